@@ -4,7 +4,7 @@
 # make test      the tests; SAN=address,undefined or SAN=thread builds them under sanitizers. .ci/run adds what takes
 #                other compilers, nvcc or Python
 # make soak      the long random runs, MINUTES=n (default 10) of each kind, 200 rounds of killed ranks
-#                and 600 of jobs killed while they save
+#                and 800 of jobs killed while they save
 # make fuzz      libFuzzer on what comes over a connection or from a file, MINUTES=n each; installs clang where it must
 # make bench     the benchmark table into build/bench.csv
 # make cuda      dtrain_cuda.h for every GPU from sm_80 on, and examples/*.cu, by nvcc (NVCC=...); needs no GPU
@@ -15,6 +15,9 @@ CC ?= cc
 CFLAGS ?= -O2
 WARN = -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion
 LIBS = -lpthread -lm
+# Without it a compiler joins a product and a sum into one operation where the processor has it, and what a program
+# computes depends on the machine.
+EXACT = -ffp-contract=off
 NVCC ?= nvcc
 NVCCFLAGS ?= -O2
 SAN ?=
@@ -24,10 +27,12 @@ MAKEFLAGS += -j$(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 programs = $(patsubst examples/%.c,build/%,$(wildcard examples/*.c)) $(patsubst tools/%.c,build/%,$(wildcard tools/*.c))
 test_dir = build/tests$(if $(SAN),-$(subst $(comma),-,$(SAN)))
 comma = ,
-test_programs = $(patsubst tests/%.c,$(test_dir)/%,$(wildcard tests/test_*.c) $(wildcard tests/soak.c))
+test_programs = $(patsubst %.c,$(test_dir)/%,$(notdir $(wildcard tests/*/test_*.c)) soak.c)
 test_flags = -O2 $(if $(SAN),-g1 -fsanitize=$(SAN) -fno-sanitize-recover=undefined -fno-omit-frame-pointer)
-private_tests = $(shell grep -l '^.define DTRAIN_IMPLEMENTATION' tests/*.c)
-own_tests = $(shell grep -l '^.define DTRAIN__' tests/test_*.c)
+private_tests = $(shell grep -l '^.define DTRAIN_IMPLEMENTATION' tests/*/*.c)
+own_tests = $(shell grep -l '^.define DTRAIN__' tests/*/test_*.c)
+
+vpath %.c tests/unit tests/fault
 
 all: dtrain.h dtrain_cuda.h $(programs)
 
@@ -41,10 +46,10 @@ build $(test_dir) build/cuda:
 	@mkdir -p $@
 
 build/train_%: examples/train_%.c dtrain.h $(wildcard examples/*.h) | build
-	$(CC) -O3 -march=native -fno-math-errno -I. $< -o $@ $(LIBS)
+	$(CC) -O3 -march=native -fno-math-errno $(EXACT) -I. $< -o $@ $(LIBS)
 
 build/%: examples/%.c dtrain.h $(wildcard examples/*.h) | build
-	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
+	$(CC) $(CFLAGS) $(EXACT) -I. $< -o $@ $(LIBS)
 
 build/slow_link: examples/train_gpt.c
 
@@ -54,30 +59,30 @@ build/bench: $(wildcard tools/bench_*.h)
 build/plan: $(wildcard tools/plan_*.h) examples/report.h
 
 build/%: tools/%.c dtrain.h | build
-	$(CC) $(CFLAGS) -I. $< -o $@ $(LIBS)
+	$(CC) $(CFLAGS) $(EXACT) -I. $< -o $@ $(LIBS)
 
 # What tests link with: the library, and dtrain_cuda.h on its emulation, with their private functions open to tests that
-# reach them and with the hooks of tests/hooks.h. A test that defines a DTRAIN__ macro has implementations of its own.
-# Compilers warn of the library in tests/matrix.sh.
+# reach them and with the hooks of tests/support/hooks.h. A test that defines a DTRAIN__ macro has implementations of
+# its own. Compilers warn of the library in tests/unit/matrix.sh.
 open = $(test_dir)/open
 
-$(open)/%: % tests/open.awk
+$(open)/%: % tests/support/open.awk
 	@mkdir -p $(open)
-	awk -v bodies=0 -f tests/open.awk $< >$@
+	awk -v bodies=0 -f tests/support/open.awk $< >$@
 
-$(test_dir)/dtrain.o: dtrain.h tests/open.awk tests/hooks.h | $(test_dir)
-	{ echo '#define DTRAIN_IMPLEMENTATION'; echo '#include "tests/hooks.h"'; awk -v bodies=1 -f tests/open.awk dtrain.h; } >$(@:.o=.c)
+$(test_dir)/dtrain.o: dtrain.h tests/support/open.awk tests/support/hooks.h | $(test_dir)
+	{ echo '#define DTRAIN_IMPLEMENTATION'; echo '#include "tests/support/hooks.h"'; awk -v bodies=1 -f tests/support/open.awk dtrain.h; } >$(@:.o=.c)
 	$(CC) $(test_flags) -w -I. -c $(@:.o=.c) -o $@
 
-$(test_dir)/dtrain_cuda.o: dtrain_cuda.h tests/open.awk $(open)/dtrain.h | $(test_dir)
-	{ echo '#define DTRAIN_CUDA_EMULATE'; echo '#define DTRAIN_CUDA_IMPLEMENTATION'; awk -v bodies=1 -f tests/open.awk dtrain_cuda.h; } >$(@:.o=.c)
+$(test_dir)/dtrain_cuda.o: dtrain_cuda.h tests/support/open.awk $(open)/dtrain.h | $(test_dir)
+	{ echo '#define DTRAIN_CUDA_EMULATE'; echo '#define DTRAIN_CUDA_IMPLEMENTATION'; awk -v bodies=1 -f tests/support/open.awk dtrain_cuda.h; } >$(@:.o=.c)
 	$(CC) $(test_flags) -w -I$(open) -c $(@:.o=.c) -o $@
 
 $(test_dir)/libdtrain.a: $(test_dir)/dtrain.o $(test_dir)/dtrain_cuda.o
 	ar rcs $@ $^
 
-$(test_dir)/%.o: tests/%.c $(wildcard tests/*.h) $(open)/dtrain.h $(open)/dtrain_cuda.h $(wildcard examples/*) | $(test_dir)
-	$(CC) $(subst -O2,-O1,$(test_flags)) $(WARN) $(if $(filter $<,$(own_tests)),,-I$(open)) -I. -c $< -o $@
+$(test_dir)/%.o: %.c $(wildcard tests/support/*.h) $(open)/dtrain.h $(open)/dtrain_cuda.h $(wildcard examples/*) | $(test_dir)
+	$(CC) $(subst -O2,-O1,$(test_flags)) $(WARN) $(if $(filter $<,$(own_tests)),,-I$(open)) -I. -Itests/support -c $< -o $@
 
 $(test_dir)/%: $(test_dir)/%.o $(test_dir)/libdtrain.a
 	$(CC) $(test_flags) $^ -o $@ $(LIBS)
@@ -88,8 +93,8 @@ $(test_dir)/test_plan.o: $(wildcard tools/plan_*.h)
 .DELETE_ON_ERROR:
 
 # No test runs build/bench or build/plan, which take as long to compile as six tests: `make` builds them.
-test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out build/bench build/plan,$(programs))) $(test_programs)
-	@sh tests/run.sh $(test_dir)
+test: $(if $(SAN),,dtrain.h dtrain_cuda.h $(filter-out build/bench build/plan,$(programs))) $(test_programs) $(test_dir)/without
+	@sh tests/support/run.sh $(test_dir)
 
 # Code for the GPUs of today, and PTX for those to come; CUDA knows sm_100 from 12.8 on.
 cuda_code = -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90,code=[sm_90,compute_90] \
@@ -99,7 +104,7 @@ cublas = $(wildcard $(dir $(shell command -v $(firstword $(NVCC)) 2>/dev/null)).
 no_cublas = build/train_gpt_cuda is left out: $(firstword $(NVCC)) has no cublas_v2.h of cuBLAS in ../include
 cuda_examples = $(patsubst examples/%.cu,build/%,$(wildcard examples/*.cu))
 cuda_programs = $(if $(cublas),$(cuda_examples),$(filter-out build/train_gpt_cuda,$(cuda_examples)))
-cuda_tests = $(patsubst tests/%.c,build/cuda/%,$(wildcard tests/test_cuda_*.c))
+cuda_tests = $(patsubst %.c,build/cuda/%,$(notdir $(wildcard tests/*/test_cuda_*.c)))
 
 cuda: build/cuda/dtrain_cuda.o $(cuda_programs)
 	@$(if $(cublas),:,echo "$(no_cublas)")
@@ -115,18 +120,18 @@ build/cuda/dtrain_cuda.o: dtrain_cuda.h | build/cuda nvcc
 build/train_gpt_cuda: LIBS := -lcublas $(LIBS)
 
 $(cuda_examples): build/%: examples/%.cu dtrain_cuda.h $(wildcard examples/*.h) | build nvcc
-	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -I. $< -o $@ $(LIBS)
+	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -Xcompiler $(EXACT) -I. $< -o $@ $(LIBS)
 
 build/bench_cuda: tools/bench_cuda.cu $(wildcard tools/bench_cuda_*.h) dtrain_cuda.h | build nvcc
-	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -I. $< -o $@ $(LIBS)
+	$(NVCC) -std=c++17 $(NVCCFLAGS) $(cuda_code) -Xcompiler $(EXACT) -I. $< -o $@ $(LIBS)
 
 build/cuda/libdtrain.a: dtrain.h | build/cuda nvcc
 	printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >build/cuda/dtrain.c
 	$(CC) -O2 -I. -c build/cuda/dtrain.c -o build/cuda/dtrain.o
 	ar rcs $@ build/cuda/dtrain.o
 
-$(cuda_tests): build/cuda/%: tests/%.c $(wildcard tests/*.h) build/cuda/libdtrain.a dtrain_cuda.h | nvcc
-	$(NVCC) -std=c++17 -O1 $(cuda_code) $(if $(filter $<,$(private_tests)),-w) -I. -x cu -c $< -o $@.o
+$(cuda_tests): build/cuda/%: %.c $(wildcard tests/support/*.h) build/cuda/libdtrain.a dtrain_cuda.h | nvcc
+	$(NVCC) -std=c++17 -O1 $(cuda_code) $(if $(filter $<,$(private_tests)),-w) -I. -Itests/support -x cu -c $< -o $@.o
 	$(NVCC) $@.o -o $@ build/cuda/libdtrain.a $(LIBS)
 
 # The calls of CUDA that fail are looked at by the tests; processes that they start are looked at too.
@@ -135,8 +140,8 @@ sanitizer = $(if $(SANITIZER),$(SANITIZER) --error-exitcode 9 --target-processes
 
 test-cuda: $(cuda_tests) $(filter build/train_gpt_cuda,$(cuda_programs))
 	@bad=0; for test in $(cuda_tests); do echo "$$test"; $(sanitizer) $$test || bad=1; done; \
-	if [ -n "$(cublas)" ]; then echo tests/test_gpt_cuda.sh; \
-		GPT_CUDA="$(sanitizer) build/train_gpt_cuda" sh tests/test_gpt_cuda.sh || bad=1; \
+	if [ -n "$(cublas)" ]; then echo tests/unit/test_gpt_cuda.sh; \
+		GPT_CUDA="$(sanitizer) build/train_gpt_cuda" sh tests/unit/test_gpt_cuda.sh || bad=1; \
 	else echo "$(no_cublas)"; fi; exit $$bad
 
 bench-cuda: build/bench_cuda $(filter build/train_gpt_cuda,$(cuda_programs))
@@ -151,26 +156,29 @@ demo-fsdp: all
 bench: all
 	@sh tools/bench_table
 
-soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive \
-	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail $(test_dir)/test_device_table
-	COMPILERS="gcc clang" BITS=all sh tests/bits.sh
+soak: $(test_dir)/soak $(test_dir)/steady $(test_dir)/test_property $(test_dir)/test_fault $(test_dir)/test_survive $(test_dir)/test_socket $(test_dir)/test_lost \
+	$(test_dir)/test_fsdp_memory $(test_dir)/test_checkpoint_fail $(test_dir)/test_checkpoint_killed $(test_dir)/test_device_table
+	COMPILERS="gcc clang" BITS=all sh tests/unit/bits.sh
 	$(test_dir)/soak $(MINUTES)
 	$(test_dir)/steady $(MINUTES)
 	for run in 1 2 3 4 5; do PROPERTY_SEED=$$(date +%s%N) $(test_dir)/test_property || exit 1; done
 	FSDP_LAYER_FLOATS=4194304 $(test_dir)/test_fsdp_memory four_processes_grow_as_the_plan_says
 	PROPERTY_LARGE=1 $(test_dir)/test_property more_elements_than_32_bits_count
-	RACES=all sh tests/races.sh
-	COMPILERS="gcc clang" MATRIX=all sh tests/matrix.sh
-	MESHES=all sh tests/meshes.sh
-	NVCCS=all sh tests/cuda_build.sh
-	sh tests/fuzz.sh replay
+	RACES=all sh tests/fault/races.sh
+	COMPILERS="gcc clang" MATRIX=all sh tests/unit/matrix.sh
+	MESHES=all sh tests/unit/meshes.sh
+	NVCCS=all sh tests/unit/cuda_build.sh
+	sh tests/fuzz/fuzz.sh replay
+	sh tests/fuzz/fuzz.sh $(MINUTES) "wire member calls"
 	DEVICE_FAULTS=all $(test_dir)/test_device_table whatever_call_of_a_device_fails_the_error_comes_back
 	FAULT_RUNS=1000 FAULT_SEED=$$(date +%s) $(test_dir)/test_fault
+	for test in test_socket test_lost test_survive; do TEST_SEALED=1 $(test_dir)/$$test || exit 1; done
 	KILL_ROUNDS=200 $(test_dir)/test_survive survivors_of_kills_at_random_times_shrink_and_go_on
 	CHECKPOINT_ROUNDS=300 CHECKPOINT_SEED=$$(date +%s) $(test_dir)/test_checkpoint_fail
+	LOCAL_ROUNDS=100 LOCAL_DELAY_MS=60 CHECKPOINT_SEED=$$(date +%s) $(test_dir)/test_checkpoint_killed
 
 fuzz:
-	@sh tests/fuzz.sh $(MINUTES)
+	@sh tests/fuzz/fuzz.sh $(MINUTES)
 
 check:
 	@tools/amalgamate --check

@@ -14,7 +14,7 @@
  *     kernels.cu    #define DTRAIN_CUDA_IMPLEMENTATION
  *                   #include "dtrain_cuda.h"
  *
- *     cc -O2 -c dtrain.c program.c
+ *     cc -O2 -ffp-contract=off -c dtrain.c program.c
  *     nvcc -O2 -arch=sm_90 -c kernels.cu
  *     nvcc dtrain.o program.o kernels.o -lpthread -lm
  *
@@ -76,6 +76,9 @@
 #define _DEFAULT_SOURCE 1 /* mmap's MAP_ANONYMOUS */
 #endif
 #include "dtrain.h"
+#ifdef DTRAIN_NO_DEVICE
+#error "dtrain_cuda.h: its devices need the part that DTRAIN_NO_DEVICE leaves out: remove that macro"
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -93,7 +96,7 @@ typedef struct dtrain_cuda_desc {
  *   errors   DTRAIN_ERR_UNSUPPORTED  no driver, no GPU, or a build without CUDA; the text says which
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_cuda_count(int *count);
+DTRAIN_API_MUST dtrain_status dtrain_cuda_count(int *count);
 
 /* Makes a queue on a GPU. Several on one GPU run side by side.
  *
@@ -104,7 +107,7 @@ DTRAIN_API dtrain_status dtrain_cuda_count(int *count);
  *            DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain_cuda_desc *desc);
+DTRAIN_API_MUST dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain_cuda_desc *desc);
 
 /* Waits for what was queued and frees the queue; memory that was allocated through it stays the caller's to free,
  * before this. NULL is legal.
@@ -191,6 +194,8 @@ DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device)
 #define DTRAIN__CUDA_EMULATE
 
 #ifdef DTRAIN_CUDA_EMULATE
+#include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -333,17 +338,30 @@ static int dtrain__cuda_emulated_guarded(int kind)
 
 /* Opening and closing all memory around each operation costs many system calls. Where a thread can open what has a key
  * by a register of its own, it does that. */
-#if defined(__linux__) && defined(__x86_64__) && defined(SYS_pkey_alloc)
+#if defined(__linux__) && defined(__x86_64__) && defined(SYS_pkey_alloc) && defined(SYS_pkey_mprotect)
 #define DTRAIN__CUDA_EMULATED_NO_ACCESS 1u /* of the two bits that a key has; the other forbids to write */
 
 static int dtrain__cuda_emulated_key; /* 0: not asked for yet; negative: there is none */
 
-/* The key; 0: there is none. */
+/* Sets what a key's holder may do; and which key, where the machine has them. Returns 0 or -1. */
+static int dtrain__cuda_emulated_lock(char *memory, size_t bytes, int protection, int key)
+{
+    if (__atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE) <= 0) /* key 0 is refused there, too */
+        return mprotect(memory, bytes, protection);
+    return (int)syscall(SYS_pkey_mprotect, memory, bytes, protection, key);
+}
+
+/* The key; 0: there is none. No bytes are locked to see whether the system has that call. */
 static int dtrain__cuda_emulated_get_key(void)
 {
     int key = __atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE), none = 0;
     if (key == 0) {
-        key = (int)syscall(SYS_pkey_alloc, 0ul, (unsigned long)DTRAIN__CUDA_EMULATED_NO_ACCESS);
+        if (!dtrain__without("pkeys"))
+            key = (int)syscall(SYS_pkey_alloc, 0ul, (unsigned long)DTRAIN__CUDA_EMULATED_NO_ACCESS);
+        if (key > 0 && syscall(SYS_pkey_mprotect, NULL, (size_t)0, PROT_NONE, key) != 0) {
+            syscall(SYS_pkey_free, key);
+            key = -1;
+        }
         key = key > 0 ? key : -1;
         if (!__atomic_compare_exchange_n(&dtrain__cuda_emulated_key, &none, key, 0, __ATOMIC_ACQ_REL,
                                          __ATOMIC_ACQUIRE)) {
@@ -362,26 +380,33 @@ static void dtrain__cuda_emulated_turn_key(int key, int open)
     rights = open ? rights & ~forbids : rights | DTRAIN__CUDA_EMULATED_NO_ACCESS << 2 * key;
     __asm__ volatile(".byte 0x0f, 0x01, 0xef" : : "a"(rights), "c"(0), "d"(0) : "memory"); /* wrpkru */
 }
-
-static int dtrain__cuda_emulated_lock(char *memory, size_t bytes, int protection, int key)
-{
-    return (int)syscall(SYS_pkey_mprotect, memory, bytes, protection, key);
-}
 #else
 #define dtrain__cuda_emulated_get_key() 0
 #define dtrain__cuda_emulated_turn_key(key, open) (void)(key)
 #define dtrain__cuda_emulated_lock(memory, bytes, protection, key) mprotect(memory, bytes, protection)
 #endif
 
-static void dtrain__cuda_emulated_protect(int protection)
+/* Sets the protection of an allocation, and its key: 0 for that of other memory. What the system refuses is an error
+ * that lasts. */
+static void dtrain__cuda_emulated_guard(const dtrain__cuda_emulated_thing *thing, int protection, int key)
 {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    for (dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things; thing != NULL; thing = thing->next)
-        if (dtrain__cuda_emulated_guarded(thing->kind))
-            mprotect(thing->map + page, thing->map_bytes - 2 * page, protection);
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), bytes = thing->map_bytes - 2 * page;
+    (void)key;
+    if (dtrain__cuda_emulated_lock(thing->map + page, bytes, protection, key) == 0)
+        return;
+    fprintf(stderr, "dtrain_cuda.h: the system does not change the protection of %zu bytes of emulated memory: %s\n",
+            bytes, strerror(errno));
+    dtrain__cuda_emulated.lasting = cudaErrorIllegalAddress;
 }
 
-/* Around what may touch a device's memory. */
+static void dtrain__cuda_emulated_protect(int protection)
+{
+    for (dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things; thing != NULL; thing = thing->next)
+        if (dtrain__cuda_emulated_guarded(thing->kind))
+            dtrain__cuda_emulated_guard(thing, protection, 0);
+}
+
+/* Around what may touch a device's memory, which first looks whether an error lasts. */
 static void dtrain__cuda_emulated_enter(void)
 {
     int key = dtrain__cuda_emulated_get_key();
@@ -404,23 +429,16 @@ static void dtrain__cuda_emulated_leave(void)
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
 }
 
-/* Puts an allocation, which is in the book, out of the CPU's reach; opens one to it. */
+/* Puts an allocation, which is in the book, out of the CPU's reach. */
 static void dtrain__cuda_emulated_shut(const dtrain__cuda_emulated_thing *thing)
 {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
     int key = dtrain__cuda_emulated_get_key();
     if (key > 0) {
-        dtrain__cuda_emulated_lock(thing->map + page, thing->map_bytes - 2 * page, PROT_READ | PROT_WRITE, key);
+        dtrain__cuda_emulated_guard(thing, PROT_READ | PROT_WRITE, key);
         return;
     }
     dtrain__cuda_emulated_enter(); /* leaving shuts it, if nothing runs */
     dtrain__cuda_emulated_leave();
-}
-
-static void dtrain__cuda_emulated_unlock(const dtrain__cuda_emulated_thing *thing, int protection)
-{
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    dtrain__cuda_emulated_lock(thing->map + page, thing->map_bytes - 2 * page, protection, 0);
 }
 
 static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cuda_emulated_thing **made)
@@ -628,9 +646,14 @@ static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
 {
     int made = -1;
 #ifdef __NR_memfd_create
-    if (!dtrain__cuda_emulated.no_ipc)
+    if (!dtrain__cuda_emulated.no_ipc && !dtrain__without("memfd"))
         made = (int)syscall(__NR_memfd_create, "dtrain-cuda", 1u); /* close-on-exec */
 #endif
+    FILE *file = made < 0 && !dtrain__cuda_emulated.no_ipc ? tmpfile() : NULL;
+    if (file != NULL) {
+        made = fcntl(fileno(file), F_DUPFD_CLOEXEC, 0);
+        fclose(file);
+    }
     if (made < 0)
         return cudaErrorNotSupported;
     if (ftruncate(made, (off_t)bytes) != 0) {
@@ -703,7 +726,11 @@ static cudaError_t dtrain__cuda_emulated_map(int kind, void **pointer, size_t by
         return cudaErrorMemoryAllocation;
     }
     thing->pointer = thing->map + page + room - (bytes + 255) / 256 * 256;
-    mprotect(thing->map + page, room, PROT_READ | PROT_WRITE);
+    if (mprotect(thing->map + page, room, PROT_READ | PROT_WRITE) != 0) {
+        munmap(thing->map, thing->map_bytes);
+        free(thing);
+        return cudaErrorMemoryAllocation;
+    }
     if (bytes <= (size_t)1 << 26) /* larger memory takes pages only where it is written */
         memset(thing->map + page, DTRAIN__CUDA_EMULATED_FREE, room);
     dtrain__cuda_emulated_link(thing);
@@ -733,8 +760,8 @@ static cudaError_t dtrain__cuda_emulated_unmap(int kind, void *pointer)
     dtrain__cuda_emulated_thing thing;
     if (!dtrain__cuda_emulated_find(kind, pointer, 1, &thing))
         return cudaErrorInvalidValue;
-    dtrain__cuda_emulated_unlock(&thing, PROT_READ | PROT_WRITE);
-    if (dtrain__cuda_emulated_overrun(&thing)) {
+    dtrain__cuda_emulated_guard(&thing, PROT_READ | PROT_WRITE, 0);
+    if (dtrain__cuda_emulated.lasting == 0 && dtrain__cuda_emulated_overrun(&thing)) {
         fprintf(stderr, "dtrain_cuda.h: something was written beside an allocation of %zu bytes of emulated memory\n",
                 thing.bytes);
         dtrain__cuda_emulated.lasting = cudaErrorIllegalAddress;
@@ -814,14 +841,13 @@ static cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, c
 
 static cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, int direction, cudaStream_t stream)
 {
-    cudaError_t error = dtrain__cuda_emulated_stream(stream);
     (void)direction;
-    if (error != 0)
-        return error;
     dtrain__cuda_emulated_enter();
-    memcpy(to, from, bytes);
+    cudaError_t error = dtrain__cuda_emulated_stream(stream);
+    if (error == 0)
+        memcpy(to, from, bytes);
     dtrain__cuda_emulated_leave();
-    return cudaSuccess;
+    return error;
 }
 #endif
 
@@ -873,14 +899,15 @@ static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing
         return error;
     char *copy = (char *)mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, thing->fd - 1, 0);
     if (copy != MAP_FAILED) {
-        dtrain__cuda_emulated_unlock(thing, PROT_READ);
-        memcpy(copy, thing->map + page, room);
+        dtrain__cuda_emulated_guard(thing, PROT_READ, 0);
+        if (dtrain__cuda_emulated.lasting == 0)
+            memcpy(copy, thing->map + page, room);
         munmap(copy, room);
         int moved = mmap(thing->map + page, room, PROT_NONE, MAP_SHARED | MAP_FIXED, thing->fd - 1, 0) != MAP_FAILED;
         if (dtrain__cuda_emulated_get_key() > 0)
             dtrain__cuda_emulated_shut(thing);
         else if (!moved)
-            dtrain__cuda_emulated_unlock(thing, PROT_NONE);
+            dtrain__cuda_emulated_guard(thing, PROT_NONE, 0);
         if (moved)
             return cudaSuccess;
     }
@@ -987,7 +1014,7 @@ static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handl
     error = dtrain__cuda_emulated_add(DTRAIN__CUDA_EMULATED_OPENED, (size_t)token.bytes, &thing);
     char *map =
         (char *)mmap(NULL, (size_t)token.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (error == 0 && (map == MAP_FAILED || mmap(map + page, (size_t)token.map_bytes - 2 * page, PROT_NONE,
+    if (error == 0 && (map == MAP_FAILED || mmap(map + page, (size_t)token.map_bytes - 2 * page, PROT_READ | PROT_WRITE,
                                                  MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED))
         error = cudaErrorMemoryAllocation;
     close(fd);
@@ -1000,7 +1027,7 @@ static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handl
     thing->map = map, thing->map_bytes = (size_t)token.map_bytes, thing->pointer = map + token.at;
     thing->gpu = token.gpu, thing->id = token.file, thing->opened_of = (long)token.process, thing->opened = 1;
     dtrain__cuda_emulated_link(thing);
-    dtrain__cuda_emulated_shut(thing);
+    dtrain__cuda_emulated_shut(thing); /* without keys: not before what other threads run has ended */
     *pointer = thing->pointer;
     return cudaSuccess;
 }
@@ -1139,10 +1166,10 @@ static __thread unsigned dtrain__cuda_turn;
         shared_type *shared = (shared_type *)malloc(sizeof *shared);                                                   \
         own_type *own = (own_type *)malloc((thread_count) * sizeof *own);                                              \
         unsigned turn = dtrain__cuda_turn++;                                                                           \
+        dtrain__cuda_emulated_enter();                                                                                 \
         cudaError_t status = dtrain__cuda_emulated_launch(stream, blocks);                                             \
         if (shared == NULL || own == NULL)                                                                             \
             status = cudaErrorMemoryAllocation;                                                                        \
-        dtrain__cuda_emulated_enter();                                                                                 \
         for (size_t b = 0; status == 0 && b < blocks; b++) {                                                           \
             memset(shared, 0xa5, sizeof *shared);                                                                      \
             memset(own, 0xa5, (thread_count) * sizeof *own);                                                           \
@@ -1169,10 +1196,10 @@ static __thread unsigned dtrain__cuda_turn;
         shared_type *shared = (shared_type *)malloc(blocks * sizeof *shared);                                          \
         own_type *own = (own_type *)malloc(all * sizeof *own);                                                         \
         unsigned turn = dtrain__cuda_turn++;                                                                           \
+        dtrain__cuda_emulated_enter();                                                                                 \
         cudaError_t status = dtrain__cuda_emulated_launch(stream, blocks);                                             \
         if (shared == NULL || own == NULL)                                                                             \
             status = cudaErrorMemoryAllocation;                                                                        \
-        dtrain__cuda_emulated_enter();                                                                                 \
         if (status == 0) {                                                                                             \
             memset(shared, 0xa5, blocks * sizeof *shared);                                                             \
             memset(own, 0xa5, all * sizeof *own);                                                                      \
@@ -1307,6 +1334,58 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_atomic_max_u32(uint32_t *to, uint32_t valu
 #else
     return atomicMax(to, value);
 #endif
+}
+
+/* ---- words at any address ----
+ * `align`, the same for all threads, says what the address is a multiple of. 16: a vector is loaded and stored at once;
+ * 4: a word is; 1: byte after byte. */
+
+typedef uint32_t dtrain__cuda_any_word __attribute__((may_alias));
+
+static int dtrain__cuda_align_of(const void *pointer)
+{
+    return (uintptr_t)pointer % 16 == 0 ? 16 : (uintptr_t)pointer % 4 == 0 ? 4 : 1;
+}
+
+DTRAIN__CUDA_FN uint32_t dtrain__cuda_word_load(const unsigned char *from, int align)
+{
+    uint32_t word;
+    if (align >= 4)
+        return *(const dtrain__cuda_any_word *)from;
+    memcpy(&word, from, sizeof word);
+    return word;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_word_store(unsigned char *to, uint32_t word, int align)
+{
+    if (align >= 4)
+        *(dtrain__cuda_any_word *)to = word;
+    else
+        memcpy(to, &word, sizeof word);
+}
+
+/* The first n words of a vector; zeros beyond. */
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_vector_load(const unsigned char *from, size_t n, int align)
+{
+    dtrain__cuda_vector x;
+    if (align == 16 && n >= 4)
+        return *(const dtrain__cuda_vector *)from;
+    x.word[0] = n > 0 ? dtrain__cuda_word_load(from, align) : 0;
+    x.word[1] = n > 1 ? dtrain__cuda_word_load(from + 4, align) : 0;
+    x.word[2] = n > 2 ? dtrain__cuda_word_load(from + 8, align) : 0;
+    x.word[3] = n > 3 ? dtrain__cuda_word_load(from + 12, align) : 0;
+    return x;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_vector_store(unsigned char *to, dtrain__cuda_vector x, size_t n, int align)
+{
+    if (align == 16 && n >= 4) {
+        *(dtrain__cuda_vector *)to = x;
+        return;
+    }
+    for (uint32_t k = 0; k < 4; k++)
+        if (k < n)
+            dtrain__cuda_word_store(to + 4 * k, x.word[k], align);
 }
 
 #endif
@@ -1516,13 +1595,9 @@ static dtrain_status dtrain__cuda_whole(dtrain_device *device, const char *call,
                             call, device->name, what, pointer, width);
 }
 
-#endif
-
-/* ---- >>cuda-peers ----
- * Memory of another GPU that this one can reach. A GPU's memory is opened to another when the other is first handed
- * some of it by a reduction, as groups of devices do; it stays open, as it is the process's. */
-#ifndef DTRAIN__CUDA_PEERS
-#define DTRAIN__CUDA_PEERS
+/* ---- memory of other GPUs ----
+ * A GPU's memory is opened to another when the other is first handed some of it by a reduction, as groups of devices
+ * do; it stays open, as it is the process's. */
 
 /* Opens a peer's memory, which this and that GPU's program may have done before. *can: whether it is open now. */
 static cudaError_t dtrain__cuda_open_peer(dtrain__cuda_queue *queue, int peer, int *can)
@@ -1706,34 +1781,34 @@ static dtrain_status dtrain__cuda_wait(dtrain_device *device)
     return dtrain__cuda_status(device, "device_wait", cudaStreamSynchronize(dtrain__cuda_queue_of(device)->stream));
 }
 
-static dtrain_status dtrain__cuda_event_create(dtrain_device *device, void **event)
+static dtrain_status dtrain__cuda_event_create(dtrain_device *device, dtrain_device_event **event)
 {
     cudaEvent_t made = NULL;
     cudaError_t error = cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
-    *event = error == cudaSuccess ? (void *)made : NULL;
+    *event = error == cudaSuccess ? (dtrain_device_event *)made : NULL;
     return dtrain__cuda_status(device, "device_event_create", error);
 }
 
-static void dtrain__cuda_event_destroy(dtrain_device *device, void *event)
+static void dtrain__cuda_event_destroy(dtrain_device *device, dtrain_device_event *event)
 {
     (void)device;
     if (event != NULL)
         dtrain__cuda_drop(cudaEventDestroy((cudaEvent_t)event));
 }
 
-static dtrain_status dtrain__cuda_event_record(dtrain_device *device, void *event)
+static dtrain_status dtrain__cuda_event_record(dtrain_device *device, dtrain_device_event *event)
 {
     cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
     return dtrain__cuda_status(device, "device_event_record", cudaEventRecord((cudaEvent_t)event, stream));
 }
 
-static dtrain_status dtrain__cuda_event_await(dtrain_device *device, void *event)
+static dtrain_status dtrain__cuda_event_await(dtrain_device *device, dtrain_device_event *event)
 {
     cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
     return dtrain__cuda_status(device, "device_event_await", cudaStreamWaitEvent(stream, (cudaEvent_t)event, 0));
 }
 
-static dtrain_status dtrain__cuda_event_done(dtrain_device *device, void *event, int *done)
+static dtrain_status dtrain__cuda_event_done(dtrain_device *device, dtrain_device_event *event, int *done)
 {
     cudaError_t error = cudaEventQuery((cudaEvent_t)event);
     *done = error == cudaSuccess;
@@ -2862,7 +2937,8 @@ static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype
         memcpy(&divisor, &bits, sizeof bits);
     }
     args->by_f64 = divisor;
-    dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1); /* whatever the CPU's floating-point mode */
+    /* whatever the CPU's floating-point mode */
+    DTRAIN_IGNORE(dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1));
 }
 
 static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, dtrain__cuda_fold *args, const void *const *in,
@@ -3209,8 +3285,8 @@ static dtrain_status dtrain__cuda_flags_run(dtrain_device *device, const dtrain_
 #endif
 
 /* ---- >>cuda-elementwise ----
- * Scale, axpy and the search for what is not finite, with the bits of >>vector: a product is rounded before it is added
- * to anything, and 16-bit floats go through float32 and are rounded once. */
+ * Scale, axpy, adding a selection, and the search for what is not finite, with the bits of >>vector: a product is
+ * rounded before it is added to anything, and 16-bit floats go through float32 and are rounded once. */
 #ifndef DTRAIN__CUDA_ELEMENTWISE
 #define DTRAIN__CUDA_ELEMENTWISE
 
@@ -3329,7 +3405,8 @@ static dtrain_status dtrain__cuda_axpy_any(dtrain_device *device, const char *ca
     dtrain_status status;
     if (count == 0)
         return DTRAIN_OK;
-    dtrain_convert(&by, DTRAIN_F64, &args.by_f32, DTRAIN_F32, 1); /* whatever the CPU's floating-point mode */
+    /* whatever the CPU's floating-point mode */
+    DTRAIN_IGNORE(dtrain_convert(&by, DTRAIN_F64, &args.by_f32, DTRAIN_F32, 1));
     status = dtrain__cuda_memory(device, call, x != NULL ? "y" : "x", y, count * width);
     if (status == DTRAIN_OK && x != NULL)
         status = dtrain__cuda_memory(device, call, "x", x, count * width);
@@ -3435,6 +3512,73 @@ static dtrain_status dtrain__cuda_overflow(dtrain_device *device, dtrain_dtype d
         dtrain__cuda_overflow_any_launch(dtrain__cuda_queue_of(device)->stream,
                                          dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_ELEMENTWISE_GROUPS),
                                          &args));
+}
+
+/* ---- adding a selection ----
+ * Indices come once each, so that no two threads meet; what is out of range is left out, since nothing on the device
+ * has checked it. */
+
+#define DTRAIN__CUDA_SPARSE_THREADS 256u
+#define DTRAIN__CUDA_SPARSE_EACH 4u /* elements a thread adds, side by side */
+
+typedef struct dtrain__cuda_sparse_args {
+    const unsigned char *indices, *values;
+    unsigned char *data;
+    size_t k, count;
+    int align; /* 16, 4 or 1: what all three addresses are multiples of, data's of 4 at most */
+} dtrain__cuda_sparse_args;
+
+DTRAIN__CUDA_FN void dtrain__cuda_sparse_kernel_body(const dtrain__cuda_sparse_args *args, dtrain__cuda_at at,
+                                                     dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase)
+{
+    size_t stride = at.blocks * at.threads * DTRAIN__CUDA_SPARSE_EACH;
+    (void)shared, (void)own, (void)phase;
+    for (size_t i = (at.block * at.threads + at.thread) * DTRAIN__CUDA_SPARSE_EACH; i < args->k; i += stride) {
+        size_t n = args->k - i;
+        dtrain__cuda_vector index = dtrain__cuda_vector_load(args->indices + 4 * i, n, args->align);
+        dtrain__cuda_vector value = dtrain__cuda_vector_load(args->values + 4 * i, n, args->align), old;
+        for (uint32_t j = 0; j < DTRAIN__CUDA_SPARSE_EACH; j++) {
+            old.word[j] = 0;
+            if (j < n && index.word[j] < args->count)
+                old.word[j] = dtrain__cuda_word_load(args->data + 4 * (size_t)index.word[j], args->align);
+        }
+        for (uint32_t j = 0; j < DTRAIN__CUDA_SPARSE_EACH; j++) {
+            float sum = dtrain__cuda_add_f32(dtrain__cuda_float_of(old.word[j]), dtrain__cuda_float_of(value.word[j]));
+            if (j < n && index.word[j] < args->count)
+                dtrain__cuda_word_store(args->data + 4 * (size_t)index.word[j], dtrain__cuda_bits_f32(sum),
+                                        args->align);
+        }
+    }
+}
+DTRAIN__CUDA_KERNEL(dtrain__cuda_sparse_kernel, dtrain__cuda_sparse_args, dtrain__cuda_none, dtrain__cuda_none,
+                    DTRAIN__CUDA_SPARSE_THREADS, 1)
+
+static dtrain_status dtrain__cuda_sparse_add(dtrain_device *device, const uint32_t *indices, const float *values,
+                                             size_t k, float *data, size_t count)
+{
+    const size_t tile = DTRAIN__CUDA_SPARSE_THREADS * DTRAIN__CUDA_SPARSE_EACH;
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    uintptr_t arrays = (uintptr_t)indices | (uintptr_t)values, all = arrays | (uintptr_t)data;
+    size_t blocks = k / tile + (k % tile != 0), most = (size_t)queue->processors * 32;
+    dtrain__cuda_sparse_args args;
+    dtrain_status status;
+    if (k == 0 || count == 0)
+        return DTRAIN_OK;
+    status = dtrain__cuda_memory(device, "device_sparse_add", "indices", indices, k * sizeof(uint32_t));
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_memory(device, "device_sparse_add", "values", values, k * sizeof(float));
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_memory(device, "device_sparse_add", "data", data, count * sizeof(float));
+    if (status != DTRAIN_OK)
+        return status;
+    args.indices = (const unsigned char *)indices;
+    args.values = (const unsigned char *)values;
+    args.data = (unsigned char *)data;
+    args.k = k;
+    args.count = count;
+    args.align = all % 4 != 0 ? 1 : arrays % 16 == 0 ? 16 : 4;
+    return dtrain__cuda_status(device, "device_sparse_add",
+                               dtrain__cuda_sparse_kernel_launch(queue->stream, blocks < most ? blocks : most, &args));
 }
 
 #endif
@@ -4058,7 +4202,7 @@ typedef struct dtrain__cuda_clip_shared {
     int shorten;
 } dtrain__cuda_clip_shared;
 
-/* As dtrain__exact_value, of limbs that it carries. */
+/* As dtrain__norm_value, of limbs that it carries. */
 DTRAIN__CUDA_FN double dtrain__cuda_clip_value(int64_t *limbs)
 {
     int top = DTRAIN__CUDA_NORM_DIGITS - 1, zeros = 0;
@@ -5029,62 +5173,6 @@ static dtrain_status dtrain__cuda_select(dtrain_device *device, dtrain_device_se
 
 #endif
 
-/* ---- >>cuda-addresses ----
- * Words and vectors of words at any address: `align`, the same for all threads, says what the address is a multiple of.
- * 16: a vector is loaded and stored at once; 4: a word is; 1: byte after byte. */
-#ifndef DTRAIN__CUDA_ADDRESSES
-#define DTRAIN__CUDA_ADDRESSES
-
-typedef uint32_t dtrain__cuda_any_word __attribute__((may_alias));
-
-static int dtrain__cuda_align_of(const void *pointer)
-{
-    return (uintptr_t)pointer % 16 == 0 ? 16 : (uintptr_t)pointer % 4 == 0 ? 4 : 1;
-}
-
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_word_load(const unsigned char *from, int align)
-{
-    uint32_t word;
-    if (align >= 4)
-        return *(const dtrain__cuda_any_word *)from;
-    memcpy(&word, from, sizeof word);
-    return word;
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_word_store(unsigned char *to, uint32_t word, int align)
-{
-    if (align >= 4)
-        *(dtrain__cuda_any_word *)to = word;
-    else
-        memcpy(to, &word, sizeof word);
-}
-
-/* The first n words of a vector; zeros beyond. */
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_vector_load(const unsigned char *from, size_t n, int align)
-{
-    dtrain__cuda_vector x;
-    if (align == 16 && n >= 4)
-        return *(const dtrain__cuda_vector *)from;
-    x.word[0] = n > 0 ? dtrain__cuda_word_load(from, align) : 0;
-    x.word[1] = n > 1 ? dtrain__cuda_word_load(from + 4, align) : 0;
-    x.word[2] = n > 2 ? dtrain__cuda_word_load(from + 8, align) : 0;
-    x.word[3] = n > 3 ? dtrain__cuda_word_load(from + 12, align) : 0;
-    return x;
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_vector_store(unsigned char *to, dtrain__cuda_vector x, size_t n, int align)
-{
-    if (align == 16 && n >= 4) {
-        *(dtrain__cuda_vector *)to = x;
-        return;
-    }
-    for (uint32_t k = 0; k < 4; k++)
-        if (k < n)
-            dtrain__cuda_word_store(to + 4 * k, x.word[k], align);
-}
-
-#endif
-
 /* ---- >>cuda-quantise ----
  * int8 and fp8 with a scale a block, in the layout and the bits of >>quantise: the scales of all blocks, then a byte an
  * element. Blocks of up to 4,096 elements come several to a tile, which a thread block holds in registers while it
@@ -5507,77 +5595,6 @@ static dtrain_status dtrain__cuda_unpack(dtrain_device *device, dtrain_dtype cod
 
 #endif
 
-/* ---- >>cuda-sparse ----
- * Adds the elements of a selection to those of a vector. Indices come once each, so that no two threads meet; what is
- * out of range is left out, since nothing on the device has checked it. */
-#ifndef DTRAIN__CUDA_SPARSE
-#define DTRAIN__CUDA_SPARSE
-
-#define DTRAIN__CUDA_SPARSE_THREADS 256u
-#define DTRAIN__CUDA_SPARSE_EACH 4u /* elements a thread adds, side by side */
-
-typedef struct dtrain__cuda_sparse_args {
-    const unsigned char *indices, *values;
-    unsigned char *data;
-    size_t k, count;
-    int align; /* 16, 4 or 1: what all three addresses are multiples of, data's of 4 at most */
-} dtrain__cuda_sparse_args;
-
-DTRAIN__CUDA_FN void dtrain__cuda_sparse_kernel_body(const dtrain__cuda_sparse_args *args, dtrain__cuda_at at,
-                                                     dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase)
-{
-    size_t stride = at.blocks * at.threads * DTRAIN__CUDA_SPARSE_EACH;
-    (void)shared, (void)own, (void)phase;
-    for (size_t i = (at.block * at.threads + at.thread) * DTRAIN__CUDA_SPARSE_EACH; i < args->k; i += stride) {
-        size_t n = args->k - i;
-        dtrain__cuda_vector index = dtrain__cuda_vector_load(args->indices + 4 * i, n, args->align);
-        dtrain__cuda_vector value = dtrain__cuda_vector_load(args->values + 4 * i, n, args->align), old;
-        for (uint32_t j = 0; j < DTRAIN__CUDA_SPARSE_EACH; j++) {
-            old.word[j] = 0;
-            if (j < n && index.word[j] < args->count)
-                old.word[j] = dtrain__cuda_word_load(args->data + 4 * (size_t)index.word[j], args->align);
-        }
-        for (uint32_t j = 0; j < DTRAIN__CUDA_SPARSE_EACH; j++) {
-            float sum = dtrain__cuda_add_f32(dtrain__cuda_float_of(old.word[j]), dtrain__cuda_float_of(value.word[j]));
-            if (j < n && index.word[j] < args->count)
-                dtrain__cuda_word_store(args->data + 4 * (size_t)index.word[j], dtrain__cuda_bits_f32(sum),
-                                        args->align);
-        }
-    }
-}
-DTRAIN__CUDA_KERNEL(dtrain__cuda_sparse_kernel, dtrain__cuda_sparse_args, dtrain__cuda_none, dtrain__cuda_none,
-                    DTRAIN__CUDA_SPARSE_THREADS, 1)
-
-static dtrain_status dtrain__cuda_sparse_add(dtrain_device *device, const uint32_t *indices, const float *values,
-                                             size_t k, float *data, size_t count)
-{
-    const size_t tile = DTRAIN__CUDA_SPARSE_THREADS * DTRAIN__CUDA_SPARSE_EACH;
-    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
-    uintptr_t arrays = (uintptr_t)indices | (uintptr_t)values, all = arrays | (uintptr_t)data;
-    size_t blocks = k / tile + (k % tile != 0), most = (size_t)queue->processors * 32;
-    dtrain__cuda_sparse_args args;
-    dtrain_status status;
-    if (k == 0 || count == 0)
-        return DTRAIN_OK;
-    status = dtrain__cuda_memory(device, "device_sparse_add", "indices", indices, k * sizeof(uint32_t));
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_sparse_add", "values", values, k * sizeof(float));
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_sparse_add", "data", data, count * sizeof(float));
-    if (status != DTRAIN_OK)
-        return status;
-    args.indices = (const unsigned char *)indices;
-    args.values = (const unsigned char *)values;
-    args.data = (unsigned char *)data;
-    args.k = k;
-    args.count = count;
-    args.align = all % 4 != 0 ? 1 : arrays % 16 == 0 ? 16 : 4;
-    return dtrain__cuda_status(device, "device_sparse_add",
-                               dtrain__cuda_sparse_kernel_launch(queue->stream, blocks < most ? blocks : most, &args));
-}
-
-#endif
-
 /* ---- >>cuda-create ----
  * The table of operations, and devices made and freed. Stands last: it knows every operation. */
 #ifndef DTRAIN__CUDA_CREATE
@@ -5612,11 +5629,11 @@ DTRAIN__CUDA_ROW(copy, (dtrain_device * device, void *to, const void *from, size
 DTRAIN__CUDA_ROW(fill, (dtrain_device * device, void *to, const void *element, size_t element_bytes, size_t count),
                  (device, to, element, element_bytes, count))
 DTRAIN__CUDA_ROW(wait, (dtrain_device * device), (device))
-DTRAIN__CUDA_ROW(event_create, (dtrain_device * device, void **event), (device, event))
-DTRAIN__CUDA_VOID_ROW(event_destroy, (dtrain_device * device, void *event), (device, event))
-DTRAIN__CUDA_ROW(event_record, (dtrain_device * device, void *event), (device, event))
-DTRAIN__CUDA_ROW(event_await, (dtrain_device * device, void *event), (device, event))
-DTRAIN__CUDA_ROW(event_done, (dtrain_device * device, void *event, int *done), (device, event, done))
+DTRAIN__CUDA_ROW(event_create, (dtrain_device * device, dtrain_device_event **event), (device, event))
+DTRAIN__CUDA_VOID_ROW(event_destroy, (dtrain_device * device, dtrain_device_event *event), (device, event))
+DTRAIN__CUDA_ROW(event_record, (dtrain_device * device, dtrain_device_event *event), (device, event))
+DTRAIN__CUDA_ROW(event_await, (dtrain_device * device, dtrain_device_event *event), (device, event))
+DTRAIN__CUDA_ROW(event_done, (dtrain_device * device, dtrain_device_event *event, int *done), (device, event, done))
 
 DTRAIN__CUDA_ROW(convert,
                  (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count),

@@ -1,7 +1,8 @@
 /* Three steps of AdamW on a GPU, whose gradients come as four buffers, and the same on the CPU: reduced in the tree
  * order, shortened to a norm of 1, applied with a bf16 copy of the weights on the way out. Every bit agrees.
  *
- * nvcc -std=c++17 -O2 -arch=sm_80 -I. examples/device_reduce.cu -o build/device_reduce -lpthread -lm
+ * nvcc -std=c++17 -O2 -arch=sm_80 -Xcompiler -ffp-contract=off -I. examples/device_reduce.cu \
+ *     -o build/device_reduce -lpthread -lm
  * build/device_reduce
  */
 #define DTRAIN_IMPLEMENTATION
@@ -66,9 +67,11 @@ static void train(dtrain_device *device, result *out)
     DTRAIN_CHECK(dtrain_device_copy(device, out->params, params, bytes));
     DTRAIN_CHECK(dtrain_device_copy(device, out->copy, copy, sizeof out->copy));
     DTRAIN_CHECK(dtrain_device_copy(device, &out->norm, norm, sizeof out->norm));
-    void *all[] = {params, m, v, copy, limbs, norm, grads[0], grads[1], grads[2], grads[3]};
+    void *all[] = {params, m, v, copy, limbs, norm};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, all[i]);
+    for (int k = 0; k < BUFFERS; k++)
+        dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, grads[k]);
 }
 
 int main(void)

@@ -1,11 +1,12 @@
-/* The model that train_gpt trains, a decoder-only transformer over bytes: its parameters, activations and layers,
- * forward and backward. What is gathered, reduced and stepped when is the program's. Include dtrain.h first. */
+/* The model that train_gpt trains, a decoder-only transformer: its parameters, activations and layers,
+ * forward and backward. What is gathered, reduced and stepped when is the program's. Include dtrain.h and
+ * gpt_flags.h first. */
 #ifndef GPT_H
 #define GPT_H
 
 #include "nn.h"
 
-#define GPT_VOCAB 256
+#define GPT_VOCAB 256 /* of bytes */
 
 enum {
     WTE,
@@ -28,9 +29,11 @@ enum {
     GPT_PARAMS
 };
 
-/* One model and the activations of one micro-batch. L layers, rows BT = B * T. */
+/* One model and the activations of one micro-batch. L layers, rows BT = B * T, V tokens, P >= T positions. */
 typedef struct gpt {
-    size_t L, H, C, T, B, count;
+    size_t L, H, C, T, B, V, P, count;
+    int tied;   /* the output layer is the embedding, and HEADW is not there */
+    int listed; /* parameters of the table */
     dtrain_param table[GPT_PARAMS];
     dtrain_fsdp *fsdp;
     struct gpt_aggregate *aggregate; /* NULL: FSDP itself reduces */
@@ -71,18 +74,23 @@ static inline void gpt_param(gpt *model, int which, const char *name, int unit, 
 }
 
 /* Lists the parameters: unit 0 is the embedding, units 1 to L the layers, unit L + 1 the head. */
-static inline void gpt_describe(gpt *model, long layers, long heads, long width, long context, long batch)
+static inline void gpt_describe(gpt *model, const gpt_flags *f)
 {
-    size_t C = (size_t)width;
-    int last = (int)layers + 1;
+    size_t C = (size_t)f->width;
+    int last = (int)f->layers + 1;
     memset(model, 0, sizeof *model);
-    model->L = (size_t)layers;
-    model->H = (size_t)heads;
+    model->L = (size_t)f->layers;
+    model->H = (size_t)f->heads;
     model->C = C;
-    model->T = (size_t)context;
-    model->B = (size_t)batch;
-    gpt_param(model, WTE, "wte", 0, 0, 0, GPT_VOCAB, C);
-    gpt_param(model, WPE, "wpe", 0, 0, 0, model->T, C);
+    model->T = (size_t)f->context;
+    model->B = (size_t)f->batch;
+    model->V = (size_t)f->vocab;
+    model->P = f->positions > 0 ? (size_t)f->positions : model->T;
+    model->tied = f->tied;
+    model->listed = f->tied ? HEADW : GPT_PARAMS;
+    gpt_param(model, WTE, "wte", 0, 0, 0, model->V, C);
+    gpt_param(model, WPE, "wpe", 0, 0, 0, model->P, C);
+    model->table[WTE].tied = f->tied;
     gpt_param(model, LN1W, "ln1w", 1, 1, 1, C, 0);
     gpt_param(model, LN1B, "ln1b", 1, 1, 1, C, 0);
     gpt_param(model, QKVW, "qkvw", 1, 1, 0, 3 * C, C);
@@ -97,7 +105,8 @@ static inline void gpt_describe(gpt *model, long layers, long heads, long width,
     gpt_param(model, FCPB, "fcprojb", 1, 1, 1, C, 0);
     gpt_param(model, LNFW, "lnfw", last, 0, 1, C, 0);
     gpt_param(model, LNFB, "lnfb", last, 0, 1, C, 0);
-    gpt_param(model, HEADW, "headw", last, 0, 0, GPT_VOCAB, C);
+    if (!f->tied)
+        gpt_param(model, HEADW, "headw", last, 0, 0, model->V, C);
 }
 
 /* Element k of a parameter at first: norm weights are 1, biases 0, the rest normal with deviation 0.02, smaller where a
@@ -149,7 +158,7 @@ static inline size_t gpt_lay_out(gpt *m, float *memory)
     m->atty = gpt_take(memory, &at, L * BT * C);
     m->fch = gpt_take(memory, &at, L * BT * 4 * C);
     m->fcg = gpt_take(memory, &at, L * BT * 4 * C);
-    m->logits = gpt_take(memory, &at, BT * GPT_VOCAB);
+    m->logits = gpt_take(memory, &at, BT * m->V);
     m->dx = gpt_take(memory, &at, BT * C);
     m->dbranch = gpt_take(memory, &at, BT * C);
     m->dwide = gpt_take(memory, &at, BT * 4 * C);
@@ -217,15 +226,15 @@ static inline void gpt_head_forward(gpt *m, size_t B)
     size_t C = m->C, BT = B * m->T;
     nn_layernorm_forward(m->lnf, m->meanf, m->rstdf, m->x + m->L * m->B * m->T * C, gpt_weight(m, LNFW, 0),
                          gpt_weight(m, LNFB, 0), BT, C);
-    nn_linear_forward(m->logits, m->lnf, gpt_weight(m, HEADW, 0), NULL, BT, C, GPT_VOCAB);
+    nn_linear_forward(m->logits, m->lnf, gpt_weight(m, m->tied ? WTE : HEADW, 0), NULL, BT, C, m->V);
 }
 
 /* logits hold their gradient. */
 static inline void gpt_head_backward(gpt *m)
 {
     size_t C = m->C, BT = m->B * m->T;
-    nn_linear_backward(m->dbranch, gpt_grad(m, HEADW, 0), NULL, m->logits, m->lnf, gpt_weight(m, HEADW, 0), BT, C,
-                       GPT_VOCAB);
+    int head = m->tied ? WTE : HEADW;
+    nn_linear_backward(m->dbranch, gpt_grad(m, head, 0), NULL, m->logits, m->lnf, gpt_weight(m, head, 0), BT, C, m->V);
     memset(m->dx, 0, BT * C * sizeof(float));
     nn_layernorm_backward(m->dx, gpt_grad(m, LNFW, 0), gpt_grad(m, LNFB, 0), m->dbranch, m->x + m->L * BT * C,
                           gpt_weight(m, LNFW, 0), m->meanf, m->rstdf, BT, C, m->scratch + m->T * m->T);

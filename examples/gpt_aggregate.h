@@ -102,10 +102,10 @@ static inline dtrain_status gpt_aggregate_step(gpt_aggregate *a, dtrain_fsdp *fs
         return status;
     for (size_t i = 0; i < count; i++)
         a->table[i].grad = slices[i].grads;
-    dtrain_compressed_stats before = dtrain_aggregator_counters(&a->aggregator), after;
+    dtrain_compressed_stats before = dtrain_aggregator_get_stats(&a->aggregator), after;
     clock_gettime(CLOCK_MONOTONIC, &began);
     status = a->aggregator.aggregate(a->aggregator.self, a->table, count, weight, &total);
-    after = dtrain_aggregator_counters(&a->aggregator);
+    after = dtrain_aggregator_get_stats(&a->aggregator);
     if (status == DTRAIN_OK && after.steps > before.steps)
         status = dtrain_fsdp_add_sent(fsdp, (int64_t)began.tv_sec * 1000000000 + began.tv_nsec,
                                       after.dense_bytes - before.dense_bytes, after.sent_bytes - before.sent_bytes);

@@ -7,12 +7,15 @@
 
 typedef struct gpt_flags {
     long layers, heads, width, context, batch, micro, accum, steps, seed, ranks, shard_size, every, until, local_steps,
-        chunks;
-    double lr, clip;
+        outer_warmup, chunks, vocab, token_bits;
+    long positions;   /* that have an embedding, of which --context are used; 0: as many */
+    long token_bytes; /* of --tokens, or 1 */
+    double lr, clip, outer_momentum;
     const char *optimizer, *strategy, *gather, *text, *csv, *svg, *trace, *save, *aggregator, *compress, *mesh,
-        *schedule;
+        *schedule, *tokens, *open_model, *export_model;
     dtrain_compress_desc compression; /* what --compress says */
-    int quiet, resume, sequence, recompute;
+    int dense_embeddings;             /* and whether these travel as they are */
+    int quiet, resume, sequence, recompute, tied;
     int mesh_sizes[3]; /* what --mesh says: data, pipeline and tensor parallel */
 } gpt_flags;
 
@@ -60,8 +63,37 @@ static inline int gpt_choice(const char *flag, const char *word, const char *con
     return 1;
 }
 
-/* Reads --compress: a kind, of top-k its ratio and of PowerSGD its rank, and perhaps nofeedback. Top-k with feedback
- * takes SGD's momentum over, as a velocity of each rank's (momentum correction). */
+/* Reads what follows a kind of --compress and its number, in any order, each after a colon. */
+static inline int gpt_read_options(gpt_flags *f, const char *text)
+{
+    dtrain_compress_desc *desc = &f->compression;
+    for (size_t length; *text == ':'; text += 1 + length) {
+        const char *value = strchr(text, '=');
+        char *end = NULL;
+        length = strcspn(text + 1, ":");
+        unsigned long number = value != NULL && value[1] >= '1' && value[1] <= '9' ? strtoul(value + 1, &end, 10) : 0;
+        int whole = number > 0 && number <= 1000000000 && end == text + 1 + length;
+        if (length == 10 && strncmp(text + 1, "nofeedback", length) == 0)
+            desc->feedback.no_feedback = 1;
+        else if (length == 5 && strncmp(text + 1, "dense", length) == 0)
+            f->dense_embeddings = 1;
+        else if (length == 4 && strncmp(text + 1, "adam", length) == 0)
+            desc->adam = 1;
+        else if (whole && strncmp(text, ":start=", 7) == 0)
+            desc->feedback.start_step = number;
+        else if (whole && strncmp(text, ":stage=", 7) == 0 && desc->kind == DTRAIN_COMPRESS_TOPK)
+            desc->topk.schedule.stage_steps = number;
+        else
+            break;
+    }
+    return *text == 0 ? 0
+                      : report_complain("--compress", f->compress,
+                                        "ends in what is unknown; :nofeedback, :dense, :start=N, :adam and of topk "
+                                        ":stage=N may follow, N from 1 to 1e9");
+}
+
+/* Reads --compress: a kind, of top-k its ratio and of PowerSGD its rank, and options. Top-k with feedback takes SGD's
+ * momentum over, as a velocity of each rank's (momentum correction). */
 static inline int gpt_read_compression(gpt_flags *f)
 {
     static const struct {
@@ -80,11 +112,11 @@ static inline int gpt_read_compression(gpt_flags *f)
     if (i == count)
         return report_complain("--compress", text,
                                "is unknown; possible are topk:0.01, int8, fp8, bf16, f16, sign and "
-                               "powersgd:4, with :nofeedback after it");
+                               "powersgd:4, with options after it");
     double number = kinds[i].number;
     char *end = NULL;
     text += length;
-    if (*text == ':' && kinds[i].most > 0 && strcmp(text, ":nofeedback") != 0) {
+    if (*text == ':' && kinds[i].most > 0 && !(text[1] >= 'a' && text[1] <= 'z')) {
         number = strtod(text + 1, &end);
         if (end == text + 1 || !(number >= kinds[i].least && number <= kinds[i].most))
             return report_complain("--compress", f->compress, "needs a ratio above 0 and at most 1, or a rank to 64");
@@ -93,12 +125,14 @@ static inline int gpt_read_compression(gpt_flags *f)
     desc->kind = kinds[i].kind;
     desc->topk.schedule.ratio = desc->kind == DTRAIN_COMPRESS_TOPK ? number : 0;
     desc->rank = desc->kind == DTRAIN_COMPRESS_POWERSGD ? (int)number : 0;
-    desc->feedback.no_feedback = strcmp(text, ":nofeedback") == 0;
-    if (*text != 0 && !desc->feedback.no_feedback)
-        return report_complain("--compress", f->compress, "ends in what is unknown; only :nofeedback may follow");
+    if (gpt_read_options(f, text) != 0)
+        return 1;
     if (desc->kind == DTRAIN_COMPRESS_TOPK && !desc->feedback.no_feedback && strcmp(f->optimizer, "sgd") == 0 &&
         (f->aggregator == NULL || strcmp(f->aggregator, "ps") != 0))
         desc->feedback.momentum = 0.9f;
+    if (f->dense_embeddings && (f->aggregator != NULL || f->local_steps > 0))
+        return report_complain("--compress", f->compress,
+                               "has :dense, which goes with no --aggregator or --local-steps");
     if (f->local_steps > 0 && (desc->kind == DTRAIN_COMPRESS_TOPK || desc->rank > 0))
         return report_complain("--compress", f->compress,
                                "does not go with --local-steps, whose rounds go as int8, fp8, bf16, f16 or sign");
@@ -152,6 +186,17 @@ static inline int gpt_check_mesh(gpt_flags *f)
     return 0;
 }
 
+/* What --open, --export, --tokens and --tied go with. */
+static inline int gpt_check_model(gpt_flags *f)
+{
+    if (f->mesh != NULL && (f->open_model != NULL || f->export_model != NULL || f->tied))
+        return report_complain("flag", "--mesh", "goes with no --open, --export or --tied");
+    if (f->token_bits != 16 && f->token_bits != 32)
+        return report_complain("flag", "--token-bits", "is 16 or 32");
+    f->token_bytes = f->tokens != NULL ? f->token_bits / 8 : 1;
+    return 0;
+}
+
 static inline int gpt_check_flags(gpt_flags *f)
 {
     static const char *const optimizers[] = {"adamw", "sgd", NULL}, *const gathers[] = {"bf16", "f16", "f32", NULL};
@@ -163,7 +208,7 @@ static inline int gpt_check_flags(gpt_flags *f)
         return report_complain("flag", "--aggregator", "needs --strategy none");
     if (f->local_steps > 0 && (strcmp(f->strategy, "none") != 0 || strcmp(f->gather, "f32") != 0))
         return report_complain("flag", "--local-steps", "needs --strategy none and --gather f32");
-    if (gpt_check_mesh(f))
+    if (gpt_check_mesh(f) || gpt_check_model(f))
         return 1;
     if (f->width % f->heads != 0)
         return report_complain("flag", "--width", "must be a multiple of --heads");
@@ -194,9 +239,13 @@ static inline int gpt_parse_number(gpt_flags *f, const char *flag, const char *t
                    {"--every", &f->every, NULL, 1, 1e9},
                    {"--until", &f->until, NULL, 1, 1e9},
                    {"--local-steps", &f->local_steps, NULL, 1, 1e9},
+                   {"--outer-warmup", &f->outer_warmup, NULL, 0, 1e9},
                    {"--chunks", &f->chunks, NULL, 2, 16},
+                   {"--vocab", &f->vocab, NULL, 1, 1 << 24},
+                   {"--token-bits", &f->token_bits, NULL, 16, 32},
                    {"--lr", NULL, &f->lr, 0, 1000},
-                   {"--clip", NULL, &f->clip, 0, 1000}};
+                   {"--clip", NULL, &f->clip, 0, 1000},
+                   {"--outer-momentum", NULL, &f->outer_momentum, 0, 0.999}};
     size_t count = sizeof numbers / sizeof numbers[0], k = 0;
     double value = 0;
     while (k < count && strcmp(flag, numbers[k].name) != 0)
@@ -220,12 +269,16 @@ static inline int gpt_parse(gpt_flags *f, int argc, char **argv)
     } texts[] = {{"--optimizer", &f->optimizer}, {"--strategy", &f->strategy}, {"--gather", &f->gather},
                  {"--text", &f->text},           {"--csv", &f->csv},           {"--svg", &f->svg},
                  {"--trace", &f->trace},         {"--save", &f->save},         {"--aggregator", &f->aggregator},
-                 {"--compress", &f->compress},   {"--mesh", &f->mesh},         {"--schedule", &f->schedule}};
+                 {"--compress", &f->compress},   {"--mesh", &f->mesh},         {"--schedule", &f->schedule},
+                 {"--tokens", &f->tokens},       {"--open", &f->open_model},   {"--export", &f->export_model}};
     const struct {
         const char *name;
         int *value;
-    } switches[] = {
-        {"--quiet", &f->quiet}, {"--resume", &f->resume}, {"--sequence", &f->sequence}, {"--recompute", &f->recompute}};
+    } switches[] = {{"--quiet", &f->quiet},
+                    {"--resume", &f->resume},
+                    {"--sequence", &f->sequence},
+                    {"--recompute", &f->recompute},
+                    {"--tied", &f->tied}};
     size_t text_count = sizeof texts / sizeof texts[0], switch_count = sizeof switches / sizeof switches[0];
     for (int i = 1; i < argc; i++) {
         size_t k = 0;
@@ -265,11 +318,16 @@ static inline gpt_flags gpt_defaults(void)
     f.every = 50;
     f.lr = 1e-3;
     f.clip = 1;
+    f.outer_momentum = 0.8;
+    f.outer_warmup = 2;
     f.seed = f.ranks = 1;
     f.optimizer = "adamw";
     f.strategy = "none";
     f.gather = "f32";
     f.schedule = "1f1b";
+    f.vocab = 256; /* of bytes */
+    f.token_bits = 16;
+    f.token_bytes = 1;
     f.text = "dtrain.h";
     f.csv = "build/train_gpt.csv";
     f.svg = "build/train_gpt.svg";
@@ -304,17 +362,29 @@ static inline int gpt_help(void)
         "train_gpt trains a byte-level GPT on threads, or on the processes that a launcher such as dtrun starts.");
     puts(
         "  --csv build/train_gpt.csv --svg build/train_gpt.svg   the loss of each step\n"
-        "  --compress topk:0.01|int8|fp8|bf16|f16|sign|powersgd:4   how gradients travel, with feedback unless\n"
-        "                   :nofeedback follows; as they are without it. Under --optimizer sgd, top-k with feedback\n"
-        "                   takes the momentum of 0.9 over\n"
+        "  --compress topk:0.01|int8|fp8|bf16|f16|sign|powersgd:4   how gradients travel; as they are without it.\n"
+        "                   Under --optimizer sgd, top-k with feedback takes the momentum of 0.9 over. Options may\n"
+        "                   follow, as in topk:0.01:stage=25:dense. :nofeedback forgets what is not sent.\n"
+        "                   :start=N sends the first N steps as they are, :dense the embeddings of all steps.\n"
+        "                   :adam with :start=N sends AdamW's momenta after these, and v stays as it is then\n"
+        "                   (1-bit Adam). :stage=N lets top-k begin with a ratio of 0.25, and multiplies it by\n"
+        "                   0.25 every N steps until it is the one given\n"
         "  --aggregator all-reduce|ps   gradients in full, once a step, through one of dtrain's aggregators: ps is a\n"
         "                   parameter server on rank 0, through which rounds of --local-steps go as well\n"
-        "  --local-steps H  each rank trains by itself; all average every H steps (DiLoCo)\n"
+        "  --local-steps H  each rank trains by itself; all average every H steps (DiLoCo),\n"
+        "                   with an outer --outer-momentum 0.8, of which the first --outer-warmup 2 rounds have none\n"
         "  --mesh dp=2,pp=2,tp=2   ranks as data parallel x stages of a pipeline x parts of each layer; the\n"
         "                   strategy is over the first. No sample is printed\n"
         "  --schedule 1f1b|gpipe|interleaved|zb   order of a pipeline's micro-batches; --chunks 2 a rank, interleaved\n"
         "  --sequence       splits by rows what tensor parallelism leaves whole\n"
         "  --recompute      blocks keep their input alone, and run twice\n"
+        "  --tokens FILE    instead of --text: token ids, little-endian, of --token-bits 16 or 32 each, below --vocab "
+        "256\n"
+        "  --open DIR       begins with a GPT-2 in the layout of Hugging Face, config.json and safetensors; the "
+        "model's\n"
+        "                   sizes and its vocabulary are those of config.json\n"
+        "  --export DIR     writes the trained model in that layout, which transformers' GPT2LMHeadModel reads\n"
+        "  --tied           the output layer is the embedding\n"
         "  --trace FILE     when rank 0 computed, gathered, reduced and waited, for Perfetto");
     return 0;
 }

@@ -7,8 +7,8 @@
 
 typedef struct gpt_job {
     gpt_flags flags;
-    unsigned char *text; /* its first train_bytes are learned */
-    size_t text_bytes, train_bytes;
+    unsigned char *text; /* its first train_tokens are learned; flags.token_bytes each */
+    size_t text_tokens, train_tokens;
     double *losses; /* [steps], of rank 0; saved with the model */
     long diverged;  /* the step, counted from 1, whose loss was not finite; 0: none; written by rank 0 */
     report_file csv, svg;
@@ -21,7 +21,7 @@ typedef struct gpt_job {
 
 static inline int gpt_read_text(gpt_job *job)
 {
-    return gpt_text_read(&job->flags, &job->text, &job->text_bytes, &job->train_bytes);
+    return gpt_text_read(&job->flags, &job->text, &job->text_tokens, &job->train_tokens);
 }
 
 /* Joins the group of processes that the environment describes, if it describes one. */
@@ -126,9 +126,16 @@ static inline int gpt_run(gpt_job *job, dtrain_status (*rank)(dtrain_comm *world
 
 /* ---- steps ---- */
 
-static inline void gpt_draw(const gpt_job *job, long step, long micro, unsigned char *tokens, unsigned char *targets)
+/* Writes held-out sequence i of GPT_VALIDATION, context + 1 tokens. */
+static inline void gpt_draw_held_out(const gpt_job *job, size_t i, int32_t *tokens)
 {
-    gpt_text_draw(&job->flags, job->text, job->train_bytes, step, micro, tokens, targets);
+    size_t T = (size_t)job->flags.context, room = job->text_tokens - job->train_tokens - T;
+    gpt_text_copy(&job->flags, job->text, job->train_tokens + gpt_text_held_out(room, i), T + 1, tokens);
+}
+
+static inline void gpt_draw(const gpt_job *job, long step, long micro, int32_t *tokens, int32_t *targets)
+{
+    gpt_text_draw(&job->flags, job->text, job->train_tokens, step, micro, tokens, targets);
 }
 
 /* The mean of a step's losses, of which each rank has its own; the same bits on all. */

@@ -11,7 +11,7 @@
 /* What all layers of one rank share. */
 typedef struct gpt_split {
     dtrain_comm *group; /* tensor parallel; NULL: one rank */
-    size_t C, T, H, D;  /* of the whole model; D = C / H */
+    size_t V, C, T, H, D; /* of the whole model; D = C / H */
     size_t heads, wide; /* this rank's of H, and of 4 C */
     size_t B;           /* sequences of the micro-batches now; set between steps */
     int sequence;       /* parallel: activations of width C are split by rows */
@@ -259,7 +259,7 @@ static inline dtrain_parallel_vocab gpt_vocab(const gpt_split *s, const dtrain_l
     memset(&layer, 0, sizeof layer);
     layer.group = s->group;
     layer.rows = s->B * s->T;
-    layer.vocab = GPT_VOCAB;
+    layer.vocab = s->V;
     layer.width = s->C;
     layer.table = c->params[0];
     layer.d_table = gpt_gradient(c, 0);
@@ -323,9 +323,9 @@ static inline dtrain_status gpt_head_shape(void *user, const dtrain_tensor *inpu
     gpt_head head;
     (void)input;
     output->shape[0] = s->B * s->T;
-    output->shape[1] =
-        s->group != NULL ? dtrain_parallel_part(GPT_VOCAB, 1, 1, dtrain_comm_size(s->group), dtrain_comm_rank(s->group))
-                         : GPT_VOCAB;
+    output->shape[1] = s->group != NULL
+                           ? dtrain_split(s->V, dtrain_comm_size(s->group), dtrain_comm_rank(s->group), NULL)
+                           : s->V;
     *saved_bytes = gpt_head_lay_out(s, &head, NULL) * sizeof(float);
     return DTRAIN_OK;
 }
@@ -336,20 +336,20 @@ static inline dtrain_status gpt_head_layer_forward(void *user, const dtrain_laye
     const gpt_split *s = (const gpt_split *)user;
     gpt_batch *batch = (gpt_batch *)c->batch;
     float *logits = (float *)c->output.data;
-    dtrain_parallel_linear head = gpt_linear(s, c, 2, s->C, GPT_VOCAB);
+    dtrain_parallel_linear head = gpt_linear(s, c, 2, s->C, s->V);
     gpt_head h;
     gpt_head_lay_out(s, &h, (float *)c->saved);
     nn_layernorm_forward(h.lnf, h.mean, h.rstd, (const float *)c->input.data, c->params[0], c->params[1], h.r, s->C);
     dtrain_status status = dtrain_column_parallel_linear(&head, h.lnf, logits);
-    return status == DTRAIN_OK ? dtrain_vocab_parallel_cross_entropy(s->group, logits, batch->targets, s->B * s->T,
-                                                                     GPT_VOCAB, &batch->loss)
-                               : status;
+    return status == DTRAIN_OK
+               ? dtrain_vocab_parallel_cross_entropy(s->group, logits, batch->targets, s->B * s->T, s->V, &batch->loss)
+               : status;
 }
 
 static inline dtrain_status gpt_head_layer_backward(void *user, const dtrain_layer_context *c)
 {
     const gpt_split *s = (const gpt_split *)user;
-    dtrain_parallel_linear head = gpt_linear(s, c, 2, s->C, GPT_VOCAB);
+    dtrain_parallel_linear head = gpt_linear(s, c, 2, s->C, s->V);
     float *dx = (float *)c->d_input.data;
     gpt_head h;
     gpt_head_lay_out(s, &h, (float *)c->saved);
@@ -365,7 +365,7 @@ static inline dtrain_status gpt_head_layer_backward(void *user, const dtrain_lay
 static inline dtrain_status gpt_head_layer_weights(void *user, const dtrain_layer_context *c)
 {
     const gpt_split *s = (const gpt_split *)user;
-    dtrain_parallel_linear head = gpt_linear(s, c, 2, s->C, GPT_VOCAB);
+    dtrain_parallel_linear head = gpt_linear(s, c, 2, s->C, s->V);
     float *unused = s->scratch;
     gpt_head h;
     gpt_head_lay_out(s, &h, (float *)c->saved);

@@ -162,7 +162,7 @@ static inline dtrain_status gpt_mesh_groups(gpt_mesh *m, const gpt_flags *flags,
     if (status == DTRAIN_OK)
         status = dtrain_mesh_join(m->mesh, world, model, 2, &m->model);
     for (int i = 0; i < GPT_DIMS && status == DTRAIN_OK; i++)
-        m->at[i] = dtrain_mesh_index(m->mesh, names[i]);
+        m->at[i] = dtrain_comm_rank(dtrain_mesh_group(m->mesh, names[i]));
     m->data = dtrain_mesh_group(m->mesh, names[GPT_DP]);
     m->pipe = dtrain_mesh_group(m->mesh, names[GPT_PP]);
     m->split.group = dtrain_mesh_group(m->mesh, names[GPT_TP]);
@@ -172,13 +172,14 @@ static inline dtrain_status gpt_mesh_groups(gpt_mesh *m, const gpt_flags *flags,
 static inline void gpt_mesh_sizes(gpt_mesh *m, const gpt_flags *flags)
 {
     gpt_split *s = &m->split;
+    s->V = (size_t)flags->vocab;
     s->C = (size_t)flags->width;
     s->T = (size_t)flags->context;
     s->H = (size_t)flags->heads;
     s->D = s->C / s->H;
     s->B = (size_t)flags->batch;
-    s->heads = dtrain_parallel_part(s->H, 1, 1, m->sizes[GPT_TP], m->at[GPT_TP]);
-    s->wide = dtrain_parallel_part(4 * s->C, 1, 1, m->sizes[GPT_TP], m->at[GPT_TP]);
+    s->heads = dtrain_split(s->H, m->sizes[GPT_TP], m->at[GPT_TP], NULL);
+    s->wide = dtrain_split(4 * s->C, m->sizes[GPT_TP], m->at[GPT_TP], NULL);
     s->sequence = flags->sequence;
     s->deferred = strcmp(flags->schedule, "zb") == 0;
     m->count = strcmp(flags->schedule, "interleaved") == 0 ? (int)flags->chunks : 1;
@@ -247,7 +248,7 @@ static inline dtrain_status gpt_mesh_create(gpt_mesh *m, gpt *whole, const gpt_f
     if (status != DTRAIN_OK)
         return status;
     gpt_mesh_sizes(m, flags);
-    status = dtrain_split_into_stages((int)flags->layers, m->sizes[GPT_PP] * m->count, begins);
+    status = dtrain_split_stages(NULL, (int)flags->layers, m->sizes[GPT_PP] * m->count, begins);
     if (status == DTRAIN_OK)
         status = gpt_mesh_places(m, flags, &places);
     if (status == DTRAIN_OK)
@@ -330,12 +331,6 @@ static inline dtrain_fsdp_stats gpt_mesh_stats(const gpt_mesh *m)
     return sum;
 }
 
-/* Nanoseconds in which this rank waited for others of its copy of the model. */
-static inline int64_t gpt_mesh_blocked_ns(const gpt_mesh *m)
-{
-    return dtrain_comm_blocked_ns(m->split.group) + dtrain_comm_blocked_ns(m->pipe) + dtrain_comm_blocked_ns(m->model);
-}
-
 /* What rank 0 did of the last step's pipeline. */
 static inline void gpt_mesh_print(const gpt_mesh *m, const char *mesh, const char *schedule)
 {
@@ -349,7 +344,7 @@ static inline void gpt_mesh_print(const gpt_mesh *m, const char *mesh, const cha
 }
 
 /* The loss of one sequence, on the rank that gpt_mesh_micro_batches names; 0 on the others. tokens has T + 1. */
-static inline dtrain_status gpt_mesh_evaluate(gpt_mesh *m, const unsigned char *tokens, double *loss)
+static inline dtrain_status gpt_mesh_evaluate(gpt_mesh *m, const int32_t *tokens, double *loss)
 {
     size_t B = m->split.B;
     const size_t shape[2] = {1, m->split.T};

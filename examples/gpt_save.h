@@ -49,7 +49,8 @@ static inline int gpt_saver_add(gpt_saver *saver, dtrain_comm *world, const char
     return 1;
 }
 
-/* Adds what a state of compression keeps: on a device the step alone is the CPU's. */
+/* Adds what a state of compression keeps: on a device the step and the velocity of what is not compressed are the
+ * CPU's. */
 static inline int gpt_saver_add_compressed(gpt_saver *saver, dtrain_comm *world, dtrain_compressed *compressed,
                                            dtrain_device *device, int number)
 {
@@ -59,7 +60,7 @@ static inline int gpt_saver_add_compressed(gpt_saver *saver, dtrain_comm *world,
     int good = 1;
     for (int i = 0; good && dtrain_compressed_state(compressed, i, &name, &data, &count); i++) {
         good = gpt_saver_add(saver, world, name, number, data, DTRAIN_F32, count);
-        if (good && strcmp(name, "step") != 0)
+        if (good && strcmp(name, "step") != 0 && strcmp(name, "plain_velocity") != 0)
             saver->pieces[saver->count - 1].device = device;
     }
     return good;

@@ -182,7 +182,7 @@ static void gpu_close(gpu *g)
 {
 #ifndef DTRAIN_CUDA_EMULATE
     if (g->device != NULL)
-        (void)dtrain_device_wait(g->device);
+        DTRAIN_IGNORE(dtrain_device_wait(g->device));
     if (g->blas != NULL)
         cublasDestroy(g->blas);
     if (g->workspace != NULL)

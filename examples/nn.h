@@ -234,27 +234,27 @@ static inline void nn_attention_backward(float *dqkv, const float *dout, const f
 }
 
 /* out[B, T, C] = wte[V, C] of each token + wpe[T, C] of its position */
-static inline void nn_embedding_forward(float *out, const unsigned char *tokens, const float *wte, const float *wpe,
-                                        size_t B, size_t T, size_t C)
+static inline void nn_embedding_forward(float *out, const int32_t *tokens, const float *wte, const float *wpe, size_t B,
+                                        size_t T, size_t C)
 {
     for (size_t i = 0; i < B * T; i++)
         for (size_t c = 0; c < C; c++)
-            out[i * C + c] = wte[tokens[i] * C + c] + wpe[i % T * C + c];
+            out[i * C + c] = wte[(size_t)tokens[i] * C + c] + wpe[i % T * C + c];
 }
 
 /* dwte, dwpe += */
-static inline void nn_embedding_backward(float *dwte, float *dwpe, const float *dout, const unsigned char *tokens,
-                                         size_t B, size_t T, size_t C)
+static inline void nn_embedding_backward(float *dwte, float *dwpe, const float *dout, const int32_t *tokens, size_t B,
+                                         size_t T, size_t C)
 {
     for (size_t i = 0; i < B * T; i++)
         for (size_t c = 0; c < C; c++) {
-            dwte[tokens[i] * C + c] += dout[i * C + c];
+            dwte[(size_t)tokens[i] * C + c] += dout[i * C + c];
             dwpe[i % T * C + c] += dout[i * C + c];
         }
 }
 
 /* Turns logits[BT, V] into their gradient and returns the sum of -log p(target) over the rows. */
-static inline double nn_cross_entropy(float *logits, const unsigned char *targets, size_t BT, size_t V)
+static inline double nn_cross_entropy(float *logits, const int32_t *targets, size_t BT, size_t V)
 {
     double loss = 0;
     for (size_t i = 0; i < BT; i++) {

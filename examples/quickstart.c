@@ -1,4 +1,4 @@
-/* cc -O2 -I. examples/quickstart.c -o build/quickstart -lpthread -lm && build/quickstart */
+/* cc -O2 -ffp-contract=off -I. examples/quickstart.c -o build/quickstart -lpthread -lm && build/quickstart */
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 
@@ -6,15 +6,16 @@ static dtrain_status train(dtrain_comm *world, void *user)
 {
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
     float weights[2] = {0, 0}, grads[2]; /* y = weights[0] * x + weights[1] */
+    size_t first, n = dtrain_split(64, dtrain_comm_size(world), rank, &first); /* my share of the points of y = 3 x - 1 */
     (void)user;
     for (int step = 0; step < 200; step++) {
         grads[0] = grads[1] = 0;
-        for (int i = rank; i < 64; i += ranks) { /* my share of the points of y = 3 x - 1 */
+        for (size_t i = first; i < first + n; i++) {
             float x = (float)i / 32 - 1, error = weights[0] * x + weights[1] - (3 * x - 1);
-            grads[0] += error * x / 16;
-            grads[1] += error / 16;
+            grads[0] += error * x / 64;
+            grads[1] += error / 64;
         }
-        DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, 2, DTRAIN_F32, DTRAIN_MEAN));
+        DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, 2, DTRAIN_F32, DTRAIN_SUM));
         for (int k = 0; k < 2; k++)
             weights[k] -= 0.5f * grads[k];
     }

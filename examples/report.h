@@ -23,7 +23,8 @@ static inline int report_complain(const char *what, const char *detail, const ch
     return 1;
 }
 
-/* A plain file is written as PATH.new; anything else that exists, a device or a pipe, is written itself. */
+/* A plain file is written as PATH.XXXXXX, a name that nobody can guess; anything else that exists, a device or a pipe,
+ * is written itself. */
 static inline int report_open(report_file *out, const char *path)
 {
     struct stat info;
@@ -33,19 +34,29 @@ static inline int report_open(report_file *out, const char *path)
         return report_complain("output", path, "is a directory");
     if (there && access(path, W_OK) != 0)
         return report_complain("output", path, strerror(errno));
-    if (*path == 0 || strlen(path) + 5 > sizeof out->aside)
+    if (*path == 0 || strlen(path) + 8 > sizeof out->aside)
         return report_complain("output", path, *path == 0 ? "the name is empty" : "the name is too long");
     if (!there || S_ISREG(info.st_mode))
-        snprintf(out->aside, sizeof out->aside, "%s.new", path);
-    out->file = fopen(out->aside[0] != 0 ? out->aside : path, "w");
+        snprintf(out->aside, sizeof out->aside, "%s.XXXXXX", path);
+    int fd = out->aside[0] != 0 ? mkstemp(out->aside) : -1;
+    if (fd >= 0) {
+        mode_t mask = umask(0); /* mkstemp leaves the file to its owner alone */
+        umask(mask);
+        fchmod(fd, 0666 & ~mask);
+    }
+    out->file = out->aside[0] == 0 ? fopen(path, "w") : fd >= 0 ? fdopen(fd, "w") : NULL;
     return out->file != NULL ? 0 : report_complain("output", path, strerror(errno));
 }
 
+/* Whether both are to be put in one place, however their paths spell it. */
 static inline int report_same_file(const report_file *a, const report_file *b)
 {
-    struct stat x, y;
-    return fstat(fileno(a->file), &x) == 0 && fstat(fileno(b->file), &y) == 0 && S_ISREG(x.st_mode) &&
-           x.st_dev == y.st_dev && x.st_ino == y.st_ino;
+    char *x = a->aside[0] != 0 ? realpath(a->aside, NULL) : NULL,
+         *y = b->aside[0] != 0 ? realpath(b->aside, NULL) : NULL;
+    int same = x != NULL && y != NULL && strlen(x) == strlen(y) && memcmp(x, y, strlen(x) - 6) == 0; /* 6: XXXXXX */
+    free(x);
+    free(y);
+    return same;
 }
 
 static inline int report_close(report_file *out)

@@ -1,7 +1,7 @@
 /* DiLoCo on four robots, which are processes here: each trains on what it has seen itself, and every 20 steps they
  * average how far they have come, in eight bits a number. One is five times as slow, one loses its power on the way.
  *
- * cc -O2 -I. examples/robot_swarm.c -o build/robot_swarm -lpthread -lm && build/robot_swarm
+ * cc -O2 -ffp-contract=off -I. examples/robot_swarm.c -o build/robot_swarm -lpthread -lm && build/robot_swarm
  *
  * No robot ever waits for another: a round takes whoever hands in within 40 ms, and who is late counts in the next. */
 #define DTRAIN_API static
@@ -47,13 +47,13 @@ static void net_init(net *n)
 }
 
 /* A point that a robot has seen lies near one of two arms. */
-static void look(net *n, int robot, uint64_t index, int place, unsigned char *labels)
+static void look(net *n, int robot, uint64_t index, int place, int32_t *labels)
 {
     uint64_t seed = 10 + (uint64_t)robot;
     float along = dtrain_random_uniform(seed, 4 * index), angle = 9 * along + 3.14159265f * (float)(index % 2);
     n->x[0][2 * place] = along * cosf(angle) + 0.02f * dtrain_random_normal(seed, 4 * index + 1);
     n->x[0][2 * place + 1] = along * sinf(angle) + 0.02f * dtrain_random_normal(seed, 4 * index + 2);
-    labels[place] = (unsigned char)(index % 2);
+    labels[place] = (int32_t)(index % 2);
 }
 
 static size_t inputs_of(int unit)
@@ -69,7 +69,7 @@ static size_t outputs_of(int unit)
 /* The summed loss of POINTS points from `first` on; the last layer's sums become its gradient. */
 static double forward(net *n, int robot, uint64_t first)
 {
-    unsigned char labels[POINTS];
+    int32_t labels[POINTS];
     for (int k = 0; k < POINTS; k++)
         look(n, robot, (first + (uint64_t)k) % SEEN, k, labels);
     for (int unit = 0; unit < UNITS; unit++) {
@@ -113,10 +113,11 @@ static void report(net *n, dtrain_local_sgd *local, uint64_t *rounds)
 {
     dtrain_local_sgd_stats stats = dtrain_local_sgd_get_stats(local);
     int members[ROBOTS], count = dtrain_local_sgd_members(local, members);
-    char who[ROBOTS + 1] = "----";
+    char who[ROBOTS + 1] = "";
     if (stats.rounds == *rounds)
         return;
     *rounds = stats.rounds;
+    memset(who, '-', ROBOTS);
     for (int i = 0; i < count; i++)
         who[members[i]] = (char)('0' + members[i]);
     printf("round %2d: robots %s of %d, loss %.4f, %.1f KiB sent instead of %.1f\n", (int)stats.rounds, who, stats.left,

@@ -1,6 +1,6 @@
 /* Trains train_gpt's model over slow links, dense and with each compressor: bytes, seconds and loss of each.
  *
- * cc -O2 -I. examples/slow_link.c -o build/slow_link -lpthread -lm
+ * cc -O2 -ffp-contract=off -I. examples/slow_link.c -o build/slow_link -lpthread -lm
  * build/slow_link --mbit 20 --latency-ms 2 --ranks 4 --steps 40
  *
  * Ranks are threads, joined by a transport of this program's: what a rank sends leaves it at --mbit, whoever it is for,
@@ -110,7 +110,7 @@ static dtrain_status link_train(link_end *end, dtrain_comm *world)
 {
     gpt_job *job = end->job;
     size_t sequence = (size_t)(job->flags.batch * job->flags.context);
-    unsigned char *tokens = (unsigned char *)malloc(2 * sequence);
+    int32_t *tokens = (int32_t *)malloc(2 * sequence * sizeof *tokens);
     double *losses = (double *)calloc((size_t)job->flags.micro, sizeof(double)), norm;
     dtrain_schedule schedule = gpt_schedule(&job->flags);
     gpt model;

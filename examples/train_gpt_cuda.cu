@@ -1,13 +1,15 @@
 /* Trains the GPT of train_gpt on GPUs, one to a rank or shared: the same model, first weights and text, and so the same
  * loss within 1e-4. Layers are kernels of its own and products cuBLAS's.
  *
- * nvcc -std=c++17 -O2 -arch=sm_80 -I. examples/train_gpt_cuda.cu -o build/train_gpt_cuda -lcublas -lpthread -lm
+ * nvcc -std=c++17 -O2 -arch=sm_80 -Xcompiler -ffp-contract=off -I. examples/train_gpt_cuda.cu -o build/train_gpt_cuda \
+ *     -lcublas -lpthread -lm
  * build/train_gpt_cuda --ranks 4 --steps 200
  * build/dtrun -n 4 build/train_gpt_cuda --steps 200
- * cc -O2 -DDTRAIN_CUDA_EMULATE -x c -I. examples/train_gpt_cuda.cu -o build/train_gpt_cuda_emulated -lpthread -lm
+ * cc -O2 -ffp-contract=off -DDTRAIN_CUDA_EMULATE -x c -I. examples/train_gpt_cuda.cu \
+ *     -o build/train_gpt_cuda_emulated -lpthread -lm
  *
  * Rank r computes on GPU r modulo the number of GPUs, of those that --gpus N leaves. With a power of two of
- * micro-batches, 1, 2, 4 and 8 ranks end with the same weights, bit for bit, as does every run. The last line compiles
+ * micro-batches, 1, 2, 4 and 8 ranks end with the same weights, bit for bit, as does every run. The last command compiles
  * it as C, its GPUs emulated. Checkpoints of --save are train_gpt's: either program goes on from the other's.
  */
 #define DTRAIN_IMPLEMENTATION
@@ -19,9 +21,9 @@
 #include <unistd.h>
 
 #define REPORT_PROGRAM "train_gpt_cuda"
+#include "gpt_flags.h"
 #include "gpt.h"
 #include "gpt_aggregate.h"
-#include "gpt_flags.h"
 #include "gpt_text.h"
 #include "gpt_job.h"
 #include "gpt_save.h"
@@ -38,7 +40,7 @@ typedef struct gpt_rank {
     size_t slots, each;    /* micro-batches of a step; numbers of each: tokens, targets, order, first */
     int32_t *ids, *staged; /* [slots, each] on the GPU, and pinned */
     double *losses, *seen; /* [slots] on the GPU, and pinned */
-    unsigned char *drawn;  /* [2 BT] tokens and targets */
+    int32_t *drawn;        /* [2 BT] tokens and targets */
     double *step_losses;   /* [micro] of all ranks */
 } gpt_rank;
 
@@ -69,7 +71,7 @@ static dtrain_status gpt_allocate(gpt_rank *r)
     r->slots = (micro + ranks - 1) / ranks;
     r->each = 3 * BT + GPT_VOCAB + 1;
     c->weights = (float **)calloc(2 * units * GPT_PARAMS, sizeof(float *));
-    r->drawn = (unsigned char *)malloc(2 * BT);
+    r->drawn = (int32_t *)malloc(2 * BT * sizeof *r->drawn);
     r->step_losses = (double *)calloc(micro, sizeof(double));
     if (c->weights == NULL || r->drawn == NULL || r->step_losses == NULL)
         return dtrain_error_set(DTRAIN_ERR_MEMORY, "no memory for %zu sequences", c->m.B);
@@ -175,7 +177,8 @@ static dtrain_status gpt_rank_open(gpt_rank *r, const gpt_job *job, dtrain_comm 
     memset(r, 0, sizeof *r);
     r->job = job;
     r->world = world;
-    gpt_describe(&r->c.m, f->layers, f->heads, f->width, f->context, f->batch);
+    gpt_describe(&r->c.m, f);
+    r->c.m.table[WTE].dense = r->c.m.table[WPE].dense = f->dense_embeddings;
     dtrain_status status = gpu_open(&r->c.g, gpt_gpu_of(job, world));
     for (int i = 0; i < GPT_PARAMS; i++)
         r->c.m.table[i].device = r->c.g.device;
@@ -195,7 +198,7 @@ static dtrain_status gpt_rank_open(gpt_rank *r, const gpt_job *job, dtrain_comm 
 /* ---- training ---- */
 
 /* Writes a micro-batch's numbers to pinned memory: rows are also listed by token, for the embedding's gradient. */
-static void gpt_stage(gpt_rank *r, size_t slot, const unsigned char *tokens, const unsigned char *targets, size_t B)
+static void gpt_stage(gpt_rank *r, size_t slot, const int32_t *tokens, const int32_t *targets, size_t B)
 {
     size_t BT = r->c.m.B * r->c.m.T, rows = B * r->c.m.T;
     int32_t *to = r->staged + slot * r->each, *order = to + 2 * BT, *first = order + BT, next[GPT_VOCAB];
@@ -337,10 +340,9 @@ static dtrain_status gpt_validate(gpt_rank *r, double *loss)
     memset(losses, 0, sizeof losses);
     for (size_t first = 0; first < GPT_VALIDATION && status == DTRAIN_OK; first += ranks) {
         size_t i = first + (size_t)dtrain_comm_rank(r->world), B = i < GPT_VALIDATION;
-        const unsigned char *from =
-            gpt_text_held_out(job->text + job->train_bytes, job->text_bytes - job->train_bytes - T, B ? i : 0);
+        gpt_draw_held_out(job, B ? i : 0, r->drawn);
         gpt_cuda_batch batch = gpt_batch_of(r, 0, B);
-        gpt_stage(r, 0, from, from + 1, B);
+        gpt_stage(r, 0, r->drawn, r->drawn + 1, B);
         status = dtrain_device_copy(device, r->ids, r->staged, bytes);
         if (status == DTRAIN_OK)
             status = gpt_forward(r, &batch);
@@ -516,7 +518,8 @@ static int gpt_find_gpus(gpt_job *job, int *argc, char **argv)
 /* What train_gpt has beyond this program. */
 static int gpt_check_program(const gpt_flags *f)
 {
-    if (f->mesh != NULL || f->aggregator != NULL || f->local_steps > 0)
+    if (f->mesh != NULL || f->aggregator != NULL || f->local_steps > 0 || f->tokens != NULL || f->open_model != NULL ||
+        f->export_model != NULL || f->tied || f->vocab != GPT_VOCAB)
         return report_complain("flag", "of train_gpt's", "is not one of --help's here");
     return 0;
 }

@@ -1,7 +1,8 @@
 /* A trainer as it was before dtrain, flat arrays and its own loop, made data-parallel by one broadcast and one
  * all-reduce. Two spirals of points are told apart by a network of two layers.
  *
- * cc -O3 -march=native -fno-math-errno -I. examples/train_mlp.c -o build/train_mlp -lpthread -lm && build/train_mlp 2
+ * cc -O3 -march=native -fno-math-errno -ffp-contract=off -I. examples/train_mlp.c -o build/train_mlp -lpthread -lm
+ * build/train_mlp 2
  */
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
@@ -28,7 +29,7 @@ typedef struct mlp {
     float hidden[POINTS * HIDDEN], active[POINTS * HIDDEN], dhidden[POINTS * HIDDEN];
     float logits[POINTS * 256], din[POINTS * 2];
     float inputs[POINTS * 2];
-    unsigned char labels[POINTS];
+    int32_t labels[POINTS];
 } mlp;
 
 /* Point i lies on arm i % 2, a little off it. */
@@ -38,7 +39,7 @@ static void make_points(mlp *net)
         float along = (float)i / POINTS, angle = 9 * along + 3.14159265f * (float)(i % 2);
         net->inputs[2 * i] = along * cosf(angle) + 0.02f * dtrain_random_normal(7, 2 * i);
         net->inputs[2 * i + 1] = along * sinf(angle) + 0.02f * dtrain_random_normal(7, 2 * i + 1);
-        net->labels[i] = (unsigned char)(i % 2);
+        net->labels[i] = (int32_t)(i % 2);
     }
 }
 
@@ -64,7 +65,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
 {
     mlp *net = (mlp *)calloc(1, sizeof *net);
     int rank = dtrain_comm_rank(world);
-    size_t first, n = dtrain_shard(world, POINTS, rank, &first); /* my share of the points */
+    size_t first, n = dtrain_split(POINTS, dtrain_comm_size(world), rank, &first); /* my share of the points */
     (void)user;
     if (net == NULL)
         return DTRAIN_ERR_MEMORY;

@@ -19,10 +19,11 @@
  *     >>device-group collectives on memory of devices: staged through the CPU's, or on each other's by events
  *                    or by flags
  *     >>compress     top-k, quantisers, PowerSGD, error feedback, and all-reduces over them
- *     >>train        parameter table, sampler, optimizers, schedules, DDP
+ *     >>train        parameter table, sampler, optimizers, schedules
  *     >>server       the parameter server: in step with all workers, or asynchronous with bounded staleness
  *     >>local-sgd    local SGD and DiLoCo: many steps alone, then a round with whoever is there
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
+ *     >>data-parallel  every rank holds all parameters, and the program its own optimizer (DDP)
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
  *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn, run over modules
  *     >>tensor-parallel  layers split inside: linear layers, embedding, cross-entropy, attention, over a group's ranks
@@ -42,6 +43,20 @@
  * The same as n threads: put it into a function dtrain_status train(dtrain_comm *world, void *user) and call
  * dtrain_run_threads(n, train, user, NULL); or get n connected ends from dtrain_threads_create.
  *
+ * REDUCED DURING BACKWARD: declare parameters once, in a table of dtrain_param with a unit for each layer; a unit's
+ * gradients travel while the backward pass goes on. A dtrain_sampler deals the examples.
+ *
+ *     DTRAIN_CHECK(dtrain_ddp_create(&ddp, world, table, 2, NULL));
+ *     int mine = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
+ *     DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, 4.0 * mine));
+ *     ...                                              backward, from the last unit to the first, adds gradients up
+ *     DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1));
+ *     DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
+ *     ...
+ *     DTRAIN_CHECK(dtrain_ddp_finish(ddp, &total));
+ *     DTRAIN_CHECK(dtrain_clip_grad_norm(table, 2, 1.0f, &norm));
+ *     DTRAIN_CHECK(dtrain_optimizer_step(optimizer, 0.2f));
+ *
  * PROCESSES AND HOSTS: the first snippet again, under a launcher whose variables dtrain_comm_create knows (see
  * dtrain_comm_desc), or with rank, world_size and root in the desc:
  *
@@ -49,7 +64,16 @@
  *     desc.rank = 1, desc.world_size = 4, desc.root = "10.0.0.1:29500", desc.token = secret;
  *     DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
  *
- * OPTIMIZER STATE SHARDED: reduce_scatter gradients, update my slice (dtrain_shard), all_gather parameters.
+ * OPTIMIZER STATE SHARDED (ZeRO-1): the loop over parameters becomes a loop over my slice.
+ *
+ *     size_t lo, n = dtrain_split(count, dtrain_comm_size(world), rank, &lo);
+ *     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
+ *     float *m = (float *)calloc(n + 1, sizeof *m), *v = (float *)calloc(n + 1, sizeof *v);
+ *     ...
+ *     DTRAIN_CHECK(dtrain_reduce_scatter(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN));
+ *     for (size_t i = 0; i < n; i++)
+ *         update(params + lo + i, grads + lo + i, m + i, v + i);
+ *     DTRAIN_CHECK(dtrain_all_gather(world, params + lo, params, count, DTRAIN_F32));
  *
  * FULLY SHARDED: declare parameters once, in a table of dtrain_param; their memory is there only while a layer runs.
  *
@@ -61,6 +85,37 @@
  *     ...                                              backward: gather, compute, dtrain_fsdp_reduce(fsdp, layer)
  *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
  *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *
+ * FULLY SHARDED, ON ARRAYS THAT A TRAINER HAS: pointers into one block, an array of a layer's weights holding all L
+ * layers. The library takes the values over, you point at its memory. Arrays 1 and 2 belong to layers, units 1 to L; the
+ * others are used at both ends of the model: unit 0, tied.
+ *
+ *     dtrain_fsdp *fsdp;
+ *     dtrain_fsdp_desc desc;
+ *     dtrain_param table[ARRAYS];
+ *     memset(&desc, 0, sizeof desc), memset(table, 0, sizeof table);
+ *     for (int i = 0; i < ARRAYS; i++) {
+ *         int layers = i == 1 || i == 2;
+ *         table[i].name = names[i], table[i].dtype = DTRAIN_F32, table[i].data = params[i];
+ *         table[i].shape[0] = layers ? (size_t)L : sizes[i], table[i].shape[1] = layers ? sizes[i] / L : 0;
+ *         table[i].stacked = table[i].unit = layers, table[i].tied = !layers;
+ *     }
+ *     desc.optimizer.kind = DTRAIN_ADAMW;
+ *     DTRAIN_CHECK(dtrain_fsdp_adopt(&fsdp, world, table, ARRAYS, &desc));
+ *     for (int i = 0; i < ARRAYS; i++)
+ *         params[i] = (float *)table[i].data, grads[i] = (float *)table[i].grad;
+ *     free(block);
+ *     ...                                                        forward: at the top of the embedding, of each layer,
+ *     DTRAIN_CHECK(dtrain_fsdp_forward_to(fsdp, 0));             and of the output layer, which uses unit 0 again
+ *     DTRAIN_CHECK(dtrain_fsdp_forward_to(fsdp, 1 + l));
+ *     DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, 0));
+ *     ...                                                        backward: at the top of each layer, and below them
+ *     DTRAIN_CHECK(dtrain_fsdp_backward_to(fsdp, 1 + l));
+ *     DTRAIN_CHECK(dtrain_fsdp_backward_to(fsdp, 0));
+ *     ...
+ *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));                  instead of the trainer's own update
+ *     ...
+ *     dtrain_fsdp_destroy(fsdp);
  *
  * ON GPUS: dtrain_cuda.h makes a dtrain_device of a GPU's stream. The same calls of DDP, FSDP, optimizers and
  * checkpoints train there the parameters whose table says so; collectives of your own are those of a group of devices.
@@ -89,16 +144,20 @@
  *     Status    Every fallible call returns dtrain_status, 0 for success. dtrain_last_error() is the calling thread's
  *               text: what was expected, what came, which rank, which operation and its number. The library never
  *               exits, aborts or raises a signal. DTRAIN_CHECK prints and exits, in your code only.
+ *               Compilers warn of a result that nobody reads; DTRAIN_IGNORE(call) leaves it on purpose.
  *     Desc      Create calls take a desc struct: zero it, set what differs; zero means the default.
  *     Counts    Elements, and always the total, whatever the number of ranks divides; shards differ by at most one
  *               element, earlier ranks longer. In place means that a rank's part stays at its offset.
  *     Order     A reduction adds by one tree over ranks, the same bits on every rank, transport and algorithm, unless
  *               the desc says DTRAIN_ORDER_ANY or names an algorithm with an order of its own (dtrain_algorithm).
  *     Bits      Kernels, conversions, folds and optimizers give the same bits under any compiler flags and
- *               instruction set; matrix products those of the instruction set, which the environment variable
- *               DTRAIN_ISA (scalar, sse2, avx2, avx512) can narrow.
+ *               instruction set. Matrix products have two sets of bits: AVX2, AVX-512 and 64-bit ARM round each term
+ *               once; SSE2, scalar code and other processors round it twice. The environment variable DTRAIN_ISA
+ *               (scalar, sse2, avx2, avx512) narrows the instruction set. Compile your own arithmetic with
+ *               -ffp-contract=off: otherwise compilers join products and sums where the processor can, and your
+ *               weights depend on the compiler and the machine.
  *     Threads   One line on each function: any thread; one thread per object; collective. Library threads block all
- *               signals.
+ *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
  *     Memory    From the desc's allocator, which counts bytes and their peak. A warm training loop allocates nothing.
  *     Groups    dtrain_comm_split, _duplicate, _subgroup and dtrain_mesh_create make groups of a group's ranks. Several
  *               may be used at once, from several threads; what breaks one leaves the others as they are, but for the
@@ -106,18 +165,58 @@
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
  *               before anything moved can be made again; after that the group is broken and says why.
  *
- *     Failure   A rank that dies, leaves or is silent for heartbeat_ms ends every later operation of its groups on
- *               every rank, with its number and the first cause; dtrain_comm_abort does so by hand. Rank 0, or the
- *               lowest that is left, tells the others. The survivors may go on: dtrain_comm_shrink makes a group of
- *               them, dtrain_resync brings all to the state of the furthest.
+ *     Leaving   Who destroys its end of a group has left it, which breaks nothing: calls that need this rank fail with
+ *               "rank 2 has left the group", others go on.
+ *     Failure   A rank that dies or is silent for heartbeat_ms breaks its groups; dtrain_comm_abort does so by hand.
+ *               Rank 0, or the lowest that is left, tells the others. Once a rank knows, its calls fail at once, with
+ *               the number of the lost rank and the first cause; dtrain_recv alone still takes what had come. The
+ *               survivors may go on: dtrain_comm_shrink makes a group of them, dtrain_resync brings all to the state
+ *               of the furthest. A frame loop calls dtrain_comm_shrink_poll(world, 300, &group) in each frame until
+ *               there is a group.
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment
  *               writes PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says
- *               what the awaited rank does, and whom it awaits in turn.
- *     Strangers Connections are admitted by a mutual HMAC-SHA256 challenge over the group's token; without a token only
- *               this host is spoken to. Traffic is neither encrypted nor signed.
+ *               what the awaited rank does, and whom it awaits in turn. DDP and replicas of FSDP compare a hash of
+ *               their weights while they train: the text names the first parameter that differs, and the ranks.
+ *               DTRAIN_DEBUG=1 finds mistakes of order under FSDP and DDP: parameters that are read without a gather,
+ *               gradients that are written after their reduce. See >>fsdp and dtrain_ddp_desc.
+ *     Machine   What not every machine has is found out by trying, and everything works without it. For tests of that,
+ *               DTRAIN_WITHOUT in the environment names what is not to be tried: all, or some of
+ *                   avx512, avx2                instruction sets, with all that are wider
+ *                   mremap, populate, pagemap   Linux's ways to move pages, to bring many, and to see which are there
+ *                   mprotect                    pages that are closed, for DTRAIN_DEBUG
+ *                   memfd                       files without a name that are in memory; such files in /tmp serve
+ *                   unix, ipv6                  sockets; ranks without a token then need one
+ *                   pkeys                       protection keys of dtrain_cuda.h's emulated GPUs
+ *               with commas between: DTRAIN_WITHOUT=avx512,unix.
+ *     Strangers Connections are admitted by a mutual HMAC-SHA256 challenge over the group's token; without a token
+ *               only processes of the same user on this host are spoken to, over unix sockets.
+ *     Sealing   With a token, connections that leave the host are encrypted and authenticated (ChaCha20-Poly1305);
+ *               those of threads, unix sockets and loopback are not, unless desc.secure or DTRAIN_SECURE=1 asks for
+ *               it. dtrain_comm_desc says what that does not give.
+ *     Members   The token keeps strangers out; it does not protect members from each other. A member that sends a
+ *               malformed control frame, or one that it has no right to send, is lost, and the others go on. A member
+ *               can still send wrong data, or say that the leader is lost. The leader is trusted: rank 0, or the lowest
+ *               rank that is left, decides who is lost and what the survivors agree on. Ranks that share the memory of
+ *               devices can write each other's. The leader handles no more requests of a member that has 1 MiB to read.
  *
  * MACROS, before the implementation
  *     DTRAIN_API static                  nothing of dtrain is visible outside the file
  *     DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)   another allocator behind everything
  *     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)   your BLAS
+ *
+ * PARTS: a program that needs less compiles less. DTRAIN_NO_SOCKETS and the like, before every include of dtrain.h, leave
+ * a part out, and with it the parts that need it. A call that would need it returns DTRAIN_ERR_UNSUPPORTED and names the
+ * macro. Text is of an object for x86-64 by gcc -O2, time a share of what the whole takes to compile.
+ *
+ *     DTRAIN_NO_   text KB  time  leaves out
+ *     SOCKETS           97  13 %  ranks that are processes, on one host or many
+ *     DEVICE            52   4 %  collectives on memory of devices, with FSDP over several ranks there
+ *     COMPRESS          85   7 %  top-k, quantisers, PowerSGD, compress and quantise_... of descs
+ *     TRAIN             37   3 %  parameter table, optimizers, sampler, schedules, clipping, aggregators
+ *     SHARD            113  10 %  FSDP and DDP; needs TRAIN
+ *     PARALLEL          82   6 %  modules, pipelines, tensor parallelism; needs SHARD
+ *     LOOSE             67   6 %  parameter server, local SGD; needs TRAIN and COMPRESS
+ *     SAFETENSORS       59   5 %  files of tensors, Hugging Face models
+ *     CHECKPOINT       113  11 %  checkpoints; needs SHARD and SAFETENSORS
+ *     what is left     272  26 %  collectives of threads, tensors, queues of devices
  */

@@ -1,12 +1,13 @@
 /* Times one operation against its limit in the same process, run by run in turn.
  *
- * cc -O2 -fno-math-errno -I. tools/bench.c -o build/bench -lpthread -lm
+ * cc -O2 -fno-math-errno -ffp-contract=off -I. tools/bench.c -o build/bench -lpthread -lm
  * build/bench OP key=value ...
  *
  *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ring (an
  *                all-reduce as it is written by hand, tools/bench_ring.h), fsdp (steps of a sharded stack of layers
  *                beside the same unsharded, tools/bench_fsdp.h), tp_overlap (the backward pass of a split layer,
- *                tools/bench_tp.h), gemm, adamw; tools/bench_compress.h: topk,
+ *                tools/bench_tp.h), gemm, adamw; seal (records sealed and opened on one thread beside a copy of as many
+ *                bytes, tools/bench_seal.h; DTRAIN_ISA chooses the kernel); tools/bench_compress.h: topk,
  *                topk_add (with the residual), sparse_add, int8_pack and int8_unpack, on one thread; link_topk
  *                and link_int8, an aggregation over links of 100 Mbit/s, whose limit is the one that is not compressed;
  *                tools/bench_files.h: file_open, file_header, file_read, file_save, file_load (safetensors files);
@@ -15,7 +16,8 @@
  *   ranks=2      threads that take part
  *   bytes=N      of the whole buffer of a rank, 1 MiB; fused cuts it into 100 all_reduces, 400 KiB
  *   count=N      the same in float32 elements; adamw has 25,000,000
- *   transport=threads | tcp | unix: the last two start a process a rank, over the loopback device; fsdp: also slow
+ *   transport=threads | tcp | unix | sealed: all but the first start a process a rank, over the loopback device; sealed
+ *                is TCP with desc.secure = 1, and its limit the same over plain TCP; fsdp: also slow
  *   algorithm=   a name as DTRAIN_ALGORITHM has them
  *   against=limit | ring: what it is compared with
  *   chunk=262144 bytes of the vector that the ring has under way at once
@@ -111,6 +113,7 @@ typedef enum bench_op {
     PIPELINE_BUBBLE,
     GEMM,
     ADAMW,
+    SEAL,
     TOPK,
     TOPK_ADD,
     SPARSE_ADD,
@@ -128,10 +131,11 @@ typedef enum bench_op {
     BENCH_OPS
 } bench_op;
 static const char *const bench_names[BENCH_OPS] = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast",  "reduce",          "all_to_all", "fused",
-    "barrier",    "ring",           "fsdp",       "tp_overlap", "pipeline_bubble", "gemm",       "adamw",
-    "topk",       "topk_add",       "sparse_add", "int8_pack",  "int8_unpack",     "link_topk",  "link_int8",
-    "file_open",  "file_header",    "file_read",  "file_save",  "file_load",       "save_async", "reload"};
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast",  "reduce",     "all_to_all",
+    "fused",      "barrier",        "ring",       "fsdp",       "tp_overlap", "pipeline_bubble",
+    "gemm",       "adamw",          "seal",       "topk",       "topk_add",   "sparse_add",
+    "int8_pack",  "int8_unpack",    "link_topk",  "link_int8",  "file_open",  "file_header",
+    "file_read",  "file_save",      "file_load",  "save_async", "reload"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -139,8 +143,8 @@ typedef struct bench_mailbox {
     float data[2][BENCH_MAILBOX / sizeof(float)];
 } bench_mailbox;
 
-enum { THREADS, TCP, UNIX, SLOW };
-static const char *const bench_transports[] = {"threads", "tcp", "unix", "slow"};
+enum { THREADS, TCP, UNIX, SLOW, SEALED };
+static const char *const bench_transports[] = {"threads", "tcp", "unix", "slow", "sealed"};
 
 typedef struct bench {
     bench_op op;
@@ -302,7 +306,7 @@ static dtrain_status bench_call(bench *b, dtrain_comm *world)
     int rank = dtrain_comm_rank(world);
     float *data = b->buffers[rank];
     size_t begin;
-    dtrain_shard(world, b->count, rank, &begin);
+    dtrain_split(b->count, dtrain_comm_size(world), rank, &begin);
     switch (b->op) {
     case ALL_REDUCE: return dtrain_all_reduce(world, data, data, b->count, DTRAIN_F32, DTRAIN_SUM);
     case REDUCE_SCATTER: return dtrain_reduce_scatter(world, data, data + begin, b->count, DTRAIN_F32, DTRAIN_SUM);
@@ -359,6 +363,7 @@ static double bench_median(const double *values, int n)
 
 static void bench_print(const bench *b);
 #include "bench_compress.h"
+#include "bench_seal.h"
 
 /* Repeats the operation or its limit on every rank; returns microseconds apiece, on rank 0. */
 static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint64_t *number)
@@ -378,6 +383,8 @@ static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint
         else if (b->op == FUSED)
             DTRAIN_CHECK(
                 dtrain_all_reduce(world, b->buffers[rank], b->buffers[rank], b->count, DTRAIN_F32, DTRAIN_SUM));
+        else if (b->transport == SEALED)
+            DTRAIN_CHECK(bench_call(b, bench_plain));
         else if (b->transport != THREADS)
             wire_limit(b, rank, b->variant);
         else if (bench_is_small(b))
@@ -431,9 +438,9 @@ static void bench_verify(bench *b, dtrain_comm *world)
 static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
 {
     double best = 0;
-    int chosen = 0, variants = b->transport == THREADS || b->against_ring || b->op == FUSED ? 0
-                               : b->ranks == 2                                              ? WIRE_VARIANTS
-                                                                                            : WIRE_VARIANTS / 2;
+    int chosen = 0, variants = b->ranks == 2 ? WIRE_VARIANTS : WIRE_VARIANTS / 2;
+    if (b->transport == THREADS || b->transport == SEALED || b->against_ring || b->op == FUSED)
+        variants = 0;
     for (int variant = 0; variant < variants; variant++) {
         double us[3];
         DTRAIN_CHECK(dtrain_barrier(world));
@@ -515,8 +522,12 @@ static void bench_print(const bench *b)
            b->op == LINK_TOPK || b->op == LINK_INT8 ? "link"
            : b->op >= ADAMW                         ? "none"
                                                     : bench_transports[b->transport],
-           b->ranks, b->bytes, b->against_ring ? "ring" : "limit", b->huge, us, (double)b->bytes * 1e-3 / us, limit_us,
-           (double)b->bytes * 1e-3 / limit_us, bench_median(ratios, b->runs));
+           b->ranks, b->bytes,
+           b->against_ring          ? "ring"
+           : b->transport == SEALED ? "plain"
+                                    : "limit",
+           b->huge, us, (double)b->bytes * 1e-3 / us, limit_us, (double)b->bytes * 1e-3 / limit_us,
+           bench_median(ratios, b->runs));
 }
 
 static int bench_collective(bench *b)
@@ -539,16 +550,17 @@ static int bench_collective(bench *b)
 static int bench_processes(const bench *plan)
 {
     char root[64];
-    int status = 0, bad = 0;
+    int status = 0, bad = 0, port = 10000 + (int)getpid() % 20000;
     bench *b = (bench *)mmap(NULL, sizeof *b, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (b == MAP_FAILED)
         return 1;
     *b = *plan;
-    if (b->transport == TCP)
-        snprintf(root, sizeof root, "127.0.0.1:%d", 10000 + (int)getpid() % 20000);
+    if (b->transport != UNIX)
+        snprintf(root, sizeof root, "127.0.0.1:%d", port);
     else
         snprintf(root, sizeof root, "unix:/tmp/dtrain-bench-%ld", (long)getpid());
-    wire_open(b->ranks, b->transport == TCP);
+    if (b->transport != SEALED)
+        wire_open(b->ranks, b->transport == TCP);
     for (int rank = 0; rank < b->ranks; rank++) {
         dtrain_comm_desc desc;
         dtrain_comm *world;
@@ -558,10 +570,15 @@ static int bench_processes(const bench *plan)
         desc.rank = rank;
         desc.world_size = b->ranks;
         desc.root = root;
+        desc.token = "what TCP takes to meet";
         desc.algorithm = b->algorithm;
         b->buffers[rank] = bench_memory(b->bytes, b->huge);
-        DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
+        if (b->transport == SEALED)
+            world = seal_worlds(&desc, port + 1);
+        else
+            DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
         DTRAIN_CHECK(bench_rank(world, b));
+        dtrain_comm_destroy(bench_plain);
         dtrain_comm_destroy(world);
         _exit(0);
     }
@@ -668,7 +685,7 @@ static int bench_key(bench *b, const char *argument)
         return 0;
     value++;
     if (strncmp(argument, "transport=", 10) == 0) {
-        for (b->transport = THREADS; b->transport <= SLOW; b->transport++)
+        for (b->transport = THREADS; b->transport <= SEALED; b->transport++)
             if (strcmp(value, bench_transports[b->transport]) == 0)
                 return 1;
         return 0;
@@ -769,6 +786,8 @@ int main(int argc, char **argv)
         return files_run(&b);
     if (op == GEMM || op == ADAMW)
         return op == GEMM ? bench_gemm(&b) : bench_adam_run(&b);
+    if (op == SEAL)
+        return seal_alone(&b);
     if (op >= TOPK)
         return links ? compress_links(&b) : compress_alone(&b);
     if (op == PIPELINE_BUBBLE)

@@ -1,6 +1,7 @@
 /* Times each operation of a GPU against the rate at which it copies its own memory, and ranks that share it.
  *
- * nvcc -std=c++17 -O2 -arch=sm_90 -I. tools/bench_cuda.cu -o build/bench_cuda -lpthread -lm
+ * nvcc -std=c++17 -O2 -arch=sm_90 -Xcompiler -ffp-contract=off -I. tools/bench_cuda.cu \
+ *     -o build/bench_cuda -lpthread -lm
  * build/bench_cuda [OP ...] [key=value ...]
  *
  *   OP               only those; none: all

@@ -66,7 +66,7 @@ static double ranks_now_us(void)
 static dtrain_status ranks_call(const ranks_rank *r, int kind, size_t count)
 {
     size_t begin;
-    dtrain_shard(r->world, count, dtrain_comm_rank(r->world), &begin);
+    dtrain_split(count, dtrain_comm_size(r->world), dtrain_comm_rank(r->world), &begin);
     switch (kind) {
     case RANKS_ALL_REDUCE:
         return dtrain_device_group_all_reduce(r->group, r->in, r->out, count, DTRAIN_F32, DTRAIN_SUM);
@@ -181,6 +181,7 @@ static void ranks_process(ranks_bench *b, int rank, const char *root)
     desc.rank = rank;
     desc.world_size = b->plan.ranks;
     desc.root = root;
+    desc.token = "what TCP takes to meet";
     dtrain_status status =
         dtrain_cuda_create(&device, NULL); /* before the others are met: without a GPU none goes on */
     if (status == DTRAIN_OK)

@@ -7,7 +7,7 @@
 
 typedef struct bench_link {
     dtrain_transport inner;
-    dtrain__board *board;
+    dtrain__threads_group *board;
     bench *b;
     void (*body)(dtrain_comm *world, bench *b);
     int rank;
@@ -79,8 +79,8 @@ static int bench_links(bench *b, double byte_ns, void (*body)(dtrain_comm *world
 {
     static bench_link links[BENCH_RANKS];
     pthread_t threads[BENCH_RANKS];
-    dtrain__board *board;
-    DTRAIN_CHECK(dtrain__board_create(&board, b->ranks, NULL));
+    dtrain__threads_group *board;
+    DTRAIN_CHECK(dtrain__threads_create(&board, b->ranks, NULL));
     for (int r = 0; r < b->ranks; r++) {
         links[r].board = board;
         links[r].b = b;

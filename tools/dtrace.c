@@ -1,6 +1,6 @@
 /* Puts the ranks' traces side by side: who was waited for, and where the ranks' calls first differ.
  *
- * cc -O2 -I. tools/dtrace.c -o build/dtrace -lpthread -lm
+ * cc -O2 -ffp-contract=off -I. tools/dtrace.c -o build/dtrace -lpthread -lm
  * build/dtrace [-o MERGED.json] RANK0.json RANK1.json ...
  *
  * The files are those of dtrain_comm_trace, or PREFIX.rank-N.json of DTRAIN_TRACE=PREFIX; one a rank and group, as many

@@ -1,6 +1,6 @@
 /* Starts the ranks of a program on this host and sees to it that they end together.
  *
- * cc -O2 -I. tools/dtrun.c -o build/dtrun -lpthread -lm
+ * cc -O2 -ffp-contract=off -I. tools/dtrun.c -o build/dtrun -lpthread -lm
  * build/dtrun -n 4 PROGRAM [ARGS...]
  *
  * One process, one poll() loop. Signal handlers only write to a pipe that the loop reads. Every rank leads a process
@@ -8,19 +8,15 @@
  * process, the guard, waits for the end of this one: whatever that end is, it kills the groups that are left and
  * removes the private directory. */
 #define _GNU_SOURCE
-#include <arpa/inet.h>
+#define DTRAIN_API static /* what is not called costs no time to compile */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
 #include <dirent.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
-#include <stdarg.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -132,9 +128,10 @@ static void help(void)
          "  --grace-ms N      before SIGTERM, and again before SIGKILL, once a rank failed; default 5000\n"
          "  --threads N       OMP_NUM_THREADS and the like where they are not set; default 1\n"
          "  --no-prefix       lines of output without [rank]\n"
-         "Each process gets DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT, DTRAIN_TOKEN, DTRAIN_LOCAL_RANK and\n"
-         "DTRAIN_LOCAL_SIZE. Rank 0 has the standard input. When a rank fails the others are ended, and the exit\n"
-         "status is that rank's: 128 + N after signal N, 127 when PROGRAM cannot be run, 2 for a bad command line.");
+         "Each process gets DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT, DTRAIN_TOKEN, DTRAIN_LOCAL_RANK,\n"
+         "DTRAIN_LOCAL_SIZE and, on one host, DTRAIN_JOB. Rank 0 has the standard input. When a rank fails the\n"
+         "others are ended, and the exit status is that rank's: 128 + N after signal N, 127 when PROGRAM cannot be\n"
+         "run, 2 for a bad command line.");
     exit(0);
 }
 
@@ -207,20 +204,20 @@ static void parse(launch *l, char **at)
 
 /* ---- >>environment ---- */
 
+static void warn(void *user, dtrain_log_level level, const char *text)
+{
+    (void)user;
+    if (level >= DTRAIN_LOG_WARN)
+        fprintf(stderr, "dtrun: warning: %s\n", text);
+}
+
 static void read_token(char token[TOKEN_BYTES + 1], const char *path)
 {
-    char text[TOKEN_BYTES + 3] = "";
-    struct stat about;
-    FILE *file = fopen(path, "r");
-    if (!file || fstat(fileno(file), &about) != 0 || (!fgets(text, sizeof text, file) && ferror(file)))
-        refuse(2, "token file %s: %s", path, strerror(errno));
-    fclose(file);
-    text[strcspn(text, "\r\n")] = 0;
-    if (strlen(text) < 16 || strlen(text) > TOKEN_BYTES)
-        refuse(2, "token file %s: its first line must be a text of 16 to %d bytes", path, TOKEN_BYTES);
-    if (S_ISREG(about.st_mode) && (about.st_mode & 077) != 0)
-        fprintf(stderr, "dtrun: warning: token file %s is not its owner's alone; chmod 600 makes it so\n", path);
-    memcpy(token, text, strlen(text) + 1);
+    size_t bytes;
+    dtrain_set_log(warn, NULL);
+    if (dtrain__place_read_token("token file", path, token, &bytes) != DTRAIN_OK)
+        refuse(2, "%s", dtrain_last_error());
+    token[bytes] = 0;
 }
 
 static void make_token(char token[TOKEN_BYTES + 1])
@@ -260,7 +257,7 @@ static void set_number(const char *name, int value, int overwrite)
 static void set_environment(launch *l)
 {
     const char *parent = getenv("TMPDIR");
-    char root[sizeof l->directory + 16];
+    char root[sizeof l->directory + 16], job[48];
     if (l->use_unix) {
         if (!parent || parent[0] != '/' || strlen(parent) > 72) /* a socket's path has room for 104 bytes */
             parent = "/tmp";
@@ -272,6 +269,9 @@ static void set_environment(launch *l)
         listen_for_rank_0(l, root, sizeof root);
     setenv("DTRAIN_ROOT", l->root ? l->root : root, 1);
     setenv("DTRAIN_TOKEN", l->token, 1);
+    snprintf(job, sizeof job, "dtrun-%ld-%llx", (long)getpid(), (unsigned long long)time(NULL));
+    if (l->nodes == 1) /* no name is known to all hosts */
+        setenv("DTRAIN_JOB", job, 1);
     unsetenv("DTRAIN_TOKEN_FILE");
     unsetenv("DTRAIN_LISTEN_FD");
     set_number("DTRAIN_WORLD_SIZE", l->local_size * l->nodes, 1);

@@ -1,7 +1,7 @@
 /* Says how to lay out a training run over its ranks: for every layout of train_gpt --mesh the memory that a rank needs,
  * the bytes that it sends and the time of a step, and which is the fastest that fits.
  *
- * cc -O2 -I. tools/plan.c -o build/plan -lpthread -lm
+ * cc -O2 -ffp-contract=off -I. tools/plan.c -o build/plan -lpthread -lm
  * build/plan --layers 24 --heads 16 --width 2048 --context 1024 --sequences 256 --micro 64 --ranks 16 --bandwidth 12
  * build/plan --layers 8 --width 512 --ranks 4 --measure
  *

@@ -69,7 +69,7 @@ static inline int plan_is_legal(const plan_input *in, plan_result *result)
     else if (l->tp > in->vocab)
         snprintf(result->why, sizeof result->why, "a vocabulary of %ld has no part for each of tp=%d", in->vocab,
                  l->tp);
-    else if (dtrain_split_into_stages((int)in->layers, stages, begins) != DTRAIN_OK)
+    else if (dtrain_split_stages(NULL, (int)in->layers, stages, begins) != DTRAIN_OK)
         snprintf(result->why, sizeof result->why, "%.190s", dtrain_last_error());
     else if (in->micro % l->dp != 0)
         snprintf(result->why, sizeof result->why,
@@ -280,7 +280,7 @@ static inline dtrain_status plan_stages(const plan_input *in, const plan_layout 
 {
     int count = l->pp * l->chunks, *begins = (int *)malloc(((size_t)count + 1) * sizeof *begins);
     dtrain_status status =
-        begins != NULL ? dtrain_split_into_stages((int)in->layers, count, begins) : DTRAIN_ERR_MEMORY;
+        begins != NULL ? dtrain_split_stages(NULL, (int)in->layers, count, begins) : DTRAIN_ERR_MEMORY;
     for (int i = 0; i < count && status == DTRAIN_OK; i++)
         status = plan_stage_set(in, l, &stages[i], begins[i + 1] - begins[i], i == 0, i == count - 1);
     free(begins);

@@ -1,6 +1,6 @@
 /* Looks into safetensors files, Hugging Face models and checkpoints, and makes others of them.
  *
- * cc -O2 -I. tools/safetensors.c -o build/safetensors -lpthread -lm
+ * cc -O2 -ffp-contract=off -I. tools/safetensors.c -o build/safetensors -lpthread -lm
  *
  *   safetensors ls PATH                        every tensor: dtype, shape, bytes, name; and the metadata
  *   safetensors cat PATH NAME [BEGIN [COUNT]]  its elements, one a line
@@ -36,7 +36,7 @@ static const char usage_text[] =
     "       safetensors verify PATH...\n"
     "       safetensors merge MODEL FILE\n"
     "       safetensors split PATH DIRECTORY [--size 5GB]\n"
-    "       safetensors convert PATH FILE --dtype bf16\n"
+    "       safetensors convert PATH FILE --dtype bf16 [--saturate]\n"
     "       safetensors export CHECKPOINT FILE [--optimizer]\n"
     "ends with 0, 1 for a broken rule or a difference, 2 for a wrong call or what the system refuses\n";
 
@@ -50,7 +50,7 @@ static int misused(const char *what)
 typedef struct options {
     uint64_t size;
     dtrain_dtype dtype; /* 0: not given */
-    int optimizer;
+    int optimizer, saturate;
     const char *command; /* that alone takes the option given; NULL: none was given */
     int mixed;           /* of more than one command */
 } options;
@@ -126,8 +126,8 @@ static void print_shape(const dtrain_safetensors_tensor *tensor)
 
 static int is_float(dtrain_dtype dtype)
 {
-    dtrain__format format;
-    return dtrain__format_of(dtype, &format);
+    dtrain__dtype_format format;
+    return dtrain__dtype_format_of(dtype, &format);
 }
 
 /* ---- ls ---- */
@@ -164,7 +164,7 @@ static int list(const dtrain_safetensors_model *model)
 /* Prints one element of a dtype that is no float, from its bytes in this machine's order. */
 static void print_element(const unsigned char *at, dtrain_dtype dtype)
 {
-    uint64_t bits = dtrain__load_bits(at, (int)(dtrain_dtype_bits(dtype) / 8));
+    uint64_t bits = dtrain__dtype_load(at, (int)(dtrain_dtype_bits(dtype) / 8));
     int64_t number = (int64_t)bits;
     float parts[2];
     switch ((int)dtype) {
@@ -412,8 +412,33 @@ static int is_checkpoint(const char *path)
     return is;
 }
 
+/* Whether a directory is a checkpoint of PyTorch's torch.distributed.checkpoint. */
+static int is_torch_checkpoint(const char *path)
+{
+    int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    int is = directory >= 0 && dtrain__huggingface_has(directory, ".metadata") && is_checkpoint(path);
+    if (directory >= 0)
+        close(directory);
+    return is;
+}
+
+static void advise_torch(const char *path)
+{
+    fprintf(
+        stderr,
+        "safetensors: %s is a checkpoint of PyTorch (torch.distributed.checkpoint). Only PyTorch reads it. Make one "
+        "file of it: python3 -m torch.distributed.checkpoint.format_utils dcp_to_torch %s model.pt. Then write the "
+        "tensors that torch.load gives by safetensors.torch.save_file. HuggingFaceStorageWriter saves safetensors "
+        "at once\n",
+        path, path);
+}
+
 static int verify_checkpoint(const char *path)
 {
+    if (is_torch_checkpoint(path)) {
+        advise_torch(path);
+        return FAILED;
+    }
     dtrain__export all;
     dtrain_status status = dtrain__export_begin(&all, path);
     for (size_t i = 0; status == DTRAIN_OK && i < all.index.file_count; i++)
@@ -455,6 +480,10 @@ static int export_checkpoint(const options *given, int argc, char **argv)
 {
     if (argc != 2)
         return misused("export takes a checkpoint and a file");
+    if (is_torch_checkpoint(argv[0])) {
+        advise_torch(argv[0]);
+        return FAILED;
+    }
     dtrain__export all;
     dtrain_status status = dtrain__export_begin(&all, argv[0]);
     if (status == DTRAIN_OK)
@@ -476,20 +505,38 @@ typedef struct passage {
     dtrain_safetensors *file;
     const dtrain_safetensors_tensor *tensor;
     dtrain_dtype dtype;
+    int saturate; /* what is too large for 8 bits becomes the largest number that they have */
 } passage;
+
+/* Converts elements begin and on with saturation, chunk by chunk. */
+static dtrain_status pass_saturated(const passage *p, size_t begin, unsigned char *out, size_t count)
+{
+    double chunk[512]; /* of the widest dtype */
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0, n; i < count && status == DTRAIN_OK; i += n) {
+        n = count - i < 512 ? count - i : 512;
+        status = dtrain_safetensors_read_range(p->file, p->tensor, begin + i, n, chunk, p->tensor->dtype);
+        if (status == DTRAIN_OK)
+            status = dtrain_convert_saturating(chunk, p->tensor->dtype, out + i, p->dtype, n);
+    }
+    return status;
+}
 
 static dtrain_status pass(void *user, uint64_t offset, void *out, size_t bytes)
 {
     const passage *p = (const passage *)user;
     unsigned bits = dtrain_dtype_bits(p->dtype);
     progress(bytes);
+    if (p->saturate)
+        return pass_saturated(p, (size_t)offset, (unsigned char *)out, bytes);
     return dtrain_safetensors_read_range(p->file, p->tensor, (size_t)(offset * 8 / bits), bytes * 8 / bits, out,
                                          p->dtype);
 }
 
 /* Writes all tensors of a model to a file, or to a directory of files of `most` bytes; dtype 0 leaves them as they are.
  */
-static int rewrite(const dtrain_safetensors_model *model, const char *path, uint64_t most, dtrain_dtype dtype)
+static int rewrite(const dtrain_safetensors_model *model, const char *path, uint64_t most, dtrain_dtype dtype,
+                   int saturate)
 {
     size_t count = dtrain_safetensors_model_count(model), pairs = dtrain_safetensors_model_metadata_count(model);
     passage *passages = (passage *)calloc(count + 1, sizeof *passages);
@@ -504,6 +551,7 @@ static int rewrite(const dtrain_safetensors_model *model, const char *path, uint
             passage *p = &passages[i];
             p->tensor = dtrain_safetensors_model_tensor(model, i, &p->file);
             p->dtype = (int)dtype != 0 && is_float(p->tensor->dtype) ? dtype : p->tensor->dtype;
+            p->saturate = saturate && is_float(p->tensor->dtype);
             sources[i].name = p->tensor->name;
             sources[i].name_length = p->tensor->name_length;
             sources[i].dtype = p->dtype;
@@ -569,6 +617,9 @@ static const char *take_options(options *given, int *argc, char **argv)
         } else if (strcmp(argv[i], "--optimizer") == 0) {
             given->optimizer = 1;
             take(given, "export");
+        } else if (strcmp(argv[i], "--saturate") == 0) {
+            given->saturate = 1;
+            take(given, "convert");
         } else if (strcmp(argv[i], "--size") == 0) {
             if (!size_of(value, &given->size))
                 return "--size is followed by a size as 5GB or 512MiB";
@@ -597,13 +648,15 @@ static int run(const char *command, const options *given, const dtrain_safetenso
     if (strcmp(command, "diff") == 0)
         return argc == 1 ? diff(model, argv[0]) : misused("diff takes two paths");
     if (strcmp(command, "merge") == 0)
-        return argc == 1 ? rewrite(model, argv[0], 0, (dtrain_dtype)0) : misused("merge takes a model and a file");
+        return argc == 1 ? rewrite(model, argv[0], 0, (dtrain_dtype)0, 0) : misused("merge takes a model and a file");
     if (strcmp(command, "split") == 0)
-        return argc == 1 ? rewrite(model, argv[0], given->size, (dtrain_dtype)0)
+        return argc == 1 ? rewrite(model, argv[0], given->size, (dtrain_dtype)0, 0)
                          : misused("split takes a path and a directory");
     if (argc != 1 || (int)given->dtype == 0)
         return misused("convert takes a path, a file and a --dtype");
-    return rewrite(model, argv[0], 0, given->dtype);
+    if (given->saturate && given->dtype != DTRAIN_F8_E4M3 && given->dtype != DTRAIN_F8_E5M2)
+        return misused("--saturate is for --dtype f8_e4m3 and f8_e5m2");
+    return rewrite(model, argv[0], 0, given->dtype, given->saturate);
 }
 
 /* Opens what a command reads and runs it; arguments are those after the command. */
@@ -613,7 +666,9 @@ static int open_and_run(const char *command, const options *given, int argc, cha
     dtrain_status status = dtrain_safetensors_model_open(&model, argv[0], NULL);
     if (status != DTRAIN_OK) {
         int result = complain(status);
-        if (is_checkpoint(argv[0]))
+        if (is_torch_checkpoint(argv[0]))
+            advise_torch(argv[0]);
+        else if (is_checkpoint(argv[0]))
             fprintf(stderr, "safetensors: of a checkpoint, \"safetensors export\" makes a file first\n");
         return strcmp(command, "diff") == 0 ? FAILED : result;
     }
@@ -625,7 +680,7 @@ static int open_and_run(const char *command, const options *given, int argc, cha
 int main(int argc, char **argv)
 {
     static const char *const commands[] = {"ls", "cat", "diff", "merge", "split", "convert", "verify", "export"};
-    options given = {5000000000u, (dtrain_dtype)0, 0, NULL, 0};
+    options given = {5000000000u, (dtrain_dtype)0, 0, 0, NULL, 0};
     int known = 0, result;
     if (argc == 2 && (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0))
         return fputs(usage_text, stdout) < 0 || fflush(stdout) != 0 ? FAILED : GOOD;
@@ -639,7 +694,7 @@ int main(int argc, char **argv)
     if (!known || argc < 2)
         return misused(argc == 0 ? "no command" : !known ? "there is no such command" : "no path");
     if (given.command != NULL && (given.mixed || strcmp(argv[0], given.command) != 0))
-        return misused("--size is for split, --dtype for convert, --optimizer for export");
+        return misused("--size is for split, --dtype and --saturate for convert, --optimizer for export");
     if (strcmp(argv[0], "verify") == 0)
         result = verify(argc - 1, argv + 1);
     else if (strcmp(argv[0], "export") == 0)

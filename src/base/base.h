@@ -15,6 +15,17 @@
 #define DTRAIN_API extern
 #endif
 
+/* Opens the declaration of every function that returns dtrain_status: compilers warn of a call whose result is left. */
+#if defined(__GNUC__) || defined(__clang__)
+#define DTRAIN_API_MUST __attribute__((__warn_unused_result__)) DTRAIN_API
+#elif (defined(__cplusplus) && __cplusplus >= 201703L) || (defined(__STDC_VERSION__) && __STDC_VERSION__ >= 202311L)
+#define DTRAIN_API_MUST [[nodiscard]] DTRAIN_API
+#elif defined(_MSC_VER) && defined(_Check_return_)
+#define DTRAIN_API_MUST _Check_return_ DTRAIN_API
+#else
+#define DTRAIN_API_MUST DTRAIN_API
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -48,14 +59,15 @@ DTRAIN_API const char *dtrain_last_error(void);
 
 /* Sets the calling thread's last error: for transports, devices and callbacks of your own, which return its result.
  *
- *   format    as printf's, one line; longer texts are cut at 639 bytes. What it quotes may be dtrain_last_error()
+ *   format    as printf's, one line; longer texts are cut at 639 bytes. What is not printable UTF-8 becomes '?'. What
+ *             it quotes may be dtrain_last_error()
  *   returns   status
  *
  * any thread */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
-DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...);
+DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...);
 
 /* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
  * Expands in the program's own code; the library itself never exits. */
@@ -69,10 +81,14 @@ DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *form
         }                                                                                                              \
     } while (0)
 
-typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
+/* Evaluates a call and leaves its result on purpose, where a compiler warns of a result that nobody reads.
+ * An expression of type void. A cast to void alone does not silence gcc. */
+#define DTRAIN_IGNORE(call) ((void)((call) == DTRAIN_OK))
+
+typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1401, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
 
 /* Receives one line of text without a newline; called from any thread, one at a time per thread. It must not call
- * back into the group that it hears of. */
+ * back into the group that it hears of, and should return soon: the thread may have heartbeats to send. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, const char *text);
 
 /* Sets the process's log callback; NULL silences the library. By default warnings and errors go to stderr.
@@ -103,15 +119,6 @@ typedef struct dtrain_allocator {
     size_t peak_bytes; /* the most that was in use at once; written by the library */
 } dtrain_allocator;
 
-/* Fills out with the four 32-bit words number `index` of the stream `seed`.
- *
- * A value depends on seed and index alone: any thread may compute any part of a stream, in any order.
- *
- *   source   Philox4x32-10: Salmon, Moraes, Dror, Shaw, SC 2011
- *
- * any thread */
-DTRAIN_API void dtrain_random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4]);
-
 /* Returns 64 random bits: value `index` of the stream `seed`.
  *
  * any thread */
@@ -133,6 +140,11 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index);
  *
  * any thread */
 DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char digest[32]);
+
+/* Whether DTRAIN_WITHOUT names a thing that not every machine has (see >>os): shared with dtrain_cuda.h.
+ *
+ * any thread */
+DTRAIN_API int dtrain__without(const char *what);
 
 #ifdef __cplusplus
 }

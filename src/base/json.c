@@ -92,30 +92,6 @@ static int dtrain__json_in(int byte, int low, int high)
     return byte >= low && byte <= high;
 }
 
-/* Returns the bytes of the well-formed UTF-8 sequence that starts text, or 0. Unicode 15, table 3-7. */
-static size_t dtrain__json_utf8(const unsigned char *text, size_t length)
-{
-    int lead = length > 0 ? text[0] : 0xff, low = 0x80, high = 0xbf;
-    size_t bytes = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
-    if (lead > 0xf4 || dtrain__json_in(lead, 0x80, 0xc1) || bytes > length)
-        return 0;
-    if (lead == 0xe0)
-        low = 0xa0; /* below: overlong */
-    else if (lead == 0xed)
-        high = 0x9f; /* above: surrogates */
-    else if (lead == 0xf0)
-        low = 0x90;
-    else if (lead == 0xf4)
-        high = 0x8f; /* above: beyond U+10FFFF */
-    for (size_t i = 1; i < bytes; i++) {
-        if (!dtrain__json_in(text[i], low, high))
-            return 0;
-        low = 0x80;
-        high = 0xbf;
-    }
-    return bytes;
-}
-
 /* The value of the four hex digits at offset, or -1. */
 static int32_t dtrain__json_hex4(const dtrain__json_reader *reader, size_t offset)
 {
@@ -199,7 +175,7 @@ static dtrain__json_kind dtrain__json_read_string(dtrain__json_reader *reader, d
         if (byte == '\\')
             step = dtrain__json_escape(reader, at, &code);
         else
-            step = dtrain__json_utf8(reader->text + at, reader->length - at);
+            step = dtrain__utf8(reader->text + at, reader->length - at);
         if (step == 0 && byte == '\\')
             return dtrain__json_bad_as(reader, DTRAIN__JSON_FAULT_STRING, at, "an escape that JSON does not have");
         if (step == 0)
@@ -561,7 +537,7 @@ static void dtrain__json_put_quoted(dtrain__json_writer *writer, const void *tex
     dtrain__json_put(writer, "\"", 1);
     for (size_t at = 0; at < length; at += step) {
         char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
-        step = dtrain__json_utf8(next + at, length - at);
+        step = dtrain__utf8(next + at, length - at);
         if (step == 0) {
             writer->broken = 1;
             return;
@@ -604,13 +580,6 @@ static void dtrain__json_write_u64(dtrain__json_writer *writer, uint64_t value)
 {
     char text[32];
     snprintf(text, sizeof text, "%llu", (unsigned long long)value);
-    dtrain__json_write_word(writer, text);
-}
-
-static void dtrain__json_write_i64(dtrain__json_writer *writer, int64_t value)
-{
-    char text[32];
-    snprintf(text, sizeof text, "%lld", (long long)value);
     dtrain__json_write_word(writer, text);
 }
 

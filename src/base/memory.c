@@ -1,6 +1,6 @@
 /* ---- >>memory ----
- * The allocator behind every object, its counters, arithmetic on sizes that notices overflow, and numbers as bytes.
- * Blocks are aligned to a cache line and remembered with their size by whoever owns them.
+ * The allocator behind every object, its counters, arithmetic on sizes that notices overflow, numbers as bytes and
+ * the comparison of secrets. Blocks are aligned to a cache line and remembered with their size by whoever owns them.
  * Counters are kept with atomics: one allocator may serve several objects and threads. */
 #ifndef DTRAIN__MEMORY
 #define DTRAIN__MEMORY
@@ -34,7 +34,17 @@ static uint64_t dtrain__load_le64(const unsigned char *from)
     return value;
 }
 
-static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+/* Compares in a time that does not depend on where the two differ. */
+static int dtrain__memory_equal_secret(const void *a, const void *b, size_t bytes)
+{
+    const volatile unsigned char *x = (const volatile unsigned char *)a, *y = (const volatile unsigned char *)b;
+    unsigned char differ = 0;
+    for (size_t i = 0; i < bytes; i++)
+        differ = (unsigned char)(differ | (x[i] ^ y[i]));
+    return differ == 0;
+}
+
+static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
 {
     void *block = NULL;
     if (new_bytes > 0) {
@@ -49,7 +59,7 @@ static void *dtrain__resize_default(void *pointer, size_t old_bytes, size_t new_
 
 #ifndef DTRAIN_RESIZE
 #define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
-    dtrain__resize_default(pointer, old_bytes, new_bytes, align)
+    dtrain__memory_resize(pointer, old_bytes, new_bytes, align)
 #endif
 
 /* Adds to the bytes in use; less is a number that wraps around. */
@@ -86,6 +96,20 @@ static void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t byte
 {
     if (pointer != NULL)
         dtrain__resize(allocator, pointer, bytes > 0 ? bytes : 1, 0);
+}
+
+static void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)
+{
+    for (int i = 0; i < bytes; i++)
+        out[i] = (unsigned char)(value >> (8 * i) & 255);
+}
+
+static uint64_t dtrain__get_le(const unsigned char *in, int bytes)
+{
+    uint64_t value = 0;
+    for (int i = bytes; i-- > 0;)
+        value = value << 8 | in[i];
+    return value;
 }
 
 #endif

@@ -1,33 +1,68 @@
 /* ---- >>os ----
- * The one place for what differs between systems: clock, threads, waiting on a word, processors.
- * Everything above asks here and never the system. Waiting is on a 32-bit word (a futex on Linux,
- * a timed sleep elsewhere); a wake-up may be spurious, so callers re-check what they wait for.
- * Threads started here block all signals, so that handlers run on the program's own. */
+ * The one place for what differs between systems: clock, threads, waiting on a word, processors, pages, files that are
+ * replaced. Everything above asks here and never the system. What not every machine has is found out by trying, and
+ * has a way around it; the environment variable DTRAIN_WITHOUT names what is not to be tried, so that tests go those
+ * ways on any machine. Waiting is on a 32-bit word (a futex on Linux, a timed sleep elsewhere); a wake-up may be
+ * spurious, so callers re-check what they wait for. Threads started here block all signals but those of a fault, so
+ * that handlers run on the program's own. */
 #ifndef DTRAIN__OS
 #define DTRAIN__OS
 #include "base.h"
-
-#include <errno.h>
-#include <fcntl.h>
-#include <limits.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <time.h>
-#include <unistd.h>
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#endif
+#include "begin.c"
+#include "status.c"
 
 #define DTRAIN__CACHE_LINE 64
 
 #ifndef DTRAIN__TUNED
 #define DTRAIN__TUNED(name, value) (value) /* a size or a time that a test may choose by its name */
 #endif
+
+/* ---- what not every machine has ---- */
+
+#define DTRAIN__OS_WITHOUT_READ 0x80000000u /* the environment has been looked at */
+
+static uint32_t dtrain__os_without_mask; /* by place in this table */
+static const char *const dtrain__os_without_names[] = {"pkeys",   "avx512", "avx2", "populate", "mremap",
+                                                       "pagemap", "memfd",  "unix", "ipv6",     "mprotect"};
+
+static size_t dtrain__os_without_find(const char *name, size_t bytes)
+{
+    size_t i = 0, count = sizeof dtrain__os_without_names / sizeof dtrain__os_without_names[0];
+    while (i < count &&
+           (strlen(dtrain__os_without_names[i]) != bytes || memcmp(dtrain__os_without_names[i], name, bytes) != 0))
+        i++;
+    return i;
+}
+
+static uint32_t dtrain__os_without_read(void)
+{
+    const char *text = getenv("DTRAIN_WITHOUT");
+    uint32_t mask = DTRAIN__OS_WITHOUT_READ;
+    for (size_t bytes; text != NULL && *text != 0; text += bytes + (text[bytes] == ',')) {
+        bytes = strcspn(text, ",");
+        size_t i = dtrain__os_without_find(text, bytes);
+        if (i < sizeof dtrain__os_without_names / sizeof dtrain__os_without_names[0])
+            mask |= (uint32_t)1 << i;
+        else if (bytes == 3 && memcmp(text, "all", 3) == 0)
+            mask = UINT32_MAX;
+        else
+            dtrain__log(DTRAIN_LOG_WARN, "DTRAIN_WITHOUT: \"%.*s\" is nothing that can be left out; it is ignored",
+                        (int)(bytes < 40 ? bytes : 40), text);
+    }
+    return mask;
+}
+
+DTRAIN_API int dtrain__without(const char *what)
+{
+    uint32_t mask = __atomic_load_n(&dtrain__os_without_mask, __ATOMIC_RELAXED);
+    if (mask == 0) {
+        mask = dtrain__os_without_read();
+        __atomic_store_n(&dtrain__os_without_mask, mask, __ATOMIC_RELAXED);
+    }
+    return (mask >> dtrain__os_without_find(what, strlen(what)) & 1) != 0;
+}
+
+/* ---- time and processors ---- */
 
 static int64_t dtrain__os_now_ns(void)
 {
@@ -114,6 +149,7 @@ static void *dtrain__os_thread_main(void *pointer)
 static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void *), void *argument, size_t stack_bytes)
 {
     pthread_attr_t attributes;
+    const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* one that is blocked ends the process without a handler */
     sigset_t all, before;
     int error = pthread_attr_init(&attributes);
     if (error != 0)
@@ -124,6 +160,8 @@ static int dtrain__os_thread_start(dtrain__os_thread *thread, void (*body)(void 
         thread->body = body;
         thread->argument = argument;
         sigfillset(&all);
+        for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++)
+            sigdelset(&all, faults[i]);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         error = pthread_create(&thread->id, &attributes, dtrain__os_thread_main, thread);
         pthread_sigmask(SIG_SETMASK, &before, NULL);
@@ -156,6 +194,11 @@ static void *dtrain__os_reserve(size_t bytes)
     return range != MAP_FAILED ? range : NULL;
 }
 
+static void dtrain__os_unreserve(void *range, size_t bytes)
+{
+    munmap(range, bytes);
+}
+
 /* Gives the memory of whole pages back; they read as zeros again. Returns 0 or an errno. */
 static int dtrain__os_discard(void *pages, size_t bytes)
 {
@@ -173,7 +216,8 @@ static int dtrain__os_discard(void *pages, size_t bytes)
 static void dtrain__os_populate(void *pages, size_t bytes)
 {
 #ifdef __linux__
-    madvise(pages, bytes, 23); /* MADV_POPULATE_WRITE, since Linux 5.14 */
+    if (!dtrain__without("populate"))
+        madvise(pages, bytes, 23); /* MADV_POPULATE_WRITE, since Linux 5.14; a refusal leaves them to be written */
 #else
     (void)pages;
     (void)bytes;
@@ -186,11 +230,16 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
 {
 #if defined(__linux__) && defined(__NR_mremap)
     const int flags = 7; /* MREMAP_MAYMOVE, MREMAP_FIXED, MREMAP_DONTUNMAP: the last since Linux 5.7 */
+    if (dtrain__without("mremap"))
+        return ENOSYS;
     if (syscall(__NR_mremap, from, bytes, bytes, flags, to) != -1)
         return 0;
     int error = errno;
-    /* it may have taken the target away before it failed; 0x100000, MAP_FIXED_NOREPLACE: only then is it mapped */
-    mmap(to, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE | 0x100000, -1, 0);
+    /* it may have taken the target away before it failed; 0x100000, MAP_FIXED_NOREPLACE: only then is it mapped, but
+     * Linux before 4.17 takes that for a wish and maps elsewhere */
+    void *back = mmap(to, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON | MAP_NORESERVE | 0x100000, -1, 0);
+    if (back != MAP_FAILED && back != to)
+        munmap(back, bytes);
     return error;
 #else
     (void)from;
@@ -198,6 +247,24 @@ static int dtrain__os_move(void *from, void *to, size_t bytes)
     (void)bytes;
     return ENOSYS;
 #endif
+}
+
+/* Says whether pages can be moved, and be given back at both places. An emulator of a processor may move pages and no
+ * longer know those that they left. */
+static int dtrain__os_moves(void)
+{
+    size_t page = dtrain__os_page_bytes();
+    unsigned char *from = (unsigned char *)dtrain__os_reserve(2 * page), *to = from + page;
+    int moves = 0;
+    if (from == NULL)
+        return 0;
+    *from = 1;
+    if (dtrain__os_move(from, to, page) == 0 && *from == 0 && *to == 1) {
+        *from = 2;
+        moves = dtrain__os_discard(from, page) == 0 && *from == 0 && dtrain__os_discard(to, page) == 0 && *to == 0;
+    }
+    dtrain__os_unreserve(from, 2 * page);
+    return moves;
 }
 
 /* Says whether whole pages were neither read nor written since they were mapped or discarded; 0 where the system does
@@ -208,7 +275,7 @@ static int dtrain__os_untouched(const void *pages, size_t bytes)
 #ifdef __linux__
     uint64_t entries[512];
     size_t page = dtrain__os_page_bytes(), count = bytes / page;
-    int fd = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+    int fd = dtrain__without("pagemap") ? -1 : open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
     untouched = fd >= 0;
     for (size_t at = 0; at < count && untouched; at += sizeof entries / sizeof entries[0]) {
         size_t n = count - at < sizeof entries / sizeof entries[0] ? count - at : sizeof entries / sizeof entries[0];
@@ -226,9 +293,26 @@ static int dtrain__os_untouched(const void *pages, size_t bytes)
     return untouched;
 }
 
-static void dtrain__os_unreserve(void *range, size_t bytes)
+/* Closes whole pages to all use, or to writing (access 1), or opens them (access 2). Returns 0 or an errno. */
+static int dtrain__os_protect(void *pages, size_t bytes, int access)
 {
-    munmap(range, bytes);
+    int kinds[] = {PROT_NONE, PROT_READ, PROT_READ | PROT_WRITE};
+    if (dtrain__without("mprotect"))
+        return ENOSYS;
+    return mprotect(pages, bytes, kinds[access]) == 0 ? 0 : errno;
+}
+
+/* Says of a fault, from what a signal's handler is given, whether it was a write: 1, a read: 0, or -1: nobody knows. */
+static int dtrain__os_fault_writes(const void *context)
+{
+#if defined(__linux__) && defined(__x86_64__) && defined(__LP64__)
+    int64_t code; /* the 20th register that the kernel saves, behind 40 bytes: bit 1 of the processor's error code */
+    memcpy(&code, (const char *)context + 40 + 19 * sizeof code, sizeof code);
+    return (int)(code >> 1 & 1);
+#else
+    (void)context;
+    return -1;
+#endif
 }
 
 /* Fills out with bytes that nobody can guess. Returns 0 or an errno. */
@@ -258,6 +342,25 @@ static int dtrain__os_random(void *out, size_t bytes)
     return error;
 }
 
+/* This process's program, as in " (train)"; "" where the system does not say. */
+static void dtrain__os_program(char *out, size_t room)
+{
+    const char *name = "";
+#if defined(__APPLE__) || defined(__FreeBSD__) || defined(__NetBSD__) || defined(__OpenBSD__)
+    name = getprogname();
+#else
+    char text[32];
+    int fd = open("/proc/self/comm", O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd >= 0 ? read(fd, text, sizeof text - 1) : 0;
+    if (fd >= 0)
+        close(fd);
+    text[n > 0 ? n : 0] = 0;
+    text[strcspn(text, "\n")] = 0;
+    name = text;
+#endif
+    snprintf(out, room, name[0] != 0 ? " (%.20s)" : "%s", name);
+}
+
 /* What tells this host, since its last start, from others: processes of one host get the same. */
 static void dtrain__os_host_id(unsigned char id[128])
 {
@@ -278,10 +381,21 @@ static void *dtrain__os_share(size_t bytes, int *fd)
 {
     void *memory = MAP_FAILED;
     *fd = -1;
-#if defined(__linux__) && defined(__NR_memfd_create)
-    *fd = (int)syscall(__NR_memfd_create, "dtrain", 1u); /* close-on-exec */
-    if (*fd >= 0 && ftruncate(*fd, (off_t)bytes) == 0)
+#ifdef __linux__ /* elsewhere processes do not find each other's files in /proc */
+#ifdef __NR_memfd_create
+    if (!dtrain__without("memfd"))
+        *fd = (int)syscall(__NR_memfd_create, "dtrain", 3u); /* close-on-exec, may be sealed */
+#endif
+    FILE *file = *fd < 0 ? tmpfile() : NULL;
+    if (file != NULL) {
+        *fd = fcntl(fileno(file), F_DUPFD_CLOEXEC, 0);
+        fclose(file);
+    }
+    if (*fd >= 0 && posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* no write may find the disk full */
         memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+    if (memory !=
+        MAP_FAILED) /* F_ADD_SEALS: its size stays, as who shortens it would end all that map it by a signal */
+        fcntl(*fd, 1033, 1 | 2 | 4);
     if (memory == MAP_FAILED && *fd >= 0) {
         close(*fd);
         *fd = -1;
@@ -293,13 +407,13 @@ static void *dtrain__os_share(size_t bytes, int *fd)
 /* Maps what a process shares. Whatever else its descriptor may be by now is left alone. */
 static void *dtrain__os_share_open(pid_t process, int fd, size_t bytes)
 {
-    char path[64], name[32];
+    char path[64];
+    struct stat what;
     void *memory = MAP_FAILED;
     snprintf(path, sizeof path, "/proc/%ld/fd/%d", (long)process, fd);
-    ssize_t length = readlink(path, name, sizeof name);
-    if (length < 13 || memcmp(name, "/memfd:dtrain", 13) != 0)
+    if (stat(path, &what) != 0 || !S_ISREG(what.st_mode) || what.st_nlink != 0 || what.st_size != (off_t)bytes)
         return NULL;
-    int own = open(path, O_RDWR | O_CLOEXEC);
+    int own = open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
     if (own < 0)
         return NULL;
     if (lseek(own, 0, SEEK_END) == (off_t)bytes)
@@ -337,26 +451,75 @@ static uint64_t dtrain__os_process_began(pid_t process, int *known)
     return (state == 'Z' || state == 'X') && numbers[17] <= 1 ? 0 : numbers[19];
 }
 
-/* Replaces a file by what write puts into another beside it, when that is whole. Returns 0 or an errno: then the old
- * one is as it was. */
+/* ---- files that are replaced ---- */
+
+/* Gives the path of a file beside `path` that nobody else uses: hidden, ending in .tmp, with a number that nobody can
+ * guess. Takes at most 22 bytes more than path has. Returns 0 when there is no room. */
+static int dtrain__os_name_beside(char *beside, size_t room, const char *path)
+{
+    const char *slash = strrchr(path, '/'), *last = slash != NULL ? slash + 1 : path;
+    size_t keep = strlen(last);
+    uint64_t number = 0;
+    if (dtrain__os_random(&number, sizeof number) != 0)
+        number = (uint64_t)dtrain__os_now_ns() * 1000003u + (uint64_t)getpid();
+    for (keep = keep < 200 ? keep : 200; keep > 0 && ((unsigned char)last[keep] & 0xc0) == 0x80; keep--)
+        continue; /* not inside a character: some file systems refuse what is no UTF-8 */
+    int bytes = snprintf(beside, room, "%.*s.%.*s.%016llx.tmp", (int)(last - path), path, (int)keep, last,
+                         (unsigned long long)number);
+    return bytes > 0 && (size_t)bytes < room;
+}
+
+/* Makes an empty file beside `path`, which is to be replaced by it. Whoever else can write to the directory cannot have
+ * put a link in its way: the name is not known before, and what has it is neither followed nor opened. Returns its
+ * descriptor, or -1 with errno. */
+static int dtrain__os_open_beside(int directory, const char *path, char *beside, size_t room)
+{
+    for (int attempt = 0; attempt < 100; attempt++) {
+        if (!dtrain__os_name_beside(beside, room, path)) {
+            errno = ENAMETOOLONG;
+            return -1;
+        }
+        int fd = openat(directory, beside, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0666);
+        if (fd >= 0 || (errno != EEXIST && errno != EINTR))
+            return fd;
+    }
+    return -1;
+}
+
+/* Brings such a file to the disk and puts it in its place; where `error` says that it is not whole, or on an error, it
+ * is removed. Closes fd. Returns 0 or an errno: then the old one is as it was. */
+static int dtrain__os_put_in_place(int fd, const char *beside, const char *path, int error)
+{
+    if (error == 0 && fsync(fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
+        error = errno;
+    if (close(fd) != 0 && error == 0)
+        error = errno;
+    if (error == 0 && rename(beside, path) != 0)
+        error = errno;
+    if (error != 0)
+        unlink(beside);
+    return error;
+}
+
+/* Replaces a file by what write puts into another beside it. Returns 0 or an errno: then the old one is as it was. */
 static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, const void *user), const void *user)
 {
     char beside[1100];
-    if (strlen(path) > 1024)
-        return ENAMETOOLONG;
-    snprintf(beside, sizeof beside, "%s.%ld.new", path, (long)getpid());
-    FILE *file = fopen(beside, "w");
-    int bad = file == NULL;
-    if (!bad) {
+    int fd = dtrain__os_open_beside(AT_FDCWD, path, beside, sizeof beside);
+    if (fd < 0)
+        return errno;
+    int copy = fcntl(fd, F_DUPFD_CLOEXEC, 0); /* the stream's own, which it closes */
+    FILE *file = copy >= 0 ? fdopen(copy, "w") : NULL;
+    int error = file == NULL ? errno : 0;
+    if (file != NULL) {
         write(file, user);
-        bad = ferror(file) != 0;
-        bad |= fclose(file) != 0;
-        bad = bad || rename(beside, path) != 0;
+        error = ferror(file) ? EIO : 0;
+        if (fclose(file) != 0)
+            error = errno;
+    } else if (copy >= 0) {
+        close(copy);
     }
-    int error = bad ? errno : 0;
-    if (bad)
-        unlink(beside);
-    return error;
+    return dtrain__os_put_in_place(fd, beside, path, error);
 }
 
 #endif

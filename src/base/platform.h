@@ -18,21 +18,38 @@
 #endif
 
 /* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
- * under -ffp-contract=fast and approximate square roots under -ffast-math: see DTRAIN__ROUNDED and dtrain__sqrt. */
+ * under -ffp-contract=fast and approximate square roots under -ffast-math: see DTRAIN__ROUNDED and dtrain__sqrt.
+ * The program's own code after them is compiled as if they were not there. gcc's pragma also redefines the macros that
+ * stand for its flags, and its end does not undo that: without DTRAIN__EXACT_MACROS, a <math.h> that the program
+ * includes later would not declare the SIMD functions that -Ofast uses. */
 #if defined(__clang__)
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
 #elif defined(__GNUC__)
-#define DTRAIN__EXACT_GCC \
-    _Pragma("GCC push_options") \
-    _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
-#ifdef __CUDACC__ /* nvcc hands the pragma on, and warns that it does not know it */
-#define DTRAIN__EXACT_BEGIN \
+#define DTRAIN__EXACT_GCC                                                                                              \
+    _Pragma("GCC push_options")                                                                                        \
+        _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
+#ifdef __CUDACC__ /* nvcc hands the pragma on, and warns that it does not know it; its macros were expanded before */
+#define DTRAIN__EXACT_BEGIN                                                                                            \
     _Pragma("nv_diagnostic push") _Pragma("nv_diag_suppress 1675") DTRAIN__EXACT_GCC _Pragma("nv_diagnostic pop")
-#else
-#define DTRAIN__EXACT_BEGIN DTRAIN__EXACT_GCC
-#endif
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options")
+#else
+#define DTRAIN__EXACT_BEGIN DTRAIN__EXACT_MACROS(push) DTRAIN__EXACT_GCC
+#define DTRAIN__EXACT_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
+#endif
+#define DTRAIN__EXACT_MACROS(way)                                                                                      \
+    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE__"))                                                                   \
+    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE_SIZE__"))                                                              \
+    DTRAIN__EXACT_MACRO(way##_macro("__FAST_MATH__"))                                                                  \
+    DTRAIN__EXACT_MACRO(way##_macro("__FINITE_MATH_ONLY__"))                                                           \
+    DTRAIN__EXACT_MACRO(way##_macro("__ASSOCIATIVE_MATH__"))                                                           \
+    DTRAIN__EXACT_MACRO(way##_macro("__RECIPROCAL_MATH__"))                                                            \
+    DTRAIN__EXACT_MACRO(way##_macro("__NO_SIGNED_ZEROS__"))                                                            \
+    DTRAIN__EXACT_MACRO(way##_macro("__NO_TRAPPING_MATH__"))                                                           \
+    DTRAIN__EXACT_MACRO(way##_macro("__NO_MATH_ERRNO__"))                                                              \
+    DTRAIN__EXACT_MACRO(way##_macro("__ROUNDING_MATH__"))                                                              \
+    DTRAIN__EXACT_MACRO(way##_macro("__SIGNALING_NANS__"))
+#define DTRAIN__EXACT_MACRO(pragma) _Pragma(#pragma)
 #else
 #define DTRAIN__EXACT_BEGIN
 #define DTRAIN__EXACT_END

@@ -29,7 +29,12 @@ static void dtrain__random_philox(const uint32_t counter[4], const uint32_t key[
     out[3] = c3;
 }
 
-DTRAIN_API void dtrain_random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4])
+/* Fills out with the four 32-bit words number `index` of the stream `seed`.
+ *
+ * A value depends on seed and index alone: any thread may compute any part of a stream, in any order.
+ *
+ *   source   Philox4x32-10: Salmon, Moraes, Dror, Shaw, SC 2011 */
+static void dtrain__random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4])
 {
     uint32_t counter[4] = {(uint32_t)index, (uint32_t)(index >> 32), 0, 0};
     uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
@@ -39,14 +44,14 @@ DTRAIN_API void dtrain_random_u32x4(uint64_t seed, uint64_t index, uint32_t out[
 DTRAIN_API uint64_t dtrain_random_u64(uint64_t seed, uint64_t index)
 {
     uint32_t word[4];
-    dtrain_random_u32x4(seed, index, word);
+    dtrain__random_u32x4(seed, index, word);
     return (uint64_t)word[1] << 32 | word[0];
 }
 
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index)
 {
     uint32_t word[4];
-    dtrain_random_u32x4(seed, index, word);
+    dtrain__random_u32x4(seed, index, word);
     return (float)(int32_t)(word[0] >> 8) * (1.0f / 16777216.0f);
 }
 
@@ -119,7 +124,7 @@ static float dtrain__random_float(uint64_t product, int scale, int negative)
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index)
 {
     uint32_t word[4];
-    dtrain_random_u32x4(seed, index, word);
+    dtrain__random_u32x4(seed, index, word);
     uint64_t v = ((uint64_t)word[1] << 32 | word[0]) + 1;       /* 0 stands for 2^64, whose logarithm is none */
     uint64_t square = v != 0 ? dtrain__random_minus_log(v) : 0; /* of the radius, times 2^56 */
     if (square == 0)

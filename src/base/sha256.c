@@ -118,12 +118,12 @@ DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char dige
 }
 
 /* Keyed hash of a message. Source: RFC 2104, FIPS 198-1. */
-typedef struct dtrain__hmac {
+typedef struct dtrain__sha256_hmac {
     dtrain__sha256 inner;
     unsigned char outer_key[DTRAIN__SHA256_BLOCK];
-} dtrain__hmac;
+} dtrain__sha256_hmac;
 
-static void dtrain__hmac_start(dtrain__hmac *hmac, const void *key, size_t key_bytes)
+static void dtrain__sha256_hmac_start(dtrain__sha256_hmac *hmac, const void *key, size_t key_bytes)
 {
     unsigned char inner_key[DTRAIN__SHA256_BLOCK];
     memset(hmac->outer_key, 0, sizeof hmac->outer_key);
@@ -139,12 +139,12 @@ static void dtrain__hmac_start(dtrain__hmac *hmac, const void *key, size_t key_b
     dtrain__sha256_add(&hmac->inner, inner_key, sizeof inner_key);
 }
 
-static void dtrain__hmac_add(dtrain__hmac *hmac, const void *data, size_t bytes)
+static void dtrain__sha256_hmac_add(dtrain__sha256_hmac *hmac, const void *data, size_t bytes)
 {
     dtrain__sha256_add(&hmac->inner, data, bytes);
 }
 
-static void dtrain__hmac_finish(dtrain__hmac *hmac, unsigned char mac[32])
+static void dtrain__sha256_hmac_finish(dtrain__sha256_hmac *hmac, unsigned char mac[32])
 {
     unsigned char digest[32];
     dtrain__sha256_finish(&hmac->inner, digest);
@@ -152,16 +152,6 @@ static void dtrain__hmac_finish(dtrain__hmac *hmac, unsigned char mac[32])
     dtrain__sha256_add(&hmac->inner, hmac->outer_key, sizeof hmac->outer_key);
     dtrain__sha256_add(&hmac->inner, digest, sizeof digest);
     dtrain__sha256_finish(&hmac->inner, mac);
-}
-
-/* Compares in a time that does not depend on where the two differ. */
-static int dtrain__equal_secret(const void *a, const void *b, size_t bytes)
-{
-    const volatile unsigned char *x = (const volatile unsigned char *)a, *y = (const volatile unsigned char *)b;
-    unsigned char differ = 0;
-    for (size_t i = 0; i < bytes; i++)
-        differ = (unsigned char)(differ | (x[i] ^ y[i]));
-    return differ == 0;
 }
 
 #endif

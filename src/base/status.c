@@ -1,14 +1,15 @@
 /* ---- >>status ----
  * Status names, error texts and the log. dtrain__fail is the only maker of error texts: it formats
  * one line into the object's own error and into the calling thread's last error, and returns the
- * status, so that a failing function is one `return dtrain__fail(...)`. */
+ * status, so that a failing function is one `return dtrain__fail(...)`.
+ * Errors and log lines hold printable UTF-8, whatever peers and files they quote. */
 #ifndef DTRAIN__STATUS
 #define DTRAIN__STATUS
 #include "base.h"
-#include "os.c"
+#include "begin.c"
 
 #define DTRAIN__ERROR_BYTES 640
-#define DTRAIN__CAUSE_BYTES 400 /* of which a quoted cause takes so many */
+#define DTRAIN__STATUS_CAUSE_BYTES 400 /* of which a quoted cause takes so many */
 
 typedef struct dtrain__error {
     dtrain_status status;
@@ -16,11 +17,48 @@ typedef struct dtrain__error {
 } dtrain__error;
 
 static __thread dtrain__error dtrain__thread_error;
-static void dtrain__log_to_stderr(void *user, dtrain_log_level level, const char *text);
-static dtrain_log_fn dtrain__log_callback = dtrain__log_to_stderr;
-static void *dtrain__log_user;
+static void dtrain__status_log_stderr(void *user, dtrain_log_level level, const char *text);
+static dtrain_log_fn dtrain__status_log = dtrain__status_log_stderr;
+static void *dtrain__status_log_user;
 
-static void dtrain__log_to_stderr(void *user, dtrain_log_level level, const char *text)
+/* Returns the bytes of the well-formed UTF-8 sequence that starts text, or 0. Unicode 15, table 3-7. */
+static size_t dtrain__utf8(const unsigned char *text, size_t length)
+{
+    int lead = length > 0 ? text[0] : 0xff, low = 0x80, high = 0xbf;
+    size_t bytes = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+    if (lead > 0xf4 || (lead >= 0x80 && lead <= 0xc1) || bytes > length)
+        return 0;
+    if (lead == 0xe0)
+        low = 0xa0; /* below: overlong */
+    else if (lead == 0xed)
+        high = 0x9f; /* above: surrogates */
+    else if (lead == 0xf0)
+        low = 0x90;
+    else if (lead == 0xf4)
+        high = 0x8f; /* above: beyond U+10FFFF */
+    for (size_t i = 1; i < bytes; i++) {
+        if (text[i] < low || text[i] > high)
+            return 0;
+        low = 0x80;
+        high = 0xbf;
+    }
+    return bytes;
+}
+
+/* Puts '?' in place of what is not UTF-8 and of control characters: a quoted name writes neither to a terminal nor a
+ * line of its own. */
+static void dtrain__status_clean(char *text)
+{
+    unsigned char *at = (unsigned char *)text;
+    for (size_t left = strlen(text), step; left > 0; at += step, left -= step) {
+        int good = (step = dtrain__utf8(at, left)) > 0 && *at >= 0x20 && *at != 0x7f && (*at != 0xc2 || at[1] >= 0xa0);
+        step = step > 0 ? step : 1;
+        if (!good)
+            memset(at, '?', step);
+    }
+}
+
+static void dtrain__status_log_stderr(void *user, dtrain_log_level level, const char *text)
 {
     (void)user;
     if (level >= DTRAIN_LOG_WARN)
@@ -29,20 +67,38 @@ static void dtrain__log_to_stderr(void *user, dtrain_log_level level, const char
 
 DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user)
 {
-    dtrain__log_callback = log;
-    dtrain__log_user = user;
+    dtrain__status_log = log;
+    dtrain__status_log_user = user;
 }
 
 __attribute__((format(printf, 2, 3))) static void dtrain__log(dtrain_log_level level, const char *format, ...)
 {
     char text[DTRAIN__ERROR_BYTES];
     va_list arguments;
-    if (dtrain__log_callback == NULL)
+    if (dtrain__status_log == NULL)
         return;
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
-    dtrain__log_callback(dtrain__log_user, level, text);
+    dtrain__status_clean(text);
+    dtrain__status_log(dtrain__status_log_user, level, text);
+}
+
+/* Takes out what a text says twice: of "a on rank 1: a: why", as a cause is quoted by a call of the same name, and of
+ * "a: a: why", the second a. */
+static void dtrain__status_once(char *text)
+{
+    for (char *part = text, *next; (next = strstr(part, ": ")) != NULL; part = next + 2) {
+        char *again = next + 2, *end;
+        while ((end = strstr(again, ": ")) != NULL) {
+            size_t length = (size_t)(end - again), first = (size_t)(next - part);
+            int same = length > 0 && length <= first && memcmp(part, again, length) == 0 &&
+                       (length == first || strncmp(part + length, " on rank ", 9) == 0);
+            if (!same)
+                break;
+            memmove(again, end + 2, strlen(end + 2) + 1);
+        }
+    }
 }
 
 /* Formats into object (NULL: none) and into the thread's last error. The arguments may quote either text. */
@@ -54,6 +110,8 @@ __attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);
     va_end(arguments);
+    dtrain__status_clean(text);
+    dtrain__status_once(text);
     dtrain__thread_error.status = status;
     memcpy(dtrain__thread_error.text, text, sizeof text);
     if (object != NULL)
@@ -69,12 +127,18 @@ static dtrain_status dtrain__report(const dtrain__error *error)
     return error->status;
 }
 
+/* The status of another rank that is not DTRAIN_OK, as it has told it; a number that is none counts as CORRUPT. */
+static dtrain_status dtrain__status_told(uint64_t told)
+{
+    return told > DTRAIN_OK && told <= DTRAIN_ERR_ABORTED ? (dtrain_status)told : DTRAIN_ERR_CORRUPT;
+}
+
 /* An error's text, to be quoted by who passes it on. Of a text that has been passed on too often to be quoted whole
  * it is the last part, as that is the cause. */
-static const char *dtrain__cause(const dtrain__error *error)
+static const char *dtrain__status_cause(const dtrain__error *error)
 {
     const char *text = error->text, *next;
-    while (strlen(text) > DTRAIN__CAUSE_BYTES && (next = strstr(text, ": ")) != NULL)
+    while (strlen(text) > DTRAIN__STATUS_CAUSE_BYTES && (next = strstr(text, ": ")) != NULL)
         text = next + 2;
     return text;
 }

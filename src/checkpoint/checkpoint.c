@@ -4,7 +4,7 @@
  * every call raises on every rank, whatever becomes of it. */
 #ifndef DTRAIN__CHECKPOINT
 #define DTRAIN__CHECKPOINT
-#include "load_model.c"
+#include "load.c"
 #include "local.c"
 
 /* ---- creation ---- */
@@ -85,7 +85,7 @@ static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt)
     struct timespec turn = dtrain__os_timespec(50000000);
     dtrain__checkpoint_shared_name(ckpt, name);
     for (int attempt = 0; attempt < 60; attempt++) {
-        int fd = dtrain__file_sys_open(ckpt->base, name, O_RDONLY);
+        int fd = dtrain__file_sys_open(ckpt->base, name, O_RDONLY | O_NONBLOCK);
         dtrain__file_close(fd);
         if (fd >= 0)
             return 1;
@@ -97,9 +97,9 @@ static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt)
 /* Finds out whether all ranks see one file system. Rank 0 may not be able to write there: then loading will tell. */
 static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
 {
-    char name[40], text[160];
-    size_t used = 0;
-    int sees, strangers = 0;
+    dtrain__alike_ranks strangers;
+    unsigned char sees;
+    char name[40];
     dtrain_status status =
         ckpt->rank == 0 && !ckpt->local && !dtrain__save_alone(ckpt) ? dtrain__checkpoint_leave(ckpt) : DTRAIN_OK;
     status = dtrain__save_agree(ckpt, status, 0, NULL);
@@ -111,29 +111,23 @@ static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
     if (status != DTRAIN_OK || refused != 0)
         return status;
     sees = ckpt->rank == 0 || dtrain__checkpoint_sees(ckpt);
-    memset(&ckpt->notes[ckpt->rank], 0, sizeof ckpt->notes[0]);
-    ckpt->notes[ckpt->rank].number = (uint64_t)sees;
-    status = dtrain_all_gather(ckpt->comm, &ckpt->notes[ckpt->rank], ckpt->notes,
-                               (size_t)ckpt->ranks * sizeof ckpt->notes[0], DTRAIN_U8);
+    status = dtrain_all_gather(ckpt->comm, &sees, ckpt->seen, (size_t)ckpt->ranks, DTRAIN_U8);
     if (ckpt->rank == 0) {
         dtrain__checkpoint_shared_name(ckpt, name);
         dtrain__file_sys_unlink(ckpt->base, name, 0);
     }
-    text[0] = '\0';
-    for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++) {
-        if (ckpt->notes[rank].number != 0)
-            continue;
-        strangers++;
-        if (used < sizeof text - 16)
-            used += (size_t)snprintf(text + used, sizeof text - used, "%s%d", used > 0 ? ", " : "", rank);
-    }
-    if (strangers == 0)
+    memset(&strangers, 0, sizeof strangers);
+    for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++)
+        if (!ckpt->seen[rank])
+            dtrain__alike_add(&strangers, rank);
+    dtrain__alike_flush(&strangers);
+    if (strangers.count == 0)
         return status;
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "dtrain_checkpoint_create: rank %s sees in its directory no file that rank 0 makes there: give a "
         "directory on a file system that all share, or set local",
-        text);
+        strangers.text);
 }
 
 static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
@@ -151,25 +145,25 @@ static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
     return status;
 }
 
-/* Says whose settings, which were compared as one number, are not those of rank 0. */
-static dtrain_status dtrain__checkpoint_differ(dtrain_checkpoint *ckpt)
+static const dtrain__alike_field dtrain__checkpoint_fields[] = {
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, directory, OWN), /* where this rank has it; what is in it is compared */
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, keep_last, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, local, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, no_verify, OWN), /* of what this rank loads */
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, no_sync, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, timeout_ms, OWN), /* that this rank waits */
+    DTRAIN__ALIKE_FIELD(dtrain_checkpoint_desc, allocator, OWN)};
+
+static int dtrain__checkpoint_line(const void *desc, size_t index, dtrain__alike_line *line)
 {
-    int rank = 0;
-    while (rank + 1 < ckpt->ranks && ckpt->notes[rank].number == ckpt->notes[0].number)
-        rank++;
-    uint64_t theirs = ckpt->notes[rank].number, first = ckpt->notes[0].number;
-    return dtrain__fail(
-        &ckpt->error, DTRAIN_ERR_MISMATCH,
-        "dtrain_checkpoint_create: rank %d gives keep_last %d, local %d, no_sync %d, rank 0 %d, %d, %d: "
-        "give every rank the same",
-        rank, (int)(theirs >> 32), (int)(theirs >> 1 & 1), (int)(theirs & 1), (int)(first >> 32), (int)(first >> 1 & 1),
-        (int)(first & 1));
+    return index < sizeof dtrain__checkpoint_fields / sizeof dtrain__checkpoint_fields[0] &&
+           dtrain__alike_field_line(line, "desc.", &dtrain__checkpoint_fields[index], desc);
 }
 
 static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtrain_checkpoint_desc *desc)
 {
-    uint64_t settings =
-        (uint64_t)(uint32_t)desc->keep_last << 32 | (uint64_t)(desc->local != 0) << 1 | (uint64_t)(desc->no_sync != 0);
+    dtrain__alike alike = {
+        "dtrain_checkpoint_create", desc, dtrain__checkpoint_line, "give every rank the same", 1, {0}, 0};
     dtrain_status status = DTRAIN_OK;
     if (desc->directory == NULL || desc->keep_last < 0 || desc->timeout_ms < 0)
         status = dtrain__fail(
@@ -182,9 +176,7 @@ static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtra
         status = dtrain__checkpoint_open(ckpt, desc->directory);
     if (status == DTRAIN_OK)
         status = dtrain__checkpoint_open_own(ckpt);
-    status = dtrain__save_agree(ckpt, status, settings, "settings");
-    if (status == DTRAIN_ERR_MISMATCH)
-        return dtrain__checkpoint_differ(ckpt);
+    status = dtrain__save_meet(ckpt, status, &alike);
     if (status == DTRAIN_OK)
         status = dtrain__checkpoint_number(ckpt);
     return status == DTRAIN_OK ? dtrain__checkpoint_compare(ckpt) : status;
@@ -213,17 +205,16 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
     made->timeout_ms = desc->timeout_ms > 0 ? desc->timeout_ms : 300000;
     if (made->timeout_ms > INT64_MAX / 4) /* it is doubled */
         made->timeout_ms = INT64_MAX / 4;
-    made->base = made->directory = -1;
-    made->portion.allocator = made->allocator;
-    made->portion.rank = made->rank;
-    made->portion.local = made->local;
-    made->portion.no_sync = made->no_sync;
-    dtrain__index_begin(&made->portion.index, made->allocator);
+    made->base = made->directory = made->lock.fd = -1;
+    made->part.allocator = made->allocator;
+    made->part.rank = made->rank;
+    made->part.local = made->local;
+    made->part.no_sync = made->no_sync;
+    dtrain__index_begin(&made->part.index, made->allocator);
     dtrain__index_begin(&made->whole, made->allocator);
     dtrain__index_begin(&made->loaded, made->allocator);
-    made->notes = (dtrain__save_note *)dtrain__alloc(made->allocator, (size_t)made->ranks * sizeof *made->notes);
     made->seen = (unsigned char *)dtrain__alloc(made->allocator, (size_t)made->ranks);
-    dtrain_status status = made->notes != NULL && made->seen != NULL
+    dtrain_status status = made->seen != NULL
                                ? dtrain__checkpoint_init(made, desc)
                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory");
     if (status != DTRAIN_OK) {
@@ -240,11 +231,13 @@ DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtra
 /* Takes the thread's result, when it has ended or is waited for. */
 static void dtrain__checkpoint_join(dtrain_checkpoint *ckpt)
 {
-    if (!ckpt->running)
+    if (!dtrain__worker_runs(&ckpt->worker))
         return;
-    dtrain__os_thread_join(&ckpt->thread);
-    ckpt->running = 0;
+    dtrain__worker_wait(&ckpt->worker, ckpt->worker.posted, INT64_MAX);
+    dtrain__worker_end(&ckpt->worker);
     ckpt->untold = ckpt->result.status != DTRAIN_OK;
+    if (!ckpt->untold)
+        dtrain__save_ended(ckpt);
 }
 
 DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
@@ -255,37 +248,32 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
     dtrain__checkpoint_join(ckpt);
     dtrain_allocator own = ckpt->own;
     dtrain_allocator *allocator = ckpt->allocator == &ckpt->own ? &own : ckpt->allocator;
+    dtrain__lock_release(&ckpt->lock);
     if (ckpt->directory != ckpt->base)
         dtrain__file_close(ckpt->directory);
     dtrain__file_close(ckpt->base);
-    dtrain__portion_free(&ckpt->portion);
+    dtrain__part_free(&ckpt->part);
     dtrain__index_free(&ckpt->whole);
     dtrain__index_free(&ckpt->loaded);
     dtrain__free(ckpt->allocator, ckpt->text, ckpt->text_room);
-    dtrain__free(ckpt->allocator, ckpt->notes, (size_t)ckpt->ranks * sizeof *ckpt->notes);
     dtrain__free(ckpt->allocator, ckpt->seen, (size_t)ckpt->ranks);
     dtrain__free(ckpt->allocator, ckpt->steps, ckpt->step_room * sizeof *ckpt->steps);
     own = ckpt->own;
     dtrain__free(allocator, ckpt, sizeof *ckpt);
 }
 
-DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt)
-{
-    return ckpt != NULL ? ckpt->error.text : "";
-}
-
 /* Begins a save: whether one may begin now, and what this rank writes. */
 static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
 {
     ckpt->id.counter++;
-    if (ckpt->running && __atomic_load_n(&ckpt->done, __ATOMIC_ACQUIRE))
+    if (dtrain_checkpoint_done(ckpt))
         dtrain__checkpoint_join(ckpt);
-    if (ckpt->running)
+    if (ckpt->worker.threaded)
         return dtrain__fail(
             &ckpt->error, DTRAIN_ERR_INVALID,
             "checkpoint: rank %d still writes its part of step %llu: call dtrain_checkpoint_wait before "
             "the next save",
-            ckpt->rank, (unsigned long long)ckpt->portion.index.facts.step);
+            ckpt->rank, (unsigned long long)ckpt->part.index.facts.step);
     if (ckpt->untold) {
         ckpt->untold = 0;
         return dtrain__fail(&ckpt->error, ckpt->result.status, "the save before this one, which was not begun: %.560s",
@@ -294,18 +282,22 @@ static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtr
     memset(&ckpt->result, 0, sizeof ckpt->result);
     if (state == NULL)
         return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL: say what to save");
-    dtrain_status status = dtrain__portion_prepare(&ckpt->portion, state, &ckpt->id, ckpt->ranks);
+    dtrain_status status = dtrain__part_prepare(&ckpt->part, state, &ckpt->id, ckpt->ranks);
     return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
 }
 
-/* A rank that has left out an asynchronous save is behind in the count of calls: here all hear of each other. */
-static void dtrain__checkpoint_catch_up(dtrain_checkpoint *ckpt)
+/* The ranks agree whether a save begins. One that has left out an asynchronous save is behind in the count of calls:
+ * here all hear of each other. */
+static dtrain_status dtrain__checkpoint_agree(dtrain_checkpoint *ckpt, dtrain_status status,
+                                              const dtrain_checkpoint_state *state)
 {
-    for (int rank = 0; rank < ckpt->ranks; rank++)
-        if (ckpt->notes[rank].counter > ckpt->id.counter)
-            ckpt->id.counter = ckpt->notes[rank].counter;
-    if (!ckpt->running)
-        ckpt->portion.index.facts.id.counter = ckpt->id.counter;
+    status = dtrain__save_agree(ckpt, status, state != NULL ? state->step : 0, "step");
+    ckpt->id.counter = ckpt->most;
+    if (!ckpt->worker.threaded)
+        ckpt->part.index.facts.id.counter = ckpt->id.counter;
+    if (status == DTRAIN_OK)
+        dtrain__save_learn(ckpt);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
@@ -315,8 +307,9 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_save: the checkpointer is NULL: create it first");
     dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
-    status = dtrain__save_agree(ckpt, status, state != NULL ? state->step : 0, "step");
-    dtrain__checkpoint_catch_up(ckpt);
+    if (status == DTRAIN_OK)
+        status = dtrain__save_lock(ckpt);
+    status = dtrain__checkpoint_agree(ckpt, status, state);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__save_open_step(ckpt, &directory);
@@ -333,9 +326,13 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
         int listed = agrees && ckpt->unheard && ckpt->rank > 0;
         if (directory >= 0 && !ckpt->local && !listed)
             dtrain__save_discard(ckpt, directory);
+        if (directory >= 0 && ckpt->local) /* as often as it goes wrong, no more is there */
+            dtrain__save_clear(ckpt, 0);
         dtrain__file_close(directory);
         return status;
     }
+    dtrain__save_ended(ckpt);
+    ckpt->common = ckpt->last; /* all have brought their part to the disk */
     if (ckpt->rank == 0 || ckpt->local)
         status = dtrain__save_commit(ckpt, directory, 0, &visible);
     if (status != DTRAIN_OK && !visible && !ckpt->local)
@@ -344,15 +341,15 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
     return dtrain__save_agree(ckpt, status, 0, NULL);
 }
 
-static void dtrain__checkpoint_work(void *pointer)
+static void dtrain__checkpoint_work(void *owner, dtrain__worker_job *job)
 {
-    dtrain_checkpoint *ckpt = (dtrain_checkpoint *)pointer;
+    dtrain_checkpoint *ckpt = (dtrain_checkpoint *)owner;
+    (void)job;
     dtrain_status status = dtrain__save_alone_now(ckpt);
     if (status != DTRAIN_OK) {
         dtrain__fail(&ckpt->result, status, "rank %d: %.600s", ckpt->rank, dtrain__thread_error.text);
         ckpt->result.status = status;
     }
-    __atomic_store_n(&ckpt->done, 1, __ATOMIC_RELEASE);
 }
 
 DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
@@ -361,26 +358,30 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_save_async: the checkpointer is NULL: create it first");
     dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
-    if (status == DTRAIN_OK && (status = dtrain__portion_stage(&ckpt->portion)) != DTRAIN_OK)
+    if (status == DTRAIN_OK && (status = dtrain__part_stage(&ckpt->part)) != DTRAIN_OK)
         status = dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
+    if (ckpt->local)
+        status = dtrain__checkpoint_agree(ckpt, status, state);
     if (status == DTRAIN_OK) {
-        ckpt->done = 0;
-        int error = dtrain__os_thread_start(&ckpt->thread, dtrain__checkpoint_work, ckpt, 0);
-        ckpt->running = error == 0;
-        if (error != 0)
+        ckpt->worker.owner = ckpt;
+        ckpt->worker.perform = dtrain__checkpoint_work;
+        int error = dtrain__worker_start(&ckpt->worker);
+        if (error == 0)
+            dtrain__worker_post(&ckpt->worker, &ckpt->job);
+        else
             status = dtrain__fail(&ckpt->error, DTRAIN_ERR_IO, "checkpoint: rank %d cannot start a thread: %s",
                                   ckpt->rank, strerror(error));
     }
     if (status != DTRAIN_OK && state != NULL)
         dtrain__save_tell_failed(ckpt, state->step, &ckpt->id);
-    if (status != DTRAIN_OK && !ckpt->running && ckpt->result.status == DTRAIN_OK)
+    if (status != DTRAIN_OK && !ckpt->worker.threaded && ckpt->result.status == DTRAIN_OK)
         ckpt->result = ckpt->error; /* told, and told again by a wait */
     return status;
 }
 
 DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt)
 {
-    return ckpt == NULL || !ckpt->running || __atomic_load_n(&ckpt->done, __ATOMIC_ACQUIRE) != 0;
+    return ckpt == NULL || dtrain__worker_is_done(&ckpt->worker, ckpt->worker.posted);
 }
 
 DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
@@ -389,6 +390,11 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_wait: the checkpointer is NULL: create it first");
     dtrain__checkpoint_join(ckpt);
+    if (ckpt->worker.threaded)
+        return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID,
+                            "dtrain_checkpoint_wait on rank %d: process %ld has begun the save, and this is its forked "
+                            "child %ld; wait there",
+                            ckpt->rank, (long)ckpt->worker.process, (long)getpid());
     ckpt->untold = 0;
     if (ckpt->result.status != DTRAIN_OK)
         ckpt->error = ckpt->result;
@@ -399,15 +405,15 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
 
 static int dtrain__checkpoint_by_name(const void *left, const void *right)
 {
-    return dtrain__piece_compare_names((const dtrain_piece *)left, (const dtrain_piece *)right);
+    return dtrain__region_compare_names((const dtrain_piece *)left, (const dtrain_piece *)right);
 }
 
 /* Lists what the program has room for, by name. */
 static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = dtrain__pieces_collect(&load->pieces, &load->piece_room, &load->piece_count, state,
-                                                  ckpt->ranks, ckpt->rank, ckpt->allocator);
+    dtrain_status status = dtrain__piece_collect(&load->pieces, &load->piece_room, &load->piece_count, state,
+                                                 ckpt->ranks, ckpt->rank, ckpt->allocator);
     if (status == DTRAIN_OK && load->piece_count > 0)
         qsort(load->pieces, load->piece_count, sizeof *load->pieces, dtrain__checkpoint_by_name);
     return dtrain__save_agree(ckpt, status, 0, NULL);
@@ -461,7 +467,7 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     if (desc != NULL)
         load.desc = *desc;
     dtrain__index_begin(&load.index, ckpt->allocator);
-    dtrain__shelf_begin(&load.shelf, &load.index, !ckpt->no_verify && !load.desc.no_verify, ckpt->allocator);
+    dtrain__verify_begin(&load.reader, &load.index, !ckpt->no_verify && !load.desc.no_verify, ckpt->allocator);
     dtrain_status status = dtrain__checkpoint_load(&load, state);
     int chose = load.step_name[0] != '\0' && (!ckpt->local || load.wants != NULL);
     if ((status == DTRAIN_ERR_IO || status == DTRAIN_ERR_CORRUPT) && chose &&
@@ -471,13 +477,17 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
     *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
              (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && load.piece_count > 0 && load.wants == NULL));
     memcpy(chosen, load.step_name, sizeof load.step_name);
-    load.report.bytes_read = load.shelf.bytes_read;
+    load.report.bytes_read = load.reader.bytes_read;
     if (report != NULL)
         *report = load.report;
     if (status == DTRAIN_OK && load.model == NULL) { /* kept for its values */
         dtrain__index kept = ckpt->loaded;
         ckpt->loaded = load.index;
         load.index = kept;
+        ckpt->last.known = 0; /* what is loaded is whole, whoever has its parts */
+        ckpt->common.known = 1;
+        ckpt->common.step = ckpt->loaded.facts.step;
+        ckpt->common.id = ckpt->loaded.facts.id;
     }
     dtrain__load_end(&load);
     return status == DTRAIN_OK ? status : dtrain__report(&cause);

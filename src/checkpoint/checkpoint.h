@@ -16,6 +16,16 @@
  * at once, when all ranks have brought theirs to the disk: killed at any moment, the last checkpoint is whole and
  * found.
  *
+ * One job at a time saves into a directory. From its first save until dtrain_checkpoint_destroy, the process of rank 0
+ * holds a lock there, of the file .lock. With local, each rank holds one of its own directory. A job that gets the lock
+ * removes at once what killed saves have left. A save of another job is an error that names the holder. Loading and
+ * dtrain_checkpoint_verify need no lock. A lock ends with its process, however that ends. A process that is only
+ * stopped, and lost to the others, still holds it: kill it before the survivors save there. The lock does not tell
+ * checkpointers of one process apart. Where the file system has no locks, nobody is refused, and what killed saves have
+ * left goes when it has not changed for 2 x timeout_ms. On NFS the server keeps the lock for all hosts. That of a host
+ * that has failed is free when the server gives up on it (NFSv4, often after 90 s) or when the host is back (NFSv3). A
+ * mount with nolock or local_lock locks out jobs of the same host alone: let no two hosts save there.
+ *
  * Loading reads what a rank needs, wherever it lies: from any number of ranks, strategy or split onto any other. Every
  * 64 KiB of data, every header and the index carry a hash (XXH64), which finds what disks and networks do to bytes; it
  * is no signature.
@@ -24,14 +34,34 @@
  * may end so. With local set, ranks share no file system: see dtrain_checkpoint_desc. */
 #ifndef DTRAIN__CHECKPOINT_H
 #define DTRAIN__CHECKPOINT_H
-#include "safetensors.h"
+#include "../format/safetensors.h"
 #include "../comm/comm.h"
 #include "../train/train.h"
-#include "../train/fsdp.h"
+#include "../shard/fsdp.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Saves the data of a whole table of parameters as one file, under its names and shapes.
+ *
+ *   errors   of a bad table (see dtrain_param), and as dtrain_safetensors_save
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter on a device, which dtrain_checkpoint_save takes; or that is a part
+ *
+ * any thread */
+DTRAIN_API_MUST dtrain_status dtrain_params_save(const dtrain_param *table, size_t count, const char *path);
+
+/* Fills the data of a whole table of parameters from a file or model (see dtrain_safetensors_model_open), converting
+ * floats to the table's dtypes.
+ *
+ *   strict   1: names and shapes must be those of the file, nothing more and nothing less; otherwise nothing is read,
+ *            and the text lists what is missing, extra and of another shape. 0: what fits is read, the rest is logged
+ *   errors   of a bad table (see dtrain_param), and as dtrain_safetensors_model_open and dtrain_safetensors_read
+ *            DTRAIN_ERR_MISMATCH     strict, and the two differ
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter on a device, which dtrain_checkpoint_load takes, of such a file too
+ *
+ * any thread */
+DTRAIN_API_MUST dtrain_status dtrain_params_load(const dtrain_param *table, size_t count, const char *path, int strict);
 
 /* What one rank holds of one tensor: a range of a box of it. Zero what does not apply.
  *
@@ -56,30 +86,6 @@ typedef struct dtrain_piece {
                               pinned for as long as the call lasts */
 } dtrain_piece;
 
-/* Elements that go from a piece that exists to one that is wanted. */
-typedef struct dtrain_reshard_copy {
-    size_t from, to;             /* which pieces */
-    size_t from_begin, to_begin; /* elements of their data */
-    size_t count;
-} dtrain_reshard_copy;
-
-/* Says which elements of the pieces that exist make up those that are wanted, without touching either: what a load
- * does, for data that is kept in no file.
- *
- *   have     pieces of any number of ranks; of copies of one piece the first in the list is used, and none that is
- *            marked unsaved. Data is not read
- *   want     pieces, likewise
- *   copies   out: room for capacity of them, by wanted piece, in the order of its elements; may be NULL with 0
- *   count    out: how many there are, also when there is no room for them
- *   errors   DTRAIN_ERR_INVALID   a bad piece; shapes or dtypes of one tensor differ; pieces overlap that are no copies
- *            DTRAIN_ERR_MISMATCH  elements that are wanted are nowhere; the text names the first tensor
- *            DTRAIN_ERR_MEMORY
- *
- * any thread */
-DTRAIN_API dtrain_status dtrain_reshard_plan(const dtrain_piece *have, size_t have_count, const dtrain_piece *want,
-                                             size_t want_count, dtrain_reshard_copy *copies, size_t capacity,
-                                             size_t *count);
-
 /* Lists this rank's pieces of an FSDP: weights, then optimizer state. Data points into it, as of dtrain_fsdp_local.
  *
  * A parameter that is a part (see dtrain_param_part) gives pieces of the whole tensor: of a part of several blocks one
@@ -90,7 +96,8 @@ DTRAIN_API dtrain_status dtrain_reshard_plan(const dtrain_piece *have, size_t ha
  *   count    out: how many there are
  *
  * one thread per object; never blocks */
-DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity, size_t *count);
+DTRAIN_API_MUST dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity,
+                                                 size_t *count);
 
 /* Lists this rank's pieces of a replicated table and the state of its optimizer: each a copy of `copies`, times those
  * of the parameter's part.
@@ -100,9 +107,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pie
  *   errors      DTRAIN_ERR_INVALID  the optimizer was made from another table
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t table_count,
-                                              const dtrain_optimizer *optimizer, int copies, int copy,
-                                              dtrain_piece *pieces, size_t capacity, size_t *count);
+DTRAIN_API_MUST dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t table_count,
+                                                   const dtrain_optimizer *optimizer, int copies, int copy,
+                                                   dtrain_piece *pieces, size_t capacity, size_t *count);
 
 /* What is saved, and where it goes when it is loaded: any of fsdp, fsdps, table and pieces, together too. A name stands
  * for one tensor over all of them and all ranks, of which each may have parts or nothing. A checkpoint has one
@@ -133,7 +140,11 @@ typedef struct dtrain_checkpoint_desc {
                                     that was turned back, stay until they are saved again. local: 0 is 2, 1 is 2 */
     int local;                   /* 1: each rank keeps its own on a disk of its own, in directory/rank-NNNNN; copies are
                                     kept by all that hold them. To load, the ranks find the newest step that is whole
-                                    among them, and hand each other what they lack */
+                                    among them, and hand each other what they lack. A rank removes a checkpoint only
+                                    when it knows that all ranks have a newer one. Killed at any moment, the newest step
+                                    that all ranks have, or the one before it, stays on all of them. A rank's disk holds
+                                    at most keep_last + 2, with the one that it writes. A job that has loaded nothing
+                                    removes none before its second save */
     int no_verify;               /* 1: loading trusts the disk, and checks no hash but the index's */
     int no_sync;                 /* 1: leaves it to the system when files reach the disk; a power failure may then cost
                                     the newest checkpoint, never a kill */
@@ -156,18 +167,14 @@ typedef struct dtrain_checkpoint dtrain_checkpoint;
  *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms of comm */
-DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtrain_comm *comm,
-                                                  const dtrain_checkpoint_desc *desc);
+DTRAIN_API_MUST dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtrain_comm *comm,
+                                                       const dtrain_checkpoint_desc *desc);
 
-/* Frees it; NULL is legal. Waits for a save under way: for its own part; rank 0 until it is visible or has failed.
+/* Frees it, and lets other jobs save; NULL is legal. Waits for a save under way: for its own part; rank 0 until it is
+ * visible or has failed.
  *
  * one thread per object */
 DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt);
-
-/* Returns the text of the last error; empty before the first, never NULL.
- *
- * one thread per object */
-DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt);
 
 /* Saves, and returns when the checkpoint is visible and on the disk. A checkpoint of the same step is replaced.
  *
@@ -175,7 +182,8 @@ DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt);
  *            DTRAIN_ERR_INVALID   a bad or doubled piece or value; pieces do not tile their tensor; an asynchronous
  *                                 save is under way
  *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor
- *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or a device failed
+ *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or another job saves
+ *                                 into the directory: the text has its process and host. Or a device failed
  *            DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come
  *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
  *            that of the last asynchronous save, where it has failed and no wait has told; this one was not begun
@@ -184,17 +192,24 @@ DTRAIN_API const char *dtrain_checkpoint_error(const dtrain_checkpoint *ckpt);
  *
  * collective: every rank of comm, same order; blocks while files are written, and up to timeout_ms for other ranks;
  * with local, up to timeout_ms of comm */
-DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
+DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
 
 /* Copies what this rank writes to a buffer that stays for later saves, and returns; a thread writes it. The ranks tell
  * each other through files that they are done: nothing is sent.
  *
- *   errors   on this rank alone: bad pieces; no memory; the one before is under way (see dtrain_checkpoint_wait) or has
- *            failed and no wait has told. Then no rank's save becomes visible. Others from dtrain_checkpoint_wait
+ * With local, the calls of all ranks first agree, by one small message each, on how the save before this one went. No
+ * rank begins a save while another still writes the last one.
  *
- * every rank of comm, same order as the other saves; never waits for a rank or a disk, only for the copies of a device,
- * and so for what its queue has before them */
-DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
+ *   errors   on this rank alone, with local on every rank: bad pieces; no memory; the one before is under way (see
+ *            dtrain_checkpoint_wait) or has failed and no wait has told. Then no rank's save becomes visible. Others
+ *            from dtrain_checkpoint_wait
+ *            with local also DTRAIN_ERR_MISMATCH, steps differ; those of dtrain_all_gather
+ *
+ * every rank of comm, same order as the other saves; never waits for a disk, only for the copies of a device, and so
+ * for what its queue has before them. It waits for no rank; with local, up to timeout_ms of comm for the calls of all
+ */
+DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt,
+                                                           const dtrain_checkpoint_state *state);
 
 /* Says whether no asynchronous save is under way on this rank; 1 for NULL. Another rank may take longer: wait before
  * the next save rather than ask.
@@ -206,7 +221,7 @@ DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt);
  * called again, until the next save. DTRAIN_OK where there was none. With local, this rank's part alone.
  *
  * one thread per object; blocks up to timeout_ms beyond the writing */
-DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt);
+DTRAIN_API_MUST dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt);
 
 typedef struct dtrain_checkpoint_load_desc {
     const char *path; /* a safetensors file or Hugging Face model (see dtrain_safetensors_model_open), which every rank
@@ -245,14 +260,17 @@ typedef struct dtrain_checkpoint_report {
  *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape (of the first rank that
  *                                 has any: ranks may ask for different tensors); or the sampler's desc
  *                                 differs, so that other examples would follow
- *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken; the text names the file and where
+ *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken; the text names the file and where. Or step-N holds the
+ *                                 save of another step, as after a copy; with local such a part is passed over
+ *            DTRAIN_ERR_UNSUPPORTED  the index is of another version; a FIFO, a directory or a device is in the place
+ *                                 of a file
  *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather and dtrain_fsdp_publish
  *
  * collective: every rank of comm, same order; blocks while files are read, and up to timeout_ms of comm for other ranks
  */
-DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
-                                                const dtrain_checkpoint_load_desc *desc,
-                                                dtrain_checkpoint_report *report);
+DTRAIN_API_MUST dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_checkpoint_state *state,
+                                                     const dtrain_checkpoint_load_desc *desc,
+                                                     dtrain_checkpoint_report *report);
 
 /* Returns the value of a key, saved with the checkpoint that was loaded last; NULL for none. It ends with a zero byte.
  *
@@ -264,11 +282,13 @@ DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, co
 /* Checks a checkpoint from end to end: that its index is whole, its pieces tile their tensors, its files keep the rules
  * of safetensors, and that every hash is right.
  *
- *   path     of a checkpoint's directory, "run/step-50"; or "run", for the newest in it
- *   errors   DTRAIN_ERR_CORRUPT  the text names the file and the place; DTRAIN_ERR_IO, DTRAIN_ERR_MEMORY
+ *   path     of a checkpoint's directory, "run/step-50", which must hold the save of that step; or under any name of
+ *            another form; or "run", for the newest in it
+ *   errors   DTRAIN_ERR_CORRUPT  the text names the file and the place; DTRAIN_ERR_IO, DTRAIN_ERR_UNSUPPORTED,
+ *            DTRAIN_ERR_MEMORY, as dtrain_checkpoint_load
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path);
+DTRAIN_API_MUST dtrain_status dtrain_checkpoint_verify(const char *path);
 
 /* Writes a checkpoint as one safetensors file, tensors whole, for others to read.
  *
@@ -278,7 +298,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path);
  *   errors           as dtrain_checkpoint_verify and dtrain_safetensors_save
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *file, int with_optimizer);
+DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const char *file, int with_optimizer);
 
 #ifdef __cplusplus
 }

@@ -7,7 +7,7 @@
 typedef struct dtrain__export {
     dtrain_allocator memory;
     dtrain__index index;
-    dtrain__shelf shelf;
+    dtrain__verify_reader reader;
     int directory;
     dtrain_safetensors_source *sources;
     struct dtrain__export_tensor *tensors; /* of the sources */
@@ -24,11 +24,29 @@ typedef struct dtrain__export_tensor {
 static void dtrain__export_end(dtrain__export *all)
 {
     size_t tensors = all->index.tensor_count;
-    dtrain__shelf_close(&all->shelf);
+    dtrain__verify_close(&all->reader);
     dtrain__file_close(all->directory);
     dtrain__free(&all->memory, all->sources, tensors * sizeof *all->sources);
     dtrain__free(&all->memory, all->tensors, tensors * sizeof *all->tensors);
     dtrain__index_free(&all->index);
+}
+
+/* Gives the last part of a directory's path, or where that names no step ("." or a link), of the path that it stands
+ * for. */
+static void dtrain__export_name(const char *path, char name[32])
+{
+    char real[PATH_MAX];
+    for (int turn = 0; turn < 2 && path != NULL; turn++, path = realpath(path, real)) {
+        size_t end = strlen(path), begin;
+        while (end > 0 && path[end - 1] == '/')
+            end--;
+        for (begin = end; begin > 0 && path[begin - 1] != '/';)
+            begin--;
+        memset(name, 0, 32);
+        memcpy(name, path + begin, end - begin < 31 ? end - begin : 31);
+        if (strncmp(name, "step-", 5) == 0)
+            return;
+    }
 }
 
 /* Opens a step's directory, or the newest in a directory of steps, and reads its index. */
@@ -42,10 +60,12 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
     all->directory = -1;
     finder.allocator = &all->memory;
     dtrain__index_begin(&all->index, &all->memory);
-    dtrain__shelf_begin(&all->shelf, &all->index, 1, &all->memory);
+    dtrain__verify_begin(&all->reader, &all->index, 1, &all->memory);
     if (path == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: path is NULL, expected a directory");
     dtrain_status status = dtrain__file_open_directory(&all->directory, DTRAIN__FILE_HERE, path, "checkpoint");
+    if (status == DTRAIN_OK)
+        dtrain__export_name(path, name);
     int fd =
         status == DTRAIN_OK ? dtrain__file_sys_open(all->directory, DTRAIN__SAVE_INDEX, O_RDONLY | O_NONBLOCK) : -1;
     dtrain__file_close(fd);
@@ -59,7 +79,7 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
         dtrain__free(&all->memory, finder.steps, finder.step_room * sizeof *finder.steps);
     }
     if (status == DTRAIN_OK)
-        status = dtrain__load_index(&all->index, all->directory, DTRAIN__SAVE_INDEX, &all->shelf.bytes_read);
+        status = dtrain__load_index(&all->index, all->directory, name, &all->reader.bytes_read);
     return status;
 }
 
@@ -67,11 +87,11 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
 static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
 {
     const dtrain__index *index = &all->index;
-    dtrain_status status = dtrain__shelf_open(&all->shelf, all->directory, file);
-    for (uint64_t at = 0; status == DTRAIN_OK && at < all->shelf.data.data_bytes;) {
+    dtrain_status status = dtrain__verify_open(&all->reader, all->directory, file);
+    for (uint64_t at = 0; status == DTRAIN_OK && at < all->reader.data.data_bytes;) {
         const unsigned char *data;
         size_t have = 0;
-        status = dtrain__verified_get(&all->shelf.data, at, all->shelf.data.data_bytes - at, &data, &have);
+        status = dtrain__verify_file_get(&all->reader.data, at, all->reader.data.data_bytes - at, &data, &have);
         at += have;
         if (all->tell != NULL)
             all->tell(have);
@@ -81,7 +101,7 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
              status == DTRAIN_OK && k < index->tensors[i].first + index->tensors[i].count; k++) {
             uint64_t begin;
             if (index->pieces[k].file == file)
-                status = dtrain__shelf_find(&all->shelf, &index->tensors[i], &index->pieces[k], &begin);
+                status = dtrain__verify_find(&all->reader, &index->tensors[i], &index->pieces[k], &begin);
         }
     return status;
 }
@@ -113,7 +133,7 @@ static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out,
     size_t each = dtrain_dtype_bits(tensor->dtype) / 8;
     uint64_t ignored = 0;
     dtrain__region region, have;
-    dtrain__overlap overlap;
+    dtrain__region_overlap overlap;
     dtrain_status status = DTRAIN_OK;
     dtrain__index_region(&all->index, tensor, NULL, &region);
     region.at = (size_t)(offset / each);
@@ -121,11 +141,11 @@ static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out,
     for (size_t k = tensor->first; k < tensor->first + tensor->count && status == DTRAIN_OK; k++) {
         const dtrain__index_piece *piece = &all->index.pieces[k];
         dtrain__index_region(&all->index, tensor, piece, &have);
-        if (!dtrain__overlap_begin(&overlap, &have, &region))
+        if (!dtrain__region_overlap_begin(&overlap, &have, &region))
             continue;
-        status = dtrain__shelf_open(&all->shelf, all->directory, piece->file);
+        status = dtrain__verify_open(&all->reader, all->directory, piece->file);
         if (status == DTRAIN_OK)
-            status = dtrain__shelf_read(&all->shelf, tensor, piece, &region, out, tensor->dtype, NULL, &ignored);
+            status = dtrain__verify_read(&all->reader, tensor, piece, &region, out, tensor->dtype, NULL, &ignored);
     }
     if (all->tell != NULL)
         all->tell(bytes);

@@ -8,11 +8,9 @@
 #ifndef DTRAIN__INDEX
 #define DTRAIN__INDEX
 #include "checkpoint.h"
-#include "file.c"
-#include "reshard.c"
+#include "../format/file.c"
+#include "region.c"
 #include "../base/json.c"
-
-#include <locale.h>
 
 #define DTRAIN__INDEX_BYTES ((uint64_t)1 << 32) /* the most that is read */
 #define DTRAIN__INDEX_NONE ((size_t)-1)
@@ -20,9 +18,9 @@
 #define DTRAIN__INDEX_BLOCK 65536
 
 /* The number of a save: a checkpointer's own, and how many saves it has begun. */
-typedef struct dtrain__save_id {
+typedef struct dtrain__index_save_id {
     uint64_t nonce, counter;
-} dtrain__save_id;
+} dtrain__index_save_id;
 
 /* One file of an index, and the hashes that it is checked by. */
 typedef struct dtrain__index_hashed {
@@ -60,7 +58,7 @@ typedef struct dtrain__index_value {
 
 /* What is not about tensors; a part's and the whole's. */
 typedef struct dtrain__index_facts {
-    dtrain__save_id id;
+    dtrain__index_save_id id;
     uint64_t step, world_size;
     uint64_t seed, random_index;
     uint64_t optimizer_step;
@@ -345,17 +343,17 @@ static dtrain_status dtrain__index_part_copies(dtrain__index *index, dtrain__ind
 static dtrain_status dtrain__index_check_tensor(dtrain__index *index, dtrain__index_tensor *tensor)
 {
     dtrain__region region, whole;
-    dtrain__tiling tiling;
+    dtrain__region_tiling tiling;
     dtrain_status status = dtrain__index_part_copies(index, tensor);
     if (status != DTRAIN_OK)
         return status;
     dtrain__index_region(index, tensor, NULL, &whole);
-    dtrain__tiling_begin(&tiling, &whole);
+    dtrain__region_tiling_begin(&tiling, &whole);
     for (size_t i = 0; i < tensor->count; i++) {
         dtrain__index_region(index, tensor, &index->pieces[tensor->first + i], &region);
-        dtrain__tiling_add(&tiling, &region);
+        dtrain__region_tiling_add(&tiling, &region);
     }
-    if (dtrain__tiling_whole(&tiling))
+    if (dtrain__region_tiling_whole(&tiling))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                         "checkpoint: the pieces of tensor \"%.200s\" have %zu elements, where it has %zu: pieces must "
@@ -412,7 +410,7 @@ static dtrain__index_tensor *dtrain__index_find(const dtrain__index *index, cons
     while (low < high) {
         size_t middle = low + (high - low) / 2;
         here.name = dtrain__index_name(index, &index->tensors[middle]);
-        int order = dtrain__piece_compare_names(&here, &key);
+        int order = dtrain__region_compare_names(&here, &key);
         if (order == 0)
             return &index->tensors[middle];
         if (order < 0)

@@ -6,7 +6,7 @@
 #ifndef DTRAIN__LOAD
 #define DTRAIN__LOAD
 #include "verify.c"
-#include "huggingface.c"
+#include "../format/huggingface.c"
 
 /* How often a load is begun anew where one step was chosen again and again, and in all. */
 enum { DTRAIN__LOAD_SAME = 5, DTRAIN__LOAD_ATTEMPTS = 100 };
@@ -36,15 +36,15 @@ typedef struct dtrain__load {
     unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
     dtrain__load_job *jobs;
     size_t piece_room, piece_count, want_room, flag_room, job_room, job_count;
-    dtrain__shelf shelf;
+    dtrain__verify_reader reader;
     dtrain__error failed; /* of reading for others */
 } dtrain__load;
 
 static void dtrain__load_end(dtrain__load *load)
 {
     dtrain_allocator *allocator = load->ckpt->allocator;
-    dtrain__shelf_close(&load->shelf);
-    dtrain__staging_free(&load->shelf.way);
+    dtrain__verify_close(&load->reader);
+    dtrain__staging_free(&load->reader.way);
     dtrain_safetensors_model_close(load->model);
     dtrain__file_close(load->directory);
     dtrain__index_free(&load->index);
@@ -85,7 +85,7 @@ static int dtrain__load_highest(dtrain_checkpoint *ckpt, int directory, char nam
     memset(name, 0, 32);
     for (size_t i = 0; i < ckpt->step_count && name[0] == '\0'; i++)
         if (dtrain__save_has_index(directory, ckpt->steps[i]))
-            dtrain__portion_step_name(name, ckpt->steps[i]);
+            dtrain__part_step_name(name, ckpt->steps[i]);
     return error;
 }
 
@@ -101,7 +101,7 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
         dtrain_status status = dtrain__load_latest(ckpt, directory, name);
         if (status != DTRAIN_OK)
             return status;
-        if (dtrain__portion_is_step(name, &step) && dtrain__save_has_index(directory, step))
+        if (dtrain__part_is_step(name, &step) && dtrain__save_has_index(directory, step))
             return DTRAIN_OK;
         if (strcmp(name, before) == 0)
             break;
@@ -128,7 +128,7 @@ static dtrain_status dtrain__load_choose(dtrain__load *load)
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain_status status = DTRAIN_OK;
     if (ckpt->rank == 0 && load->desc.exact)
-        dtrain__portion_step_name(load->step_name, load->desc.step);
+        dtrain__part_step_name(load->step_name, load->desc.step);
     else if (ckpt->rank == 0)
         status = dtrain__load_newest(ckpt, ckpt->directory, ckpt->path, load->step_name);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
@@ -140,8 +140,21 @@ static dtrain_status dtrain__load_choose(dtrain__load *load)
     return status;
 }
 
-/* Reads and checks the index of a step's open directory. */
-static dtrain_status dtrain__load_index(dtrain__index *index, int directory, const char *where, uint64_t *bytes_read)
+/* Checks that an index is of the step that its directory is named after; a name of another form says nothing. */
+static dtrain_status dtrain__load_of_step(const dtrain__index *index, const char *directory)
+{
+    uint64_t step = 0;
+    const char *end = strncmp(directory, "step-", 5) == 0 ? dtrain__part_digits(directory + 5, &step) : NULL;
+    if (end == NULL || *end != '\0' || step == index->facts.step)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                        "checkpoint: directory \"%s\" holds the save of step %llu: somebody copied or renamed it; name "
+                        "it step-%llu, or remove it",
+                        directory, (unsigned long long)index->facts.step, (unsigned long long)index->facts.step);
+}
+
+/* Reads and checks the index of a step's open directory, of which name is the last part of the path. */
+static dtrain_status dtrain__load_index(dtrain__index *index, int directory, const char *name, uint64_t *bytes_read)
 {
     void *text = NULL;
     size_t bytes = 0;
@@ -149,8 +162,10 @@ static dtrain_status dtrain__load_index(dtrain__index *index, int directory, con
                                                  &text, &bytes, "checkpoint");
     *bytes_read += bytes;
     if (status == DTRAIN_OK)
-        status = dtrain__index_read(index, where, (const char *)text, bytes);
+        status = dtrain__index_read(index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
     dtrain__free(index->allocator, text, bytes);
+    if (status == DTRAIN_OK)
+        status = dtrain__load_of_step(index, name);
     return status == DTRAIN_OK ? dtrain__index_settle(index, 1) : status;
 }
 
@@ -160,11 +175,20 @@ static dtrain_status dtrain__load_open(dtrain__load *load)
     dtrain_status status = dtrain__load_choose(load);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__file_open_directory(&load->directory, ckpt->directory, load->step_name, "checkpoint");
-    if (status == DTRAIN_OK)
-        status = dtrain__load_index(&load->index, load->directory, DTRAIN__SAVE_INDEX, &load->shelf.bytes_read);
-    return dtrain__save_agree(ckpt, status, load->index.facts.id.nonce + load->index.facts.id.counter,
-                              "a directory with the save");
+    uint64_t step;
+    int named = load->step_name[sizeof load->step_name - 1] == '\0' && dtrain__part_is_step(load->step_name, &step);
+    for (int others = 0; others < 2 && status == DTRAIN_OK; others++) { /* what rank 0 refuses nobody else reads */
+        if (!named) {
+            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: what rank 0 has chosen is no step");
+        } else if ((ckpt->rank > 0) == others) {
+            status = dtrain__file_open_directory(&load->directory, ckpt->directory, load->step_name, "checkpoint");
+            if (status == DTRAIN_OK)
+                status = dtrain__load_index(&load->index, load->directory, load->step_name, &load->reader.bytes_read);
+        }
+        status = dtrain__save_agree(ckpt, status, load->index.facts.id.nonce + load->index.facts.id.counter,
+                                    others ? "a directory with the save" : NULL);
+    }
+    return status;
 }
 
 /* ---- a model ---- */
@@ -275,7 +299,7 @@ static void dtrain__load_match(dtrain__load *load)
         for (size_t i = 0, listed = 0; i < load->piece_count; i++) {
             const dtrain_piece *piece = &load->pieces[i];
             const dtrain__index_tensor *tensor = dtrain__load_find(load, piece);
-            int again = i > 0 && dtrain__piece_compare_names(piece, &load->pieces[i - 1]) == 0;
+            int again = i > 0 && dtrain__region_compare_names(piece, &load->pieces[i - 1]) == 0;
             int fits = tensor != NULL && dtrain__load_fits(tensor, piece), asks = dtrain__load_asks(load, piece);
             load->wants[i].piece = i;
             load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
@@ -291,7 +315,7 @@ static void dtrain__load_match(dtrain__load *load)
                              listed++ > 0 ? ", "
                              : pass == 0  ? "; missing: "
                                           : "; of another shape: ",
-                             dtrain__piece_name(name, piece));
+                             dtrain__region_name(name, piece));
             load->report.missing += pass == 0;
             load->report.reshaped += pass == 1;
             if (pass == 0)
@@ -423,11 +447,11 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
     for (size_t i = 0; i < load->piece_count && load->wants[i].tensor != DTRAIN__INDEX_NONE; i++) {
         const dtrain__index_tensor *tensor = &index->tensors[load->wants[i].tensor];
         dtrain__region want, have;
-        dtrain__overlap overlap;
+        dtrain__region_overlap overlap;
         dtrain__region_of(&want, &load->pieces[load->wants[i].piece]);
         for (size_t k = tensor->first; k < tensor->first + tensor->count && want.count > 0; k++) {
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
-            if (!dtrain__overlap_begin(&overlap, &have, &want))
+            if (!dtrain__region_overlap_begin(&overlap, &have, &want))
                 continue;
             void *larger = dtrain__index_grow(load->ckpt->allocator, load->jobs, sizeof *load->jobs, load->job_count, 1,
                                               &load->job_room);
@@ -466,11 +490,11 @@ static void dtrain__load_leave(dtrain__load *load, int directory)
 static dtrain_status dtrain__load_open_file(dtrain__load *load, size_t file)
 {
     int directory = -1;
-    if (load->shelf.open == file)
+    if (load->reader.open == file)
         return DTRAIN_OK;
     dtrain_status status = dtrain__load_enter(load, file, &directory);
     if (status == DTRAIN_OK)
-        status = dtrain__shelf_open(&load->shelf, directory, file);
+        status = dtrain__verify_open(&load->reader, directory, file);
     dtrain__load_leave(load, directory);
     return status;
 }
@@ -489,10 +513,10 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
         dtrain__region_of(&region, want);
         status = dtrain__load_open_file(load, job->file);
         if (status == DTRAIN_OK)
-            status = dtrain__shelf_read(&load->shelf, &load->index.tensors[have->tensor], have, &region, want->data,
-                                        want->dtype, want->device, &load->report.bytes);
+            status = dtrain__verify_read(&load->reader, &load->index.tensors[have->tensor], have, &region, want->data,
+                                         want->dtype, want->device, &load->report.bytes);
     }
-    return status == DTRAIN_OK ? dtrain__staging_wait(&load->shelf.way) : status;
+    return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
 /* Publishes new weights of every FSDP, also where one cannot: the ranks that share another wait for this one. */
@@ -533,6 +557,71 @@ static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_s
     }
     return status == DTRAIN_OK ? status
                                : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+}
+
+/* ---- from a plain model ----
+ * Its tensors are whole: box after box goes to wherever a piece is. */
+
+/* One box of a wanted piece, read from a model. */
+typedef struct dtrain__load_box {
+    dtrain_safetensors *file;
+    const dtrain_safetensors_tensor *tensor;
+    const dtrain_piece *want;
+    unsigned char *out; /* of the next box */
+} dtrain__load_box;
+
+static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *region)
+{
+    dtrain__load_box *box = (dtrain__load_box *)user;
+    unsigned char *out = box->out;
+    box->out += dtrain__region_product(region->size, 0, region->ndim) * (dtrain_dtype_bits(box->want->dtype) / 8);
+    return dtrain__safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
+}
+
+/* Reads a piece on a device, a range of it after another. */
+static dtrain_status dtrain__load_model_to(dtrain__load *load, dtrain__region *region, dtrain__load_box *box)
+{
+    const dtrain_piece *want = box->want;
+    size_t each = dtrain_dtype_bits(want->dtype) / 8, have = 0;
+    dtrain_status status = DTRAIN_OK;
+    for (size_t done = 0; done < want->count && status == DTRAIN_OK; done += region->count) {
+        void *at;
+        status = dtrain__staging_room(&load->reader.way, want->device, (want->count - done) * each, &at, &have);
+        region->at = want->begin + done;
+        region->count = have / each;
+        box->out = (unsigned char *)at;
+        if (status == DTRAIN_OK)
+            status = dtrain__region_boxes(region, dtrain__load_model_box, box);
+        if (status == DTRAIN_OK)
+            status = dtrain__staging_send(&load->reader.way, (unsigned char *)want->data + done * each,
+                                          region->count * each);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__load_read_model(dtrain__load *load)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < load->piece_count && status == DTRAIN_OK; i++) {
+        const dtrain_piece *want = &load->pieces[load->wants[i].piece];
+        dtrain__region region;
+        dtrain__load_box box;
+        if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)
+            continue;
+        memset(&box, 0, sizeof box);
+        box.want = want;
+        box.tensor = dtrain_safetensors_model_find(load->model, want->name, strlen(want->name), &box.file);
+        dtrain__region_of(&region, want);
+        box.out = (unsigned char *)want->data;
+        status = want->device == NULL ? dtrain__region_boxes(&region, dtrain__load_model_box, &box)
+                                      : dtrain__load_model_to(load, &region, &box);
+        load->report.bytes += (uint64_t)want->count * (dtrain_dtype_bits(box.tensor->dtype) / 8);
+    }
+    for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
+        dtrain_safetensors *file = dtrain__huggingface_file(load->model, i);
+        load->reader.bytes_read += dtrain_safetensors_header_bytes(file) + dtrain_safetensors_bytes_read(file);
+    }
+    return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
 #endif

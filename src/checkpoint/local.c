@@ -7,14 +7,23 @@
 #define DTRAIN__LOCAL
 #include "load.c"
 
-#define DTRAIN__LOCAL_TURN ((size_t)4 << 20) /* bytes of one request at most */
+#define DTRAIN__LOCAL_TURN ((size_t)4 << 20)    /* bytes of one request at most */
+#define DTRAIN__LOCAL_INDEX ((size_t)256 << 20) /* of the index of one part */
+#define DTRAIN__LOCAL_LIST ((size_t)16 << 20)   /* of the list of what one rank sees */
 
 /* A part that a rank can see. */
 typedef struct dtrain__local_part {
     uint64_t step, nonce, counter, world_size;
     uint64_t rank;   /* that wrote it */
     uint64_t holder; /* that sees it */
+    uint64_t before; /* 1: a later save of the step has replaced its index */
+    uint64_t age;    /* 0: that is so on no rank, 2: on some, 4: on all that have a part; and 1 where some have none */
 } dtrain__local_part;
+
+static const char *dtrain__local_index(uint64_t before)
+{
+    return before ? DTRAIN__SAVE_BEFORE : DTRAIN__SAVE_INDEX;
+}
 
 typedef struct dtrain__local_list {
     dtrain_checkpoint *ckpt;
@@ -24,32 +33,32 @@ typedef struct dtrain__local_list {
     dtrain_status status;
 } dtrain__local_list;
 
-/* Adds the part of one step of the rank whose directory is open. A damaged index is no part. */
-static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, uint64_t step)
+/* Adds the part that an index of one step of a rank lists. A damaged index is no part. */
+static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, uint64_t step, uint64_t before)
 {
     dtrain_checkpoint *ckpt = list->ckpt;
     char name[32];
     dtrain__index index;
-    int fd = -1;
     void *text = NULL, *larger;
     size_t bytes = 0;
-    dtrain__portion_step_name(name, step);
+    dtrain__part_step_name(name, step);
     dtrain__index_begin(&index, ckpt->allocator);
-    dtrain_status status = dtrain__file_open_directory(&fd, directory, name, "checkpoint");
+    dtrain_status status = dtrain__file_read_all(directory, dtrain__local_index(before), DTRAIN__LOCAL_INDEX,
+                                                 ckpt->allocator, &text, &bytes, "checkpoint");
     if (status == DTRAIN_OK)
-        status = dtrain__file_read_all(fd, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes,
-                                       "checkpoint");
+        status = dtrain__index_read(&index, dtrain__local_index(before), (const char *)text, bytes);
     if (status == DTRAIN_OK)
-        status = dtrain__index_read(&index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
+        status = dtrain__load_of_step(&index, name);
     dtrain__free(ckpt->allocator, text, bytes);
-    dtrain__file_close(fd);
-    if (status == DTRAIN_OK && index.facts.step == step && index.file_count == 1 && index.files[0].rank == list->rank) {
+    if (status == DTRAIN_OK && index.file_count == 1 && index.files[0].rank == list->rank) {
         dtrain__local_part part = {step,
                                    index.facts.id.nonce,
                                    index.facts.id.counter,
                                    index.facts.world_size,
                                    (uint64_t)list->rank,
-                                   (uint64_t)ckpt->rank};
+                                   (uint64_t)ckpt->rank,
+                                   before,
+                                   0};
         larger = dtrain__index_grow(ckpt->allocator, list->parts, sizeof part, list->count, 1, &list->room);
         if (larger != NULL) {
             list->parts = (dtrain__local_part *)larger;
@@ -64,13 +73,28 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
     return status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
 }
 
+/* Adds the parts of one step of the rank whose directory is open. */
+static dtrain_status dtrain__local_add_step(dtrain__local_list *list, int directory, uint64_t step)
+{
+    char name[32];
+    int fd = -1;
+    dtrain__part_step_name(name, step);
+    dtrain_status status = DTRAIN_OK;
+    if (dtrain__file_open_directory(&fd, directory, name, "checkpoint") != DTRAIN_OK)
+        return DTRAIN_OK;
+    for (uint64_t before = 0; before < 2 && status == DTRAIN_OK; before++)
+        status = dtrain__local_add(list, fd, step, before);
+    dtrain__file_close(fd);
+    return status;
+}
+
 /* Lists the parts of one rank's directory. */
 static int dtrain__local_look(void *user, const char *name)
 {
     dtrain__local_list *list = (dtrain__local_list *)user;
     uint64_t rank;
     int fd = -1;
-    const char *end = strncmp(name, "rank-", 5) == 0 ? dtrain__portion_digits(name + 5, &rank) : NULL;
+    const char *end = strncmp(name, "rank-", 5) == 0 ? dtrain__part_digits(name + 5, &rank) : NULL;
     if (end == NULL || *end != '\0' || rank > INT_MAX)
         return 0;
     list->rank = (int)rank;
@@ -79,49 +103,89 @@ static int dtrain__local_look(void *user, const char *name)
     if (dtrain__save_list_steps(list->ckpt, fd) == ENOMEM) /* an older step is not to be taken for the newest */
         list->status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     for (size_t i = 0; i < list->ckpt->step_count && list->status == DTRAIN_OK; i++)
-        list->status = dtrain__local_add(list, fd, list->ckpt->steps[i]);
+        list->status = dtrain__local_add_step(list, fd, list->ckpt->steps[i]);
     dtrain__file_close(fd);
     return list->status != DTRAIN_OK;
 }
 
-/* Gathers bytes of any number from every rank: *all of *bytes, to be freed. */
-static dtrain_status dtrain__local_gather(dtrain_checkpoint *ckpt, const void *mine, size_t mine_bytes, void **all,
-                                          size_t *bytes)
+/* What ranks have told each other, one after the other. */
+typedef struct dtrain__local_told {
+    unsigned char *data;
+    size_t bytes, *counts; /* of each rank, so many */
+} dtrain__local_told;
+
+static void dtrain__local_told_free(dtrain_checkpoint *ckpt, dtrain__local_told *told)
+{
+    dtrain__free(ckpt->allocator, told->data, told->bytes);
+    dtrain__free(ckpt->allocator, told->counts, (size_t)ckpt->ranks * sizeof *told->counts);
+    memset(told, 0, sizeof *told);
+}
+
+/* Adds up what the ranks announce: at most `most` bytes each, or of `from` alone, unless that is -1. */
+static dtrain_status dtrain__local_announced(dtrain_checkpoint *ckpt, const uint64_t *sizes, size_t most, int from,
+                                             dtrain__local_told *told)
+{
+    size_t sum = 0;
+    for (int rank = 0; rank < ckpt->ranks; rank++) {
+        size_t limit = from < 0 || rank == from ? most : 0;
+        told->counts[rank] = (size_t)sizes[rank];
+        if (sizes[rank] > limit || !dtrain__add_size(sum, told->counts[rank], &sum))
+            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                "checkpoint: rank %d announces %llu bytes of lists, expected at most %zu", rank,
+                                (unsigned long long)sizes[rank], limit);
+    }
+    told->data = (unsigned char *)dtrain__alloc(ckpt->allocator, sum);
+    told->bytes = told->data != NULL ? sum : 0;
+    return told->data != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
+}
+
+/* Gathers bytes of any number from every rank, within the limits of dtrain__local_announced; to be freed. */
+static dtrain_status dtrain__local_gather(dtrain_checkpoint *ckpt, const void *mine, size_t mine_bytes, size_t most,
+                                          int from, dtrain__local_told *told)
 {
     size_t ranks = (size_t)ckpt->ranks;
     uint64_t *sizes = (uint64_t *)dtrain__alloc(ckpt->allocator, ranks * sizeof *sizes);
-    size_t *counts = (size_t *)dtrain__alloc(ckpt->allocator, ranks * sizeof *counts);
-    dtrain_status status = sizes != NULL && counts != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
-    *all = NULL;
-    *bytes = 0;
-    if (status == DTRAIN_OK) {
+    memset(told, 0, sizeof *told);
+    told->counts = (size_t *)dtrain__alloc(ckpt->allocator, ranks * sizeof *told->counts);
+    dtrain_status status = sizes != NULL && told->counts != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
+    if (status == DTRAIN_OK)
         sizes[ckpt->rank] = mine_bytes;
-        if (ranks > 1)
-            status = dtrain_all_gather(ckpt->comm, &sizes[ckpt->rank], sizes, ranks, DTRAIN_U64);
-    }
-    for (size_t rank = 0; status == DTRAIN_OK && rank < ranks; rank++) {
-        counts[rank] = (size_t)sizes[rank];
-        *bytes += counts[rank];
-    }
-    if (status == DTRAIN_OK && (*all = dtrain__alloc(ckpt->allocator, *bytes)) == NULL)
-        status = DTRAIN_ERR_MEMORY;
     if (status == DTRAIN_OK && ranks > 1)
-        status = dtrain_all_gather_v(ckpt->comm, mine, *all, counts, NULL, DTRAIN_U8);
+        status = dtrain_all_gather(ckpt->comm, &sizes[ckpt->rank], sizes, ranks, DTRAIN_U64);
+    if (status == DTRAIN_OK)
+        status = dtrain__local_announced(ckpt, sizes, most, from, told);
+    if (status == DTRAIN_OK && ranks > 1)
+        status = dtrain_all_gather_v(ckpt->comm, mine, told->data, told->counts, NULL, DTRAIN_U8);
     else if (status == DTRAIN_OK && mine_bytes > 0)
-        memcpy(*all, mine, mine_bytes);
+        memcpy(told->data, mine, mine_bytes);
     dtrain__free(ckpt->allocator, sizes, ranks * sizeof *sizes);
-    dtrain__free(ckpt->allocator, counts, ranks * sizeof *counts);
     if (status == DTRAIN_ERR_MEMORY)
-        dtrain__fail(NULL, status, "checkpoint: no memory for %zu bytes of lists", *bytes);
+        dtrain__fail(NULL, status, "checkpoint: no memory for lists of %zu ranks", ranks);
     return status;
+}
+
+/* Checks the lists of parts: a rank tells of what it sees itself. */
+static dtrain_status dtrain__local_check_parts(const dtrain_checkpoint *ckpt, const dtrain__local_told *told)
+{
+    const dtrain__local_part *part = (const dtrain__local_part *)(const void *)told->data;
+    for (int rank = 0; rank < ckpt->ranks; rank++) {
+        size_t count = told->counts[rank] / sizeof *part;
+        int good = told->counts[rank] % sizeof *part == 0;
+        for (size_t i = 0; i < count && good; i++, part++)
+            good = part->holder == (uint64_t)rank && part->rank <= INT_MAX && part->before <= 1;
+        if (!good)
+            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: rank %d tells of parts that no rank can see",
+                                rank);
+    }
+    return DTRAIN_OK;
 }
 
 static int dtrain__local_newer(const void *left, const void *right)
 {
     const dtrain__local_part *a = (const dtrain__local_part *)left, *b = (const dtrain__local_part *)right;
-    const uint64_t x[] = {b->step, b->nonce, b->counter, a->rank, a->holder};
-    const uint64_t y[] = {a->step, a->nonce, a->counter, b->rank, b->holder};
-    for (int i = 0; i < 5; i++)
+    const uint64_t x[] = {b->step, a->age, b->nonce, b->counter, a->rank, a->holder};
+    const uint64_t y[] = {a->step, b->age, a->nonce, a->counter, b->rank, b->holder};
+    for (int i = 0; i < 6; i++)
         if (x[i] != y[i])
             return x[i] < y[i] ? -1 : 1;
     return 0;
@@ -132,15 +196,30 @@ static dtrain_status dtrain__local_read(dtrain__load *load, const dtrain__local_
 {
     char name[80], step[32];
     int fd = -1;
-    dtrain__portion_step_name(step, part->step);
+    dtrain__part_step_name(step, part->step);
     snprintf(name, sizeof name, "rank-%05d/%s", (int)part->rank, step);
     dtrain_status status = dtrain__file_open_directory(&fd, load->ckpt->base, name, "checkpoint");
     if (status == DTRAIN_OK)
-        status = dtrain__file_read_all(fd, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, load->ckpt->allocator, text, bytes,
-                                       "checkpoint");
-    load->shelf.bytes_read += *bytes;
+        status = dtrain__file_read_all(fd, dtrain__local_index(part->before), DTRAIN__LOCAL_INDEX,
+                                       load->ckpt->allocator, text, bytes, "checkpoint");
+    load->reader.bytes_read += *bytes;
     dtrain__file_close(fd);
     return status;
+}
+
+/* Adds the index that the holder of a part has told; returns whether it is of that part. */
+static int dtrain__local_take_index(dtrain__load *load, const dtrain__local_part *part, const dtrain__local_told *told,
+                                    dtrain_status *status)
+{
+    dtrain__index *index = &load->index;
+    size_t before = index->file_count;
+    *status = dtrain__index_read(index, DTRAIN__SAVE_INDEX, (const char *)told->data, told->bytes);
+    if (*status != DTRAIN_OK || index->file_count != before + 1 || index->facts.step != part->step ||
+        index->facts.id.nonce != part->nonce || index->facts.id.counter != part->counter ||
+        (uint64_t)index->files[before].rank != part->rank)
+        return 0;
+    index->files[before].holder = (int)part->holder;
+    return 1;
 }
 
 /* Tries the save whose parts are parts[0] to parts[count - 1], of which the first of each rank is used: every rank gets
@@ -154,26 +233,23 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
     dtrain__index_clear(&load->index);
     *whole = 1;
     for (size_t i = 0; i < count && *whole; i++) {
-        void *text = NULL, *all = NULL;
-        size_t bytes = 0, all_bytes = 0;
+        dtrain__local_told told;
+        void *text = NULL;
+        size_t bytes = 0;
         if (i > 0 && parts[i].rank == parts[i - 1].rank)
             continue;
         if (parts[i].holder == (uint64_t)ckpt->rank)
             status = dtrain__local_read(load, &parts[i], &text, &bytes);
         if (status == DTRAIN_ERR_MEMORY)
             full = dtrain__thread_error;
-        size_t before = load->index.file_count;
-        sent = dtrain__local_gather(ckpt, text, status == DTRAIN_OK ? bytes : 0, &all, &all_bytes);
-        if (sent == DTRAIN_OK) {
-            status = dtrain__index_read(&load->index, DTRAIN__SAVE_INDEX, (const char *)all, all_bytes);
-            *whole = status == DTRAIN_OK && load->index.file_count == before + 1;
-        }
+        sent = dtrain__local_gather(ckpt, text, status == DTRAIN_OK ? bytes : 0, DTRAIN__LOCAL_INDEX,
+                                    (int)parts[i].holder, &told);
+        if (sent == DTRAIN_OK)
+            *whole = dtrain__local_take_index(load, &parts[i], &told, &status);
         dtrain__free(ckpt->allocator, text, bytes);
-        dtrain__free(ckpt->allocator, all, all_bytes);
+        dtrain__local_told_free(ckpt, &told);
         if (sent != DTRAIN_OK)
             return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
-        if (*whole)
-            load->index.files[load->index.file_count - 1].holder = (int)parts[i].holder;
     }
     for (size_t k = 0; k < count; k++) /* what this rank sees, it reads */
         for (size_t i = 0; i < load->index.file_count && parts[k].holder == (uint64_t)ckpt->rank; i++)
@@ -184,25 +260,53 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
     return full.status != DTRAIN_OK ? dtrain__report(&full) : status == DTRAIN_ERR_MEMORY ? status : DTRAIN_OK;
 }
 
+/* The end of the parts that are of the same save as parts[i]. */
+static size_t dtrain__local_end(const dtrain__local_part *parts, size_t i, size_t count)
+{
+    size_t end = i;
+    while (end < count && parts[end].step == parts[i].step && parts[end].nonce == parts[i].nonce &&
+           parts[end].counter == parts[i].counter)
+        end++;
+    return end;
+}
+
+/* Sorts the parts by save, the newest first: of saves of one step, that of which no part was replaced by another's, and
+ * all are there. The parts of a rank that a later, smaller job does not have stay for ever. */
+static void dtrain__local_sort(dtrain__local_part *parts, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        parts[i].age = 0;
+    qsort(parts, count, sizeof *parts, dtrain__local_newer);
+    for (size_t i = 0, end; i < count; i = end) {
+        uint64_t any = 0, all = 1, ranks = 0;
+        end = dtrain__local_end(parts, i, count);
+        for (size_t k = i; k < end; k++) {
+            any |= parts[k].before != 0;
+            all &= parts[k].before != 0;
+            ranks += k == i || parts[k].rank != parts[k - 1].rank;
+        }
+        for (size_t k = i; k < end; k++)
+            parts[k].age = 2 * (any + all) + (ranks < parts[k].world_size);
+    }
+    qsort(parts, count, sizeof *parts, dtrain__local_newer);
+}
+
 /* Goes through the saves that anybody sees, the newest first, until one is whole. */
 static dtrain_status dtrain__local_choose(dtrain__load *load, dtrain__local_part *parts, size_t count)
 {
     dtrain_status status = DTRAIN_OK;
     int whole = 0;
     if (count > 0)
-        qsort(parts, count, sizeof *parts, dtrain__local_newer);
+        dtrain__local_sort(parts, count);
     for (size_t i = 0, end; i < count && !whole; i = end) {
-        for (end = i; end < count && parts[end].step == parts[i].step && parts[end].nonce == parts[i].nonce &&
-                      parts[end].counter == parts[i].counter;
-             end++)
-            continue;
+        end = dtrain__local_end(parts, i, count);
         if (load->desc.exact && parts[i].step != load->desc.step)
             continue;
         status = dtrain__local_try(load, parts + i, end - i, &whole);
         status = dtrain__save_agree(load->ckpt, status, 0, NULL);
         if (status != DTRAIN_OK)
             return status;
-        dtrain__portion_step_name(load->step_name, parts[i].step);
+        dtrain__part_step_name(load->step_name, parts[i].step);
         if (!whole && load->ckpt->rank == 0)
             dtrain__log(DTRAIN_LOG_WARN, "checkpoint: of step %llu not everything is there: %.400s",
                         (unsigned long long)parts[i].step, dtrain__thread_error.text);
@@ -219,9 +323,9 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain__local_list list;
-    void *all = NULL;
-    size_t bytes = 0;
+    dtrain__local_told told;
     memset(&list, 0, sizeof list);
+    memset(&told, 0, sizeof told);
     list.ckpt = ckpt;
     int error = dtrain__file_list(ckpt->base, dtrain__local_look, &list);
     dtrain_status status = list.status;
@@ -229,14 +333,16 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: listing the directory: %s", strerror(error));
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     if (status == DTRAIN_OK) {
-        status = dtrain__local_gather(ckpt, list.parts, list.count * sizeof *list.parts, &all, &bytes);
+        status = dtrain__local_gather(ckpt, list.parts, list.count * sizeof *list.parts, DTRAIN__LOCAL_LIST, -1, &told);
+        status = status == DTRAIN_OK ? dtrain__local_check_parts(ckpt, &told) : status;
         if (status != DTRAIN_OK)
             status = dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
     }
     if (status == DTRAIN_OK)
-        status = dtrain__local_choose(load, (dtrain__local_part *)all, bytes / sizeof(dtrain__local_part));
+        status = dtrain__local_choose(load, (dtrain__local_part *)(void *)told.data,
+                                      told.bytes / sizeof(dtrain__local_part));
     dtrain__free(ckpt->allocator, list.parts, list.room * sizeof *list.parts);
-    dtrain__free(ckpt->allocator, all, bytes);
+    dtrain__local_told_free(ckpt, &told);
     return status;
 }
 
@@ -284,7 +390,7 @@ static void dtrain__local_ask(dtrain__local_turn *turn)
         const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
         size_t bytes = dtrain_dtype_bits(tensor->dtype) / 8, most = DTRAIN__LOCAL_TURN / bytes;
         dtrain__region have, region;
-        dtrain__overlap overlap;
+        dtrain__region_overlap overlap;
         if (load->index.files[job->file].holder < 0)
             continue;
         dtrain__index_region(&load->index, tensor, piece, &have);
@@ -294,7 +400,7 @@ static void dtrain__local_ask(dtrain__local_turn *turn)
             region.at = want->begin + turn->done;
             region.count = left < most ? left : most;
             turn->done += region.count;
-            if (!dtrain__overlap_begin(&overlap, &have, &region))
+            if (!dtrain__region_overlap_begin(&overlap, &have, &region))
                 continue;
             for (int d = 0; d < tensor->ndim; d++) {
                 request->begin[d] = region.begin[d];
@@ -304,33 +410,69 @@ static void dtrain__local_ask(dtrain__local_turn *turn)
             request->piece = job->have;
             request->at = region.at;
             request->count = region.count;
-            request->bytes = (uint64_t)dtrain__overlap_count(&overlap) * bytes;
+            request->bytes = (uint64_t)dtrain__region_overlap_count(&overlap) * bytes;
             return;
         }
     }
 }
 
+/* Whether a request can be told apart from noise by all ranks: then they go on together. */
+static int dtrain__local_is_request(const dtrain__load *load, const dtrain__local_request *request)
+{
+    return request->bytes == 0 ||
+           (request->bytes <= DTRAIN__LOCAL_TURN && request->holder < (uint64_t)load->ckpt->ranks &&
+            request->piece < load->index.piece_count);
+}
+
+/* Begins what a request asks for: what a piece shares with a range of a box. Returns 0 where it asks for something
+ * else, or for other bytes than it claims. */
+static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_request *request, dtrain__region *have,
+                               dtrain__region *region, dtrain__region_overlap *overlap)
+{
+    const dtrain__index_piece *piece = &load->index.pieces[request->piece];
+    const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+    size_t elements = 1;
+    for (int d = 0; d < tensor->ndim; d++) {
+        if (request->begin[d] > tensor->shape[d] || request->size[d] > tensor->shape[d] - request->begin[d])
+            return 0;
+        elements *= (size_t)request->size[d]; /* at most the tensor's, which were checked */
+    }
+    if (request->at > elements || request->count > elements - request->at)
+        return 0;
+    dtrain__local_region(load, request, region);
+    dtrain__index_region(&load->index, tensor, piece, have);
+    return dtrain__region_overlap_begin(overlap, have, region) &&
+           dtrain__region_overlap_count(overlap) == request->bytes / (dtrain_dtype_bits(tensor->dtype) / 8) &&
+           request->bytes % (dtrain_dtype_bits(tensor->dtype) / 8) == 0;
+}
+
 /* Reads what another rank asked for, packed in the order of elements; the byte before it says whether it is good. */
-static void dtrain__local_serve(dtrain__local_turn *turn, const dtrain__local_request *request, unsigned char *out)
+static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned char *out)
 {
     dtrain__load *load = turn->load;
+    const dtrain__local_request *request = &turn->requests[rank];
     const dtrain__index_piece *piece = &load->index.pieces[request->piece];
     const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
     size_t bytes = dtrain_dtype_bits(tensor->dtype) / 8;
     dtrain__region have, region;
-    dtrain__overlap overlap;
-    dtrain__overlap_run run;
+    dtrain__region_overlap overlap;
+    dtrain__region_overlap_run run;
     uint64_t begin = 0;
     unsigned char *to = out + 1;
-    dtrain__local_region(load, request, &region);
-    dtrain__index_region(&load->index, tensor, piece, &have);
-    dtrain_status status = dtrain__load_open_file(load, piece->file);
+    dtrain_status status = DTRAIN_OK;
+    if (load->index.files[piece->file].holder >= 0 || !dtrain__local_begin(load, request, &have, &region, &overlap)) {
+        memset(to, 0, (size_t)request->bytes);
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "checkpoint: rank %d asks rank %d for %llu bytes that are not what their piece has", rank,
+                              load->ckpt->rank, (unsigned long long)request->bytes);
+    }
     if (status == DTRAIN_OK)
-        status = dtrain__shelf_find(&load->shelf, tensor, piece, &begin);
-    dtrain__overlap_begin(&overlap, &have, &region);
-    while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
-        status = dtrain__shelf_copy(&load->shelf, begin + (uint64_t)run.from_begin * bytes, run.count, tensor->dtype,
-                                    to, tensor->dtype);
+        status = dtrain__load_open_file(load, piece->file);
+    if (status == DTRAIN_OK)
+        status = dtrain__verify_find(&load->reader, tensor, piece, &begin);
+    while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
+        status = dtrain__verify_copy(&load->reader, begin + (uint64_t)run.from_begin * bytes, run.count, tensor->dtype,
+                                     to, tensor->dtype);
         to += run.count * bytes;
     }
     *out = status != DTRAIN_OK;
@@ -346,14 +488,14 @@ static dtrain_status dtrain__local_send(dtrain__load *load, const unsigned char 
     dtrain_status status = DTRAIN_OK;
     while (count > 0 && status == DTRAIN_OK) {
         void *at;
-        status = dtrain__staging_room(&load->shelf.way, want->device, count * to_bytes, &at, &have);
+        status = dtrain__staging_room(&load->reader.way, want->device, count * to_bytes, &at, &have);
         size_t n = have / to_bytes;
         if (status == DTRAIN_OK && dtype == want->dtype)
             memcpy(at, from, n * to_bytes);
         else if (status == DTRAIN_OK)
             status = dtrain_convert(from, dtype, at, want->dtype, n);
         if (status == DTRAIN_OK)
-            status = dtrain__staging_send(&load->shelf.way, to, n * to_bytes);
+            status = dtrain__staging_send(&load->reader.way, to, n * to_bytes);
         from += n * from_bytes;
         to += n * to_bytes;
         count -= n;
@@ -373,16 +515,16 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8;
     const unsigned char *from = turn->in + 1;
     dtrain__region have, region;
-    dtrain__overlap overlap;
-    dtrain__overlap_run run;
+    dtrain__region_overlap overlap;
+    dtrain__region_overlap_run run;
     dtrain_status status = DTRAIN_OK;
     if (turn->in[0] != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: rank %llu could not read its part for rank %d",
                             (unsigned long long)request->holder, load->ckpt->rank);
     dtrain__local_region(load, request, &region);
     dtrain__index_region(&load->index, tensor, piece, &have);
-    dtrain__overlap_begin(&overlap, &have, &region);
-    while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
+    dtrain__region_overlap_begin(&overlap, &have, &region);
+    while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
         unsigned char *to = (unsigned char *)want->data + (region.at - want->begin + run.to_begin) * to_bytes;
         if (want->device != NULL)
             status = dtrain__local_send(load, from, tensor->dtype, to, want, run.count);
@@ -393,7 +535,7 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
         from += run.count * from_bytes;
     }
     load->report.bytes += request->bytes;
-    return status == DTRAIN_OK ? dtrain__staging_wait(&load->shelf.way) : status;
+    return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
 /* One turn: everybody asks one rank, reads for those that ask it, and gets what it asked for. *more: somebody asked. */
@@ -409,6 +551,11 @@ static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
     *more = 0;
     for (size_t rank = 0; rank < ranks; rank++) {
         const dtrain__local_request *request = &turn->requests[rank];
+        if (!dtrain__local_is_request(turn->load, request))
+            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                "checkpoint: rank %zu asks rank %llu for %llu bytes of piece %llu, which nobody has",
+                                rank, (unsigned long long)request->holder, (unsigned long long)request->bytes,
+                                (unsigned long long)request->piece);
         *more |= request->bytes > 0;
         turn->counts[0][rank] =
             request->bytes > 0 && request->holder == (uint64_t)ckpt->rank ? (size_t)request->bytes + 1 : 0;
@@ -424,7 +571,7 @@ static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
     out = 0;
     for (size_t rank = 0; rank < ranks; rank++) {
         if (turn->counts[0][rank] > 0)
-            dtrain__local_serve(turn, &turn->requests[rank], turn->out + out);
+            dtrain__local_serve(turn, (int)rank, turn->out + out);
         out += turn->counts[0][rank];
     }
     status =
@@ -460,7 +607,7 @@ static dtrain_status dtrain__local_fetch(dtrain__load *load, dtrain_status own)
     dtrain__free(ckpt->allocator, turn.in, DTRAIN__LOCAL_TURN + 1);
     dtrain__free(ckpt->allocator, turn.counts[0], 2 * ranks * sizeof(size_t));
     dtrain__free(ckpt->allocator, turn.out, turn.out_bytes);
-    return status != DTRAIN_OK ? status : dtrain__report(&load->failed);
+    return load->failed.status != DTRAIN_OK ? dtrain__report(&load->failed) : status;
 }
 
 #endif

@@ -3,7 +3,8 @@
  * table's, and what differs between table and file is listed in one text. */
 #ifndef DTRAIN__PARAMS_FILE
 #define DTRAIN__PARAMS_FILE
-#include "huggingface_write.c"
+#include "../train/params.c"
+#include "../format/huggingface_write.c"
 
 /* A list of names that differ, cut where a line of text ends. */
 typedef struct dtrain__params_list {
@@ -47,7 +48,7 @@ static int dtrain__params_fits(const dtrain_param *param, const dtrain_safetenso
                                dtrain__params_list *list)
 {
     char have[48], want[48];
-    dtrain__format format;
+    dtrain__dtype_format format;
     int ndim = dtrain__params_ndim(param), same = tensor != NULL && tensor->ndim == ndim;
     if (tensor == NULL) {
         dtrain__params_list_add(list, param->name, strlen(param->name), " is missing");
@@ -61,7 +62,7 @@ static int dtrain__params_fits(const dtrain_param *param, const dtrain_safetenso
         dtrain__params_print_shape(want, ndim, param->shape);
         dtrain__params_list_add(list, param->name, strlen(param->name), " is %s, expected %s", have, want);
     } else if (tensor->dtype != param->dtype &&
-               (!dtrain__format_of(tensor->dtype, &format) || !dtrain__format_of(param->dtype, &format))) {
+               (!dtrain__dtype_format_of(tensor->dtype, &format) || !dtrain__dtype_format_of(param->dtype, &format))) {
         dtrain__params_list_add(list, param->name, strlen(param->name), " is %s, expected %s",
                                 dtrain_dtype_name(tensor->dtype), dtrain_dtype_name(param->dtype));
         same = 0;
@@ -78,7 +79,7 @@ static int dtrain__params_extra(const dtrain_param *table, size_t count, const d
     size_t index, twice;
     memset(&heap, 0, sizeof heap);
     memset(&names, 0, sizeof names);
-    dtrain__name *own = (dtrain__name *)dtrain__alloc(&heap, count * sizeof *own);
+    dtrain__names_text *own = (dtrain__names_text *)dtrain__alloc(&heap, count * sizeof *own);
     for (size_t i = 0; i < count && own != NULL; i++) {
         own[i].text = table[i].name;
         own[i].length = strlen(table[i].name);
@@ -97,7 +98,7 @@ static int dtrain__params_extra(const dtrain_param *table, size_t count, const d
 DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t count, const char *path)
 {
     dtrain_allocator heap;
-    dtrain_status status = dtrain_params_check(table, count);
+    dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_on_cpu(table, count, "params_save (dtrain_checkpoint_save takes it as it is)");
     if (status != DTRAIN_OK)
@@ -149,7 +150,7 @@ DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t co
 {
     dtrain_safetensors_model *model;
     dtrain__params_list ignored;
-    dtrain_status status = dtrain_params_check(table, count);
+    dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_on_cpu(table, count, "params_load (dtrain_checkpoint_load takes it, and the path)");
     if (status == DTRAIN_OK)

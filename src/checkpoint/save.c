@@ -1,32 +1,30 @@
 /* ---- >>save ----
- * How the parts of all ranks become a checkpoint. A rank's mark follows its files to the disk; when rank 0 has seen all
- * marks of this save it writes the index, which makes the checkpoint visible, then replaces latest, and then removes
- * what is old. Each name is synced in its directory before the next step.
+ * How the parts of all ranks become a checkpoint. Each rank writes its files and then a mark that they are on the disk.
+ * When rank 0 has seen all marks of this save it writes the index, which makes the checkpoint visible. Then it replaces
+ * latest, and then it removes what is old. Each name is synced in its directory before the next step.
  *
- * What is removed, by rank 0 alone and only after its own save is visible: checkpoints before the newest keep_last; the
- * files that the new index has replaced; and what interrupted saves have left. Files tell by the number in their name
- * whose they are. Those of an earlier save of this checkpointer are nobody's any more: all its ranks have brought their
- * mark of the later one, which they write after. Those of a later one are of a rank that is ahead. Those of another
- * checkpointer may be of a save that still runs, and nothing but time tells: a save that gets no new mark for
- * timeout_ms gives up, so that what has not changed for twice as long, by the clock of the file system, is dead. */
+ * With local, each rank makes its own part visible and removes its own; the newest save that all ranks have must stay
+ * on each of them. */
 #ifndef DTRAIN__SAVE
 #define DTRAIN__SAVE
-#include "portion.c"
-#include "../comm/op.c"
+#include "part.c"
+#include "lock.c"
+#include "../comm/alike.c"
+#include "../base/worker.c"
 
 #define DTRAIN__SAVE_INDEX "index.json"
+#define DTRAIN__SAVE_BEFORE "index.before.json" /* local: of the save of this step that the index has replaced */
 #define DTRAIN__SAVE_LATEST "latest"
 /* That network file systems get to show what a rank wrote last. */
 #define DTRAIN__SAVE_LEFT_NS DTRAIN__TUNED(save_left_ns, 10000000000)
 #define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
 
-/* What ranks tell each other. */
-typedef struct dtrain__save_note {
-    uint64_t number;  /* that must be the same on all */
-    uint64_t counter; /* of its calls */
-    int32_t status;
-    char text[DTRAIN__ERROR_BYTES];
-} dtrain__save_note;
+/* A save that is whole. */
+typedef struct dtrain__save_whole {
+    int known; /* 0: there is none */
+    uint64_t step;
+    dtrain__index_save_id id;
+} dtrain__save_whole;
 
 struct dtrain_checkpoint {
     dtrain_allocator own; /* used when the caller gives none */
@@ -35,26 +33,29 @@ struct dtrain_checkpoint {
     int rank, ranks;
     int keep_last, local, no_verify, no_sync;
     int64_t timeout_ms;
-    char path[400];     /* the directory of the desc, for texts */
-    int base;           /* the same, open */
-    int directory;      /* where steps are: the same, or with local this rank's in it */
-    int refused;        /* the errno with which it refuses to be written; 0: none */
-    dtrain__save_id id; /* of the last call; that of the save under way is among the facts of the portion */
-    dtrain__save_id replaced;
+    char path[400];           /* the directory of the desc, for texts */
+    int base;                 /* the same, open */
+    int directory;            /* where steps are: the same, or with local this rank's in it */
+    dtrain__lock lock;        /* of rank 0, or with local of each rank, on it */
+    int refused;              /* the errno with which it refuses to be written; 0: none */
+    dtrain__index_save_id id; /* of the last call; that of the save under way is among the facts of the part */
+    dtrain__index_save_id replaced;
     int replaces;
-    dtrain__portion portion;
+    dtrain__save_whole last;   /* the part that this rank has brought to its disk last */
+    dtrain__save_whole common; /* local: the newest save whose part every rank is known to have */
+    dtrain__part_writer part;
     dtrain__index whole; /* rank 0: of all parts */
     char *text;
     size_t text_room;
-    dtrain__save_note *notes; /* of all ranks */
-    int unheard;              /* the last agreement broke off: other ranks may have come to one */
-    unsigned char *seen;      /* ranks whose mark is there */
-    uint64_t *steps;          /* found in the directory */
+    uint64_t most;       /* the highest counter of calls that a rank has told at the last agreement */
+    int same_last;       /* there all told the same last save */
+    int unheard;         /* the last agreement broke off: other ranks may have come to one */
+    unsigned char *seen; /* ranks whose mark is there */
+    uint64_t *steps;     /* found in the directory */
     size_t step_room, step_count;
-    int steps_cut; /* there was no memory for all of them */
-    dtrain__os_thread thread;
-    int running;      /* the thread is to be joined */
-    uint32_t done;    /* set by the thread at its end */
+    int steps_cut;         /* there was no memory for all of them */
+    dtrain__worker worker; /* of an asynchronous save, until the caller has taken its result */
+    dtrain__worker_job job;
     uint32_t leaving; /* set by destroy: wait for no other rank's work */
     int untold;       /* result is an error that the caller has not seen */
     dtrain__error result, error;
@@ -67,38 +68,86 @@ static int dtrain__save_alone(const dtrain_checkpoint *ckpt)
 }
 
 /* The number of the save under way. */
-static const dtrain__save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
+static const dtrain__index_save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
 {
-    return &ckpt->portion.index.facts.id;
+    return &ckpt->part.index.facts.id;
 }
 
-/* Gives all ranks the status of the first that failed, and its text; compared: also that their numbers are the same. */
+/* Gives all ranks the status of the first that failed, and its text, and tells them which calls and saves this rank has
+ * made. */
+static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status status, dtrain__alike *alike)
+{
+    uint64_t last = ckpt->last.known ? ckpt->last.id.counter : 0;
+    int failed = status != DTRAIN_OK;
+    char who[24] = "";
+    alike->told = 1;
+    alike->most[0] = ckpt->id.counter;
+    alike->most[1] = last;
+    alike->most[2] = ~last;
+    if (!dtrain__save_alone(ckpt))
+        status = dtrain__alike_meet(ckpt->comm, alike, status);
+    ckpt->unheard = alike->unheard;
+    ckpt->most = alike->most[0];
+    ckpt->same_last = alike->most[1] == last && alike->most[2] == ~last;
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    if (alike->unheard && failed) /* that may be why */
+        snprintf(who, sizeof who, "rank %d: ", ckpt->rank);
+    else if (alike->unheard)
+        snprintf(who, sizeof who, "checkpoint: ");
+    return dtrain__fail(&ckpt->error, status, "%s%s", who, dtrain__thread_error.text);
+}
+
+/* A number that is the same on all ranks; what NULL: none is. */
+typedef struct dtrain__save_number {
+    const char *what;
+    uint64_t value;
+} dtrain__save_number;
+
+static int dtrain__save_line(const void *pointer, size_t index, dtrain__alike_line *line)
+{
+    const dtrain__save_number *number = (const dtrain__save_number *)pointer;
+    if (index > 0 || number->what == NULL)
+        return 0;
+    dtrain__alike_text(line, number->what, "");
+    snprintf(line->value, sizeof line->value, "%llu", (unsigned long long)number->value);
+    return 1;
+}
+
+/* The same, where a number must be the same on all ranks, too. */
 static dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
                                         const char *compared)
 {
-    dtrain__save_note *notes = ckpt->notes, *mine = &notes[ckpt->rank];
-    ckpt->unheard = 0;
-    if (dtrain__save_alone(ckpt))
-        return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
-    memset(mine, 0, sizeof *mine);
-    mine->number = number;
-    mine->counter = ckpt->id.counter;
-    mine->status = (int32_t)status;
-    snprintf(mine->text, sizeof mine->text, "%s", status != DTRAIN_OK ? dtrain__thread_error.text : "");
-    dtrain_status sent = dtrain_all_gather(ckpt->comm, mine, notes, (size_t)ckpt->ranks * sizeof *notes, DTRAIN_U8);
-    ckpt->unheard = sent != DTRAIN_OK;
-    if (sent != DTRAIN_OK)
-        return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
-    for (int rank = 0; rank < ckpt->ranks; rank++)
-        if (notes[rank].status != 0)
-            return dtrain__fail(&ckpt->error, (dtrain_status)notes[rank].status, "rank %d: %.600s", rank,
-                                notes[rank].text);
-    for (int rank = 1; rank < ckpt->ranks && compared != NULL; rank++)
-        if (notes[rank].number != notes[0].number)
-            return dtrain__fail(&ckpt->error, DTRAIN_ERR_MISMATCH,
-                                "checkpoint: rank %d gives %s %llu, rank 0 %llu: give every rank the same", rank,
-                                compared, (unsigned long long)notes[rank].number, (unsigned long long)notes[0].number);
-    return DTRAIN_OK;
+    dtrain__save_number given = {compared, number};
+    dtrain__alike alike = {"checkpoint", &given, dtrain__save_line, "give every rank the same", 1, {0}, 0};
+    return dtrain__save_meet(ckpt, status, &alike);
+}
+
+/* ---- saves that all ranks have, with local ----
+ * Every save begins with an agreement, in the caller's thread, at which no rank has a save under way. Each rank says
+ * which save it has ended last. If all name the same one, it is the newest common save. That one stays, beside the
+ * newest keep_last of this rank. A save of the same step replaces the index of a common one: the old index is kept,
+ * under another name, until a later save is common. */
+
+/* This rank's part of the save under way is on its disk. */
+static void dtrain__save_ended(dtrain_checkpoint *ckpt)
+{
+    ckpt->last.known = 1;
+    ckpt->last.step = ckpt->part.index.facts.step;
+    ckpt->last.id = *dtrain__save_current(ckpt);
+}
+
+/* After an agreement at which no rank had a save under way: what each has ended last is common if all say the same. */
+static void dtrain__save_learn(dtrain_checkpoint *ckpt)
+{
+    if (ckpt->last.known && ckpt->same_last)
+        ckpt->common = ckpt->last;
+}
+
+/* Whether a save may be the only one that all ranks have. */
+static int dtrain__save_is_common(const dtrain_checkpoint *ckpt, const dtrain__index_save_id *id)
+{
+    return !ckpt->common.known || (id->nonce == ckpt->common.id.nonce && id->counter == ckpt->common.id.counter);
 }
 
 /* ---- directories ---- */
@@ -120,7 +169,7 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
 static dtrain_status dtrain__save_open_step(dtrain_checkpoint *ckpt, int *fd)
 {
     char name[32];
-    dtrain__portion_step_name(name, ckpt->portion.index.facts.step);
+    dtrain__part_step_name(name, ckpt->part.index.facts.step);
     if (ckpt->refused != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO,
                             "checkpoint: the directory could not be written when the checkpointer was made: %s",
@@ -142,17 +191,17 @@ static int64_t dtrain__save_changed(int directory, const char *name)
 }
 
 /* Reads which save an index is of; 0: there is none, or none that can be read. */
-static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, dtrain__save_id *id)
+static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, const char *name, dtrain__index_save_id *id)
 {
     dtrain__error before = dtrain__thread_error;
     dtrain__index index;
     void *text = NULL;
     size_t bytes = 0;
     dtrain__index_begin(&index, ckpt->allocator);
-    dtrain_status status = dtrain__file_read_all(directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, ckpt->allocator,
-                                                 &text, &bytes, "checkpoint");
+    dtrain_status status =
+        dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
     if (status == DTRAIN_OK)
-        status = dtrain__index_read(&index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
+        status = dtrain__index_read(&index, name, (const char *)text, bytes);
     *id = index.facts.id;
     dtrain__free(ckpt->allocator, text, bytes);
     dtrain__index_free(&index);
@@ -166,14 +215,14 @@ static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, dtrain__
 static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
 {
     static const char *const tails[] = {"done", "safetensors", "hashes.safetensors"};
-    char name[DTRAIN__PORTION_NAME];
+    char name[DTRAIN__PART_NAME];
     for (int i = 0; i < 3; i++) {
-        dtrain__portion_name(name, ckpt->rank, dtrain__save_current(ckpt), tails[i]);
+        dtrain__part_name(name, ckpt->rank, dtrain__save_current(ckpt), tails[i]);
         dtrain__file_sys_unlink(directory, name, 0);
     }
 }
 
-static int dtrain__save_same(const dtrain__save_id *a, const dtrain__save_id *b)
+static int dtrain__save_same(const dtrain__index_save_id *a, const dtrain__index_save_id *b)
 {
     return a->nonce == b->nonce && a->counter == b->counter;
 }
@@ -184,20 +233,48 @@ static int dtrain__save_is_there(int directory, const char *name)
     return dtrain__file_sys_stat_at(directory, name, &there, 0) == 0 || errno != ENOENT;
 }
 
+/* Whether the index may list the files of this save: it is in place before its directory is synced. */
+static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
+{
+    dtrain__index_save_id id;
+    return dtrain__save_read_id(ckpt, directory, DTRAIN__SAVE_INDEX, &id)
+               ? dtrain__save_same(&id, dtrain__save_current(ckpt))
+               : dtrain__save_is_there(directory, DTRAIN__SAVE_INDEX);
+}
+
+/* With local: keeps the index that this save will replace, where other ranks may get no further than what it lists. */
+static dtrain_status dtrain__save_keep_before(dtrain_checkpoint *ckpt, int directory)
+{
+    void *text = NULL;
+    size_t bytes = 0;
+    if (!ckpt->local || !ckpt->replaces || !dtrain__save_is_common(ckpt, &ckpt->replaced))
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__file_read_all(directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, ckpt->allocator,
+                                                 &text, &bytes, "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__file_put(directory, DTRAIN__SAVE_BEFORE, text, bytes, ckpt->no_sync, "checkpoint");
+    dtrain__free(ckpt->allocator, text, bytes);
+    return status;
+}
+
 /* Writes this rank's files, and the mark last; with local, an index of this rank's own. A mark that is there, though
  * its directory did not reach the disk, may have been seen: the files stay. */
 static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int directory)
 {
-    dtrain__portion *portion = &ckpt->portion;
-    char mark[DTRAIN__PORTION_NAME];
+    dtrain__part_writer *part = &ckpt->part;
+    char mark[DTRAIN__PART_NAME];
     size_t bytes = 0;
-    dtrain__portion_name(mark, ckpt->rank, dtrain__save_current(ckpt), "done");
-    ckpt->replaces = (ckpt->local || ckpt->rank == 0) && dtrain__save_read_id(ckpt, directory, &ckpt->replaced);
-    dtrain_status status = dtrain__portion_write(portion, directory, &bytes);
+    dtrain__part_name(mark, ckpt->rank, dtrain__save_current(ckpt), "done");
+    ckpt->replaces =
+        (ckpt->local || ckpt->rank == 0) && dtrain__save_read_id(ckpt, directory, DTRAIN__SAVE_INDEX, &ckpt->replaced);
+    dtrain_status status = dtrain__part_write(part, directory, &bytes);
     if (status == DTRAIN_OK)
-        status = dtrain__file_put(directory, ckpt->local ? DTRAIN__SAVE_INDEX : mark, portion->text, bytes,
-                                  ckpt->no_sync, "checkpoint");
-    if (status != DTRAIN_OK && !ckpt->local && !dtrain__save_is_there(directory, mark))
+        status = dtrain__save_keep_before(ckpt, directory);
+    if (status == DTRAIN_OK)
+        status = dtrain__file_put(directory, ckpt->local ? DTRAIN__SAVE_INDEX : mark, part->text, bytes, ckpt->no_sync,
+                                  "checkpoint");
+    if (status != DTRAIN_OK &&
+        !(ckpt->local ? dtrain__save_listed(ckpt, directory) : dtrain__save_is_there(directory, mark)))
         dtrain__save_discard(ckpt, directory);
     return status;
 }
@@ -215,9 +292,9 @@ static int dtrain__save_see_mark(void *user, const char *name)
 {
     dtrain__save_marks *marks = (dtrain__save_marks *)user;
     dtrain_checkpoint *ckpt = marks->ckpt;
-    dtrain__save_id id;
+    dtrain__index_save_id id;
     int rank;
-    const char *tail = *name != '.' ? dtrain__portion_parse(name, &rank, &id) : NULL;
+    const char *tail = *name != '.' ? dtrain__part_parse(name, &rank, &id) : NULL;
     if (tail == NULL || id.nonce != dtrain__save_current(ckpt)->nonce ||
         id.counter != dtrain__save_current(ckpt)->counter || rank >= ckpt->ranks)
         return 0;
@@ -234,10 +311,10 @@ static int dtrain__save_see_mark(void *user, const char *name)
 
 static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory, int rank)
 {
-    char name[DTRAIN__PORTION_NAME], why[DTRAIN__SAVE_WHY];
+    char name[DTRAIN__PART_NAME], why[DTRAIN__SAVE_WHY];
     void *text = NULL;
     size_t bytes = 0;
-    dtrain__portion_name(name, rank, dtrain__save_current(ckpt), "failed");
+    dtrain__part_name(name, rank, dtrain__save_current(ckpt), "failed");
     dtrain_status status =
         dtrain__file_read_all(directory, name, sizeof why - 1, ckpt->allocator, &text, &bytes, "checkpoint");
     memset(why, 0, sizeof why);
@@ -245,21 +322,21 @@ static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory,
         memcpy(why, text, bytes);
     dtrain__free(ckpt->allocator, text, bytes);
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %s",
-                        (unsigned long long)ckpt->portion.index.facts.step, rank, why);
+                        (unsigned long long)ckpt->part.index.facts.step, rank, why);
 }
 
 /* A rank that has left without its mark; -1: there is none. Who waits for the index waits for rank 0 alone. */
 static int dtrain__save_left(const dtrain_checkpoint *ckpt, int for_index)
 {
     for (int rank = 0; rank < (for_index ? 1 : ckpt->ranks); rank++)
-        if ((for_index || !ckpt->seen[rank]) && rank != ckpt->rank && dtrain__comm_has_left(ckpt->comm, rank))
+        if ((for_index || !ckpt->seen[rank]) && rank != ckpt->rank && dtrain__group_has_left(ckpt->comm, rank))
             return rank;
     return -1;
 }
 
 static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index, int left)
 {
-    unsigned long long step = ckpt->portion.index.facts.step;
+    unsigned long long step = ckpt->part.index.facts.step;
     char ranks[200];
     size_t used = 0;
     ranks[0] = '\0';
@@ -295,7 +372,7 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
         int error = dtrain__file_list(directory, dtrain__save_see_mark, &marks);
         if (error != 0 && error != EINTR)
             return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: listing its directory: %s",
-                                (unsigned long long)ckpt->portion.index.facts.step, strerror(error));
+                                (unsigned long long)ckpt->part.index.facts.step, strerror(error));
         if (marks.failed >= 0)
             return dtrain__save_failed(ckpt, directory, marks.failed);
         if (for_index ? marks.visible || __atomic_load_n(&ckpt->leaving, __ATOMIC_ACQUIRE) : marks.count == ckpt->ranks)
@@ -316,15 +393,15 @@ static dtrain_status dtrain__save_await(dtrain_checkpoint *ckpt, int directory, 
 }
 
 /* Tells the others that this rank's part of a save will not come; what goes wrong with that, their deadline tells. */
-static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, const dtrain__save_id *id)
+static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, const dtrain__index_save_id *id)
 {
     dtrain__error kept = dtrain__thread_error;
-    char name[DTRAIN__PORTION_NAME], directory[32];
+    char name[DTRAIN__PART_NAME], directory[32];
     int fd = -1;
     if (ckpt->local || dtrain__save_alone(ckpt) || ckpt->refused != 0)
         return;
-    dtrain__portion_name(name, ckpt->rank, id, "failed");
-    dtrain__portion_step_name(directory, step);
+    dtrain__part_name(name, ckpt->rank, id, "failed");
+    dtrain__part_step_name(directory, step);
     if (dtrain__save_open(&fd, ckpt->directory, directory, 1) == DTRAIN_OK) {
         size_t bytes = strlen(kept.text);
         dtrain__file_put(fd, name, kept.text, bytes < DTRAIN__SAVE_WHY ? bytes : DTRAIN__SAVE_WHY - 1, 1, "checkpoint");
@@ -335,14 +412,6 @@ static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, con
 
 /* ---- making it visible ---- */
 
-/* Whether the index may list the files of this save: it is in place before its directory is synced. */
-static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
-{
-    dtrain__save_id id;
-    return dtrain__save_read_id(ckpt, directory, &id) ? dtrain__save_same(&id, dtrain__save_current(ckpt))
-                                                      : dtrain__save_is_there(directory, DTRAIN__SAVE_INDEX);
-}
-
 /* Reads all marks, and writes the index. */
 static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
 {
@@ -350,9 +419,9 @@ static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
     size_t bytes = 0;
     dtrain__index_clear(&ckpt->whole);
     for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++) {
-        char name[DTRAIN__PORTION_NAME];
+        char name[DTRAIN__PART_NAME];
         void *text = NULL;
-        dtrain__portion_name(name, rank, dtrain__save_current(ckpt), "done");
+        dtrain__part_name(name, rank, dtrain__save_current(ckpt), "done");
         status =
             dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
         if (status == DTRAIN_OK)
@@ -373,31 +442,45 @@ static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
 static dtrain_status dtrain__save_latest(dtrain_checkpoint *ckpt)
 {
     char name[34];
-    dtrain__portion_step_name(name, ckpt->portion.index.facts.step);
+    dtrain__part_step_name(name, ckpt->part.index.facts.step);
     strcat(name, "\n");
     return dtrain__file_put(ckpt->directory, DTRAIN__SAVE_LATEST, name, strlen(name), ckpt->no_sync, "checkpoint");
 }
 
-/* ---- removing what is old ---- */
+/* ---- removing what is old ----
+ * Rank 0 alone removes, and only after its own save is visible: checkpoints before the newest keep_last, files that the
+ * new index has replaced, and what interrupted saves have left. The number in a file's name says whose it is.
+ *
+ *   an earlier save of this checkpointer   dead: all its ranks have written a mark of the later one, which comes after
+ *   a later save of this checkpointer      of a rank that is ahead
+ *   another checkpointer                   may be of a save that still runs
+ *
+ * For the last case two things tell. Who saves holds the lock of the directory (>>lock) from its first save on. When a
+ * job gets it, nobody else saves there, and all that no index lists is dead. Later, and where there are no locks, time
+ * tells. A save that gets no new mark for timeout_ms gives up, so what has not changed for twice as long, by the clock
+ * of the file system, is dead. */
 
 /* A step's directory, as it is looked through. */
 typedef struct dtrain__save_tidy {
     dtrain_checkpoint *ckpt;
     int directory;
     int64_t now;                     /* of the file system */
+    int alone;                       /* nobody else saves: what is not of this checkpointer needs not be old */
     int has_index, has_files, mixed; /* of more than one save */
-    dtrain__save_id first, visible;
+    int has_before;
+    dtrain__index_save_id first, visible, before;
     int prunes;
 } dtrain__save_tidy;
 
 static int dtrain__save_look(void *user, const char *name)
 {
     dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
-    dtrain__save_id id;
+    dtrain__index_save_id id;
     int rank;
     if (strcmp(name, DTRAIN__SAVE_INDEX) == 0)
         tidy->has_index = 1;
-    if (dtrain__portion_parse(name, &rank, &id) == NULL)
+    tidy->has_before |= strcmp(name, DTRAIN__SAVE_BEFORE) == 0;
+    if (dtrain__part_parse(name, &rank, &id) == NULL)
         return 0;
     if (!tidy->has_files)
         tidy->first = id;
@@ -409,8 +492,9 @@ static int dtrain__save_look(void *user, const char *name)
 /* Whether nothing has changed for so long that whoever wrote it has given up. */
 static int dtrain__save_old(const dtrain__save_tidy *tidy, int directory, const char *name)
 {
-    int64_t when = dtrain__save_changed(directory, name);
-    return when < tidy->now && tidy->now - when > dtrain__os_ms_to_ns(2 * tidy->ckpt->timeout_ms) + 2000000000;
+    int64_t when = tidy->alone ? 0 : dtrain__save_changed(directory, name);
+    return tidy->alone ||
+           (when < tidy->now && tidy->now - when > dtrain__os_ms_to_ns(2 * tidy->ckpt->timeout_ms) + 2000000000);
 }
 
 /* Removes one file if it is nobody's. */
@@ -420,15 +504,16 @@ static int dtrain__save_sweep(void *user, const char *name)
     const dtrain_checkpoint *ckpt = tidy->ckpt;
     size_t length = strlen(name);
     int temporary = *name == '.' && length > 4 && strcmp(name + length - 4, ".tmp") == 0, rank, dead, data = 0;
-    dtrain__save_id id;
-    const char *tail = dtrain__portion_parse(name, &rank, &id);
+    dtrain__index_save_id id;
+    const char *tail = dtrain__part_parse(name, &rank, &id);
     if (tail == NULL) {
-        if (temporary && strncmp(name, ".index.json.", 12) == 0 && dtrain__save_old(tidy, tidy->directory, name))
+        if (temporary && strncmp(name, ".index.", 7) == 0 && dtrain__save_old(tidy, tidy->directory, name))
             dtrain__file_sys_unlink(tidy->directory, name, 0);
         return 0;
     }
     data = !temporary && strstr(tail, "safetensors") != NULL;
-    if (tidy->has_index && !tidy->prunes && data && dtrain__save_same(&id, &tidy->visible))
+    if (data && ((tidy->has_index && !tidy->prunes && dtrain__save_same(&id, &tidy->visible)) ||
+                 (tidy->has_before && dtrain__save_same(&id, &tidy->before))))
         return 0;
     if (id.nonce == dtrain__save_current(ckpt)->nonce)
         dead = id.counter < dtrain__save_current(ckpt)->counter;
@@ -441,34 +526,45 @@ static int dtrain__save_sweep(void *user, const char *name)
     return 0;
 }
 
-/* Removes from a step's directory what is nobody's, and with prunes the checkpoint and the directory. */
-static void dtrain__save_tidy_step(dtrain_checkpoint *ckpt, uint64_t step, int64_t now, int prunes)
+/* Makes a checkpoint, with prunes, and the one before it unless it is needed, none any more: first their indexes go. */
+static void dtrain__save_unlist(dtrain__save_tidy *tidy)
 {
-    dtrain__save_tidy tidy;
+    dtrain_checkpoint *ckpt = tidy->ckpt;
+    int needed = tidy->has_before && !tidy->prunes &&
+                 dtrain__save_read_id(ckpt, tidy->directory, DTRAIN__SAVE_BEFORE, &tidy->before) &&
+                 dtrain__save_is_common(ckpt, &tidy->before);
+    int unlisted = tidy->has_before && !needed && dtrain__file_sys_unlink(tidy->directory, DTRAIN__SAVE_BEFORE, 0) == 0;
+    tidy->has_before &= !unlisted;
+    if (tidy->prunes)
+        dtrain__file_sys_unlink(tidy->directory, DTRAIN__SAVE_INDEX, 0);
+    if ((tidy->prunes || unlisted) && !ckpt->no_sync)
+        dtrain__file_sync_directory(tidy->directory);
+}
+
+/* Removes from a step's directory what is nobody's, and with prunes the checkpoint and the directory. */
+static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step, int prunes)
+{
+    dtrain_checkpoint *ckpt = base->ckpt;
+    dtrain__save_tidy tidy = *base;
     char name[32];
-    memset(&tidy, 0, sizeof tidy);
-    tidy.ckpt = ckpt;
-    tidy.now = now;
     tidy.prunes = prunes;
-    dtrain__portion_step_name(name, step);
+    dtrain__part_step_name(name, step);
     tidy.directory = dtrain__file_sys_open(ckpt->directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
     if (tidy.directory < 0)
         return;
     int old = dtrain__save_old(&tidy, ckpt->directory, name);
     dtrain__file_list(tidy.directory, dtrain__save_look, &tidy);
     tidy.visible = tidy.first;
-    if (tidy.has_index && tidy.mixed && !dtrain__save_read_id(ckpt, tidy.directory, &tidy.visible)) {
+    if (tidy.has_index && tidy.mixed &&
+        !dtrain__save_read_id(ckpt, tidy.directory, DTRAIN__SAVE_INDEX, &tidy.visible)) {
         dtrain__file_close(tidy.directory); /* not to be told apart: left to somebody who looks */
         return;
     }
-    if (prunes) { /* first it is no checkpoint any more */
-        dtrain__file_sys_unlink(tidy.directory, DTRAIN__SAVE_INDEX, 0);
-        if (!ckpt->no_sync)
-            dtrain__file_sync_directory(tidy.directory);
-    }
+    dtrain__save_unlist(&tidy);
     dtrain__file_list(tidy.directory, dtrain__save_sweep, &tidy);
     dtrain__file_close(tidy.directory);
-    if (prunes || (old && !tidy.has_index)) /* refused where anything is left in it */
+    int used = tidy.alone && step == ckpt->part.index.facts.step;        /* by other ranks, that have begun */
+    if (prunes || (old && !tidy.has_index && !tidy.has_before && !used)) /* refused where anything is left in it */
         dtrain__file_sys_unlink(ckpt->directory, name, AT_REMOVEDIR);
 }
 
@@ -476,7 +572,7 @@ static int dtrain__save_find_step(void *user, const char *name)
 {
     dtrain_checkpoint *ckpt = (dtrain_checkpoint *)user;
     uint64_t step;
-    if (!dtrain__portion_is_step(name, &step))
+    if (!dtrain__part_is_step(name, &step))
         return 0;
     void *larger =
         dtrain__index_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1, &ckpt->step_room);
@@ -518,43 +614,65 @@ static int dtrain__save_has_index(int directory, uint64_t step)
 static int dtrain__save_sweep_base(void *user, const char *name)
 {
     dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
-    if ((strncmp(name, ".latest.", 8) == 0 || strncmp(name, ".shared-", 8) == 0) &&
-        dtrain__save_old(tidy, tidy->directory, name))
+    int latest = strncmp(name, ".latest.", 8) == 0;
+    int shared = strncmp(name, ".shared-", 8) == 0 && !tidy->alone; /* readers leave it too, and have no lock */
+    if ((latest || shared) && dtrain__save_old(tidy, tidy->directory, name))
         dtrain__file_sys_unlink(tidy->directory, name, 0);
     return 0;
 }
 
-/* Removes what is old. What goes wrong costs room on the disk, no checkpoint, and is tried again by the next save. */
-static void dtrain__save_clear(dtrain_checkpoint *ckpt)
+/* Whether the checkpoint of a step, of which `kept` are there from it on, is old. What all ranks have last stays. */
+static int dtrain__save_prunes(const dtrain_checkpoint *ckpt, uint64_t step, int kept)
 {
-    uint64_t step = ckpt->portion.index.facts.step;
+    return ckpt->keep_last > 0 && kept > ckpt->keep_last &&
+           (!ckpt->local || (ckpt->common.known && step != ckpt->common.step));
+}
+
+/* Removes what is old. What goes wrong costs room on the disk, no checkpoint, and is tried again by the next save.
+ * alone: before the first save, when nobody else saves. */
+static void dtrain__save_clear(dtrain_checkpoint *ckpt, int alone)
+{
+    uint64_t step = ckpt->part.index.facts.step;
     char name[64];
-    int kept = 1;
-    dtrain__save_tidy base;
-    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
-    int64_t now = dtrain__save_changed(ckpt->directory, name);
+    int kept = !alone; /* the one that was saved */
     dtrain__error before = dtrain__thread_error;
-    if (now != INT64_MAX)
-        dtrain__save_list_steps(ckpt, ckpt->directory);
-    for (size_t i = 0; now != INT64_MAX && i < ckpt->step_count; i++) {
-        int whole = ckpt->steps[i] < step && dtrain__save_has_index(ckpt->directory, ckpt->steps[i]);
-        kept += whole;
-        dtrain__save_tidy_step(ckpt, ckpt->steps[i], now, whole && ckpt->keep_last > 0 && kept > ckpt->keep_last);
-    }
+    dtrain__save_tidy base;
     memset(&base, 0, sizeof base);
     base.ckpt = ckpt;
     base.directory = ckpt->directory;
-    base.now = now;
-    if (now != INT64_MAX)
-        dtrain__file_list(ckpt->directory, dtrain__save_sweep_base, &base);
+    base.alone = alone;
+    snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
+    base.now = alone ? 0 : dtrain__save_changed(ckpt->directory, name);
+    if (base.now == INT64_MAX)
+        return;
+    dtrain__save_list_steps(ckpt, ckpt->directory);
+    for (size_t i = 0; i < ckpt->step_count; i++) {
+        int whole = ckpt->steps[i] < step && dtrain__save_has_index(ckpt->directory, ckpt->steps[i]);
+        int may = ckpt->local || !alone; /* else latest may name an older one than the newest keep_last */
+        kept += whole;
+        dtrain__save_tidy_step(&base, ckpt->steps[i], whole && may && dtrain__save_prunes(ckpt, ckpt->steps[i], kept));
+    }
+    dtrain__file_list(ckpt->directory, dtrain__save_sweep_base, &base);
     dtrain__thread_error = before;
+}
+
+/* Who removes what is old takes the lock, and at first removes what killed saves have left. */
+static dtrain_status dtrain__save_lock(dtrain_checkpoint *ckpt)
+{
+    if ((ckpt->rank > 0 && !ckpt->local) || ckpt->refused != 0)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__lock_take(&ckpt->lock, ckpt->directory, ckpt->path);
+    if (status == DTRAIN_OK && ckpt->lock.fd >= 0 && ckpt->lock.is_alone)
+        dtrain__save_clear(ckpt, 1);
+    ckpt->lock.is_alone = 0;
+    return status;
 }
 
 /* Rank 0, when all marks are there; with local every rank, for itself. *visible: the index is in place, whatever went
  * wrong after that. tells: the others wait for a mark that says so. */
 static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory, int tells, int *visible)
 {
-    char mark[DTRAIN__PORTION_NAME], shown[DTRAIN__PORTION_NAME];
+    char mark[DTRAIN__PART_NAME], shown[DTRAIN__PART_NAME];
     dtrain_status status = ckpt->local ? DTRAIN_OK : dtrain__save_index(ckpt, directory);
     *visible = status == DTRAIN_OK || (!ckpt->local && dtrain__save_listed(ckpt, directory));
     if (status == DTRAIN_OK && !ckpt->local)
@@ -562,14 +680,14 @@ static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory,
     if (status != DTRAIN_OK)
         return status;
     for (int rank = 0; rank < ckpt->ranks && !ckpt->local; rank++) {
-        dtrain__portion_name(mark, rank, dtrain__save_current(ckpt), "done");
-        dtrain__portion_name(shown, rank, dtrain__save_current(ckpt), "visible");
+        dtrain__part_name(mark, rank, dtrain__save_current(ckpt), "done");
+        dtrain__part_name(shown, rank, dtrain__save_current(ckpt), "visible");
         if (rank == 0 && tells && ckpt->ranks > 1) /* a rename needs no room on the disk */
             dtrain__file_sys_rename(directory, mark, directory, shown);
         else
             dtrain__file_sys_unlink(directory, mark, 0);
     }
-    dtrain__save_clear(ckpt);
+    dtrain__save_clear(ckpt, 0);
     return DTRAIN_OK;
 }
 
@@ -577,7 +695,9 @@ static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory,
 static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
 {
     int directory = -1, visible = 0, marked = 0;
-    dtrain_status status = dtrain__save_open_step(ckpt, &directory);
+    dtrain_status status = dtrain__save_lock(ckpt);
+    if (status == DTRAIN_OK)
+        status = dtrain__save_open_step(ckpt, &directory);
     if (status == DTRAIN_OK) {
         status = dtrain__save_write(ckpt, directory);
         marked = status == DTRAIN_OK;
@@ -587,7 +707,7 @@ static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
     if (status == DTRAIN_OK && (ckpt->rank == 0 || ckpt->local))
         status = dtrain__save_commit(ckpt, directory, 1, &visible);
     if (status != DTRAIN_OK && (!marked || ckpt->rank == 0)) {
-        dtrain__save_tell_failed(ckpt, ckpt->portion.index.facts.step, dtrain__save_current(ckpt));
+        dtrain__save_tell_failed(ckpt, ckpt->part.index.facts.step, dtrain__save_current(ckpt));
         if (directory >= 0 && !visible && marked)
             dtrain__save_discard(ckpt, directory);
     }

@@ -5,24 +5,24 @@
 #ifndef DTRAIN__VERIFY
 #define DTRAIN__VERIFY
 #include "save.c"
-#include "safetensors_read.c"
+#include "../format/safetensors_read.c"
 
 #define DTRAIN__VERIFY_WINDOW 16 /* blocks at a time: 1 MiB */
 
-typedef struct dtrain__verified {
+typedef struct dtrain__verify_file {
     const char *name; /* for texts */
     int fd;
     dtrain_safetensors *file;
     uint64_t data_begin, data_bytes;
     unsigned char *window;
     size_t window_bytes;
-    uint64_t first, blocks;        /* blocks in the window: first to first + blocks */
-    const uint64_t *hashes;        /* of the blocks; NULL: they are in `from` */
-    struct dtrain__verified *from; /* NULL too: nothing is checked */
+    uint64_t first, blocks;           /* blocks in the window: first to first + blocks */
+    const uint64_t *hashes;           /* of the blocks; NULL: they are in `from` */
+    struct dtrain__verify_file *from; /* NULL too: nothing is checked */
     uint64_t *bytes_read;
-} dtrain__verified;
+} dtrain__verify_file;
 
-static void dtrain__verified_close(dtrain__verified *open, dtrain_allocator *allocator)
+static void dtrain__verify_file_close(dtrain__verify_file *open, dtrain_allocator *allocator)
 {
     dtrain_safetensors_close(open->file);
     dtrain__file_close(open->fd);
@@ -32,30 +32,29 @@ static void dtrain__verified_close(dtrain__verified *open, dtrain_allocator *all
 }
 
 /* Compares a header with its hash. */
-static dtrain_status dtrain__verified_header(dtrain__verified *open, const dtrain__index_hashed *entry,
-                                             dtrain_allocator *allocator)
+static dtrain_status dtrain__verify_file_header(dtrain__verify_file *open, const dtrain__index_hashed *entry)
 {
-    if (entry->header_bytes > 100000008)
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint file \"%s\": a header of %llu bytes is too large",
-                            open->name, (unsigned long long)entry->header_bytes);
-    size_t bytes = (size_t)entry->header_bytes;
-    void *header = dtrain__alloc(allocator, bytes);
-    if (header == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a header of %zu bytes", bytes);
-    dtrain_status status = dtrain__file_read_at(open->fd, header, bytes, 0, open->name, "checkpoint");
-    *open->bytes_read += bytes;
-    if (status == DTRAIN_OK && dtrain__xxh64_of(header, bytes, 0) != entry->header_hash)
+    unsigned char some[16384];
+    dtrain__xxh64 hash;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__xxh64_begin(&hash, 0);
+    for (uint64_t at = 0; at < entry->header_bytes && status == DTRAIN_OK; at += sizeof some) {
+        size_t n = entry->header_bytes - at < sizeof some ? (size_t)(entry->header_bytes - at) : sizeof some;
+        status = dtrain__file_read_at(open->fd, some, n, at, open->name, "checkpoint");
+        dtrain__xxh64_add(&hash, some, n);
+        *open->bytes_read += n;
+    }
+    if (status == DTRAIN_OK && dtrain__xxh64_end(&hash) != entry->header_hash)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "checkpoint file \"%s\": its header has not the hash that was saved: it was damaged",
                               open->name);
-    dtrain__free(allocator, header, bytes);
     return status;
 }
 
 /* Opens a file of an index. A failed one is closed. */
-static dtrain_status dtrain__verified_open(dtrain__verified *open, int directory, const char *name,
-                                           const dtrain__index_hashed *entry, int verify, size_t window_blocks,
-                                           dtrain_allocator *allocator, uint64_t *bytes_read)
+static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int directory, const char *name,
+                                              const dtrain__index_hashed *entry, int verify, size_t window_blocks,
+                                              dtrain_allocator *allocator, uint64_t *bytes_read)
 {
     dtrain_safetensors_desc desc;
     uint64_t bytes = 0;
@@ -75,9 +74,9 @@ static dtrain_status dtrain__verified_open(dtrain__verified *open, int directory
                               name, (unsigned long long)bytes, (unsigned long long)entry->header_bytes,
                               (unsigned long long)entry->data_bytes);
     if (status == DTRAIN_OK && verify)
-        status = dtrain__verified_header(open, entry, allocator);
+        status = dtrain__verify_file_header(open, entry);
     if (status == DTRAIN_OK)
-        status = dtrain_safetensors_open_fd(&open->file, open->fd, &desc);
+        status = dtrain__safetensors_open_fd(&open->file, open->fd, &desc);
     if (status == DTRAIN_OK && dtrain_safetensors_header_bytes(open->file) != entry->header_bytes)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "checkpoint file \"%s\": its header has another length than the "
@@ -89,16 +88,16 @@ static dtrain_status dtrain__verified_open(dtrain__verified *open, int directory
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes", open->window_bytes);
     if (status != DTRAIN_OK) {
         open->window_bytes = open->window != NULL ? open->window_bytes : 0;
-        dtrain__verified_close(open, allocator);
+        dtrain__verify_file_close(open, allocator);
     }
     return status;
 }
 
-static dtrain_status dtrain__verified_get(dtrain__verified *open, uint64_t offset, uint64_t want,
-                                          const unsigned char **data, size_t *have);
+static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want,
+                                             const unsigned char **data, size_t *have);
 
 /* The hash that a block should have. */
-static dtrain_status dtrain__verified_hash(dtrain__verified *open, uint64_t block, uint64_t *hash)
+static dtrain_status dtrain__verify_file_hash(dtrain__verify_file *open, uint64_t block, uint64_t *hash)
 {
     const unsigned char *data;
     size_t have;
@@ -106,20 +105,20 @@ static dtrain_status dtrain__verified_hash(dtrain__verified *open, uint64_t bloc
         *hash = open->hashes[block];
         return DTRAIN_OK;
     }
-    dtrain_status status = dtrain__verified_get(open->from, 8 * block, 8, &data, &have);
+    dtrain_status status = dtrain__verify_file_get(open->from, 8 * block, 8, &data, &have);
     if (status == DTRAIN_OK)
         *hash = dtrain__load_le64(data);
     return status;
 }
 
 /* Checks blocks that were read to `data`, bytes of them. */
-static dtrain_status dtrain__verified_check(dtrain__verified *open, const unsigned char *data, uint64_t first,
-                                            uint64_t blocks, uint64_t bytes)
+static dtrain_status dtrain__verify_file_check(dtrain__verify_file *open, const unsigned char *data, uint64_t first,
+                                               uint64_t blocks, uint64_t bytes)
 {
     for (uint64_t i = 0; i < blocks && (open->hashes != NULL || open->from != NULL); i++) {
         uint64_t expected = 0, begin = i * DTRAIN__INDEX_BLOCK;
         uint64_t n = bytes - begin < DTRAIN__INDEX_BLOCK ? bytes - begin : DTRAIN__INDEX_BLOCK;
-        dtrain_status status = dtrain__verified_hash(open, first + i, &expected);
+        dtrain_status status = dtrain__verify_file_hash(open, first + i, &expected);
         if (status != DTRAIN_OK)
             return status;
         if (dtrain__xxh64_of(data + begin, (size_t)n, 0) != expected)
@@ -135,8 +134,8 @@ static dtrain_status dtrain__verified_check(dtrain__verified *open, const unsign
 
 /* Gives the address of the data at an offset, and how many of the `want` bytes from there on are with it, at least one.
  * The range is inside the data. */
-static dtrain_status dtrain__verified_get(dtrain__verified *open, uint64_t offset, uint64_t want,
-                                          const unsigned char **data, size_t *have)
+static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want,
+                                             const unsigned char **data, size_t *have)
 {
     uint64_t block = offset / DTRAIN__INDEX_BLOCK, end = (offset + want - 1) / DTRAIN__INDEX_BLOCK + 1;
     if (block < open->first || block >= open->first + open->blocks) {
@@ -148,7 +147,7 @@ static dtrain_status dtrain__verified_get(dtrain__verified *open, uint64_t offse
             dtrain__file_read_at(open->fd, open->window, bytes, open->data_begin + begin, open->name, "checkpoint");
         *open->bytes_read += bytes;
         if (status == DTRAIN_OK)
-            status = dtrain__verified_check(open, open->window, block, n, bytes);
+            status = dtrain__verify_file_check(open, open->window, block, n, bytes);
         if (status != DTRAIN_OK)
             return status;
         open->first = block;
@@ -162,8 +161,8 @@ static dtrain_status dtrain__verified_get(dtrain__verified *open, uint64_t offse
 
 /* Reads whole blocks straight to where they go: *bytes of the `want` from an offset on, 0 where a block does not begin
  * there, or is in the window, or is not wanted whole. */
-static dtrain_status dtrain__verified_direct(dtrain__verified *open, uint64_t offset, uint64_t want, unsigned char *out,
-                                             size_t *bytes)
+static dtrain_status dtrain__verify_file_direct(dtrain__verify_file *open, uint64_t offset, uint64_t want,
+                                                unsigned char *out, size_t *bytes)
 {
     uint64_t block = offset / DTRAIN__INDEX_BLOCK, blocks = want / DTRAIN__INDEX_BLOCK;
     *bytes = 0;
@@ -175,53 +174,54 @@ static dtrain_status dtrain__verified_direct(dtrain__verified *open, uint64_t of
     dtrain_status status =
         dtrain__file_read_at(open->fd, out, *bytes, open->data_begin + offset, open->name, "checkpoint");
     *open->bytes_read += *bytes;
-    return status == DTRAIN_OK ? dtrain__verified_check(open, out, block, blocks, *bytes) : status;
+    return status == DTRAIN_OK ? dtrain__verify_file_check(open, out, block, blocks, *bytes) : status;
 }
 
 /* ---- files of an index ---- */
 
 /* The file of an index that is open, with its hashes; one at a time. */
-typedef struct dtrain__shelf {
+typedef struct dtrain__verify_reader {
     dtrain_allocator *allocator;
     const dtrain__index *index;
     int verify;
     size_t open; /* which; NONE */
-    dtrain__verified data, hashes;
+    dtrain__verify_file data, hashes;
     dtrain__staging way; /* to devices that are read into */
     uint64_t bytes_read;
-} dtrain__shelf;
+} dtrain__verify_reader;
 
-static void dtrain__shelf_begin(dtrain__shelf *shelf, const dtrain__index *index, int verify,
-                                dtrain_allocator *allocator)
+static void dtrain__verify_begin(dtrain__verify_reader *reader, const dtrain__index *index, int verify,
+                                 dtrain_allocator *allocator)
 {
-    memset(shelf, 0, sizeof *shelf);
-    shelf->allocator = allocator;
-    shelf->index = index;
-    shelf->verify = verify;
-    shelf->open = DTRAIN__INDEX_NONE;
-    shelf->data.fd = shelf->hashes.fd = -1;
+    memset(reader, 0, sizeof *reader);
+    reader->allocator = allocator;
+    reader->index = index;
+    reader->verify = verify;
+    reader->open = DTRAIN__INDEX_NONE;
+    reader->data.fd = reader->hashes.fd = -1;
 }
 
-static void dtrain__shelf_close(dtrain__shelf *shelf)
+static void dtrain__verify_close(dtrain__verify_reader *reader)
 {
-    if (shelf->open == DTRAIN__INDEX_NONE)
+    if (reader->open == DTRAIN__INDEX_NONE)
         return;
-    dtrain__verified_close(&shelf->data, shelf->allocator);
-    if (shelf->hashes.file != NULL)
-        dtrain__verified_close(&shelf->hashes, shelf->allocator);
-    shelf->open = DTRAIN__INDEX_NONE;
+    dtrain__verify_file_close(&reader->data, reader->allocator);
+    if (reader->hashes.file != NULL)
+        dtrain__verify_file_close(&reader->hashes, reader->allocator);
+    reader->open = DTRAIN__INDEX_NONE;
 }
 
-static dtrain_status dtrain__shelf_open_hashes(dtrain__shelf *shelf, int directory, const dtrain__index_file *file)
+static dtrain_status dtrain__verify_open_hashes(dtrain__verify_reader *reader, int directory,
+                                                const dtrain__index_file *file)
 {
-    const dtrain__index *index = shelf->index;
-    dtrain_status status = dtrain__verified_open(&shelf->hashes, directory, index->texts + file->hashes.name,
-                                                 &file->hashes, 1, 1, shelf->allocator, &shelf->bytes_read);
+    const dtrain__index *index = reader->index;
+    dtrain_status status = dtrain__verify_file_open(&reader->hashes, directory, index->texts + file->hashes.name,
+                                                    &file->hashes, 1, 1, reader->allocator, &reader->bytes_read);
     if (status != DTRAIN_OK)
         return status;
-    const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(shelf->hashes.file, "xxh64", 5);
-    shelf->hashes.hashes = index->numbers + file->blocks;
-    shelf->data.from = &shelf->hashes;
+    const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(reader->hashes.file, "xxh64", 5);
+    reader->hashes.hashes = index->numbers + file->blocks;
+    reader->data.from = &reader->hashes;
     if (tensor != NULL && tensor->dtype == DTRAIN_U64 && tensor->begin == file->hashes.header_bytes &&
         tensor->end - tensor->begin == file->hashes.data_bytes)
         return DTRAIN_OK;
@@ -230,59 +230,59 @@ static dtrain_status dtrain__shelf_open_hashes(dtrain__shelf *shelf, int directo
 }
 
 /* Opens file `number` of the index in a directory. */
-static dtrain_status dtrain__shelf_open(dtrain__shelf *shelf, int directory, size_t number)
+static dtrain_status dtrain__verify_open(dtrain__verify_reader *reader, int directory, size_t number)
 {
-    const dtrain__index_file *file = &shelf->index->files[number];
-    if (shelf->open == number)
+    const dtrain__index_file *file = &reader->index->files[number];
+    if (reader->open == number)
         return DTRAIN_OK;
-    dtrain__shelf_close(shelf);
+    dtrain__verify_close(reader);
     dtrain_status status =
-        dtrain__verified_open(&shelf->data, directory, shelf->index->texts + file->data.name, &file->data,
-                              shelf->verify, DTRAIN__VERIFY_WINDOW, shelf->allocator, &shelf->bytes_read);
+        dtrain__verify_file_open(&reader->data, directory, reader->index->texts + file->data.name, &file->data,
+                                 reader->verify, DTRAIN__VERIFY_WINDOW, reader->allocator, &reader->bytes_read);
     if (status != DTRAIN_OK)
         return status;
-    shelf->open = number;
-    memset(&shelf->hashes, 0, sizeof shelf->hashes);
-    shelf->hashes.fd = -1;
-    if (shelf->verify && file->data.data_bytes > 0)
-        status = dtrain__shelf_open_hashes(shelf, directory, file);
+    reader->open = number;
+    memset(&reader->hashes, 0, sizeof reader->hashes);
+    reader->hashes.fd = -1;
+    if (reader->verify && file->data.data_bytes > 0)
+        status = dtrain__verify_open_hashes(reader, directory, file);
     if (status != DTRAIN_OK)
-        dtrain__shelf_close(shelf);
+        dtrain__verify_close(reader);
     return status;
 }
 
 /* Finds a piece in the open file; *begin: where its data begins in the file's. */
-static dtrain_status dtrain__shelf_find(dtrain__shelf *shelf, const dtrain__index_tensor *tensor,
-                                        const dtrain__index_piece *piece, uint64_t *begin)
+static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dtrain__index_tensor *tensor,
+                                         const dtrain__index_piece *piece, uint64_t *begin)
 {
-    const char *base = dtrain__index_name(shelf->index, tensor);
+    const char *base = dtrain__index_name(reader->index, tensor);
     char number[24] = "", *name;
     size_t room, length;
     if (piece->number != DTRAIN__INDEX_NONE)
         snprintf(number, sizeof number, "#%zu", piece->number);
     length = tensor->name_length + strlen(number);
     room = length + 1;
-    name = (char *)dtrain__alloc(shelf->allocator, room);
+    name = (char *)dtrain__alloc(reader->allocator, room);
     if (name == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a name");
     memcpy(name, base, tensor->name_length);
     memcpy(name + tensor->name_length, number, strlen(number));
-    const dtrain_safetensors_tensor *found = dtrain_safetensors_find(shelf->data.file, name, length);
+    const dtrain_safetensors_tensor *found = dtrain_safetensors_find(reader->data.file, name, length);
     dtrain_status status = DTRAIN_OK;
     if (found == NULL || found->dtype != tensor->dtype || found->count != piece->count ||
-        (found->begin - shelf->data.data_begin) % (dtrain_dtype_bits(tensor->dtype) / 8) != 0)
+        (found->begin - reader->data.data_begin) % (dtrain_dtype_bits(tensor->dtype) / 8) != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "checkpoint file \"%s\" has no tensor \"%.200s\" of %zu %s, which the index says it has",
-                              shelf->data.name, name, piece->count, dtrain_dtype_name(tensor->dtype));
+                              reader->data.name, name, piece->count, dtrain_dtype_name(tensor->dtype));
     else
-        *begin = found->begin - shelf->data.data_begin;
-    dtrain__free(shelf->allocator, name, room);
+        *begin = found->begin - reader->data.data_begin;
+    dtrain__free(reader->allocator, name, room);
     return status;
 }
 
 /* Copies `count` elements of the open file's data from a byte on, and converts them. */
-static dtrain_status dtrain__shelf_copy(dtrain__shelf *shelf, uint64_t offset, size_t count, dtrain_dtype from,
-                                        void *out, dtrain_dtype to)
+static dtrain_status dtrain__verify_copy(dtrain__verify_reader *reader, uint64_t offset, size_t count,
+                                         dtrain_dtype from, void *out, dtrain_dtype to)
 {
     size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
     unsigned char *into = (unsigned char *)out, turned[4096];
@@ -291,7 +291,7 @@ static dtrain_status dtrain__shelf_copy(dtrain__shelf *shelf, uint64_t offset, s
         size_t have = 0, n;
         dtrain_status status = DTRAIN_OK;
         if (from == to && !DTRAIN__FILE_SWAP)
-            status = dtrain__verified_direct(&shelf->data, offset, (uint64_t)count * from_bytes, into, &have);
+            status = dtrain__verify_file_direct(&reader->data, offset, (uint64_t)count * from_bytes, into, &have);
         if (status != DTRAIN_OK)
             return status;
         if (have > 0) {
@@ -300,7 +300,7 @@ static dtrain_status dtrain__shelf_copy(dtrain__shelf *shelf, uint64_t offset, s
             count -= have / from_bytes;
             continue;
         }
-        status = dtrain__verified_get(&shelf->data, offset, (uint64_t)count * from_bytes, &data, &have);
+        status = dtrain__verify_file_get(&reader->data, offset, (uint64_t)count * from_bytes, &data, &have);
         if (status != DTRAIN_OK)
             return status;
         n = have / from_bytes;
@@ -324,22 +324,22 @@ static dtrain_status dtrain__shelf_copy(dtrain__shelf *shelf, uint64_t offset, s
 }
 
 /* The same into memory of a device, NULL for the CPU's; a device's is there after dtrain__staging_wait. */
-static dtrain_status dtrain__shelf_put(dtrain__shelf *shelf, uint64_t offset, size_t count, dtrain_dtype from,
-                                       void *out, dtrain_dtype to, dtrain_device *device)
+static dtrain_status dtrain__verify_put(dtrain__verify_reader *reader, uint64_t offset, size_t count, dtrain_dtype from,
+                                        void *out, dtrain_dtype to, dtrain_device *device)
 {
     size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to) / 8, have = 0;
     unsigned char *into = (unsigned char *)out;
     dtrain_status status = DTRAIN_OK;
     if (device == NULL)
-        return dtrain__shelf_copy(shelf, offset, count, from, out, to);
+        return dtrain__verify_copy(reader, offset, count, from, out, to);
     while (count > 0 && status == DTRAIN_OK) {
         void *at;
-        status = dtrain__staging_room(&shelf->way, device, count * to_bytes, &at, &have);
+        status = dtrain__staging_room(&reader->way, device, count * to_bytes, &at, &have);
         size_t n = have / to_bytes;
         if (status == DTRAIN_OK)
-            status = dtrain__shelf_copy(shelf, offset, n, from, at, to);
+            status = dtrain__verify_copy(reader, offset, n, from, at, to);
         if (status == DTRAIN_OK)
-            status = dtrain__staging_send(&shelf->way, into, n * to_bytes);
+            status = dtrain__staging_send(&reader->way, into, n * to_bytes);
         into += n * to_bytes;
         offset += (uint64_t)n * from_bytes;
         count -= n;
@@ -348,22 +348,22 @@ static dtrain_status dtrain__shelf_put(dtrain__shelf *shelf, uint64_t offset, si
 }
 
 /* Reads what a stored piece, in the open file, and a wanted region share; out is memory of device. */
-static dtrain_status dtrain__shelf_read(dtrain__shelf *shelf, const dtrain__index_tensor *tensor,
-                                        const dtrain__index_piece *piece, const dtrain__region *want, void *out,
-                                        dtrain_dtype to, dtrain_device *device, uint64_t *bytes)
+static dtrain_status dtrain__verify_read(dtrain__verify_reader *reader, const dtrain__index_tensor *tensor,
+                                         const dtrain__index_piece *piece, const dtrain__region *want, void *out,
+                                         dtrain_dtype to, dtrain_device *device, uint64_t *bytes)
 {
     size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
     dtrain__region have;
-    dtrain__overlap overlap;
-    dtrain__overlap_run run;
+    dtrain__region_overlap overlap;
+    dtrain__region_overlap_run run;
     uint64_t begin = 0;
-    dtrain__index_region(shelf->index, tensor, piece, &have);
-    if (!dtrain__overlap_begin(&overlap, &have, want))
+    dtrain__index_region(reader->index, tensor, piece, &have);
+    if (!dtrain__region_overlap_begin(&overlap, &have, want))
         return DTRAIN_OK;
-    dtrain_status status = dtrain__shelf_find(shelf, tensor, piece, &begin);
-    while (status == DTRAIN_OK && dtrain__overlap_next(&overlap, &run)) {
-        status = dtrain__shelf_put(shelf, begin + (uint64_t)run.from_begin * from_bytes, run.count, tensor->dtype,
-                                   (unsigned char *)out + run.to_begin * to_bytes, to, device);
+    dtrain_status status = dtrain__verify_find(reader, tensor, piece, &begin);
+    while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
+        status = dtrain__verify_put(reader, begin + (uint64_t)run.from_begin * from_bytes, run.count, tensor->dtype,
+                                    (unsigned char *)out + run.to_begin * to_bytes, to, device);
         *bytes += (uint64_t)run.count * from_bytes;
     }
     return status;

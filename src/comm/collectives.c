@@ -3,7 +3,7 @@
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 #include "op.c"
-#include "comm.c"
+#include "work.c"
 
 static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
 {
@@ -40,7 +40,7 @@ static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, co
     dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
     op.op = reduction;
     op.root = root;
-    return dtrain__comm_call(comm, &op, work);
+    return dtrain__work_call(comm, &op, work);
 }
 
 static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
@@ -52,23 +52,15 @@ static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, 
     op.root = root;
     if (counts == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "%s_v: the array of counts, one for each rank, is NULL", dtrain__kind_name((uint64_t)kind));
-    return dtrain__comm_call(comm, &op, work);
+                            "%s_v: the array of counts, one for each rank, is NULL",
+                            dtrain__op_kind_name((uint64_t)kind));
+    return dtrain__work_call(comm, &op, work);
 }
 
 static dtrain_status dtrain__no_work(dtrain_comm *comm, dtrain__kind kind)
 {
     return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__kind_name((uint64_t)kind));
-}
-
-DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
-{
-    if (comm != NULL)
-        return dtrain_split(count, comm->size, rank, begin);
-    if (begin != NULL)
-        *begin = 0;
-    return 0;
+                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name((uint64_t)kind));
 }
 
 DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -89,14 +81,6 @@ DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *
                                        dtrain_op op, int root)
 {
     return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, NULL);
-}
-
-DTRAIN_API dtrain_status dtrain_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                             dtrain_dtype dtype, dtrain_op op, int root, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__REDUCE);
-    return dtrain__collective(comm, DTRAIN__REDUCE, in, out, count, dtype, op, root, work);
 }
 
 DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -126,6 +110,17 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const 
     if (work == NULL)
         return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
+}
+
+/* Sums as dtrain_reduce_scatter_v_async; results are of the dtype of partial sums, float32 for 16-bit floats, and are
+ * not rounded to that of the inputs. in and out are apart. */
+static dtrain_status dtrain__reduce_scatter_partial(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                                    dtrain_dtype dtype, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of_parts(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, NULL, dtype);
+    op.op = DTRAIN_SUM;
+    op.partial = 1;
+    return dtrain__work_call(comm, &op, work);
 }
 
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -175,26 +170,10 @@ DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *
     return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, NULL);
 }
 
-DTRAIN_API dtrain_status dtrain_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                             dtrain_dtype dtype, int root, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__GATHER);
-    return dtrain__collective(comm, DTRAIN__GATHER, in, out, count, dtype, (dtrain_op)0, root, work);
-}
-
 DTRAIN_API dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                          const size_t *offsets, dtrain_dtype dtype, int root)
 {
     return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
-}
-
-DTRAIN_API dtrain_status dtrain_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
-                                               const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__GATHER);
-    return dtrain__collective_v(comm, DTRAIN__GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
 }
 
 DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
@@ -203,40 +182,16 @@ DTRAIN_API dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void 
     return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, NULL);
 }
 
-DTRAIN_API dtrain_status dtrain_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                              dtrain_dtype dtype, int root, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__SCATTER);
-    return dtrain__collective(comm, DTRAIN__SCATTER, in, out, count, dtype, (dtrain_op)0, root, work);
-}
-
 DTRAIN_API dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                           const size_t *offsets, dtrain_dtype dtype, int root)
 {
     return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, NULL);
 }
 
-DTRAIN_API dtrain_status dtrain_scatter_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
-                                                const size_t *offsets, dtrain_dtype dtype, int root, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__SCATTER);
-    return dtrain__collective_v(comm, DTRAIN__SCATTER, in, out, counts, offsets, dtype, (dtrain_op)0, root, work);
-}
-
 DTRAIN_API dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype)
 {
     return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, NULL);
-}
-
-DTRAIN_API dtrain_status dtrain_all_to_all_async(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                                 dtrain_dtype dtype, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
-    return dtrain__collective(comm, DTRAIN__ALL_TO_ALL, in, out, count, dtype, (dtrain_op)0, 0, work);
 }
 
 static dtrain_status dtrain__all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
@@ -249,7 +204,7 @@ static dtrain_status dtrain__all_to_all_v(dtrain_comm *comm, const void *in, con
     if (in_counts == NULL || out_counts == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "all_to_all_v: an array of counts, one for each rank, is NULL");
-    return dtrain__comm_call(comm, &op, work);
+    return dtrain__work_call(comm, &op, work);
 }
 
 DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
@@ -271,13 +226,6 @@ DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void
 DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm)
 {
     return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, NULL);
-}
-
-DTRAIN_API dtrain_status dtrain_barrier_async(dtrain_comm *comm, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__BARRIER);
-    return dtrain__collective(comm, DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype, int peer)
@@ -313,31 +261,13 @@ static dtrain_status dtrain__exchange(dtrain_comm *comm, const void *in, size_t 
     op.in_count = out_count;
     op.root = to;
     op.from = from;
-    return dtrain__comm_call(comm, &op, work);
+    return dtrain__work_call(comm, &op, work);
 }
 
 DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
                                          size_t out_count, int from, dtrain_dtype dtype)
 {
     return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, NULL);
-}
-
-DTRAIN_API dtrain_status dtrain_exchange_async(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
-                                               size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__EXCHANGE);
-    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, work);
-}
-
-DTRAIN_API const char *dtrain_comm_algorithm(const dtrain_comm *comm, const char *collective, size_t count,
-                                             dtrain_dtype dtype)
-{
-    dtrain__kind kind = collective != NULL ? dtrain__plan_kind(collective, strlen(collective)) : DTRAIN__KINDS;
-    dtrain__op op = dtrain__op_of(kind, NULL, NULL, count, dtype);
-    if (comm == NULL || kind == DTRAIN__KINDS)
-        return "?";
-    return dtrain__algorithm_name((uint64_t)dtrain__plan_select(comm, &op));
 }
 
 /* Index of the first element in which a and b differ; count when none does. */
@@ -378,6 +308,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
+    if (dtrain__group_alive(comm, "comm_check_equal") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     if (comm->fusing)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "check_equal on rank %d: it cannot be fused; call fuse_end first", comm->rank);

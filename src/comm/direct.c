@@ -67,7 +67,7 @@ static unsigned char *dtrain__direct_result(const dtrain_comm *comm, const dtrai
     size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? 0 : comm->parts[comm->rank].begin;
     if (op->kind == DTRAIN__REDUCE && comm->rank != op->root)
         return dtrain__direct_slot(comm, op, at, comm->rank);
-    return (unsigned char *)op->out + (begin + at->block * at->most) * dtrain__step_out_width(op);
+    return (unsigned char *)op->out + (begin + at->block * at->most) * dtrain__op_result_width(op);
 }
 
 static dtrain__direct dtrain__direct_where(const dtrain_comm *comm, const dtrain__op *op, size_t k)
@@ -98,7 +98,9 @@ static void dtrain__direct_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__direct_slot(comm, op, &at, rank);
     comm->ins[comm->rank] = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
-    if (n > 0)
+    if (n > 0 && op->partial)
+        dtrain__fold_partials(op->dtype, comm->ins, comm->size, result, n);
+    else if (n > 0)
         dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &result, 1, 0, n);
 }
 

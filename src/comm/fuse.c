@@ -5,13 +5,15 @@
  * depends on nothing but the calls, so ranks that made the same calls make the same sets. */
 #ifndef DTRAIN__FUSE
 #define DTRAIN__FUSE
-#include "comm.c"
+#include "work.c"
 
 #define DTRAIN__FUSE_CALL ((size_t)1 << 20) /* larger buffers are not worth a copy */
 #define DTRAIN__FUSE_SET ((size_t)4 << 20)
 
 DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
 {
+    if (comm != NULL && dtrain__group_alive(comm, "fuse_begin") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     if (comm == NULL || comm->fusing)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             comm != NULL ? "fuse_begin on rank %d: it was called before; call fuse_end first"
@@ -49,7 +51,7 @@ static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *p
     packed->count = 0;
     for (; end < comm->noted; end++) {
         const dtrain__op *next = &comm->notes[end].op;
-        if (dtrain__op_is_letter(next))
+        if (dtrain__op_is_one_way(next))
             continue;
         if (!dtrain__fuse_fits(comm, &comm->notes[at].op, next, packed->count * width))
             break;
@@ -69,7 +71,7 @@ static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, int back
         size_t bytes = dtrain__op_bytes(op);
         int reads = op->kind == DTRAIN__ALL_REDUCE || op->root == comm->rank;
         int writes = op->kind == DTRAIN__ALL_REDUCE || op->root != comm->rank;
-        if (dtrain__op_is_letter(op))
+        if (dtrain__op_is_one_way(op))
             continue;
         if (bytes > 0 && !back && reads)
             memcpy(packed, op->in, bytes);
@@ -85,7 +87,7 @@ static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
     dtrain__segment *segment = (dtrain__segment *)(void *)comm->packed;
     for (; at < end; at++) {
         const dtrain__op *op = &comm->notes[at].op;
-        if (dtrain__op_is_letter(op))
+        if (dtrain__op_is_one_way(op))
             continue;
         segment->in = op->in;
         segment->out = op->out;
@@ -121,11 +123,11 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
     dtrain_status status;
     size_t end = dtrain__fuse_set(comm, at, &op);
     if (op.form < 2) {
-        dtrain__fuse_keep(first, dtrain__comm_call(comm, &comm->notes[at].op, NULL));
+        dtrain__fuse_keep(first, dtrain__work_call(comm, &comm->notes[at].op, NULL));
         return at + 1;
     }
     /* where ranks share an address space, only what is small enough to be posted is worth a copy */
-    op.scattered = dtrain__comm_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
+    op.scattered = dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
     status =
         dtrain__fuse_reserve(comm, op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op));
     if (status == DTRAIN_OK) {
@@ -134,7 +136,7 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
             dtrain__fuse_list(comm, at, end);
         else
             dtrain__fuse_copy(comm, at, end, 0);
-        status = dtrain__comm_call(comm, &op, NULL);
+        status = dtrain__work_call(comm, &op, NULL);
     }
     if (status == DTRAIN_OK && !op.scattered)
         dtrain__fuse_copy(comm, at, end, 1);
@@ -148,16 +150,16 @@ static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
 {
     int messages = 0;
     for (size_t i = 0; i < comm->noted; i++)
-        messages |= dtrain__op_is_letter(&comm->notes[i].op);
+        messages |= dtrain__op_is_one_way(&comm->notes[i].op);
     for (int k = 1; k < comm->size && messages && first->status == DTRAIN_OK; k++)
         for (size_t i = 0; i < comm->noted && first->status == DTRAIN_OK; i++) {
             dtrain__op *op = &comm->notes[i].op;
             int distance = op->kind == DTRAIN__SEND ? op->root - comm->rank : comm->rank - op->root;
-            if (!dtrain__op_is_letter(op) || (distance + comm->size) % comm->size != k)
+            if (!dtrain__op_is_one_way(op) || (distance + comm->size) % comm->size != k)
                 continue;
-            dtrain__fuse_keep(first, dtrain__comm_begin(comm, op));
-            dtrain__comm_clock(comm, op);
-            comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__queue_add(comm, op) : NULL;
+            dtrain__fuse_keep(first, dtrain__work_begin(comm, op));
+            dtrain__work_clock(comm, op);
+            comm->notes[i].work = first->status == DTRAIN_OK ? dtrain__work_add(comm, op) : NULL;
             if (comm->notes[i].work == NULL)
                 dtrain__fuse_keep(first, dtrain__thread_error.status);
         }
@@ -169,6 +171,8 @@ static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
 DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
 {
     dtrain__error first;
+    if (comm != NULL && dtrain__group_alive(comm, "fuse_end") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     if (comm == NULL || !comm->fusing)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             comm != NULL ? "fuse_end on rank %d: there was no fuse_begin"
@@ -178,7 +182,7 @@ DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
     comm->fusing = 0;
     dtrain__fuse_mail(comm, &first);
     for (size_t at = 0; at < comm->noted;)
-        at = dtrain__op_is_letter(&comm->notes[at].op) ? at + 1 : dtrain__fuse_run(comm, at, &first);
+        at = dtrain__op_is_one_way(&comm->notes[at].op) ? at + 1 : dtrain__fuse_run(comm, at, &first);
     comm->noted = 0;
     if (first.status != DTRAIN_OK)
         comm->error = first;

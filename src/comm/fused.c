@@ -1,8 +1,8 @@
 /* ---- >>fused ----
- * Collectives between ranks of one address space. Each rank posts its call and buffers; when every
- * rank has posted, each does its part straight on all ranks' buffers, and returns when all have done
- * theirs. Small inputs travel on the board itself and need no second round. No step waits: fused_advance
- * does what can be done now, so that blocking calls, the service thread and poll share it.
+ * Collectives between ranks that read each other's buffers in place (see >>shared). Each rank posts its call and
+ * buffers; when every rank has posted, each does its part straight on all ranks' buffers, and returns when all have
+ * done theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what
+ * can be done now, so that blocking calls, the service thread and poll share it.
  *
  * A rank takes its post back at its deadline by marking it, and looks whether every peer has posted: then it
  * unmarks it and goes on. Ranks do so one after another, and peers commit only after they have seen every post
@@ -27,7 +27,7 @@ static int dtrain__fused_inline(const dtrain_comm *comm, const dtrain__op *op)
 
 static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain__op *op, int rank)
 {
-    return &comm->transport.board->slots[rank].posts[op->turn & 1];
+    return &comm->shared->slots[rank].posts[op->turn & 1];
 }
 
 /* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. */
@@ -40,7 +40,7 @@ static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
         size_t end = (comm->parts[rank].begin + comm->parts[rank].count) * (dtrain_dtype_bits(op->dtype) / 8);
         bytes = comm->parts[rank].count > 0 && end > bytes ? end : bytes;
     }
-    if (!dtrain__comm_reserve(comm, op, bytes))
+    if (!dtrain__op_reserve(comm, op, bytes))
         return 0;
     if (bytes > 0)
         memcpy(comm->scratch, op->in, bytes);
@@ -61,7 +61,7 @@ static uint64_t dtrain__fused_check(const uint64_t *words)
 
 static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    dtrain__slot *slot = &comm->shared->slots[comm->rank];
     dtrain__post *post = dtrain__fused_post_of(comm, op, comm->rank);
     dtrain__call call = dtrain__op_call(comm, op, 0);
     memcpy(post->call, &call, sizeof post->call);
@@ -80,17 +80,23 @@ static void dtrain__fused_post(dtrain_comm *comm, dtrain__op *op)
 
 static int dtrain__fused_arrived(const dtrain_comm *comm, const dtrain__op *op, int peer)
 {
-    uint64_t word = __atomic_load_n(&comm->transport.board->slots[peer].arrived, __ATOMIC_SEQ_CST);
+    uint64_t word = __atomic_load_n(&comm->shared->slots[peer].arrived, __ATOMIC_SEQ_CST);
     return word == 2 * op->turn || word / 2 > op->turn;
 }
 
-/* Ends the operation with the board broken: first makes sure that no peer is inside its buffers. */
+/* Ends the operation with the group broken: first makes sure that no peer is inside its buffers. */
 static int dtrain__fused_end_broken(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__board *board = comm->transport.board;
-    dtrain__op_blame(comm, op, dtrain__board_cause(board));
-    dtrain__board_revoke(board, comm->rank);
+    dtrain__op_blame(comm, op, dtrain__group_cause(comm));
+    dtrain__shared_revoke(comm->shared, comm->rank);
     return 1;
+}
+
+/* The operation's error breaks the group: then makes sure that no peer is inside its buffers. */
+static void dtrain__fused_break(dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__group_break(comm, &op->error);
+    dtrain__shared_revoke(comm->shared, comm->rank);
 }
 
 /* Compares all posts, so that every rank comes to the same verdict and none touches a buffer on a mismatch. */
@@ -137,8 +143,7 @@ static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
         if (gives == awaits)
             continue;
         dtrain__op_uneven(comm, op, peer, comm->rank, gives * width, awaits * width);
-        dtrain__board_break(comm->transport.board, &op->error);
-        dtrain__board_revoke(comm->transport.board, comm->rank);
+        dtrain__fused_break(comm, op);
         return 0;
     }
     return 1;
@@ -159,7 +164,7 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
 /* Marks this rank's post as taken back, unless every peer has posted; the peer that has not, or -1. */
 static int dtrain__fused_mark(dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__slot *slot = &comm->transport.board->slots[comm->rank];
+    dtrain__slot *slot = &comm->shared->slots[comm->rank];
     int missing = -1;
     __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
     for (int peer = 0; peer < comm->size && missing < 0; peer++)
@@ -170,49 +175,68 @@ static int dtrain__fused_mark(dtrain_comm *comm, const dtrain__op *op)
     return missing;
 }
 
-/* Takes this rank's post back at its deadline; 0 when every peer had posted by then and it must go through. */
-static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
+/* Takes this rank's post back; returns a peer that has not posted, or -1 when all had and it must go through. */
+static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__board *board = comm->transport.board;
-    uint64_t withdrawn = __atomic_load_n(&board->withdrawn, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
-    while (!__atomic_compare_exchange_n(&board->withdrawn, &withdrawn, withdrawn + 1, 0, __ATOMIC_SEQ_CST,
+    dtrain__shared *shared = comm->shared;
+    uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
+    while (!__atomic_compare_exchange_n(&shared->withdrawn, &withdrawn, withdrawn + 1, 0, __ATOMIC_SEQ_CST,
                                         __ATOMIC_SEQ_CST)) {
         withdrawn &= ~(uint64_t)1;
         sched_yield();
     }
     int missing = dtrain__fused_mark(comm, op);
-    __atomic_store_n(&board->withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&shared->withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
+    return missing;
+}
+
+/* Takes this rank's post back at its deadline; 0 when every peer had posted by then and it must go through. */
+static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
+{
+    int missing = dtrain__fused_retract(comm, op);
     if (missing < 0)
         return 0;
     /* the one awaited all along, rather than one that has just taken its post back */
     if (op->awaited < 0 || dtrain__fused_arrived(comm, op, op->awaited))
         op->awaited = missing;
-    dtrain__op_expire(comm, op);
+    dtrain__recorder_expire(comm, op);
+    return 1;
+}
+
+/* A rank has left that will not post, and nothing has moved: takes this rank's post back, if it is there. Returns 1. */
+static int dtrain__fused_needs_left(dtrain_comm *comm, dtrain__op *op, int rank)
+{
+    dtrain__op_needs_left(comm, op, rank);
+    if (dtrain__membership_broken(comm->members))
+        return dtrain__fused_end_broken(comm, op);
+    if (op->phase == DTRAIN__FUSED_GATHER)
+        dtrain__fused_retract(comm, op);
     return 1;
 }
 
 /* Returns 1 when the operation has ended; else op->phase says whether all ranks have posted. */
 static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__board *board = comm->transport.board;
+    dtrain__shared *shared = comm->shared;
     int peer = (int)op->at;
     for (; peer < comm->size; peer++) {
-        int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
+        int missing, left = dtrain__membership_left(&shared->members, peer);
         if (dtrain__fused_arrived(comm, op, peer))
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
-        if (left)
-            dtrain__board_lost(board, peer);
-        return dtrain__board_broken(board) ? dtrain__fused_end_broken(comm, op) : 0;
+        missing = dtrain__group_misses(comm, op->number);
+        if (missing >= 0 || left)
+            return dtrain__fused_needs_left(comm, op, missing >= 0 ? missing : peer);
+        return dtrain__membership_broken(&shared->members) ? dtrain__fused_end_broken(comm, op) : 0;
     }
     op->at = 0;
-    uint64_t withdrawn = __atomic_load_n(&board->withdrawn, __ATOMIC_SEQ_CST);
+    uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST);
     for (peer = 0; peer < comm->size; peer++)
         if (!dtrain__fused_arrived(comm, op, peer))
             return 0;
-    if (withdrawn % 2 != 0 || __atomic_load_n(&board->withdrawn, __ATOMIC_SEQ_CST) != withdrawn)
+    if (withdrawn % 2 != 0 || __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) != withdrawn)
         return 0; /* who is at it rings the bell */
     op->awaited = -1;
     comm->number = op->number;
@@ -244,8 +268,11 @@ static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin
     if (outs == 1)
         comm->outs[0] =
             (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
-            offset * width;
-    dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, outs, 0, n);
+            offset * dtrain__op_result_width(op);
+    if (op->partial)
+        dtrain__fold_partials(op->dtype, comm->ins, comm->size, comm->outs[0], n);
+    else
+        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, outs, 0, n);
 }
 
 /* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
@@ -334,13 +361,13 @@ static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op,
 /* Does this rank's part until `until_ns`; returns 1 when the operation has ended. */
 static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
 {
-    dtrain__board *board = comm->transport.board;
+    dtrain__shared *shared = comm->shared;
     size_t begin, share = dtrain__fused_share(comm, op, &begin);
     size_t width = dtrain_dtype_bits(op->dtype) / 8;
     size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / width;
     while (op->at < share) {
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
-        if (!dtrain__board_enter(board, comm->rank))
+        if (!dtrain__shared_enter(shared, comm->rank))
             return dtrain__fused_end_broken(comm, op);
         if (op->scattered)
             dtrain__fused_segments(comm, op, from, n);
@@ -350,12 +377,12 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
             dtrain__fused_collect(comm, op, from, n);
         else
             dtrain__fused_copy(comm, op, from, n);
-        dtrain__board_leave(board, comm->rank);
+        dtrain__shared_leave(shared, comm->rank);
         op->at += n;
         if (until_ns != INT64_MAX && op->at < share && dtrain__os_now_ns() >= until_ns)
             return 0;
     }
-    __atomic_store_n(&board->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&shared->slots[comm->rank].finished, op->turn, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     op->at = 0;
     op->phase = DTRAIN__FUSED_FINISH;
@@ -364,16 +391,20 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
 
 static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__board *board = comm->transport.board;
+    dtrain__shared *shared = comm->shared;
     for (int peer = (int)op->at; peer < comm->size; peer++) {
-        int left = (int)__atomic_load_n(&board->slots[peer].left, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&board->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
+        int left = dtrain__membership_left(&shared->members, peer);
+        if (__atomic_load_n(&shared->slots[peer].finished, __ATOMIC_SEQ_CST) >= op->turn)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
-        if (left)
-            dtrain__board_lost(board, peer);
-        return dtrain__board_broken(board) ? dtrain__fused_end_broken(comm, op) : 0;
+        if (left) { /* in the middle of it */
+            dtrain__error lost;
+            comm->plane->lost(comm->transport.self, peer);
+            lost = dtrain__thread_error;
+            dtrain__group_break(comm, &lost);
+        }
+        return dtrain__membership_broken(comm->members) ? dtrain__fused_end_broken(comm, op) : 0;
     }
     return 1;
 }
@@ -384,7 +415,7 @@ static int dtrain__fused_advance(dtrain_comm *comm, dtrain__op *op, int64_t unti
     if (op->phase == DTRAIN__FUSED_POST) {
         op->number = comm->number + 1;
         op->turn = comm->turn + 1;
-        if (dtrain__board_broken(comm->transport.board))
+        if (dtrain__membership_broken(comm->members))
             return dtrain__fused_end_broken(comm, op);
         dtrain__op_layout(comm, op);
         if (!dtrain__fused_lend(comm, op))
@@ -403,9 +434,8 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->phase == DTRAIN__FUSED_GATHER)
         return dtrain__fused_withdraw(comm, op);
-    dtrain__op_expire(comm, op);
-    dtrain__board_break(comm->transport.board, &op->error);
-    dtrain__board_revoke(comm->transport.board, comm->rank);
+    dtrain__recorder_expire(comm, op);
+    dtrain__fused_break(comm, op);
     return 1;
 }
 

@@ -1,511 +1,307 @@
 /* ---- >>group ----
- * Groups come and go: a world of one, the ranks of one process, a transport of the user's own. Leaving
- * never waits for a peer; what was pending is cancelled, and whoever needs the leaver is told. */
+ * One rank's end of a group: what it is made of, which call is in it, and what it knows of its other ranks. Operations
+ * are here as types alone, as a group keeps them: >>op has what is done with one. */
 #ifndef DTRAIN__GROUP
 #define DTRAIN__GROUP
-#include "op.c"
-#include "place.c"
-#include "recorder.c"
-#include "trace.c"
-#include "comm.c"
+#include "../base/os.c"
+#include "../base/status.c"
+#include "../base/memory.c"
+#include "../base/worker.c"
+#include "../tensor/fold.c"
+#include "../transport/threads_plane.c"
+#include "../control/socket_plane.c"
+#include "groups.h"
 
-static void dtrain__comm_free(dtrain_comm *comm)
-{
-    size_t size = (size_t)comm->size;
-    dtrain_allocator *allocator = comm->allocator, own;
-    while (comm->newest != NULL) {
-        dtrain_work *work = comm->newest;
-        comm->newest = work->older;
-        dtrain__free(allocator, work, sizeof *work);
-    }
-    dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
-    dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
-    dtrain__free(allocator, comm->ins, size * sizeof(void *));
-    dtrain__free(allocator, comm->outs, size * sizeof(void *));
-    dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
-    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
-    dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
-    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
-    dtrain__free(allocator, comm->packed, comm->packed_bytes);
-    dtrain__recorder_free(comm);
-    pthread_mutex_destroy(&comm->queue_mutex);
-    pthread_mutex_destroy(&comm->drive_mutex);
-    own = comm->own;
-    dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
-}
+#define DTRAIN__MAX_RANKS 1024
+#define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
 
-/* The algorithms that desc and environment ask for; where nodes are said to be. */
-static dtrain_status dtrain__comm_choose(dtrain_comm *comm)
-{
-    int64_t ranks = 0;
-    dtrain_status status = DTRAIN_OK;
-    int own = comm->transport.send != NULL && comm->transport.send != dtrain__threads_send &&
-              comm->transport.send != dtrain__socket_send;
-    comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && own);
-    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
-        comm->asked[kind] = comm->desc.algorithm;
-    if (comm->desc.node_ranks < 0)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
-                            comm->desc.node_ranks);
-    if (comm->desc.node_ranks == 0 && dtrain__place_get("DTRAIN_NODE_RANKS") != NULL)
-        status = dtrain__place_number("DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks);
-    comm->node_ranks = comm->desc.node_ranks > 0 ? comm->desc.node_ranks : (int)ranks;
-    comm->node_ranks = comm->node_ranks < comm->size ? comm->node_ranks : comm->size;
-    return status == DTRAIN_OK ? dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM")) : status;
-}
+typedef enum dtrain__kind {
+    DTRAIN__ALL_REDUCE = 1,
+    DTRAIN__REDUCE_SCATTER,
+    DTRAIN__ALL_GATHER,
+    DTRAIN__BROADCAST,
+    DTRAIN__REDUCE,
+    DTRAIN__GATHER,
+    DTRAIN__SCATTER,
+    DTRAIN__ALL_TO_ALL,
+    DTRAIN__BARRIER,
+    DTRAIN__SEND,
+    DTRAIN__RECV,
+    DTRAIN__EXCHANGE,
+    DTRAIN__KINDS
+} dtrain__kind;
 
-/* Makes one rank's end; on an error the transport stays the caller's. allocator: NULL, one of its own. */
-static dtrain_status dtrain__comm_new(dtrain_comm **out, const dtrain_transport *transport,
-                                      const dtrain_comm_desc *desc, dtrain_allocator *allocator)
-{
-    size_t size = (size_t)transport->size;
-    dtrain_status status = DTRAIN_OK;
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
-    if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    comm->own = first;
-    comm->allocator = allocator != NULL ? allocator : &comm->own;
-    comm->rank = transport->rank;
-    comm->size = transport->size;
-    comm->transport = *transport;
-    comm->process = getpid();
-    comm->desc = *desc;
-    if (comm->desc.timeout_ms == 0)
-        comm->desc.timeout_ms = 60000;
-    comm->bell = transport->board != NULL ? &transport->board->bell : &comm->own_bell;
-    pthread_mutex_init(&comm->queue_mutex, NULL);
-    pthread_mutex_init(&comm->drive_mutex, NULL);
-    comm->sent = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
-    comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
-    comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
-    comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
-    if (comm->sent == NULL || comm->received == NULL || comm->ins == NULL || comm->outs == NULL ||
-        comm->parts == NULL || comm->lanes == NULL || !dtrain__recorder_create(comm))
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    else
-        status = dtrain__trace_prefix(comm, desc->trace_on_failure);
-    if (status == DTRAIN_OK) {
-        comm->others = comm->parts + size;
-        status = dtrain__comm_choose(comm);
-    }
-    if (status == DTRAIN_OK)
-        *out = comm;
-    else
-        dtrain__comm_free(comm);
-    return status;
-}
+#define DTRAIN__WEIGHTED 1u
+#define DTRAIN__ON_DEVICE ((uint64_t)1 << 32)
+#define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: in any order */
+#define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
 
-static dtrain_status dtrain__comm_check_desc(const dtrain_comm_desc *desc)
-{
-    int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
-    if (algorithm != DTRAIN_ALGORITHM_AUTO &&
-        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
-                            algorithm);
-    if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
-                            progress);
-    if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order %d is not a DTRAIN_ORDER constant",
-                            (int)desc->order);
-    if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
-                            desc->connections, DTRAIN__MAX_LANES);
-    if (desc->fingerprint != NULL && strlen(desc->fingerprint) > DTRAIN__FINGERPRINT_BYTES - 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: a fingerprint of %zu bytes; at most %d are possible",
-                            strlen(desc->fingerprint), DTRAIN__FINGERPRINT_BYTES - 1);
-    return DTRAIN_OK;
-}
+/* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
+typedef struct dtrain__call {
+    uint64_t kind; /* a message is a DTRAIN__SEND on both sides */
+    uint64_t number;
+    uint64_t dtype;
+    uint64_t op;
+    uint64_t count;
+    uint64_t root;
+    uint64_t algorithm; /* and what else its steps depend on: see dtrain__op_way */
+    uint64_t ranks;
+    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_split says */
+    uint64_t group;
+    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED, DTRAIN__ON_DEVICE; else the number of calls that were fused */
+    uint64_t first;  /* the count of the first of these, or of the call that this is a step of */
+    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean; see dtrain__op_call_whole */
+} dtrain__call;
 
-/* One rank's end of a board to which it has come; on an error it leaves. */
-static dtrain_status dtrain__comm_on_board(dtrain_comm **out, dtrain__board *board, int rank,
-                                           const dtrain_comm_desc *desc)
-{
-    dtrain_transport transport;
-    dtrain__threads_transport(&transport, board, rank);
-    dtrain_status status = dtrain__comm_new(out, &transport, desc, board->allocator);
-    if (status != DTRAIN_OK)
-        dtrain__board_detach(board, rank);
-    return status;
-}
+typedef struct dtrain__message_header {
+    uint64_t magic;
+    dtrain__call call;
+    uint64_t tag;
+    uint64_t bytes;
+    uint64_t data_check; /* of what follows; 0: not checked */
+    uint64_t check;      /* of everything above */
+} dtrain__message_header;
 
-DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
-{
-    dtrain_comm_desc defaults;
-    dtrain__board *board = NULL;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
-    if (desc == NULL)
-        desc = &defaults;
-    if (comms == NULL || ranks < 1 || ranks > DTRAIN__MAX_RANKS)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threads_create: %d ranks (1 to %d are possible) into %s array",
-                            ranks, DTRAIN__MAX_RANKS, comms == NULL ? "no" : "an");
-    for (int rank = 0; rank < ranks; rank++)
-        comms[rank] = NULL;
-    status = dtrain__comm_check_desc(desc);
-    if (status == DTRAIN_OK)
-        status = dtrain__board_create(&board, ranks, desc->allocator);
-    if (status != DTRAIN_OK)
-        return status;
-    for (int rank = 0; rank < ranks; rank++) {
-        if (status == DTRAIN_OK)
-            status = dtrain__comm_on_board(&comms[rank], board, rank, desc);
-        else
-            dtrain__board_detach(board, rank);
-    }
-    for (int rank = 0; status != DTRAIN_OK && rank < ranks; rank++) {
-        dtrain_comm_destroy(comms[rank]);
-        comms[rank] = NULL;
-    }
-    return status;
-}
+/* Where a rank's part of a vector is, in elements. */
+typedef struct dtrain__extent {
+    size_t begin, count;
+} dtrain__extent;
 
-/* Makes the transport of a group of processes. */
-static dtrain_status dtrain__comm_open(dtrain__channel **out, const dtrain__place *place, const dtrain_comm_desc *desc)
-{
-    dtrain__keys keys;
-    dtrain__hub_desc hub;
-    dtrain_status status;
-    memset(&keys, 0, sizeof keys);
-    keys.rank = place->rank;
-    keys.world_size = place->world_size;
-    memcpy(keys.token, place->token, sizeof keys.token);
-    keys.token_bytes = place->token_bytes;
-    hub.root = place->root;
-    hub.listen_on = place->listen_on;
-    hub.fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
-    hub.believed = place->believed;
-    hub.insecure = place->insecure;
-    hub.listen_fd = place->listen_fd;
-    hub.connections = desc->connections;
-    hub.heartbeat_ms = desc->heartbeat_ms;
-    hub.reconnect_ms = desc->reconnect_ms;
-    hub.on_address = desc->on_address;
-    hub.on_address_user = desc->on_address_user;
-    status = dtrain__socket_create(out, &keys, &hub, desc->allocator);
-    memset(&keys, 0, sizeof keys);
-    return status;
-}
+/* The buffers of one of several fused calls. */
+typedef struct dtrain__segment {
+    const void *in;
+    void *out;
+    size_t count;
+} dtrain__segment;
 
-/* One rank's end of a group of processes; the channel stays the caller's on an error. */
-static dtrain_status dtrain__comm_on_channel(dtrain_comm **out, dtrain__channel *channel, const dtrain_comm_desc *desc)
-{
-    dtrain_transport transport;
-    dtrain_comm *comm;
-    dtrain__socket_transport(&transport, channel);
-    dtrain_status status = dtrain__comm_new(&comm, &transport, desc, channel->hub->allocator);
-    if (status != DTRAIN_OK)
-        return status;
-    comm->socket = channel;
-    if (desc->progress == DTRAIN_PROGRESS_THREAD)
-        status = dtrain__service_join(comm);
-    if (status != DTRAIN_OK) {
-        dtrain__comm_free(comm);
-        return status;
-    }
-    dtrain__socket_tell_last(channel, dtrain__recorder_tell, comm);
-    *out = comm;
-    return DTRAIN_OK;
-}
-
-/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
-static dtrain_status dtrain__comm_connect(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
-{
-    dtrain_comm_desc placed = *desc;
-    dtrain__channel *channel;
-    dtrain_comm *comm;
-    int64_t now = dtrain__os_now_ns();
-    dtrain_status status = dtrain__comm_open(&channel, place, desc);
-    if (status != DTRAIN_OK)
-        return status;
-    placed.timeout_ms = place->timeout_ms;
-    status = dtrain__comm_on_channel(&comm, channel, &placed);
-    if (status != DTRAIN_OK) {
-        dtrain__error kept = dtrain__thread_error;
-        dtrain__channel_destroy(channel);
-        return dtrain__report(&kept);
-    }
-    comm->forming = 1;
-    comm->started_ns = now;
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(place->timeout_ms);
-    *out = comm;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
-{
-    dtrain_comm_desc defaults;
-    dtrain__place place;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
-    if (desc == NULL)
-        desc = &defaults;
-    if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
-    *comm = NULL;
-    status = dtrain__comm_check_desc(desc);
-    if (status == DTRAIN_OK)
-        status = dtrain__place_read(&place, desc);
-    if (status != DTRAIN_OK)
-        return status;
-    if (place.world_size == 1)
-        return dtrain_threads_create(comm, 1, desc);
-    if (desc->algorithm == DTRAIN_ALGORITHM_FUSED)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
-                            "address space; choose another for %d processes",
-                            place.world_size);
-    status = dtrain__comm_connect(comm, &place, desc);
-    memset(&place, 0, sizeof place);
-    return status;
-}
-
-DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
-{
-    dtrain_status status = DTRAIN_OK;
-    int formed = 1;
-    if (comm == NULL || ready == NULL)
-        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "comm_ready: needs a group and a place for the answer");
-    if (comm->forming)
-        status = dtrain__socket_formed(comm->socket, &formed, comm->started_ns, comm->form_deadline_ns);
-    if (status != DTRAIN_OK)
-        comm->error = dtrain__thread_error;
-    else if (formed) {
-        comm->forming = 0;
-        if (comm->socket != NULL && comm->node_ranks == 0)
-            comm->node_ranks = dtrain__socket_node_ranks(comm->socket);
-    }
-    *ready = status == DTRAIN_OK && formed;
-    return status;
-}
-
-DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc)
-{
-    dtrain_status status = dtrain_comm_create_async(comm, desc);
-    int ready = 0;
-    while (status == DTRAIN_OK) {
-        dtrain__channel *channel = (*comm)->socket;
-        uint64_t seen = channel != NULL ? __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST) : 0;
-        struct pollfd none[1];
-        status = dtrain_comm_ready(*comm, &ready);
-        if (ready || status != DTRAIN_OK)
-            break;
-        dtrain__hub_wait(channel, none, 0, (*comm)->form_deadline_ns, seen);
-    }
-    if (status != DTRAIN_OK && comm != NULL && *comm != NULL) {
-        dtrain__error kept = dtrain__thread_error;
-        dtrain_comm_destroy(*comm);
-        *comm = NULL;
-        dtrain__report(&kept);
-    }
-    return status;
-}
-
-DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
-                                                    const dtrain_comm_desc *desc)
-{
-    dtrain_comm_desc defaults;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
-    if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_from_transport: needs a place for the group and a table with send and recv");
-    *comm = NULL;
-    if (transport->size < 1 || transport->size > DTRAIN__MAX_RANKS || transport->rank < 0 ||
-        transport->rank >= transport->size)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
-                            transport->rank, transport->size, DTRAIN__MAX_RANKS);
-    if (transport->board != NULL || (desc != NULL && desc->algorithm == DTRAIN_ALGORITHM_FUSED))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
-                            "leave board NULL and choose another algorithm than FUSED");
-    status = dtrain__comm_check_desc(desc != NULL ? desc : &defaults);
-    if (status == DTRAIN_OK)
-        status =
-            dtrain__comm_new(comm, transport, desc != NULL ? desc : &defaults, desc != NULL ? desc->allocator : NULL);
-    if (status == DTRAIN_OK && transport->poll != NULL && (*comm)->desc.progress == DTRAIN_PROGRESS_THREAD) {
-        status = dtrain__service_join(*comm);
-        if (status != DTRAIN_OK) {
-            dtrain__comm_free(*comm);
-            *comm = NULL;
-        }
-    }
-    return status;
-}
-
-/* Cancels what is queued, so that peers hear of it and no buffer is used after the handles are gone. */
-static void dtrain__comm_cancel(dtrain_comm *comm)
-{
-    dtrain__error cause;
-    dtrain__error kept = dtrain__thread_error;
-    dtrain_work *work = dtrain__queue_head(comm);
-    if (work == NULL || comm->transport.board == NULL)
-        return;
-    dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
-                 dtrain__op_text(comm, &work->op).text);
-    dtrain__board_break(comm->transport.board, &cause);
-    dtrain__board_revoke(comm->transport.board, comm->rank);
-    dtrain__thread_error = kept;
-}
-
-/* Leaves with a reason that peers will read; NULL: none. */
-static void dtrain__comm_leave(dtrain_comm *comm, const dtrain__error *why)
-{
-    dtrain_transport transport = comm->transport;
-    int forked = comm->process != getpid();
-    if (comm->socket != NULL)
-        comm->socket->forked = forked;
-    dtrain__service_leave(comm, forked);
-    if (!forked) { /* a child has no right to the locks */
-        if (comm->socket != NULL)
-            dtrain__socket_tell_last(comm->socket, NULL, NULL);
-        dtrain__comm_cancel(comm);
-    }
-    if (why != NULL && transport.board != NULL)
-        transport.board->slots[comm->rank].why = *why;
-    if (transport.leave != NULL)
-        transport.leave(transport.self, why != NULL ? why->text : "");
-    int shared = transport.board != NULL || comm->socket != NULL; /* the transport owns the allocator of its ranks */
-    if (shared)
-        dtrain__comm_free(comm);
-    if (transport.destroy != NULL)
-        transport.destroy(transport.self);
-    if (!shared)
-        dtrain__comm_free(comm);
-}
-
-DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
-{
-    if (comm != NULL)
-        dtrain__comm_leave(comm, comm->error.status != DTRAIN_OK ? &comm->error : NULL);
-}
-
-DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm)
-{
-    return comm != NULL ? comm->rank : 0;
-}
-
-DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm)
-{
-    return comm != NULL ? comm->size : 1;
-}
-
-DTRAIN_API const char *dtrain_comm_error(const dtrain_comm *comm)
-{
-    return comm != NULL ? comm->error.text : "";
-}
-
-DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm)
-{
-    return comm != NULL ? comm->allocator : NULL;
-}
-
-DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
-{
-    return comm != NULL ? comm->blocked_ns : 0;
-}
-
-#define DTRAIN__LEAST_STACK 65536
-
-typedef struct dtrain__runner {
-    dtrain__os_thread thread;
-    dtrain_comm *comm;
-    dtrain_status (*body)(dtrain_comm *, void *);
-    void *user;
-    uint32_t *failures; /* counts up, so that the first failure is known */
-    uint32_t place;
+typedef struct dtrain__op {
+    dtrain__kind kind;
+    dtrain_dtype dtype;
+    dtrain_op op;
+    int root; /* or the peer: of a send, of a recv, of an exchange's message out; -1: none */
+    int from; /* of an exchange's message in; -1: none */
+    size_t count;
+    size_t in_count;                                           /* of an exchange's message in */
+    size_t row;                                                /* parts are cut between rows of so many elements */
+    const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, a rank; out: an all-to-all's */
+    const void *in;
+    void *out;
+    int scattered; /* in is an array of dtrain__segment, which count elements in all */
+    int partial;   /* a reduce-scatter with counts, of sums: results are partial sums, which are not rounded */
+    dtrain_algorithm algorithm;
+    uint64_t number, in_number;
+    uint64_t check, check_due;       /* of the data that come in: so far, and what their header says; 0: not checked */
+    uint64_t turn;                   /* among the fused operations */
+    int64_t started_ns, deadline_ns; /* of the call */
+    int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
+    int64_t ended_ns;
+    uint64_t serial;              /* of its record; 0: none yet */
+    int async, queued;            /* has a handle of the caller's; waited for its turn */
+    uint64_t form, first, digest; /* as in the call */
+    uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it had none */
+    unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's are used */
+    uint32_t cancelled;           /* set by any thread, seen by the one that drives */
+    int phase;
+    int warned;              /* the log has said whom this operation awaits */
+    int awaited;             /* the peer it awaits, or -1 */
+    int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
+    int salvages;            /* a recv that began on a broken group: it takes what has come whole, or fails */
+    size_t at;               /* progress inside the phase */
+    size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
+    size_t sent, received;   /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
-} dtrain__runner;
+} dtrain__op;
 
-static void dtrain__runner_main(void *pointer)
+#define DTRAIN__MESSAGE_BYTES (sizeof(dtrain__message_header) + DTRAIN__MESSAGE_SMALL)
+
+struct dtrain_work {
+    dtrain_comm *comm;
+    dtrain_work *next;
+    dtrain_work *older; /* of all handles that the group has made */
+    uint32_t done;
+    int ended;     /* the next sweep takes it off the queue */
+    uint32_t mark; /* DTRAIN__WORK_MARK until the handle is waited for; DTRAIN__GONE: its group is destroyed */
+    dtrain__op op;
+    unsigned char packet[DTRAIN__MESSAGE_BYTES];
+};
+
+/* Calls between fuse_begin and fuse_end. */
+typedef struct dtrain__note {
+    dtrain_work *work;
+    dtrain__op op;
+} dtrain__note;
+
+/* Time that this rank's callers have spent waiting in a group and in those made from it. Outlives its group while
+ * groups made from that count on. */
+typedef struct dtrain__blocked {
+    struct dtrain__blocked *above; /* of the group that this one was made from */
+    int64_t ns;
+    uint32_t held;
+} dtrain__blocked;
+
+typedef struct dtrain__service dtrain__service;
+typedef struct dtrain__recorder dtrain__recorder;
+
+/* Words that tell a live object from a freed one, as long as nobody else has written to the memory. */
+#define DTRAIN__COMM_MARK 0x6d6d6f63u
+#define DTRAIN__WORK_MARK 0x6b726f77u
+#define DTRAIN__GONE 0x656e6f67u
+
+struct dtrain_comm {
+    int rank, size;
+    dtrain_transport transport;
+    const dtrain__plane *plane;
+    dtrain__origin *origin;      /* NULL: of a transport of the user's own */
+    dtrain__membership *members; /* the transport's, or own_members */
+    dtrain__shared *shared;      /* NULL: ranks do not read each other's buffers */
+    int forming;                 /* the group is not complete yet */
+    int checks;                  /* messages carry a checksum of their data */
+    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: not so regular */
+    int64_t started_ns, form_deadline_ns;
+    int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
+    pid_t process;         /* that made it */
+    int alone;             /* a world of one as no launcher has set a rank; 0 once the log has it */
+    dtrain_comm_desc desc;
+    dtrain_allocator *allocator, own;
+    dtrain__bell *bell, own_bell;
+    dtrain__error error;
+    dtrain__error broken;           /* by a message operation */
+    dtrain__membership own_members; /* where no transport knows more than what is done here */
+    uint64_t number;                /* of the last collective */
+    uint64_t turn;                  /* of the last fused one */
+    dtrain__recorder *recorder;
+    int published;             /* the transport owns it */
+    uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
+    const void **ins;          /* size pointers each, for folds */
+    void **outs;
+    uint64_t group;                        /* names it among the groups of these ranks; 0: the first */
+    dtrain__extent *parts, *others;        /* of the operation under way; others: of what an all-to-all receives */
+    dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
+    unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
+    unsigned char *scratch;
+    size_t scratch_bytes;
+    dtrain__blocked *blocked;
+    int apart;                   /* a thread of the library's waits in it, not the caller */
+    int64_t waited_ns[2];        /* when the operation waited for last had its turn, and ended */
+    pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
+    pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
+    dtrain_work *head, *tail, *spare, *newest;
+    uint32_t pending; /* queued and not done */
+    size_t *owed; /* bytes of messages that were cut off, which still come from (2 r) and go to (2 r + 1) each rank r */
+    unsigned char waste[2][4096]; /* these bytes */
+    uint64_t missed;              /* the last collective before which a rank had left << 16, and that rank; 0: none */
+    unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that a collective met, for its recv */
+    int held_from;
+    size_t held_bytes, held_at;
+    uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
+    int fusing;             /* between fuse_begin and fuse_end */
+    dtrain__note *notes;
+    size_t noted, notes_capacity;
+    unsigned char *packed; /* buffers of fused calls, one after another */
+    size_t packed_bytes;
+    dtrain__service *service;
+    dtrain_comm *next_served; /* by the same service */
+    uint64_t consents;        /* that this end has taken part in */
+    void *split_room;         /* of the last split of a group made from this one, for the next */
+    size_t split_bytes;
+    int64_t vote_ns; /* when it voted in the one that is pending; 0: none is */
+    int vote_kind;
+    uint32_t mark;       /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
+    uintptr_t caller;    /* the thread that is in a call of the group; 0: none */
+    const char *calling; /* that call's name */
+};
+
+/* Refuses a group that is destroyed. Best effort: nothing can be known of memory that somebody else has taken. */
+static dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
 {
-    dtrain__runner *runner = (dtrain__runner *)pointer;
-    int rank = runner->comm->rank;
-    dtrain__thread_error.text[0] = 0;
-    dtrain_status status = runner->body(runner->comm, runner->user);
-    if (status != DTRAIN_OK) {
-        dtrain__error last = dtrain__thread_error;
-        dtrain__fail(&runner->error, status, "rank %d: %.600s", rank,
-                     last.text[0] != 0 ? last.text : dtrain_status_name(status));
-        runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
-    }
-    if (status != DTRAIN_OK)
-        dtrain__family_give_up(runner->comm->transport.board, rank, &runner->error);
-    dtrain__comm_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
+    if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "%s: this group was destroyed: make no call on it after dtrain_comm_destroy, nor once the mesh "
+                        "or the ranks' thread that owns it has ended",
+                        call);
 }
 
-/* Starts a thread for each rank; returns how many, fewer than `ranks` when *status says why. */
-static int dtrain__runners_start(dtrain__runner *runners, dtrain_comm **comms, int ranks, size_t stack,
-                                 dtrain_status *status)
+/* The calling thread enters a call of the group. *entered: it must leave; a call inside another one does not. */
+static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, int *entered)
 {
-    for (int rank = 0; rank < ranks; rank++) {
-        runners[rank].comm = comms[rank];
-        int error = dtrain__os_thread_start(&runners[rank].thread, dtrain__runner_main, &runners[rank], stack);
-        if (error == 0)
-            continue;
-        *status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", rank, ranks,
-                               strerror(error));
-        for (int left = rank; left < ranks; left++)
-            dtrain_comm_destroy(comms[left]);
-        return rank;
+    uintptr_t me = (uintptr_t)&dtrain__thread_error, other = 0;
+    const char *calling;
+    *entered = 0;
+    if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
+        return dtrain__group_alive(comm, call);
+    if (__atomic_compare_exchange_n(&comm->caller, &other, me, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
+        __atomic_store_n(&comm->calling, call, __ATOMIC_RELAXED);
+        *entered = 1;
+        return DTRAIN_OK;
     }
-    return ranks;
+    if (other == me)
+        return DTRAIN_OK;
+    calling = __atomic_load_n(&comm->calling, __ATOMIC_RELAXED);
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "two threads called dtrain_%s and dtrain_%s on one group at once (rank %d of %d): give each "
+                        "thread a group of its own (dtrain_comm_duplicate)",
+                        calling != NULL ? calling : call, call, comm->rank, comm->size);
 }
 
-/* Waits for the ranks; the error of the one that failed first is the call's. */
-static dtrain_status dtrain__runners_join(dtrain__runner *runners, int started, dtrain_status status)
+static void dtrain__group_exit(dtrain_comm *comm, int entered)
 {
-    dtrain__error first = dtrain__thread_error;
-    for (int rank = 0; rank < started; rank++) {
-        dtrain__os_thread_join(&runners[rank].thread);
-        if (status == DTRAIN_OK && runners[rank].place == 1)
-            first = runners[rank].error;
-    }
-    for (int rank = 0; status == DTRAIN_OK && rank < started; rank++)
-        if (runners[rank].place == 1)
-            status = first.status;
-    if (status != DTRAIN_OK)
-        dtrain__thread_error = first;
-    return status;
+    if (entered)
+        __atomic_store_n(&comm->caller, 0, __ATOMIC_RELEASE);
 }
 
-DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
-                                            void *user, const dtrain_comm_desc *desc)
+/* What has broken the group, as far as its transport knows; NULL: nothing. */
+static const dtrain__error *dtrain__group_cause(const dtrain_comm *comm)
 {
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
-    size_t n = ranks > 0 && ranks <= DTRAIN__MAX_RANKS ? (size_t)ranks : 0;
-    size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
-    uint32_t failures = 0;
-    dtrain_status status = DTRAIN_OK;
-    if (n == 0 || body == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
-                            DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
-    if (stack < DTRAIN__LEAST_STACK)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "run_threads: desc.stack_bytes is %zu; calls need %d, and body what it needs beside", stack,
-                            DTRAIN__LEAST_STACK);
-    dtrain__runner *runners = (dtrain__runner *)dtrain__alloc(&heap, n * sizeof(dtrain__runner));
-    dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
-    for (size_t rank = 0; runners != NULL && rank < n; rank++) {
-        runners[rank].body = body;
-        runners[rank].user = user;
-        runners[rank].failures = &failures;
-    }
-    if (runners == NULL || comms == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
-    else
-        status = dtrain_threads_create(comms, ranks, desc);
-    if (status == DTRAIN_OK) {
-        int started = dtrain__runners_start(runners, comms, ranks, stack, &status);
-        status = dtrain__runners_join(runners, started, status);
-    }
-    dtrain__free(&heap, comms, n * sizeof(dtrain_comm *));
-    dtrain__free(&heap, runners, n * sizeof(dtrain__runner));
-    return status;
+    return dtrain__membership_cause(comm->members);
+}
+
+/* Whether calls that begin fail, as a call of this rank has broken the group or its transport knows of one. */
+static int dtrain__group_is_broken(const dtrain_comm *comm)
+{
+    return comm->broken.status != DTRAIN_OK || dtrain__group_cause(comm) != NULL;
+}
+
+/* Whether a rank's end of the group is known to be gone, whatever became of its process; any thread. */
+static int dtrain__group_has_left(const dtrain_comm *comm, int rank)
+{
+    return dtrain__membership_left(comm->members, rank);
+}
+
+/* Of the ranks known to have left before they came to collective `number` the first to leave; -1: none. */
+static int dtrain__group_misses(const dtrain_comm *comm, uint64_t number)
+{
+    return dtrain__membership_misses(comm->members, number);
+}
+
+/* Says what has broken the group, or else that a rank has left it; DTRAIN_OK: neither. */
+static dtrain_status dtrain__group_gone(const dtrain_comm *comm)
+{
+    int gone = 0;
+    while (gone < comm->size && !dtrain__group_has_left(comm, gone))
+        gone++;
+    const dtrain__error *cause = dtrain__group_cause(comm);
+    if (cause != NULL)
+        return dtrain__report(cause);
+    return gone < comm->size ? dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "rank %d has left the group", gone) : DTRAIN_OK;
+}
+
+/* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
+static void dtrain__group_break(dtrain_comm *comm, const dtrain__error *cause)
+{
+    if (comm->members == &comm->own_members)
+        dtrain__membership_break(comm->members, cause);
+    if (comm->transport.fail != NULL)
+        comm->transport.fail(comm->transport.self, cause->status, cause->text);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    dtrain__bell_ring(comm->bell);
+}
+
+/* The rank in the world. */
+static int dtrain__group_world(const dtrain_comm *comm, int rank)
+{
+    return comm->plane->world(comm->transport.self, rank);
 }
 
 #endif

@@ -55,25 +55,25 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
 static dtrain_status dtrain__mesh_agree(dtrain_comm *world, const char *call, const char *what, dtrain__sha256 *sha,
                                         dtrain_status mine)
 {
-    dtrain__draft draft;
+    dtrain__split_state split;
     dtrain__error flaw = dtrain__thread_error;
     unsigned char digest[32];
-    dtrain_status status = dtrain__draft_begin(&draft, world, call);
+    dtrain_status status = dtrain__split_begin(&split, world, call);
     if (status != DTRAIN_OK)
         return status;
     dtrain__sha256_finish(sha, digest);
-    status = dtrain__draft_meet(&draft, dtrain__get_le(digest, 8), mine);
+    status = dtrain__split_meet(&split, dtrain__get_le(digest, 8), mine);
     for (int rank = 0; status == DTRAIN_OK && mine == DTRAIN_OK && rank < world->size; rank++) {
-        if (draft.seats[rank].key != DTRAIN_OK)
-            status = dtrain__fail(&world->error, (dtrain_status)draft.seats[rank].key,
+        if (split.entries[rank].key != DTRAIN_OK)
+            status = dtrain__fail(&world->error, dtrain__status_told((uint64_t)split.entries[rank].key),
                                   "%s on rank %d: rank %d gave %s that cannot be (%s)", call, world->rank, rank, what,
-                                  dtrain_status_name((dtrain_status)draft.seats[rank].key));
-        else if (draft.seats[rank].color != draft.seats[0].color)
+                                  dtrain_status_name(dtrain__status_told((uint64_t)split.entries[rank].key)));
+        else if (split.entries[rank].color != split.entries[0].color)
             status = dtrain__fail(&world->error, DTRAIN_ERR_MISMATCH,
                                   "%s on rank %d: rank %d gave other %s than rank 0; every rank must give the same",
                                   call, world->rank, rank, what);
     }
-    dtrain__draft_end(&draft);
+    dtrain__split_end(&split);
     return mine != DTRAIN_OK ? dtrain__report(&flaw) : status;
 }
 
@@ -124,7 +124,8 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
     status = dtrain__mesh_agree(world, "mesh_create", "dimensions", &sha, status);
     for (int i = count; status == DTRAIN_OK && i-- > 0;) {
         dtrain__axis *axis = &mesh->axes[i]; /* its group: the rank with this coordinate taken out */
-        status = dtrain__split(world, world->rank - axis->index * stride, axis->index, 1, &axis->group, "mesh_create");
+        status = dtrain__split_by_color(world, world->rank - axis->index * stride, axis->index, 1, &axis->group,
+                                        "mesh_create");
         stride *= axis->size;
     }
     if (status == DTRAIN_OK) {
@@ -156,18 +157,6 @@ DTRAIN_API dtrain_comm *dtrain_mesh_group(const dtrain_mesh *mesh, const char *n
 {
     dtrain__axis *axis = dtrain__mesh_axis(mesh, name, "mesh_group");
     return axis != NULL ? axis->group : NULL;
-}
-
-DTRAIN_API int dtrain_mesh_index(const dtrain_mesh *mesh, const char *name)
-{
-    dtrain__axis *axis = dtrain__mesh_axis(mesh, name, "mesh_index");
-    return axis != NULL ? axis->index : -1;
-}
-
-DTRAIN_API int dtrain_mesh_size(const dtrain_mesh *mesh, const char *name)
-{
-    dtrain__axis *axis = dtrain__mesh_axis(mesh, name, "mesh_size");
-    return axis != NULL ? axis->size : 0;
 }
 
 /* Checks the names of a join, and that the mesh lies in this world. */
@@ -225,7 +214,7 @@ DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *
         stride *= axis->size;
     }
     status = dtrain__mesh_agree(world, "mesh_join", "names or another world", &sha, status);
-    return status == DTRAIN_OK ? dtrain__split(world, rest, world->rank, 1, group, "mesh_join") : status;
+    return status == DTRAIN_OK ? dtrain__split_by_color(world, rest, world->rank, 1, group, "mesh_join") : status;
 }
 
 DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)

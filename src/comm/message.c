@@ -3,7 +3,10 @@
  * transport can, else in an order of which blocked sends form no cycle; sums are folded while more arrives.
  *
  * Every message carries the call it belongs to; one that does not fit is a mismatch before a byte of its
- * payload is taken. Small payloads travel with their header in one piece. */
+ * payload is taken. Small payloads travel with their header in one piece.
+ *
+ * A rank that leaves may end a collective in the middle. Then each two of the others finish the message between them
+ * that was under way, drop what has come of the collective, and tell a rank that is still in there. */
 #ifndef DTRAIN__MESSAGE
 #define DTRAIN__MESSAGE
 #include "op.c"
@@ -13,13 +16,71 @@
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
 
+/* Whether one direction of an exchange has stopped in the middle of its message, and its peer is still there. */
+static int dtrain__message_stuck(const dtrain_comm *comm, int peer, size_t moved)
+{
+    return peer >= 0 && moved > 0 && moved < SIZE_MAX && !dtrain__group_has_left(comm, peer);
+}
+
+/* Whether an exchange of which a rank has left has cut the other one's message off; a direction that is complete
+ * counts. */
+static int dtrain__message_torn(dtrain_comm *comm, const dtrain__op *op)
+{
+    if (op->root >= 0 && (op->sent == SIZE_MAX || op->send_at > 0))
+        comm->sent[op->root] = op->number;
+    if (op->from >= 0 && (op->received == SIZE_MAX || op->at > 0))
+        comm->received[op->from] = op->in_number;
+    return dtrain__message_stuck(comm, op->root, op->sent) || dtrain__message_stuck(comm, op->from, op->received);
+}
+
+/* Where header and small payload of one direction are; messages of a queue move together and have their own. */
+static unsigned char *dtrain__message_buffer(dtrain_comm *comm, const dtrain__op *op, int sending)
+{
+    return op->packet != NULL ? op->packet : sending ? comm->message_out : comm->message_in;
+}
+
+/* A collective ends as a rank has left. What is missing of its messages under way is owed: it goes and comes before the
+ * next messages of the same two ranks, and means nothing. Returns 0 where it is not known how much that is. */
+static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
+{
+    const size_t header = sizeof(dtrain__message_header);
+    dtrain__message_header came;
+    dtrain__step step;
+    size_t sends = comm->transport.exchange != NULL ? op->send_at : op->at;
+    if (op->sent > 0 && op->sent != SIZE_MAX && dtrain__plan_step(comm, op, (int)sends, &step))
+        comm->owed[2 * step.to + 1] = header + step.send_bytes - op->sent;
+    if (op->received > 0 && op->received != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->at, &step)) {
+        if (op->received < header)
+            return 0;
+        memcpy(&came, dtrain__message_buffer(comm, op, 0), sizeof came);
+        comm->owed[2 * step.from] = header + (size_t)came.bytes - op->received;
+    }
+    return 1;
+}
+
+/* Whether a rank that has left has ended the operation so that messages between others can follow. */
+static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
+{
+    if (dtrain__op_is_one_way(op))
+        return 1; /* nobody else has any of it */
+    if (op->kind == DTRAIN__EXCHANGE)
+        return !dtrain__message_torn(comm, op);
+    comm->missed = op->number << 16 | (uint64_t)dtrain__group_misses(comm, op->number);
+    return dtrain__message_owe(comm, op);
+}
+
+/* The operation has failed, and so the group, unless no message was cut off and
+ *   - its deadline has passed, so that it can be made again,
+ *   - it needs a rank that has left, which others may not: of all that is worse the transport knows, or
+ *   - it is a message, and the group was broken before: others may still be received. */
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
-    if (op->error.status != DTRAIN_ERR_TIMEOUT || op->touched) {
+    int broken = dtrain__group_cause(comm) != NULL;
+    int left = op->error.status == DTRAIN_ERR_PEER_LOST && comm->plane->knows && !broken;
+    int spares = op->error.status == DTRAIN_ERR_TIMEOUT || left || (dtrain__op_is_one_way(op) && broken);
+    if (!spares || (left ? !dtrain__message_mends(comm, op) : op->touched)) {
         comm->broken = op->error;
-        if (comm->transport.board != NULL)
-            dtrain__board_break(comm->transport.board, &op->error);
-        else if (comm->transport.fail != NULL)
+        if (comm->transport.fail != NULL)
             comm->transport.fail(comm->transport.self, op->error.status, op->error.text);
     }
     return 1;
@@ -58,17 +119,38 @@ static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
         op->in_number = 1 + comm->received[op->from];
 }
 
-/* Returns 1 when the operation has ended already. */
-static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op)
+/* Ends a collective before which a rank has left, and a message to such a rank that has not begun; returns 1 then. All
+ * ranks of the collective come to this by themselves. */
+static int dtrain__message_needs_left(dtrain_comm *comm, dtrain__op *op)
+{
+    int rank = -1;
+    if (!dtrain__op_is_message(op))
+        rank = dtrain__group_misses(comm, op->number);
+    else if (op->phase == 0 && op->kind != DTRAIN__RECV && op->root >= 0 && dtrain__group_has_left(comm, op->root))
+        rank = op->root;
+    if (rank < 0)
+        return 0;
+    dtrain__op_needs_left(comm, op, rank);
+    return dtrain__message_fail(comm, op);
+}
+
+/* Returns 1 when the operation has ended already. cause: what the transport knows to have broken the group, or NULL.
+ * A recv may begin after that, while no call of this rank has stopped in the middle of a message. */
+static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain__error *cause)
 {
     dtrain__message_number(comm, op);
-    if (comm->broken.status != DTRAIN_OK) {
-        dtrain__op_blame(comm, op, &comm->broken);
+    op->salvages = cause != NULL && op->kind == DTRAIN__RECV && comm->broken.status == DTRAIN_OK;
+    if (comm->broken.status != DTRAIN_OK)
+        cause = &comm->broken;
+    if (cause != NULL && !op->salvages) {
+        dtrain__op_blame(comm, op, cause);
         return 1;
     }
+    if (dtrain__message_needs_left(comm, op))
+        return 1;
     dtrain__recorder_start(comm, op);
     dtrain__op_layout(comm, op);
-    if (!dtrain__comm_reserve(comm, op, dtrain__plan_scratch(comm, op)))
+    if (!dtrain__op_reserve(comm, op, dtrain__plan_scratch(comm, op)))
         return 1;
     if (dtrain__plan_whole(op))
         dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));
@@ -92,12 +174,6 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
         comm->received[op->from] = op->in_number;
     return 1;
-}
-
-/* Where header and small payload of one direction are; messages of a queue move together and have their own. */
-static unsigned char *dtrain__message_letter(dtrain_comm *comm, const dtrain__op *op, int sending)
-{
-    return op->letter != NULL ? op->letter : sending ? comm->message_out : comm->message_in;
 }
 
 /* Goes on with a checksum over more data; changes when any 8 bytes in line do. */
@@ -145,14 +221,14 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
     dtrain__message_header header;
     header.magic = DTRAIN__MESSAGE_MAGIC;
     header.call = dtrain__op_call(comm, op, 0);
-    header.tag = step->tag_out;
+    header.tag = dtrain__op_is_message(op) ? comm->missed : step->tag_out;
     header.bytes = step->send_bytes;
     header.data_check = comm->checks ? dtrain__message_sum_all(step->send, step->send_bytes) : 0;
     header.check = dtrain__message_header_sum(&header);
-    unsigned char *letter = dtrain__message_letter(comm, op, 1);
-    memcpy(letter, &header, sizeof header);
+    unsigned char *packet = dtrain__message_buffer(comm, op, 1);
+    memcpy(packet, &header, sizeof header);
     if (step->send_bytes > 0 && step->send_bytes <= DTRAIN__MESSAGE_SMALL)
-        memcpy(letter + sizeof header, step->send, step->send_bytes);
+        memcpy(packet + sizeof header, step->send, step->send_bytes);
 }
 
 /* Before anything of a step moves. */
@@ -169,8 +245,14 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
-    unsigned char *small = dtrain__message_letter(comm, op, sending);
+    unsigned char *small = dtrain__message_buffer(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
+    size_t owed = comm->owed[2 * next.peer + sending];
+    if (owed > 0) {
+        next.data = comm->waste[sending];
+        next.bytes = owed < sizeof comm->waste[0] ? owed : sizeof comm->waste[0];
+        return next;
+    }
     if (payload <= DTRAIN__MESSAGE_SMALL) {
         next.bytes = header + payload - done;
     } else if (done < header) {
@@ -201,19 +283,66 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
 {
     dtrain__message_header came;
     dtrain__call mine = dtrain__op_call(comm, op, 1);
-    memcpy(&came, dtrain__message_letter(comm, op, 0), sizeof came);
+    memcpy(&came, dtrain__message_buffer(comm, op, 0), sizeof came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
     if (came.check != dtrain__message_header_sum(&came))
         return dtrain__message_damaged(comm, op, step->from, "the header");
-    if (memcmp(&came.call, &mine, sizeof mine) != 0 || came.tag != step->tag_in)
+    if (memcmp(&came.call, &mine, sizeof mine) != 0 || (came.tag != step->tag_in && !dtrain__op_is_message(op)))
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
     if (came.bytes != step->recv_bytes)
         return dtrain__op_uneven(comm, op, step->from, comm->rank, (size_t)came.bytes, step->recv_bytes);
     op->check_due = came.data_check;
     op->check = 0;
     return DTRAIN_OK;
+}
+
+/* Drops what has come of a collective that a rank had left, in front of the message that a recv awaits. Returns 0 where
+ * the header that has come is none of those. */
+static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    dtrain__message_header came;
+    unsigned char *packet = dtrain__message_buffer(comm, op, 0);
+    size_t whole;
+    memcpy(&came, packet, sizeof came);
+    if (!dtrain__op_is_message(op) || came.magic != DTRAIN__MESSAGE_MAGIC || came.call.kind == DTRAIN__SEND ||
+        came.check != dtrain__message_header_sum(&came) || came.call.group != comm->group ||
+        came.bytes > SIZE_MAX / 2 || dtrain__group_misses(comm, came.call.number) < 0)
+        return 0;
+    whole = sizeof came + (size_t)came.bytes;
+    if (op->received >= whole) {
+        op->received -= whole;
+        memmove(packet, packet + whole, op->received);
+    } else {
+        comm->owed[2 * step->from] = whole - op->received;
+        op->received = 0;
+    }
+    op->touched = op->received > 0 || op->sent > 0 || op->send_at > 0;
+    return 1;
+}
+
+/* Whether the sender has gone on from this collective, as it knows that a rank had left: so its message says. That is
+ * held for its recv. */
+static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    dtrain__message_header came;
+    unsigned char *packet = dtrain__message_buffer(comm, op, 0);
+    int rank;
+    memcpy(&came, packet, sizeof came);
+    rank = (int)(came.tag & 0xffff);
+    if (dtrain__op_is_message(op) || came.magic != DTRAIN__MESSAGE_MAGIC || came.call.kind != DTRAIN__SEND ||
+        came.check != dtrain__message_header_sum(&came) || came.call.group != comm->group ||
+        came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
+        return 0;
+    comm->plane->skipped(comm->transport.self, rank, op->number - 1);
+    if (dtrain__group_misses(comm, op->number) < 0)
+        return 0;
+    memcpy(comm->held, packet, op->received);
+    comm->held_from = step->from;
+    comm->held_bytes = op->received;
+    op->received = 0;
+    return 1;
 }
 
 /* Says whether the data that have come are those that were sent, as far as they were checked. */
@@ -232,11 +361,20 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
 {
     size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
     size_t payload = sending ? step->send_bytes : step->recv_bytes;
+    size_t *owed = &comm->owed[2 * (sending ? step->to : step->from) + sending];
     if (moved == 0)
         return DTRAIN_OK; /* what is complete so far has been handled */
+    if (*owed > 0) {
+        *owed -= moved;
+        return DTRAIN_OK;
+    }
     *done += moved;
     op->touched = 1;
     dtrain__recorder_moved(comm, op);
+    while (!sending && before < header && *done >= header && dtrain__message_skip(comm, op, step))
+        continue;
+    if (!sending && before < header && *done >= header && dtrain__message_hold(comm, op, step))
+        return dtrain__op_needs_left(comm, op, dtrain__group_misses(comm, op->number));
     if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
@@ -250,15 +388,35 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     if (*done < header + payload)
         return DTRAIN_OK;
     if (!sending && payload <= DTRAIN__MESSAGE_SMALL && payload > 0)
-        memcpy(step->recv, dtrain__message_letter(comm, op, 0) + header, payload);
+        memcpy(step->recv, dtrain__message_buffer(comm, op, 0) + header, payload);
     *done = SIZE_MAX; /* this direction is complete */
     return sending ? DTRAIN_OK : dtrain__message_whole(comm, op, step);
 }
 
-/* Records why a step failed; the transport's text, where it has one, says more than ours. */
+/* Gives a recv what was held of its message; returns 0 where nothing was. */
+static int dtrain__message_feed(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, dtrain_status *taken)
+{
+    dtrain_transfer next;
+    size_t left = comm->held_bytes - comm->held_at;
+    if (left == 0 || step->from != comm->held_from)
+        return 0;
+    next = dtrain__message_next(comm, op, step, 0);
+    next.bytes = next.bytes < left ? next.bytes : left;
+    memcpy(next.data, comm->held + comm->held_at, next.bytes);
+    comm->held_at += next.bytes;
+    if (comm->held_at == comm->held_bytes)
+        comm->held_at = comm->held_bytes = 0;
+    *taken = dtrain__message_took(comm, op, step, 0, next.bytes);
+    return 1;
+}
+
+/* Records why a step failed; the transport's text, where it has one, says more than ours. What a recv finds on a
+ * broken group, if not its message, is what others had begun. */
 static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_status status, int peer)
 {
-    if (op->error.status == DTRAIN_OK) {
+    if (op->salvages) {
+        dtrain__op_blame(comm, op, dtrain__group_cause(comm));
+    } else if (op->error.status == DTRAIN_OK) {
         dtrain__error cause;
         if (dtrain__thread_error.status == status)
             cause = dtrain__thread_error;
@@ -313,6 +471,11 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
     while (dtrain__message_settle(comm, op, &out, &in, &sends, &receives)) {
         dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
         dtrain_status status, taken = DTRAIN_OK;
+        if (receives && dtrain__message_feed(comm, op, &in, &taken)) {
+            if (taken != DTRAIN_OK)
+                return taken;
+            continue;
+        }
         if (sends)
             sending = dtrain__message_next(comm, op, &out, 1);
         if (receives)
@@ -339,10 +502,15 @@ static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, con
     size_t *done = sending ? &op->sent : &op->received;
     dtrain_transport *transport = &comm->transport;
     while (*done != SIZE_MAX) {
+        dtrain_status status = DTRAIN_OK;
+        if (!sending && dtrain__message_feed(comm, op, step, &status)) {
+            if (status != DTRAIN_OK)
+                return status;
+            continue;
+        }
         dtrain_transfer next = dtrain__message_next(comm, op, step, sending);
-        dtrain_status status =
-            sending ? transport->send(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved)
-                    : transport->recv(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved);
+        status = sending ? transport->send(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved)
+                         : transport->recv(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved);
         dtrain_status taken = dtrain__message_took(comm, op, step, sending, next.moved);
         if (taken != DTRAIN_OK || status != DTRAIN_OK)
             return taken != DTRAIN_OK ? taken : status;
@@ -392,27 +560,28 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
 /* Whether a TIMEOUT is not that of a wait, but what the group was broken by: then it comes with its text. */
 static int dtrain__message_too_late(const dtrain_comm *comm)
 {
-    return (comm->transport.board != NULL || comm->socket != NULL) && dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
+    return comm->plane->knows && dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
 }
 
 /* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain_status status;
-    const dtrain__error *aborted = dtrain__comm_aborted(comm);
-    if (aborted != NULL)
-        comm->broken = *aborted;
-    if (op->phase == 0 && dtrain__message_start(comm, op))
+    const dtrain__error *cause = dtrain__group_cause(comm);
+    int aborted = cause != NULL && cause->status == DTRAIN_ERR_ABORTED;
+    if (aborted)
+        comm->broken = *cause;
+    if (op->phase == 0 && dtrain__message_start(comm, op, cause))
         return 1;
-    if (aborted != NULL) {
-        dtrain__op_blame(comm, op, aborted);
+    if (aborted) {
+        dtrain__op_blame(comm, op, cause);
         return 1;
     }
     dtrain__thread_error.status = DTRAIN_OK;
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !dtrain__message_too_late(comm))
-        return 0;
+        return dtrain__message_needs_left(comm, op);
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
 }
 
@@ -428,8 +597,11 @@ static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *
         return 0; /* complete: it ends at its own turn */
     if (out != NULL && dtrain__plan_step(comm, out, 0, &sends))
         sending = dtrain__message_next(comm, out, &sends, 1);
-    if (in != NULL && dtrain__plan_step(comm, in, 0, &receives))
+    if (in != NULL && dtrain__plan_step(comm, in, 0, &receives)) {
+        if (dtrain__message_feed(comm, in, &receives, &taken))
+            return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
         receiving = dtrain__message_next(comm, in, &receives, 0);
+    }
     comm->transport.exchange(comm->transport.self, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL,
                              wait_ns);
     if (out != NULL)
@@ -441,7 +613,7 @@ static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *
 
 static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
 {
-    dtrain__op_expire(comm, op);
+    dtrain__recorder_expire(comm, op);
     return dtrain__message_fail(comm, op);
 }
 

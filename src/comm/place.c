@@ -6,15 +6,17 @@
 #define DTRAIN__PLACE
 #include "op.c"
 #include "../transport/net.c"
-#include "../transport/admission.c"
+#include "../control/admission.c"
 
 typedef struct dtrain__place {
     int rank, world_size;
     char root[DTRAIN__ADDRESS_BYTES]; /* empty in a world of one */
     unsigned char token[256];
-    size_t token_bytes; /* 0: none */
-    char listen_on[64]; /* empty: the interface that routes to the root */
-    int insecure;
+    size_t token_bytes;          /* 0: none */
+    char listen_on[64];          /* empty: the interface that routes to the root */
+    char job[DTRAIN__JOB_BYTES]; /* the launcher's id of it, the same on all its ranks; empty: none */
+    int alone;                   /* a world of one, as no launcher has set a variable */
+    int insecure, secure;
     int listen_fd;      /* a listening socket that rank 0 inherits, or -1 */
     int64_t timeout_ms; /* negative: none */
     char believed[400]; /* the variables or fields, with their values; of the token its length only */
@@ -114,10 +116,49 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
     if (dtrain__place_get("JOB_COMPLETION_INDEX") != NULL && strcmp(size, "1") != 0)
         return dtrain__place_pair(place, "JOB_COMPLETION_INDEX", "DTRAIN_WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_NONE;
+    place->alone = size == NULL;
     if (size != NULL && strcmp(size, "1") != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_create: DTRAIN_WORLD_SIZE=%.20s is set and no rank is; set DTRAIN_RANK", size);
     return DTRAIN_OK;
+}
+
+/* The id that tells the launcher's job from others. torchrun's is "none" where nobody gave one; the parts of a
+ * heterogeneous Slurm job have ids of their own. What does not fit or print ends with a hash of it all. */
+static void dtrain__place_job(dtrain__place *place, int launcher)
+{
+    const char *own = dtrain__place_get("DTRAIN_JOB"), *kind = "", *id = own, *step = NULL;
+    char text[512];
+    int plain = 1;
+    if (id == NULL && launcher == DTRAIN__LAUNCHER_TORCH) {
+        kind = "torchrun-";
+        id = dtrain__place_get("TORCHELASTIC_RUN_ID");
+        id = id != NULL && strcmp(id, "none") == 0 ? NULL : id;
+    } else if (id == NULL && launcher == DTRAIN__LAUNCHER_SLURM && dtrain__place_get("SLURM_HET_SIZE") == NULL) {
+        kind = "slurm-";
+        id = dtrain__place_get("SLURM_JOB_ID");
+        step = dtrain__place_get("SLURM_STEP_ID");
+    } else if (id == NULL && (launcher == DTRAIN__LAUNCHER_OPENMPI || launcher == DTRAIN__LAUNCHER_PMI)) {
+        kind = "mpi-";
+        id = dtrain__place_get("PMIX_NAMESPACE");
+        if (id == NULL)
+            id = dtrain__place_get(launcher == DTRAIN__LAUNCHER_PMI ? "PMI_JOBID" : "OMPI_MCA_ess_base_jobid");
+    }
+    if (id == NULL)
+        return;
+    snprintf(text, sizeof text, "%s%.400s%s%.40s", kind, id, step != NULL ? "." : "", step != NULL ? step : "");
+    snprintf(place->job, sizeof place->job, "%.63s", text);
+    for (char *at = place->job; *at != 0; at++)
+        if (*at < 0x21 || *at > 0x7e) {
+            *at = '?';
+            plain = 0;
+        }
+    if (plain && strlen(text) < sizeof place->job)
+        return;
+    unsigned char digest[32];
+    size_t at = strlen(place->job) < sizeof place->job - 18 ? strlen(place->job) : sizeof place->job - 18;
+    dtrain_sha256(id, strlen(id), digest);
+    snprintf(place->job + at, sizeof place->job - at, "~%016llx", (unsigned long long)dtrain__get_le(digest, 8));
 }
 
 /* The first host of a Slurm node list: "gpu[007-009,12]-x,b" begins with gpu007-x. */
@@ -139,23 +180,8 @@ static int dtrain__place_first_node(const char *list, char *out, size_t capacity
     return n > 0;
 }
 
-/* Makes the private directory in which ranks of one host meet. */
-static dtrain_status dtrain__place_directory(char *out, size_t capacity)
-{
-    const char *base = dtrain__place_get("TMPDIR");
-    struct stat what;
-    if (base == NULL || strlen(base) > 44) /* a socket's path is short */
-        base = "/tmp";
-    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)getuid());
-    if (mkdir(out, 0700) != 0 && errno != EEXIST)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
-    if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != getuid() || (what.st_mode & 077) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "comm_create: %s must be a directory of this user that nobody else may enter", out);
-    return DTRAIN_OK;
-}
-
-/* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names. */
+/* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names; without such
+ * sockets, at a port that the name gives. */
 static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
 {
     char directory[128], name[32];
@@ -174,11 +200,18 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
     name[n] = 0;
     if (n == 0) /* the local ranks have one parent */
         snprintf(name, sizeof name, "p%ld", (long)getppid());
-    dtrain_status status = dtrain__place_directory(directory, sizeof directory);
+    dtrain__place_believe(place, "%s=%d (all on this host)", local_size, (int)local);
+    if (!dtrain__net_has(AF_UNIX)) {
+        uint32_t number = 0;
+        for (n = 0; name[n] != 0; n++)
+            number = number * 31 + (unsigned char)name[n];
+        snprintf(place->root, sizeof place->root, "127.0.0.1:%d", 15000 + (int)(number % 10000));
+        return DTRAIN_OK;
+    }
+    dtrain_status status = dtrain__net_directory(directory, sizeof directory);
     if (status != DTRAIN_OK)
         return status;
     snprintf(place->root, sizeof place->root, "unix:%s/%s", directory, name);
-    dtrain__place_believe(place, "%s=%d (all on this host)", local_size, (int)local);
     return DTRAIN_OK;
 }
 
@@ -231,59 +264,90 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
                                        : "DTRAIN_ROOT=host:port, the same on every rank");
 }
 
-static dtrain_status dtrain__place_set_token(dtrain__place *place, const char *token, size_t bytes, const char *from)
+/* what: where the token is from. */
+static dtrain_status dtrain__place_check_token(const char *what, const char *token, size_t bytes)
 {
-    if (bytes > sizeof place->token - 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s has %zu bytes; 16 to 255 are possible", from,
-                            bytes);
+    if (memchr(token, 0, bytes) != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has a byte of 0; a token is a text of 16 to 255 bytes", what);
+    if (bytes > 255)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has %zu bytes; 16 to 255 are possible", what, bytes);
+    if (bytes == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                            "%s is empty; a token has 16 to 255 bytes; leave it out to have none", what);
     if (bytes < 16)
         return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "comm_create: %s has %zu bytes; a token needs at least 16, which nobody can guess", from,
-                            bytes);
-    memcpy(place->token, token, bytes);
+                            "%s has %zu bytes; a token needs at least 16, which nobody can guess", what, bytes);
+    return DTRAIN_OK;
+}
+
+/* Takes the first line of a regular file: another kind may keep its reader waiting for ever. dtrun reads its own so. */
+static dtrain_status dtrain__place_read_token(const char *what, const char *path, char token[256], size_t *bytes)
+{
+    char text[512], from[300];
+    struct stat file;
+    ssize_t n = 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY), error = 0, regular = 0;
+    snprintf(from, sizeof from, "%.60s \"%.200s\"", what, path);
+    *bytes = 0;
+    if (fd < 0 || fstat(fd, &file) != 0)
+        error = errno;
+    else
+        regular = S_ISREG(file.st_mode);
+    while (regular && *bytes < sizeof text &&
+           ((n = read(fd, text + *bytes, sizeof text - *bytes)) > 0 || (n < 0 && errno == EINTR)))
+        *bytes += n > 0 ? (size_t)n : 0;
+    error = n < 0 ? errno : error;
+    if (fd >= 0)
+        close(fd);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s cannot be read: %s", from, strerror(error));
+    if (!regular)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s is no regular file; write the token to one", from);
+    if ((file.st_mode & 077) != 0)
+        dtrain__log(DTRAIN_LOG_WARN, "%s is not its owner's alone; chmod 600 makes it so", from);
+    for (size_t i = 0; i < *bytes; i++)
+        if (text[i] == '\n' || text[i] == '\r')
+            *bytes = i;
+    dtrain_status status = dtrain__place_check_token(from, text, *bytes);
+    if (status == DTRAIN_OK)
+        memcpy(token, text, *bytes);
+    memset(text, 0, sizeof text);
+    return status;
+}
+
+/* Takes the token that the desc or the environment gives, if one does. */
+static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
+{
+    const char *token = desc->token, *from = "desc.token", *file = NULL;
+    char line[256], what[64];
+    size_t bytes;
+    dtrain_status status;
+    if (token == NULL && environment) {
+        token = getenv("DTRAIN_TOKEN"); /* set and empty is an error: a secret is missing there */
+        file = token == NULL ? getenv("DTRAIN_TOKEN_FILE") : NULL;
+        from = file != NULL ? "DTRAIN_TOKEN_FILE" : "DTRAIN_TOKEN";
+    }
+    if (token == NULL && file == NULL)
+        return DTRAIN_OK;
+    snprintf(what, sizeof what, "comm_create: %s", from);
+    bytes = token != NULL ? strlen(token) : 0;
+    status = token != NULL ? dtrain__place_check_token(what, token, bytes)
+                           : dtrain__place_read_token(what, file, line, &bytes);
+    if (status != DTRAIN_OK)
+        return status;
+    memcpy(place->token, token != NULL ? token : line, bytes);
+    memset(line, 0, sizeof line);
     place->token_bytes = bytes;
     dtrain__place_believe(place, "%s (%zu bytes)", from, bytes);
     return DTRAIN_OK;
 }
 
-/* Takes the first line of a file. */
-static dtrain_status dtrain__place_token_file(dtrain__place *place, const char *path)
-{
-    char text[512];
-    size_t bytes = 0;
-    ssize_t n = 0;
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd >= 0)
-        while (bytes < sizeof text &&
-               ((n = read(fd, text + bytes, sizeof text - bytes)) > 0 || (n < 0 && errno == EINTR)))
-            bytes += n > 0 ? (size_t)n : 0;
-    if (fd < 0 || n < 0) {
-        int error = errno;
-        if (fd >= 0)
-            close(fd);
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: DTRAIN_TOKEN_FILE=%.200s cannot be read: %s", path,
-                            strerror(error));
-    }
-    close(fd);
-    for (size_t i = 0; i < bytes; i++)
-        if (text[i] == '\n' || text[i] == '\r')
-            bytes = i;
-    dtrain_status status = dtrain__place_set_token(place, text, bytes, "DTRAIN_TOKEN_FILE");
-    memset(text, 0, sizeof text);
-    return status;
-}
-
 /* Reads what stands beside rank, size and root. */
 static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
 {
-    const char *token = desc->token, *listen_on = desc->listen_on, *file = NULL;
-    const char *from = desc->token != NULL ? "desc.token" : "DTRAIN_TOKEN";
+    const char *listen_on = desc->listen_on;
     int64_t number = 0;
     dtrain_status status = DTRAIN_OK;
-    if (environment && token == NULL) {
-        token = dtrain__place_get("DTRAIN_TOKEN");
-        file = token == NULL ? dtrain__place_get("DTRAIN_TOKEN_FILE") : NULL;
-    }
     if (environment && listen_on == NULL)
         listen_on = dtrain__place_get("DTRAIN_INTERFACE");
     snprintf(place->listen_on, sizeof place->listen_on, "%s", listen_on != NULL ? listen_on : "");
@@ -291,6 +355,11 @@ static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_
     if (environment && !place->insecure && dtrain__place_get("DTRAIN_INSECURE") != NULL) {
         status = dtrain__place_number("DTRAIN_INSECURE", 0, 1, &number);
         place->insecure = (int)number;
+    }
+    place->secure = desc->secure;
+    if (status == DTRAIN_OK && environment && place->secure == 0 && dtrain__place_get("DTRAIN_SECURE") != NULL) {
+        status = dtrain__place_number("DTRAIN_SECURE", 0, 1, &number);
+        place->secure = number != 0 ? 1 : -1;
     }
     place->timeout_ms = desc->timeout_ms;
     if (status == DTRAIN_OK && environment && place->timeout_ms == 0 && dtrain__place_get("DTRAIN_TIMEOUT_MS") != NULL)
@@ -303,11 +372,7 @@ static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_
         status = dtrain__place_number("DTRAIN_LISTEN_FD", 0, INT_MAX, &number);
         place->listen_fd = (int)number;
     }
-    if (status == DTRAIN_OK && token != NULL)
-        status = dtrain__place_set_token(place, token, strlen(token), from);
-    else if (status == DTRAIN_OK && file != NULL)
-        status = dtrain__place_token_file(place, file);
-    return status;
+    return status == DTRAIN_OK ? dtrain__place_token(place, desc, environment) : status;
 }
 
 static dtrain_status dtrain__place_check_root(const dtrain__place *place)
@@ -332,6 +397,7 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
     memset(place, 0, sizeof *place);
     if (environment) {
         status = dtrain__place_launcher(place, &launcher);
+        dtrain__place_job(place, launcher);
     } else {
         place->rank = desc->rank;
         place->world_size = desc->world_size;
@@ -346,6 +412,12 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         status = dtrain__place_rest(place, desc, environment);
     if (status != DTRAIN_OK || place->world_size == 1)
         return status;
+    if (place->secure > 0 && place->token_bytes == 0)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "comm_create: rank %d: %s asks for sealed traffic and there is no token to make keys of: set "
+            "DTRAIN_TOKEN to one secret of 16 bytes or more on every rank",
+            place->rank, desc->secure > 0 ? "desc.secure = 1" : "DTRAIN_SECURE=1");
     if (desc->root != NULL) {
         snprintf(place->root, sizeof place->root, "%s", desc->root);
         dtrain__place_believe(place, "desc.root=%.120s", desc->root);

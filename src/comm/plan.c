@@ -118,7 +118,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     dtrain_algorithm asked = comm->asked[op->kind];
     if (dtrain__op_is_message(op))
         return DTRAIN_ALGORITHM_AUTO;
-    if (comm->transport.board != NULL && (asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
+    if (comm->shared != NULL && (asked == DTRAIN_ALGORITHM_AUTO || asked == DTRAIN_ALGORITHM_FUSED))
         return DTRAIN_ALGORITHM_FUSED;
     if (op->counts != NULL && dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
@@ -127,7 +127,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
         asked = DTRAIN_ALGORITHM_TREE;
     if (dtrain__plan_exists(comm, op->kind, asked))
         return asked;
-    if (comm->transport.board != NULL && !dtrain__op_reduces(op))
+    if (comm->shared != NULL && !dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_FUSED;
     switch (op->kind) {
     case DTRAIN__ALL_REDUCE: return dtrain__plan_all_reduce(comm, bytes);
@@ -150,7 +150,7 @@ static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *
 {
     for (int value = DTRAIN_ALGORITHM_FUSED - 1; value <= DTRAIN_ALGORITHM_DOUBLE_TREE; value++) {
         dtrain_algorithm one = value < DTRAIN_ALGORITHM_FUSED ? DTRAIN_ALGORITHM_AUTO : (dtrain_algorithm)value;
-        const char *text = dtrain__algorithm_name((uint64_t)one);
+        const char *text = dtrain__op_algorithm_name((uint64_t)one);
         if (strlen(text) == bytes && memcmp(text, name, bytes) == 0) {
             *algorithm = one;
             return 1;
@@ -162,7 +162,7 @@ static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *
 static dtrain__kind dtrain__plan_kind(const char *name, size_t bytes)
 {
     for (int kind = DTRAIN__ALL_REDUCE; kind <= DTRAIN__BARRIER; kind++) {
-        const char *text = dtrain__kind_name((uint64_t)kind);
+        const char *text = dtrain__op_kind_name((uint64_t)kind);
         if (strlen(text) == bytes && memcmp(text, name, bytes) == 0)
             return (dtrain__kind)kind;
     }
@@ -185,11 +185,17 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
                                 "COLLECTIVE=ALGORITHM as in all_reduce=ring,broadcast=tree",
                                 (int)(bytes < 60 ? bytes : 60), text);
         for (int k = (int)kind; k <= (every ? DTRAIN__BARRIER : (int)kind); k++)
-            if (algorithm != DTRAIN_ALGORITHM_FUSED || comm->transport.board != NULL)
+            if (algorithm != DTRAIN_ALGORITHM_FUSED || comm->shared != NULL)
                 comm->asked[k] = algorithm;
         text += bytes + (text[bytes] == ',');
     }
     return DTRAIN_OK;
+}
+
+/* Bytes that a rank sends in an all-reduce of so many float32. */
+static uint64_t dtrain__plan_sent_bytes(size_t count, int ranks)
+{
+    return 8 * (uint64_t)count / (uint64_t)ranks * (uint64_t)(ranks - 1);
 }
 
 #endif

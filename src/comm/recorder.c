@@ -1,9 +1,9 @@
 /* ---- >>recorder ----
  * The last operations of one rank's end of a group, and what is said of a rank that others wait for. The thread that
- * runs an operation records it, one at a time; any thread reads, peers on the same board included, without a lock: a
+ * runs an operation records it, one at a time; any thread reads, peers in the same process included, without a lock: a
  * record is whole when its version is the same before and after it was copied. Source: Boehm, "Can seqlocks get along
- * with programming language memory models?", MSPC 2012. The recorder of a rank on a board belongs to the board, so
- * that peers may read it after the rank has left. Nothing here allocates but the recorder itself. */
+ * with programming language memory models?", MSPC 2012. A transport whose peers read the recorder owns it, so
+ * that they may do so after the rank has left. Nothing here allocates but the recorder itself. */
 #ifndef DTRAIN__RECORDER
 #define DTRAIN__RECORDER
 #include "op.c"
@@ -69,10 +69,6 @@ static int dtrain__recorder_create(dtrain_comm *comm)
     pthread_mutex_init(&recorder->error_mutex, NULL);
     pthread_mutex_init(&recorder->mutex, NULL);
     comm->recorder = recorder;
-    if (comm->transport.board != NULL) {
-        comm->transport.board->slots[comm->rank].recorder_bytes = sizeof *recorder;
-        __atomic_store_n(&comm->transport.board->slots[comm->rank].recorder, (void *)recorder, __ATOMIC_RELEASE);
-    }
     return 1;
 }
 
@@ -82,11 +78,11 @@ static void dtrain__recorder_free(dtrain_comm *comm)
         return;
     pthread_mutex_destroy(&comm->recorder->error_mutex);
     pthread_mutex_destroy(&comm->recorder->mutex);
-    if (comm->transport.board == NULL)
+    if (!comm->published)
         dtrain__free(comm->allocator, comm->recorder, sizeof *comm->recorder);
 }
 
-static void dtrain__record_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
+static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
 {
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
     uint64_t words[DTRAIN__RECORD_WORDS], version = 4 * serial + (record->ended_ns != 0 ? 4 : 2);
@@ -98,7 +94,7 @@ static void dtrain__record_write(dtrain__recorder *recorder, uint64_t serial, co
 }
 
 /* Copies record `serial`; 0 when it is no more, or its writer was stopped in the middle. */
-static int dtrain__record_read(dtrain__recorder *recorder, uint64_t serial, dtrain__record *out)
+static int dtrain__recorder_read(dtrain__recorder *recorder, uint64_t serial, dtrain__record *out)
 {
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
     uint64_t words[DTRAIN__RECORD_WORDS];
@@ -117,7 +113,7 @@ static int dtrain__record_read(dtrain__recorder *recorder, uint64_t serial, dtra
     return 0;
 }
 
-static int dtrain__call_is_message(const dtrain__call *call)
+static int dtrain__recorder_is_message(const dtrain__call *call)
 {
     return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV || call->kind == DTRAIN__EXCHANGE;
 }
@@ -150,7 +146,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     record.started_ns = (uint64_t)op->run_ns;
     record.moved_ns = (uint64_t)op->moved_ns;
     record.ended_ns = (uint64_t)ended_ns;
-    dtrain__record_write(recorder, op->serial, &record);
+    dtrain__recorder_write(recorder, op->serial, &record);
 }
 
 /* The operation has its number and may have to wait. */
@@ -202,7 +198,7 @@ static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
     memset(out, 0, sizeof *out);
     if (serial == 0)
         return 1;
-    if (!dtrain__record_read(recorder, serial, &record))
+    if (!dtrain__recorder_read(recorder, serial, &record))
         return 0;
     out->call = record.call;
     out->state = record.ended_ns != 0 ? DTRAIN__LAST_ENDED : DTRAIN__LAST_UNDER_WAY;
@@ -215,20 +211,19 @@ static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
 }
 
 /* The rank that a rank waits for, or waited for when it gave up at its deadline; or -1. */
-static int dtrain__last_awaits(const dtrain__last *last)
+static int dtrain__recorder_awaits(const dtrain__last *last)
 {
     int gave_up = last->state == DTRAIN__LAST_ENDED && last->status == DTRAIN_ERR_TIMEOUT;
     return last->state == DTRAIN__LAST_UNDER_WAY || gave_up ? (int)last->awaited - 1 : -1;
 }
 
-/* What this rank's heartbeats carry. */
+/* What this rank's peers are told that it does; user: its recorder. */
 static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capacity, int *awaits)
 {
-    dtrain_comm *comm = (dtrain_comm *)user;
     dtrain__last last;
-    if (sizeof last > capacity || !dtrain__recorder_last(comm->recorder, &last))
+    if (sizeof last > capacity || !dtrain__recorder_last((dtrain__recorder *)user, &last))
         return 0;
-    *awaits = dtrain__last_awaits(&last);
+    *awaits = dtrain__recorder_awaits(&last);
     memcpy(out, &last, sizeof last);
     return sizeof last;
 }
@@ -236,14 +231,8 @@ static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capac
 /* What `rank` does, where that is known; of processes no older than the wait that began at since_ns. */
 static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t since_ns, dtrain__last *out)
 {
-    dtrain__board *board = comm->transport.board;
     int64_t age_ns = 0;
-    if (board != NULL) {
-        void *recorder = __atomic_load_n(&board->slots[rank].recorder, __ATOMIC_ACQUIRE);
-        return recorder != NULL && dtrain__recorder_last((dtrain__recorder *)recorder, out);
-    }
-    if (comm->socket == NULL ||
-        dtrain__socket_last(comm->socket, rank, since_ns, out, sizeof *out, &age_ns) != sizeof *out)
+    if (comm->plane->last(comm->transport.self, rank, since_ns, out, sizeof *out, &age_ns) != sizeof *out)
         return 0;
     out->since_ms += (uint64_t)(age_ns / 1000000);
     return out->state <= DTRAIN__LAST_ENDED && out->awaited <= (uint64_t)comm->size;
@@ -253,7 +242,7 @@ static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t sinc
 static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrain__last *last, int awaits, char *text,
                                   size_t capacity)
 {
-    dtrain__text call = dtrain__call_text(&last->call);
+    dtrain__text call = dtrain__op_call_text(&last->call);
     const char *where = last->call.group == comm->group ? "" : " of another group";
     double seconds = (double)last->since_ms * 1e-3;
     int ended = last->state == DTRAIN__LAST_ENDED;
@@ -280,7 +269,7 @@ static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op
         char does[320];
         if (!dtrain__recorder_peer(comm, rank, op->started_ns, &last))
             return;
-        int next = last.call.group == comm->group ? dtrain__last_awaits(&last) : -1;
+        int next = last.call.group == comm->group ? dtrain__recorder_awaits(&last) : -1;
         dtrain__recorder_does(comm, rank, &last, next, does, sizeof does);
         if (strlen(does) >= capacity - used)
             return;
@@ -296,12 +285,12 @@ static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op
 static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
 {
     dtrain__call mine = dtrain__recorder_call(comm, op);
-    int message = dtrain__call_is_message(&mine);
+    int message = dtrain__recorder_is_message(&mine);
     if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
         (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT &&
          theirs->status != DTRAIN_ERR_MISMATCH))
         return 0;
-    if (message != dtrain__call_is_message(&theirs->call))
+    if (message != dtrain__recorder_is_message(&theirs->call))
         return theirs->awaited == (uint64_t)comm->rank + 1 && !theirs->moved && !op->touched;
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }
@@ -315,13 +304,13 @@ static int dtrain__recorder_culprit(const dtrain_comm *comm, const dtrain__op *o
             return -1;
         if (dtrain__recorder_contradicts(comm, op, out))
             return rank;
-        rank = out->call.group == comm->group ? dtrain__last_awaits(out) : -1;
+        rank = out->call.group == comm->group ? dtrain__recorder_awaits(out) : -1;
     }
     return -1;
 }
 
 /* Ends an operation at its deadline: with what the awaited rank does, or as a mismatch where that says why. */
-static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
+static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
@@ -330,17 +319,17 @@ static dtrain_status dtrain__op_expire(const dtrain_comm *comm, dtrain__op *op)
     int culprit = dtrain__recorder_culprit(comm, op, &last);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
-    if (comm->socket != NULL)
-        dtrain__socket_suspect(comm->socket, op->awaited, reason, sizeof reason);
+    comm->plane->suspect(comm->transport.self, op->awaited, reason, sizeof reason);
     dtrain__recorder_chain(comm, op, does, sizeof does);
-    return dtrain__fail(&op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s", mine.text,
-                        comm->rank, seconds, op->awaited, does, reason,
-                        op->touched ? "data had moved, so the group is broken"
-                                    : "nothing had moved, so the call can be made again");
+    return dtrain__fail(
+        &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s%s", mine.text, comm->rank,
+        seconds, op->awaited, does, reason,
+        op->touched ? "data had moved, so the group is broken" : "nothing had moved, so the call can be made again",
+        dtrain__op_is_message(op) ? "" : " (every rank must call it, not one inside an if (rank == 0))");
 }
 
 /* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
-static int dtrain__op_late(const dtrain_comm *comm, dtrain__op *op)
+static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
 {
     int64_t now;
     if (op->awaited >= 0)

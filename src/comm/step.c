@@ -135,7 +135,7 @@ static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count,
     dtrain_dtype partial = dtrain__step_dtype(op);
     const unsigned char *in = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
     if (partial != op->dtype)
-        dtrain_convert(in, op->dtype, out, partial, count);
+        DTRAIN_IGNORE(dtrain_convert(in, op->dtype, out, partial, count));
     else if (in != out && count > 0)
         memcpy(out, in, count * dtrain__step_width(op));
 }

@@ -60,7 +60,7 @@ static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char
     size_t length = strlen(text), at = 0;
     length = length < sizeof clean ? length : sizeof clean - 1;
     while (at < length) {
-        size_t step = dtrain__json_utf8((const unsigned char *)text + at, length - at);
+        size_t step = dtrain__utf8((const unsigned char *)text + at, length - at);
         int plain = step > 0 && (unsigned char)text[at] >= 0x20 && text[at] != 0x7f;
         memcpy(clean + at, text + at, step > 0 ? step : 1);
         if (!plain)
@@ -153,19 +153,19 @@ static void dtrain__trace_head(dtrain__trace *trace)
 static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtrain__record *record)
 {
     const dtrain__call *call = &record->call;
-    int message = dtrain__call_is_message(call), typed = call->kind != DTRAIN__BARRIER;
+    int message = dtrain__recorder_is_message(call), typed = call->kind != DTRAIN__BARRIER;
     unsigned bits = dtrain_dtype_bits((dtrain_dtype)call->dtype);
     dtrain__trace_args(trace);
-    dtrain__trace_text(trace, "call", dtrain__kind_name(call->kind));
+    dtrain__trace_text(trace, "call", dtrain__op_kind_name(call->kind));
     dtrain__trace_u64(trace, "number", call->number);
-    dtrain__trace_text(trace, "text", dtrain__call_text(call).text);
+    dtrain__trace_text(trace, "text", dtrain__op_call_text(call).text);
     dtrain__trace_text(trace, "dtype", typed ? dtrain_dtype_name((dtrain_dtype)call->dtype) : "");
     dtrain__trace_u64(trace, "count", call->count);
     dtrain__trace_u64(trace, "bytes", call->count * (bits / 8));
     dtrain__trace_text(trace, "op", call->op != 0 ? dtrain__op_name(call->op) : "");
     dtrain__trace_maybe(trace, "root", !message, call->root);
     dtrain__trace_maybe(trace, "peer", message, call->root);
-    dtrain__trace_text(trace, "algorithm", dtrain__algorithm_name(call->algorithm));
+    dtrain__trace_text(trace, "algorithm", dtrain__op_algorithm_name(call->algorithm));
     dtrain__trace_key(trace, "async");
     dtrain__json_write_bool(&trace->json, record->async != 0);
     dtrain__trace_maybe(trace, "awaited", record->awaited > 0, record->awaited - 1);
@@ -189,15 +189,15 @@ static void dtrain__trace_operations(dtrain__trace *trace)
     for (; serial <= last; serial++) {
         dtrain__record record;
         char name[64];
-        if (!dtrain__record_read(recorder, serial, &record))
+        if (!dtrain__recorder_read(recorder, serial, &record))
             continue;
         if (record.ended_ns == 0 && serial == last)
             record.awaited = __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
         uint64_t ended = record.ended_ns != 0 ? record.ended_ns : (uint64_t)trace->now;
-        snprintf(name, sizeof name, "%s #%llu", dtrain__kind_name(record.call.kind),
+        snprintf(name, sizeof name, "%s #%llu", dtrain__op_kind_name(record.call.kind),
                  (unsigned long long)record.call.number);
         dtrain__trace_event(trace, name, "X");
-        dtrain__trace_text(trace, "cat", dtrain__call_is_message(&record.call) ? "message" : "collective");
+        dtrain__trace_text(trace, "cat", dtrain__recorder_is_message(&record.call) ? "message" : "collective");
         dtrain__trace_us(trace, "ts", record.started_ns);
         dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
         dtrain__trace_call(trace, serial, &record);
@@ -216,10 +216,7 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
     memset(&trace, 0, sizeof trace);
     trace.comm = comm;
     trace.now = dtrain__os_now_ns();
-    snprintf(recorder->beside, sizeof recorder->beside, "%s.%ld-%llu-%d.part", path, (long)getpid(),
-             (unsigned long long)comm->group, comm->rank);
-    unlink(recorder->beside); /* of a process that had this number before */
-    trace.fd = open(recorder->beside, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    trace.fd = dtrain__os_open_beside(AT_FDCWD, path, recorder->beside, sizeof recorder->beside);
     if (trace.fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s", comm->rank, path,
                             strerror(errno));
@@ -229,15 +226,9 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
     pthread_mutex_unlock(&recorder->error_mutex);
     dtrain__trace_head(&trace);
     dtrain__trace_operations(&trace);
-    if (trace.error == 0 && fsync(trace.fd) != 0 && errno != EINVAL) /* EINVAL: nothing that can be synchronized */
-        trace.error = errno;
-    if (close(trace.fd) != 0 && trace.error == 0)
-        trace.error = errno;
-    if (trace.error == 0 && rename(recorder->beside, path) != 0)
-        trace.error = errno;
+    trace.error = dtrain__os_put_in_place(trace.fd, recorder->beside, path, trace.error);
     if (trace.error == 0)
         return DTRAIN_OK;
-    unlink(recorder->beside);
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s; what was there is still",
                         comm->rank, path, strerror(trace.error));
 }
@@ -249,6 +240,9 @@ DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
     if (comm == NULL || bytes == 0 || bytes >= DTRAIN__TRACE_PATH_BYTES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_trace: needs a group and a path of 1 to %d bytes (got %zu)",
                             DTRAIN__TRACE_PATH_BYTES - 1, bytes);
+    status = dtrain__group_alive(comm, "comm_trace");
+    if (status != DTRAIN_OK)
+        return status;
     if (comm->process != getpid())
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_trace: process %ld made this group, and this is its forked child %ld; call it there",

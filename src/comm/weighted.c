@@ -4,11 +4,9 @@
  * headers what they are part of. 16-bit inputs are weighted as float32, piece by piece. */
 #ifndef DTRAIN__WEIGHTED_MEAN
 #define DTRAIN__WEIGHTED_MEAN
-#include "comm.c"
+#include "work.c"
 #include "collectives.c"
 #include "fuse.c"
-
-#include <float.h>
 
 #define DTRAIN__WEIGHTED_PIECE ((size_t)1 << 18) /* elements, where they cannot be weighted in place */
 
@@ -36,7 +34,7 @@ static dtrain_status dtrain__weighted_sum(dtrain_comm *comm, void *sums, size_t 
     op.form = DTRAIN__WEIGHTED;
     op.first = whole->count;
     op.digest = (uint64_t)whole->dtype;
-    return dtrain__comm_call(comm, &op, NULL);
+    return dtrain__work_call(comm, &op, NULL);
 }
 
 static dtrain_status dtrain__weighted_check(dtrain_comm *comm, const dtrain__op *op, double weight)

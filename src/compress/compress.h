@@ -8,7 +8,7 @@
 #include "../base/base.h"
 #include "../tensor/tensor.h"
 #include "../tensor/device.h"
-#include "../comm/comm.h"
+#include "descs.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -34,22 +34,6 @@ typedef struct dtrain_sparse {
  * any thread */
 DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio);
 
-/* A ratio that falls to its last value while training warms up: first, then each stage's factor times the one before.
- * The defaults are those of Deep Gradient Compression: 0.25, 0.0625, 0.015625, ... */
-typedef struct dtrain_topk_schedule {
-    double ratio;         /* the last */
-    uint64_t stage_steps; /* steps of a stage; 0: no warm-up */
-    double first_ratio;   /* 0: 0.25 */
-    double factor;        /* above 0, below 1; 0: 0.25 */
-} dtrain_topk_schedule;
-
-/* Returns the ratio of a step, counted from 0; the same bits on every machine. 0 for NULL.
- *
- *   source   Lin, Han, Mao, Wang, Dally, Deep Gradient Compression, ICLR 2018
- *
- * any thread */
-DTRAIN_API double dtrain_topk_ratio(const dtrain_topk_schedule *schedule, uint64_t step);
-
 /* Selects the k elements of largest magnitude, NaN and then infinity before all numbers, of equals the first.
  *
  *   data     count float32; k at most count
@@ -59,91 +43,28 @@ DTRAIN_API double dtrain_topk_ratio(const dtrain_topk_schedule *schedule, uint64
  *            DTRAIN_ERR_MEMORY
  *
  * any thread; allocates only what sparse lacks */
-DTRAIN_API dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse);
-
-/* Selects as dtrain_topk every element whose magnitude is at least threshold, and every NaN.
- *
- *   threshold   0 or above, not NaN
- *
- * any thread; allocates only what sparse lacks */
-DTRAIN_API dtrain_status dtrain_threshold(const float *data, size_t count, float threshold, dtrain_sparse *sparse);
+DTRAIN_API_MUST dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse);
 
 /* Adds data to sum, and selects of the sum as dtrain_topk, in one pass.
  *
  *   sum, data   count float32 each, apart
  *
  * any thread; allocates only what sparse lacks */
-DTRAIN_API dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k, dtrain_sparse *sparse);
+DTRAIN_API_MUST dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k,
+                                              dtrain_sparse *sparse);
 
-/* Adds the elements of sparse to those of data, or writes them and zero everywhere else.
+/* Adds the elements of sparse to those of data.
  *
  *   data     count float32, count equal to sparse->original_count
  *   errors   DTRAIN_ERR_INVALID  another count; an index out of range, out of order or twice: nothing is written
  *
  * any thread; allocates nothing */
-DTRAIN_API dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *data, size_t count);
-DTRAIN_API dtrain_status dtrain_sparse_write(const dtrain_sparse *sparse, float *data, size_t count);
-
-/* How indices are packed. */
-typedef enum dtrain_index_form {
-    DTRAIN_INDEX_AUTO = 0,  /* whichever is shortest */
-    DTRAIN_INDEX_U32 = 701, /* as they are */
-    DTRAIN_INDEX_U16,       /* as they are, for up to 65,536 elements */
-    DTRAIN_INDEX_DELTA,     /* how many elements were left out before each, 7 bits a byte, the lowest first */
-    DTRAIN_INDEX_NONE       /* every element of the vector is there, zeros where sparse has none */
-} dtrain_index_form;
-
-/* Returns how many bytes dtrain_sparse_pack writes; 0 for what it refuses.
- *
- * any thread */
-DTRAIN_API size_t dtrain_sparse_bytes(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form);
-
-/* Packs sparse: a header of 32 bytes, the indices, the values.
- *
- *   values     DTRAIN_F32; DTRAIN_BF16 or DTRAIN_F16: rounded to the nearest
- *   out        capacity bytes
- *   bytes      out: how many were written
- *   errors     DTRAIN_ERR_INVALID  another dtype; a form that cannot be; capacity below dtrain_sparse_bytes; a bad
- *                                  sparse, as dtrain_sparse_add
- *
- * any thread; allocates nothing */
-DTRAIN_API dtrain_status dtrain_sparse_pack(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
-                                            void *out, size_t capacity, size_t *bytes);
-
-/* Unpacks what dtrain_sparse_pack made, of a vector of original_count elements. The bytes may come from anywhere.
- *
- *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
- *                                range, out of order or twice. The text says which; sparse has count 0
- *            DTRAIN_ERR_MEMORY
- *
- * any thread; allocates only what sparse lacks */
-DTRAIN_API dtrain_status dtrain_sparse_unpack(dtrain_sparse *sparse, const void *data, size_t bytes,
-                                              size_t original_count);
+DTRAIN_API_MUST dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *data, size_t count);
 
 /* Frees the arrays that the library gave sparse, and zeroes it; NULL is legal.
  *
  * one thread per object */
 DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
-
-/* A way to pack float32 vectors: a table of functions, to be filled by you or by those below. Each function gets the
- * table itself, and sets no global state: ranks are threads, too. */
-typedef struct dtrain_compressor dtrain_compressor;
-struct dtrain_compressor {
-    const char *name;
-    void *self;   /* yours */
-    size_t block; /* of the compressors below: elements that share a scale */
-    /* How many bytes count elements are packed into. It depends on count alone. */
-    size_t (*bytes)(const dtrain_compressor *compressor, size_t count);
-    void (*pack)(const dtrain_compressor *compressor, const float *in, size_t count, void *out);
-    /* Any bytes must do: they come from another rank. */
-    void (*unpack)(const dtrain_compressor *compressor, const void *in, float *out, size_t count);
-    /* Instead of the three above, for what is no packing: adds in to residual (NULL: counts as zero, nothing is kept),
-     * sums what it sends of that over all ranks of comm into out, which may be in, and leaves the rest in residual.
-     * Adds the bytes that this rank sent to *sent. Collective; the same bits on every rank. */
-    dtrain_status (*reduce)(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in, float *residual,
-                            float *out, size_t count, uint64_t *sent);
-    void (*destroy)(void *self); /* may be NULL */
-};
 
 /* Make compressors that own nothing: copy them freely.
  *
@@ -178,10 +99,10 @@ DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
  *             DTRAIN_ERR_MEMORY
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, size_t count, size_t k,
-                                                        dtrain_device_selection **selection);
-DTRAIN_API dtrain_status dtrain_device_select(dtrain_device *device, dtrain_device_selection *selection, float *data,
-                                              const float *add, uint32_t *indices, float *values);
+DTRAIN_API_MUST dtrain_status dtrain_device_selection_create(dtrain_device *device, size_t count, size_t k,
+                                                             dtrain_device_selection **selection);
+DTRAIN_API_MUST dtrain_status dtrain_device_select(dtrain_device *device, dtrain_device_selection *selection,
+                                                   float *data, const float *add, uint32_t *indices, float *values);
 DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_device_selection *selection);
 
 /* data[indices[i]] += values[i] for k elements, on a device.
@@ -192,8 +113,8 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
  *             DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const uint32_t *indices, const float *values,
-                                                  size_t k, float *data, size_t count);
+DTRAIN_API_MUST dtrain_status dtrain_device_sparse_add(dtrain_device *device, const uint32_t *indices,
+                                                       const float *values, size_t k, float *data, size_t count);
 
 /* Pack and unpack on a device as dtrain_compressor_int8 and dtrain_compressor_fp8 do, the same bytes.
  *
@@ -204,29 +125,10 @@ DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const u
  *            DTRAIN_ERR_UNSUPPORTED  another code
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,
-                                            size_t count, void *out);
-DTRAIN_API dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain_dtype code, size_t block, const void *in,
-                                              float *out, size_t count, int add);
-
-/* How ranks add up what each has selected. The result is the same bits for all but SPLIT_TOPK. */
-typedef enum dtrain_sparse_exchange {
-    DTRAIN_EXCHANGE_AUTO = 0,     /* GATHER for up to 8 ranks, SPLIT for more */
-    DTRAIN_EXCHANGE_GATHER = 801, /* every rank gets every selection; where those are longer than the whole vectors,
-                                   * these are all-reduced instead */
-    DTRAIN_EXCHANGE_SPLIT,        /* each rank adds up one part of the vector, then all get all sums; a part whose sums
-                                   * are shorter without indices travels as it is */
-    DTRAIN_EXCHANGE_SPLIT_TOPK    /* as SPLIT, but of its part's sums each rank passes on only the ratio's share, the
-                                   * largest, and keeps the others in its residual */
-} dtrain_sparse_exchange;
-
-typedef struct dtrain_topk_desc {
-    dtrain_topk_schedule schedule; /* its ratio is needed, unless threshold is */
-    float threshold;               /* above 0: selects by magnitude, not by ratio */
-    dtrain_dtype values;           /* on the wire; 0: DTRAIN_F32; DTRAIN_BF16, DTRAIN_F16 */
-    dtrain_index_form indices;     /* 0: the shortest */
-    dtrain_sparse_exchange exchange;
-} dtrain_topk_desc;
+DTRAIN_API_MUST dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype code, size_t block,
+                                                 const float *in, size_t count, void *out);
+DTRAIN_API_MUST dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain_dtype code, size_t block,
+                                                   const void *in, float *out, size_t count, int add);
 
 /* Makes the compressor that sends the largest elements. It counts its steps, for the schedule: one a vector.
  *
@@ -237,8 +139,8 @@ typedef struct dtrain_topk_desc {
  *               Hoefler, Near-Optimal Sparse Allreduce (Ok-Topk), PPoPP 2022
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
-                                                dtrain_allocator *allocator);
+DTRAIN_API_MUST dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
+                                                     dtrain_allocator *allocator);
 
 /* Makes the compressor that sends a matrix as the product of two thin ones, whose second starts from the last step's.
  * A vector for which that is no shorter is all-reduced as it is.
@@ -251,38 +153,19 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
  *   source          Vogels, Karimireddy, Jaggi, PowerSGD, NeurIPS 2019
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
-                                                    int rank, uint64_t seed, dtrain_allocator *allocator);
+DTRAIN_API_MUST dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
+                                                         int rank, uint64_t seed, dtrain_allocator *allocator);
 
 /* Frees what a compressor owns.
  *
  * one thread per object */
 DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor);
 
-/* The all-reduce of one vector, step after step, through a compressor, with what was not sent kept for the next. */
-typedef struct dtrain_compressed dtrain_compressed;
-
-typedef struct dtrain_compressed_desc {
-    int no_feedback; /* 1: what is not sent is lost */
-    float momentum;  /* top-k alone: of the velocity that is sent in the gradient's stead; the optimizer then has none.
-                      * 0: none */
-    int no_masking;  /* 1: the velocity of what was sent goes on; 0: it starts anew */
-    float
-        max_norm; /* of this rank's vector, times the root of the number of ranks: longer ones are shortened. 0: none */
-    dtrain_device *device; /* where in, out and the state are; in a dtrain_compress_desc it is NULL. NULL: the CPU */
-} dtrain_compressed_desc;
-
-typedef struct dtrain_compressed_stats {
-    uint64_t steps;
-    uint64_t dense_bytes; /* that this rank would have sent without the compressor: 2 (ranks - 1) / ranks a vector */
-    uint64_t sent_bytes;  /* that this rank has sent */
-} dtrain_compressed_stats;
-
 /* Makes the state of a vector's all-reduce. Memory: the residual and velocity, and once warm what a step packs.
  *
  * On a device the residual and velocity are its memory, it selects, packs, unpacks and adds, and the CPU copies and
  * sends what is selected or packed; the bits are the CPU's. Ranks may be on different devices, and on none. There are
- * top-k by a ratio, int8, fp8 and casts, without max_norm; top-k's pieces are merged by the CPU.
+ * top-k by a ratio, int8, fp8 and casts, without max_norm and start_step; top-k's pieces are merged by the CPU.
  *
  *   comm         must outlive it, as must the device
  *   compressor   is taken over, and destroyed with it or on an error
@@ -292,16 +175,16 @@ typedef struct dtrain_compressed_stats {
  *                DTRAIN_ERR_UNSUPPORTED  a device that cannot do this; the text says what can be done instead
  *                DTRAIN_ERR_MEMORY
  *   source       Seide and others, Interspeech 2014; momentum correction, masking and clipping: Lin, Han, Mao, Wang,
- *                Dally, ICLR 2018
+ *                Dally, ICLR 2018; start_step: PyTorch's start_powerSGD_iter
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
-                                                  const dtrain_compressor *compressor,
-                                                  const dtrain_compressed_desc *desc);
+DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
+                                                       const dtrain_compressor *compressor,
+                                                       const dtrain_compressed_desc *desc);
 
 /* Sums over all ranks what each sends of in and of its residual; the same bits on every rank.
  *
- * Packing compressors: each part of the vector (see dtrain_shard) is packed and sent to its rank, which adds in the
+ * Packing compressors: each part of the vector (see dtrain_split) is packed and sent to its rank, which adds in the
  * tree order as float32, packs the sum and sends it to all. What either packing lost is in the residuals afterwards, so
  * that the sum of out and of all ranks' residuals is that of all inputs, and residuals before, to rounding.
  *
@@ -315,17 +198,19 @@ DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed
  *             others as dtrain_all_reduce; the residual is undefined after an error
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms a message */
-DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
-                                                      dtrain_op op);
+DTRAIN_API_MUST dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
+                                                           dtrain_op op);
 
 /* Lists what a checkpoint keeps besides the vector: the residual, the velocity, what the compressor has (PowerSGD's
- * start, the step of top-k's schedule).
+ * start, the step of top-k's schedule), with start_step how many steps were not compressed, and of the state that DDP,
+ * FSDP and aggregators list last under feedback.momentum the velocity of what travels as it is ("plain_velocity", in
+ * the CPU's memory always).
  *
  *   index     0, 1, ...
- *   name      out: "residual", "velocity", "start", "step"; data: out: count float32, to be read and written
- *             between steps ("step" is two, the halves of a 64-bit number below 2^48). On a device, "residual" and
- *             "velocity" are its memory: dtrain_device_copy reads and writes them, and a dtrain_param with that device
- *             saves them; "step" is the CPU's
+ *   name      out: "residual", "velocity", "start", "step", "dense_steps"; data: out: count float32, to be read and
+ *             written between steps (steps are two, the halves of a 64-bit number below 2^48). On a device,
+ *             "residual" and "velocity" are its memory: dtrain_device_copy reads and writes them, and a dtrain_param
+ *             with that device saves them; "step" is the CPU's
  *   returns   1; 0 where index is beyond the last
  *
  * one thread per object */
@@ -335,7 +220,7 @@ DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index,
 /* Says how much was sent; zeroes for NULL.
  *
  * one thread per object */
-DTRAIN_API dtrain_compressed_stats dtrain_compressed_counters(const dtrain_compressed *compressed);
+DTRAIN_API dtrain_compressed_stats dtrain_compressed_get_stats(const dtrain_compressed *compressed);
 
 /* Frees the state and its compressor; NULL is legal.
  *

@@ -20,9 +20,11 @@ struct dtrain_compressed {
     int rank, ranks;
     dtrain__device_vector *there; /* what the vector has on its device; NULL: it is the CPU's */
     float *residual, *velocity;   /* of the CPU's; NULL: none */
+    float *plain_velocity;        /* of what travels as it is, which an owner keeps here for its checkpoints; or NULL */
+    float dense_steps[2];         /* not compressed, up to start_step; see >>feedback */
     size_t *numbers;              /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
     const void **parts;           /* what is folded, a rank */
-    dtrain__room out, in, wide;
+    dtrain__feedback_buffer out, in, wide;
     dtrain_compressed_stats stats;
 };
 
@@ -74,7 +76,7 @@ static void dtrain__compressed_pack_sum(dtrain_compressed *c, int rank, const fl
     memcpy(lost, sum, part * sizeof(float));
     q->unpack(q, c->out.data + offsets[rank], back, part);
     dtrain__feedback_left(lost, back, part);
-    dtrain__sum_f32(c->residual + begin, lost, part);
+    dtrain__fold_sum_f32(c->residual + begin, lost, part);
 }
 
 /* What all parts, what comes for one of them, and the unpacked need. */
@@ -90,11 +92,11 @@ static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t par
         in = SIZE_MAX;
     if (!dtrain__mul_size(part * sizeof(float), (size_t)(c->ranks > 2 ? c->ranks : 2), &wide))
         wide = SIZE_MAX;
-    status = dtrain__room_reserve(&c->out, c->allocator, all);
+    status = dtrain__feedback_buffer_reserve(&c->out, c->allocator, all);
     if (status == DTRAIN_OK)
-        status = dtrain__room_reserve(&c->in, c->allocator, in);
+        status = dtrain__feedback_buffer_reserve(&c->in, c->allocator, in);
     if (status == DTRAIN_OK)
-        status = dtrain__room_reserve(&c->wide, c->allocator, wide);
+        status = dtrain__feedback_buffer_reserve(&c->wide, c->allocator, wide);
     return status;
 }
 
@@ -107,7 +109,7 @@ static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float 
     if (status != DTRAIN_OK)
         return status;
     if (c->residual != NULL)
-        dtrain__sum_f32(c->residual, in, c->count);
+        dtrain__fold_sum_f32(c->residual, in, c->count);
     dtrain__compressed_pack(c, c->residual != NULL ? c->residual : in, out);
     for (size_t r = 0; r < n; r++) {
         in_counts[r] = q->bytes(q, part);
@@ -136,13 +138,14 @@ static const float *dtrain__compressed_prepare(dtrain_compressed *c, const float
 {
     float factor = 1.0f;
     if (c->desc.max_norm > 0.0f && c->count > 0)
-        factor = dtrain__feedback_factor(in, c->count, (double)c->desc.max_norm / dtrain__sqrt_f64((double)c->ranks));
+        factor =
+            dtrain__feedback_factor(in, c->count, (double)c->desc.max_norm / dtrain__vector_sqrt_f64((double)c->ranks));
     if (c->velocity != NULL) {
         dtrain__feedback_velocity(c->velocity, in, c->desc.momentum, factor, c->count);
         return c->velocity;
     }
     if (factor != 1.0f) {
-        dtrain__weigh_f32(in, (double)factor, out, c->count);
+        dtrain__fold_weigh_f32(in, (double)factor, out, c->count);
         return out;
     }
     return in;
@@ -151,7 +154,7 @@ static const float *dtrain__compressed_prepare(dtrain_compressed *c, const float
 /* The velocity of what was sent starts anew. */
 static void dtrain__compressed_mask(dtrain_compressed *c)
 {
-    const dtrain_sparse *chosen = &((dtrain__topk_state *)c->compressor.self)->chosen;
+    const dtrain_sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
     for (size_t i = 0; i < chosen->count; i++)
         c->velocity[chosen->indices[i]] = 0.0f;
 }
@@ -170,10 +173,23 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
     return DTRAIN_OK;
 }
 
+/* Says how many steps were made before the next one, for an owner that counts them itself. */
+static void dtrain__compressed_at_step(dtrain_compressed *c, uint64_t step)
+{
+    step = step < c->desc.start_step ? step : c->desc.start_step;
+    c->dense_steps[0] = (float)(step & 0xffffff);
+    c->dense_steps[1] = (float)(step >> 24 & 0xffffff);
+}
+
 static dtrain_status dtrain__compressed_here(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
 {
     const float *from = dtrain__compressed_prepare(c, in, out);
     dtrain_status status;
+    if (dtrain__feedback_steps(c->dense_steps) < c->desc.start_step) {
+        dtrain__feedback_count(c->dense_steps);
+        c->stats.sent_bytes += dtrain__plan_sent_bytes(c->count, c->ranks);
+        return dtrain_all_reduce(c->comm, from, out, c->count, DTRAIN_F32, op);
+    }
     if (c->compressor.reduce != NULL)
         status = c->compressor.reduce(&c->compressor, c->comm, from, c->residual, out, c->count, &c->stats.sent_bytes);
     else
@@ -181,7 +197,7 @@ static dtrain_status dtrain__compressed_here(dtrain_compressed *c, const float *
     if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking)
         dtrain__compressed_mask(c);
     if (status == DTRAIN_OK && op == DTRAIN_MEAN && c->ranks > 1)
-        dtrain__divide_f32(out, (double)c->ranks, c->count);
+        dtrain__fold_divide_f32(out, (double)c->ranks, c->count);
     return status;
 }
 
@@ -213,7 +229,7 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
     uint64_t mode = dtrain__fpmode_enter();
     status = (c->there != NULL ? dtrain__compressed_there : dtrain__compressed_here)(c, in, out, op);
     c->stats.steps++;
-    c->stats.dense_bytes += dtrain__feedback_dense_bytes(c->count, c->ranks);
+    c->stats.dense_bytes += dtrain__plan_sent_bytes(c->count, c->ranks);
     dtrain__fpmode_restore(mode);
     return status;
 }
@@ -221,22 +237,25 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
 DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index, const char **name, float **data,
                                        size_t *count)
 {
-    static const char *const names[] = {"residual", "velocity", "start", "step"};
-    float *datas[4] = {NULL, NULL, NULL, NULL};
-    size_t counts[4] = {0, 0, 0, 2};
+    static const char *const names[] = {"residual", "velocity", "start", "step", "dense_steps", "plain_velocity"};
+    float *datas[6] = {NULL, NULL, NULL, NULL, NULL, NULL};
+    size_t counts[6] = {0, 0, 0, 2, 2, 0};
     if (compressed == NULL || index < 0)
         return 0;
     datas[0] = compressed->there != NULL ? compressed->there->residual : compressed->residual;
     datas[1] = compressed->there != NULL ? compressed->there->velocity : compressed->velocity;
-    counts[0] = counts[1] = compressed->count;
+    datas[5] = compressed->plain_velocity;
+    counts[0] = counts[1] = counts[5] = compressed->count;
     if (dtrain__compressed_is_topk(compressed))
-        datas[3] = ((dtrain__topk_state *)compressed->compressor.self)->step;
+        datas[3] = ((dtrain__selections_state *)compressed->compressor.self)->step;
     if (compressed->compressor.reduce == dtrain__powersgd_reduce) {
         const dtrain__powersgd *p = (const dtrain__powersgd *)compressed->compressor.self;
         datas[2] = p->right;
         counts[2] = p->columns * p->rank;
     }
-    for (int i = 0; i < 4; i++) {
+    if (compressed->desc.start_step > 0)
+        datas[4] = compressed->dense_steps;
+    for (int i = 0; i < 6; i++) {
         if (datas[i] == NULL || index-- > 0)
             continue;
         *name = names[i];
@@ -247,7 +266,7 @@ DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index,
     return 0;
 }
 
-DTRAIN_API dtrain_compressed_stats dtrain_compressed_counters(const dtrain_compressed *compressed)
+DTRAIN_API dtrain_compressed_stats dtrain_compressed_get_stats(const dtrain_compressed *compressed)
 {
     dtrain_compressed_stats none = {0, 0, 0};
     return compressed != NULL ? compressed->stats : none;
@@ -259,6 +278,9 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
     uint32_t momentum, norm;
     memcpy(&momentum, &desc->momentum, sizeof momentum);
     memcpy(&norm, &desc->max_norm, sizeof norm);
+    if (desc->start_step >> 48 != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: start_step is %llu, expected below 2^48",
+                            (unsigned long long)desc->start_step);
     if (momentum >= 0x3f800000u || norm >= 0x7f800000u)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compressed_create: momentum is %g, max_norm %g; expected 0 or more, momentum below 1",
@@ -268,7 +290,7 @@ static dtrain_status dtrain__compressed_check_desc(const dtrain_compressor *comp
                             "compressed_create: momentum %g needs top-k with feedback; of other compressors it is the "
                             "optimizer's",
                             (double)desc->momentum);
-    return dtrain__compressor_check(compressor, "compressed_create");
+    return dtrain__quantise_check_compressor(compressor, "compressed_create");
 }
 
 /* Refuses what a device cannot do with the CPU's bits. */
@@ -282,11 +304,16 @@ static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
                             "compressed_create on rank %d: %s has no kernels for the compressor %s: take top-k, int8, "
                             "fp8, or a cast, %s",
                             c->rank, device, q->name != NULL ? q->name : "of your own", cure);
-    if (topk && ((const dtrain__topk_state *)q->self)->desc.threshold > 0.0f)
+    if (topk && ((const dtrain__selections_state *)q->self)->desc.threshold > 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: %s selects so many elements, not those from a threshold of "
                             "%g on: give topk a ratio, %s",
-                            c->rank, device, (double)((const dtrain__topk_state *)q->self)->desc.threshold, cure);
+                            c->rank, device, (double)((const dtrain__selections_state *)q->self)->desc.threshold, cure);
+    if (c->desc.start_step > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "compressed_create on rank %d: start_step is %llu, and a vector on %s is compressed from "
+                            "its first step on: leave it 0, %s",
+                            c->rank, (unsigned long long)c->desc.start_step, device, cure);
     if (c->desc.max_norm > 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: max_norm is %g, and %s does not shorten a rank's vector: "
@@ -395,9 +422,9 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     dtrain__free(c->allocator, c->velocity, c->count * sizeof(float));
     dtrain__free(c->allocator, c->numbers, 4 * (size_t)c->ranks * sizeof(size_t));
     dtrain__free(c->allocator, c->parts, (size_t)c->ranks * sizeof(void *));
-    dtrain__room_free(&c->out, c->allocator);
-    dtrain__room_free(&c->in, c->allocator);
-    dtrain__room_free(&c->wide, c->allocator);
+    dtrain__feedback_buffer_free(&c->out, c->allocator);
+    dtrain__feedback_buffer_free(&c->in, c->allocator);
+    dtrain__feedback_buffer_free(&c->wide, c->allocator);
     dtrain__free(c->allocator, c, sizeof *c);
 }
 

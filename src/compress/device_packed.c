@@ -21,8 +21,8 @@ typedef struct dtrain__device_packed {
 /* Whether a device can pack so. */
 static int dtrain__device_packed_can(const dtrain_compressor *q)
 {
-    return q->reduce == NULL &&
-           (q->pack == dtrain__int8_pack_now || q->pack == dtrain__fp8_pack_now || q->pack == dtrain__cast_pack_now);
+    return q->reduce == NULL && (q->pack == dtrain__quantise_int8_pack_now ||
+                                 q->pack == dtrain__quantise_fp8_pack_now || q->pack == dtrain__quantise_cast_pack_now);
 }
 
 static dtrain_status dtrain__device_packed_pack(const dtrain__device_packed *p, const float *in, size_t count,
@@ -30,28 +30,28 @@ static dtrain_status dtrain__device_packed_pack(const dtrain__device_packed *p, 
 {
     dtrain_device *device = p->v->device;
     unsigned char *out = p->v->out_there.data + at;
-    if (p->q->pack == dtrain__cast_pack_now)
+    if (p->q->pack == dtrain__quantise_cast_pack_now)
         return dtrain_device_convert(device, in, DTRAIN_F32, out, (dtrain_dtype)p->q->block, count);
-    return dtrain_device_pack(device, p->q->pack == dtrain__int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3, p->q->block, in,
-                              count, out);
+    return dtrain_device_pack(device, p->q->pack == dtrain__quantise_int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3,
+                              p->q->block, in, count, out);
 }
 
 static dtrain_status dtrain__device_packed_unpack(const dtrain__device_packed *p, const unsigned char *in, float *out,
                                                   size_t count)
 {
     dtrain_device *device = p->v->device;
-    if (p->q->pack == dtrain__cast_pack_now)
+    if (p->q->pack == dtrain__quantise_cast_pack_now)
         return dtrain_device_convert(device, in, (dtrain_dtype)p->q->block, out, DTRAIN_F32, count);
-    return dtrain_device_unpack(device, p->q->pack == dtrain__int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3, p->q->block,
-                                in, out, count, 0);
+    return dtrain_device_unpack(device, p->q->pack == dtrain__quantise_int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3,
+                                p->q->block, in, out, count, 0);
 }
 
 /* Whether packed bytes on the CPU may stand for an infinity or NaN: of a cast a number, of others the largest of a
  * block, which its scale tells. */
 static int dtrain__device_packed_bad(const dtrain_compressor *q, const unsigned char *packed, size_t count)
 {
-    float top = q->pack == dtrain__int8_pack_now ? 127.0f : 448.0f;
-    if (q->pack == dtrain__cast_pack_now) {
+    float top = q->pack == dtrain__quantise_int8_pack_now ? 127.0f : 448.0f;
+    if (q->pack == dtrain__quantise_cast_pack_now) {
         unsigned exponent = q->block == DTRAIN_F16 ? 0x7c00u : 0x7f80u;
         int bad = 0;
         for (size_t i = 0; i < count; i++) {
@@ -84,14 +84,15 @@ static dtrain_status dtrain__device_packed_reserve(dtrain__device_vector *v, con
         good = dtrain__add_size(out, q->bytes(q, dtrain_split(v->count, ranks, r, NULL)), &out);
     if (!good)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to pack %zu elements for %d ranks", v->count, ranks);
-    dtrain_status status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->out_here, out);
+    dtrain_status status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->out_here, out);
     if (status == DTRAIN_OK)
-        status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->in_here, in);
+        status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->in_here, in);
     if (status == DTRAIN_OK)
-        status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there, out);
+        status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there, out);
     if (status == DTRAIN_OK)
-        status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there, in);
-    return status == DTRAIN_OK ? dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->wide, wide) : status;
+        status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there, in);
+    return status == DTRAIN_OK ? dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->wide, wide)
+                               : status;
 }
 
 static void dtrain__device_packed_place(dtrain__device_packed *p)
@@ -137,7 +138,7 @@ static dtrain_status dtrain__device_packed_left(const dtrain__device_packed *p)
                                         dtrain_split(v->count, p->ranks, r, NULL));
     if (status != DTRAIN_OK || !bad)
         return status;
-    status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
+    status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
     return status == DTRAIN_OK
                ? dtrain__device_vector_finite(v, v->residual, v->out, (float *)(void *)v->spread.data, v->count)
                : status;

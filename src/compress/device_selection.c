@@ -47,7 +47,7 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
     if (device != NULL)
         status = DTRAIN__DEVICE_CALL(device, call, selection_create, (device, count, k, &mine->made));
     else
-        status = dtrain__sparse_reserve(&mine->sparse, dtrain__topk_room(count, k));
+        status = dtrain__topk_reserve(&mine->sparse, dtrain__topk_room(count, k));
     if (status != DTRAIN_OK) {
         heap = mine->heap;
         dtrain__free(&heap, mine, sizeof *mine);
@@ -188,10 +188,10 @@ static void dtrain__device_unpack_add(dtrain_dtype code, size_t block, const uns
         memcpy(packed, in + 4 * (at / block), 4);
         memcpy(packed + 4, codes + at, n);
         if (code == DTRAIN_I8)
-            dtrain__int8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
+            dtrain__quantise_int8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
         else
-            dtrain__fp8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
-        dtrain__sum_f32(out + at, tile, n);
+            dtrain__quantise_fp8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
+        dtrain__fold_sum_f32(out + at, tile, n);
         at += n;
     }
     dtrain__fpmode_restore(mode);

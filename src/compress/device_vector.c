@@ -10,19 +10,20 @@
 #include "../tensor/device.c"
 #include "../comm/collectives.c"
 #include "device_selection.c"
+#include "feedback.c"
 
 /* Memory that grows, by half more than is needed. Its contents are lost then. */
-typedef struct dtrain__device_room {
+typedef struct dtrain__device_buffer {
     unsigned char *data;
     size_t bytes;
-} dtrain__device_room;
+} dtrain__device_buffer;
 
 /* Some elements of a vector: indices, then values, in pinned memory and as they are on the device. */
 typedef struct dtrain__device_elements {
-    dtrain__device_room here, there;
+    dtrain__device_buffer here, there;
     uint32_t *indices, *indices_there;
     float *values, *values_there;
-    size_t room, count;
+    size_t capacity, count;
 } dtrain__device_elements;
 
 typedef struct dtrain__device_vector {
@@ -35,81 +36,73 @@ typedef struct dtrain__device_vector {
     dtrain_device_selection *selection;
     size_t k; /* of the selection */
     dtrain__device_elements chosen, left, kept, sums;
-    dtrain__device_room whole;                             /* pinned: all elements */
-    dtrain__device_room out_here, in_here;                 /* pinned: packed parts, to all ranks and from them */
-    dtrain__device_room out_there, in_there, wide, spread; /* the device's: those, what they unpack to, a constant */
+    dtrain__device_buffer whole;                             /* pinned: all elements */
+    dtrain__device_buffer out_here, in_here;                 /* pinned: packed parts, to all ranks and from them */
+    dtrain__device_buffer out_there, in_there, wide, spread; /* the device's: those, what they unpack to, a constant */
 } dtrain__device_vector;
 
 /* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
 static dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device, dtrain_status status)
 {
-    dtrain__error kept = dtrain__thread_error;
-    char text[300];
-    if (status == DTRAIN_OK)
-        return status;
-    snprintf(text, sizeof text, "compressed all_reduce on rank %d, %s: %.200s", dtrain_comm_rank(comm),
-             dtrain_device_name(device), kept.text);
-    dtrain_comm_abort(comm, text);
-    return dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm),
-                        dtrain_device_name(device), kept.text);
+    return status == DTRAIN_OK ? status : dtrain__feedback_abort(comm, status, dtrain_device_name(device));
 }
 
 /* ---- memory ---- */
 
-static dtrain_status dtrain__device_room_reserve(dtrain_device *device, dtrain_memory memory, dtrain__device_room *room,
-                                                 size_t bytes)
+static dtrain_status dtrain__device_buffer_reserve(dtrain_device *device, dtrain_memory memory,
+                                                   dtrain__device_buffer *buffer, size_t bytes)
 {
     void *made = NULL;
     size_t whole;
-    if (room->data != NULL && room->bytes >= bytes)
+    if (buffer->data != NULL && buffer->bytes >= bytes)
         return DTRAIN_OK;
     if (!dtrain__add_size(bytes, bytes / 2 + 4096, &whole))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
-    dtrain_device_free(device, memory, room->data);
-    room->data = NULL;
+    dtrain_device_free(device, memory, buffer->data);
+    buffer->data = NULL;
     dtrain_status status = dtrain_device_alloc(device, memory, whole, &made);
     if (status != DTRAIN_OK)
         return status;
-    room->data = (unsigned char *)made;
-    room->bytes = whole;
+    buffer->data = (unsigned char *)made;
+    buffer->bytes = whole;
     return DTRAIN_OK;
 }
 
-static void dtrain__device_room_free(dtrain_device *device, dtrain_memory memory, dtrain__device_room *room)
+static void dtrain__device_buffer_free(dtrain_device *device, dtrain_memory memory, dtrain__device_buffer *buffer)
 {
-    dtrain_device_free(device, memory, room->data);
-    memset(room, 0, sizeof *room);
+    dtrain_device_free(device, memory, buffer->data);
+    memset(buffer, 0, sizeof *buffer);
 }
 
 /* Makes room for count elements of a list; what was in it is lost. */
 static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, dtrain__device_elements *list,
                                                      size_t count)
 {
-    size_t room, bytes;
+    size_t capacity, bytes;
     list->count = 0;
-    if (list->room >= count && list->room > 0)
+    if (list->capacity >= count && list->capacity > 0)
         return DTRAIN_OK;
-    list->room = 0;
-    if (!dtrain__add_size(count, count / 2 + 64, &room) || !dtrain__mul_size(room, 8, &bytes))
+    list->capacity = 0;
+    if (!dtrain__add_size(count, count / 2 + 64, &capacity) || !dtrain__mul_size(capacity, 8, &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a list of %zu elements", count);
-    room -= room % 16; /* values are as well aligned as indices */
-    dtrain_status status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &list->here, bytes);
+    capacity -= capacity % 16; /* values are as well aligned as indices */
+    dtrain_status status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &list->here, bytes);
     if (status == DTRAIN_OK)
-        status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
+        status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
     if (status != DTRAIN_OK)
         return status;
-    list->room = room;
+    list->capacity = capacity;
     list->indices = (uint32_t *)(void *)list->here.data;
-    list->values = (float *)(void *)(list->here.data + 4 * room);
+    list->values = (float *)(void *)(list->here.data + 4 * capacity);
     list->indices_there = (uint32_t *)(void *)list->there.data;
-    list->values_there = (float *)(void *)(list->there.data + 4 * room);
+    list->values_there = (float *)(void *)(list->there.data + 4 * capacity);
     return DTRAIN_OK;
 }
 
 static void dtrain__device_elements_free(dtrain_device *device, dtrain__device_elements *list)
 {
-    dtrain__device_room_free(device, DTRAIN_MEMORY_PINNED, &list->here);
-    dtrain__device_room_free(device, DTRAIN_MEMORY_DEVICE, &list->there);
+    dtrain__device_buffer_free(device, DTRAIN_MEMORY_PINNED, &list->here);
+    dtrain__device_buffer_free(device, DTRAIN_MEMORY_DEVICE, &list->there);
 }
 
 /* Fresh memory of zeros. */
@@ -137,13 +130,13 @@ static void dtrain__device_vector_destroy(dtrain__device_vector *v, dtrain_alloc
     dtrain__device_elements_free(v->device, &v->left);
     dtrain__device_elements_free(v->device, &v->kept);
     dtrain__device_elements_free(v->device, &v->sums);
-    dtrain__device_room_free(v->device, DTRAIN_MEMORY_PINNED, &v->whole);
-    dtrain__device_room_free(v->device, DTRAIN_MEMORY_PINNED, &v->out_here);
-    dtrain__device_room_free(v->device, DTRAIN_MEMORY_PINNED, &v->in_here);
-    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there);
-    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there);
-    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->wide);
-    dtrain__device_room_free(v->device, DTRAIN_MEMORY_DEVICE, &v->spread);
+    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_PINNED, &v->whole);
+    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_PINNED, &v->out_here);
+    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_PINNED, &v->in_here);
+    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there);
+    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there);
+    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->wide);
+    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->spread);
     dtrain__free(allocator, v, sizeof *v);
 }
 
@@ -226,7 +219,7 @@ static dtrain_status dtrain__device_vector_divide(dtrain__device_vector *v, int 
     if ((ranks & (ranks - 1)) == 0)
         return dtrain__device_vector_broken(
             v->comm, v->device, dtrain_device_scale(v->device, DTRAIN_F32, v->out, 1.0 / (double)ranks, v->count));
-    status = dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
+    status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
     if (status == DTRAIN_OK)
         status = dtrain_device_fill(v->device, v->spread.data, &minus, 4, v->count);
     for (int r = 0; r < ranks; r++)
@@ -346,7 +339,7 @@ static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
 static float *dtrain__device_vector_whole(dtrain__device_vector *v)
 {
     dtrain_status status =
-        dtrain__device_room_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->whole, v->count * sizeof(float));
+        dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->whole, v->count * sizeof(float));
     dtrain__device_vector_broken(v->comm, v->device, status);
     return (float *)(void *)v->whole.data;
 }

@@ -17,9 +17,9 @@ DTRAIN__EXACT_BEGIN
 DTRAIN__INLINE void dtrain__feedback_velocity_body(float *velocity, const float *in, float momentum, float factor,
                                                    size_t count)
 {
-    uint32_t zero = dtrain__opaque_zero;
+    uint32_t zero = dtrain__isa_zero;
     DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) velocity[i] =
-        dtrain__rounded_f32(velocity[i] * momentum, zero) + dtrain__rounded_f32(in[i] * factor, zero);
+        dtrain__isa_rounded_f32(velocity[i] * momentum, zero) + dtrain__isa_rounded_f32(in[i] * factor, zero);
 }
 
 /* residual = residual - sent; 0 where that is no number, as what is none would stay for ever */
@@ -44,7 +44,7 @@ DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_
 /* What a vector is multiplied by so that it is no longer than most; 1 where it is not, or has no length. */
 static float dtrain__feedback_factor(const float *in, size_t count, double most)
 {
-    double length = dtrain__sqrt_f64(dtrain__sum_squares(DTRAIN_F32, in, count));
+    double length = dtrain__vector_sqrt_f64(dtrain__vector_sum_squares(DTRAIN_F32, in, count));
     uint64_t bits;
     memcpy(&bits, &length, sizeof bits);
     return (bits >> 52 & 0x7ff) != 0x7ff && length > most ? (float)(most / length) : 1.0f;
@@ -52,15 +52,29 @@ static float dtrain__feedback_factor(const float *in, size_t count, double most)
 
 DTRAIN__EXACT_END
 
+/* A number of steps as a checkpoint keeps it: its lower and upper 24 bits. */
+static uint64_t dtrain__feedback_steps(const float step[2])
+{
+    return (uint64_t)step[0] + ((uint64_t)step[1] << 24);
+}
+
+static void dtrain__feedback_count(float step[2])
+{
+    uint64_t next = dtrain__feedback_steps(step) + 1;
+    step[0] = (float)(next & 0xffffff);
+    step[1] = (float)(next >> 24 & 0xffffff);
+}
+
 /* A buffer that grows, by half more than is needed: what a step packs varies a little. Its contents are lost. */
-typedef struct dtrain__room {
+typedef struct dtrain__feedback_buffer {
     unsigned char *data;
     size_t bytes;
-} dtrain__room;
+} dtrain__feedback_buffer;
 
-static dtrain_status dtrain__room_reserve(dtrain__room *room, dtrain_allocator *allocator, size_t bytes)
+static dtrain_status dtrain__feedback_buffer_reserve(dtrain__feedback_buffer *buffer, dtrain_allocator *allocator,
+                                                     size_t bytes)
 {
-    if (room->bytes >= bytes && room->data != NULL)
+    if (buffer->bytes >= bytes && buffer->data != NULL)
         return DTRAIN_OK;
     size_t more = bytes / 2 + 4096, whole;
     unsigned char *data = NULL;
@@ -68,34 +82,36 @@ static dtrain_status dtrain__room_reserve(dtrain__room *room, dtrain_allocator *
         data = (unsigned char *)dtrain__alloc(allocator, whole);
     if (data == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed all_reduce: no memory for %zu bytes", bytes);
-    dtrain__free(allocator, room->data, room->bytes);
-    room->data = data;
-    room->bytes = whole;
+    dtrain__free(allocator, buffer->data, buffer->bytes);
+    buffer->data = data;
+    buffer->bytes = whole;
     return DTRAIN_OK;
 }
 
-static void dtrain__room_free(dtrain__room *room, dtrain_allocator *allocator)
+static void dtrain__feedback_buffer_free(dtrain__feedback_buffer *buffer, dtrain_allocator *allocator)
 {
-    dtrain__free(allocator, room->data, room->bytes);
-    memset(room, 0, sizeof *room);
+    dtrain__free(allocator, buffer->data, buffer->bytes);
+    memset(buffer, 0, sizeof *buffer);
 }
 
-/* Bytes that a rank sends for a whole vector of float32. */
-static uint64_t dtrain__feedback_dense_bytes(size_t count, int ranks)
-{
-    return 8 * (uint64_t)count / (uint64_t)ranks * (uint64_t)(ranks - 1);
-}
-
-/* One rank cannot go on in the middle of an exchange, as what rank `from` sent is wrong: no other may, either. */
-static dtrain_status dtrain__feedback_broken(dtrain_comm *comm, dtrain_status status, int from)
+/* This rank cannot go on in the middle of an exchange, because of what is `where`: no other may, either. */
+static dtrain_status dtrain__feedback_abort(dtrain_comm *comm, dtrain_status status, const char *where)
 {
     dtrain__error kept = dtrain__thread_error;
     char text[300];
-    snprintf(text, sizeof text, "compressed all_reduce on rank %d, data of rank %d: %.200s", dtrain_comm_rank(comm),
-             from, kept.text);
-    dtrain_comm_abort(comm, text);
-    return dtrain__fail(NULL, status, "compressed all_reduce on rank %d, data of rank %d: %.500s",
-                        dtrain_comm_rank(comm), from, kept.text);
+    snprintf(text, sizeof text, "compressed all_reduce on rank %d, %s: %.200s", dtrain_comm_rank(comm), where,
+             kept.text);
+    DTRAIN_IGNORE(dtrain_comm_abort(comm, text));
+    return dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm), where,
+                        kept.text);
+}
+
+/* The same, as what rank `from` sent is wrong. */
+static dtrain_status dtrain__feedback_broken(dtrain_comm *comm, dtrain_status status, int from)
+{
+    char where[32];
+    snprintf(where, sizeof where, "data of rank %d", from);
+    return dtrain__feedback_abort(comm, status, where);
 }
 
 #endif

@@ -26,7 +26,7 @@ DTRAIN__EXACT_BEGIN
 DTRAIN__INLINE void dtrain__powersgd_left_body(const float *m, const float *right, float *left, size_t rows,
                                                size_t columns, size_t rank)
 {
-    uint32_t zero = dtrain__opaque_zero;
+    uint32_t zero = dtrain__isa_zero;
     for (size_t row = 0; row < rows; row++)
         for (size_t j = 0; j < rank; j++) {
             const float *a = m + row * columns, *b = right + j * columns;
@@ -34,9 +34,9 @@ DTRAIN__INLINE void dtrain__powersgd_left_body(const float *m, const float *righ
             size_t i = 0;
             for (; i + DTRAIN__POWERSGD_LANES <= columns; i += DTRAIN__POWERSGD_LANES)
                 for (size_t k = 0; k < DTRAIN__POWERSGD_LANES; k++)
-                    lanes[k] = lanes[k] + dtrain__rounded_f32(a[i + k] * b[i + k], zero);
+                    lanes[k] = lanes[k] + dtrain__isa_rounded_f32(a[i + k] * b[i + k], zero);
             for (size_t k = 0; i < columns; i++, k++)
-                lanes[k] = lanes[k] + dtrain__rounded_f32(a[i] * b[i], zero);
+                lanes[k] = lanes[k] + dtrain__isa_rounded_f32(a[i] * b[i], zero);
             for (size_t half = DTRAIN__POWERSGD_LANES / 2; half > 0; half /= 2)
                 for (size_t k = 0; k < half; k++)
                     lanes[k] = lanes[k] + lanes[k + half];
@@ -48,14 +48,15 @@ DTRAIN__INLINE void dtrain__powersgd_left_body(const float *m, const float *righ
 DTRAIN__INLINE void dtrain__powersgd_right_body(const float *m, float *right, const float *left, size_t rows,
                                                 size_t columns, size_t rank)
 {
-    uint32_t zero = dtrain__opaque_zero;
+    uint32_t zero = dtrain__isa_zero;
     for (size_t i = 0; i < rank * columns; i++)
         right[i] = 0.0f;
     for (size_t row = 0; row < rows; row++)
         for (size_t j = 0; j < rank; j++) {
             const float *a = m + row * columns;
             float *b = right + j * columns, by = left[row * rank + j];
-            DTRAIN__INDEPENDENT for (size_t i = 0; i < columns; i++) b[i] = b[i] + dtrain__rounded_f32(a[i] * by, zero);
+            DTRAIN__INDEPENDENT for (size_t i = 0; i < columns; i++) b[i] =
+                b[i] + dtrain__isa_rounded_f32(a[i] * by, zero);
         }
 }
 
@@ -63,7 +64,7 @@ DTRAIN__INLINE void dtrain__powersgd_right_body(const float *m, float *right, co
 DTRAIN__INLINE void dtrain__powersgd_product_body(float *out, const float *right, const float *left, size_t rows,
                                                   size_t columns, size_t rank)
 {
-    uint32_t zero = dtrain__opaque_zero;
+    uint32_t zero = dtrain__isa_zero;
     for (size_t row = 0; row < rows; row++)
         for (size_t j = 0; j < rank; j++) {
             float *a = out + row * columns, by = left[row * rank + j];
@@ -72,7 +73,7 @@ DTRAIN__INLINE void dtrain__powersgd_product_body(float *out, const float *right
                 DTRAIN__INDEPENDENT for (size_t i = 0; i < columns; i++) a[i] = by * b[i];
             else
                 DTRAIN__INDEPENDENT for (size_t i = 0; i < columns; i++) a[i] =
-                    a[i] + dtrain__rounded_f32(by * b[i], zero);
+                    a[i] + dtrain__isa_rounded_f32(by * b[i], zero);
         }
 }
 
@@ -89,10 +90,10 @@ DTRAIN__KERNEL(dtrain__powersgd_product,
 /* The product of two columns of left. */
 static double dtrain__powersgd_dot(const float *left, size_t rows, size_t rank, size_t a, size_t b)
 {
-    uint32_t zero = dtrain__opaque_zero;
+    uint32_t zero = dtrain__isa_zero;
     double sum = 0.0;
     for (size_t i = 0; i < rows; i++)
-        sum = sum + dtrain__rounded_f64((double)left[i * rank + a] * (double)left[i * rank + b], zero);
+        sum = sum + dtrain__isa_rounded_f64((double)left[i * rank + a] * (double)left[i * rank + b], zero);
     return sum;
 }
 
@@ -100,7 +101,7 @@ static double dtrain__powersgd_dot(const float *left, size_t rows, size_t rank, 
  * ones. One that has nothing of its own becomes zero. */
 static void dtrain__powersgd_orthonormalize(float *left, size_t rows, size_t rank)
 {
-    uint32_t zero = dtrain__opaque_zero;
+    uint32_t zero = dtrain__isa_zero;
     for (size_t j = 0; j < rank; j++) {
         double before = dtrain__powersgd_dot(left, rows, rank, j, j), after = before;
         for (size_t pass = 0; pass < 2; pass++) {
@@ -108,10 +109,10 @@ static void dtrain__powersgd_orthonormalize(float *left, size_t rows, size_t ran
                 double along = dtrain__powersgd_dot(left, rows, rank, k, j);
                 for (size_t i = 0; i < rows; i++)
                     left[i * rank + j] = (float)((double)left[i * rank + j] -
-                                                 dtrain__rounded_f64(along * (double)left[i * rank + k], zero));
+                                                 dtrain__isa_rounded_f64(along * (double)left[i * rank + k], zero));
             }
             after = dtrain__powersgd_dot(left, rows, rank, j, j);
-            double length = dtrain__sqrt_f64(after);
+            double length = dtrain__vector_sqrt_f64(after);
             int any = after > before * 1e-10 && length > 0.0;
             for (size_t i = 0; i < rows; i++)
                 left[i * rank + j] = any ? (float)((double)left[i * rank + j] / length) : 0.0f;
@@ -144,13 +145,13 @@ static dtrain_status dtrain__powersgd_whole(dtrain_comm *comm, const float *in, 
 {
     uint64_t mode = dtrain__fpmode_enter();
     if (residual != NULL) {
-        dtrain__sum_f32(residual, in, count);
+        dtrain__fold_sum_f32(residual, in, count);
         memcpy(out, residual, count * sizeof(float));
         memset(residual, 0, count * sizeof(float));
         in = out;
     }
     dtrain__fpmode_restore(mode);
-    *sent += dtrain__feedback_dense_bytes(count, dtrain_comm_size(comm));
+    *sent += dtrain__plan_sent_bytes(count, dtrain_comm_size(comm));
     return dtrain_all_reduce(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM);
 }
 
@@ -166,7 +167,7 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
         return count == 0 ? DTRAIN_OK : dtrain__powersgd_whole(comm, in, residual, out, count, sent);
     uint64_t mode = dtrain__fpmode_enter();
     if (residual != NULL)
-        dtrain__sum_f32(residual, in, count);
+        dtrain__fold_sum_f32(residual, in, count);
     const float *m = residual != NULL ? residual : in;
     dtrain__powersgd_restart(p);
     dtrain__powersgd_left(m, p->right, p->left, p->rows, p->columns, p->rank);
@@ -183,7 +184,7 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
         status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
     if (status == DTRAIN_OK)
         dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
-    *sent += dtrain__feedback_dense_bytes(left + right, dtrain_comm_size(comm));
+    *sent += dtrain__plan_sent_bytes(left + right, dtrain_comm_size(comm));
     dtrain__fpmode_restore(mode);
     return status;
 }

@@ -92,7 +92,7 @@ DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
     {                                                                                                                  \
         const dtrain__f32 *x = (const dtrain__f32 *)in;                                                                \
         unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block);                                        \
-        uint32_t zero = dtrain__opaque_zero;                                                                           \
+        uint32_t zero = dtrain__isa_zero;                                                                              \
         for (size_t at = 0; at < count; at += block, out += 4) {                                                       \
             size_t n = count - at < block ? count - at : block;                                                        \
             dtrain__quantise_scale s =                                                                                 \
@@ -101,8 +101,8 @@ DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
             if (s.bad)                                                                                                 \
                 memset(codes + at, 0, n);                                                                              \
             else                                                                                                       \
-                DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) codes[at + i] =                                     \
-                    encode(dtrain__rounded_f32(dtrain__rounded_f32(x[at + i] * s.grow, zero) * s.inverse, zero));      \
+                DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) codes[at + i] = encode(                             \
+                    dtrain__isa_rounded_f32(dtrain__isa_rounded_f32(x[at + i] * s.grow, zero) * s.inverse, zero));     \
         }                                                                                                              \
     }                                                                                                                  \
     DTRAIN__KERNEL(name##_pack, (const void *in, size_t count, size_t block, unsigned char *out),                      \
@@ -122,11 +122,11 @@ DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
                    (in, out, count, block))
 
 #define DTRAIN__QUANTISE_FROM_INT8(code) ((float)(int32_t)(int8_t)(code))
-DTRAIN__QUANTISE_BYTES(dtrain__int8, 127.0f, dtrain__quantise_int8, DTRAIN__QUANTISE_FROM_INT8)
-DTRAIN__QUANTISE_BYTES(dtrain__fp8, 448.0f, dtrain__quantise_fp8, dtrain__quantise_from_fp8)
+DTRAIN__QUANTISE_BYTES(dtrain__quantise_int8, 127.0f, dtrain__quantise_int8, DTRAIN__QUANTISE_FROM_INT8)
+DTRAIN__QUANTISE_BYTES(dtrain__quantise_fp8, 448.0f, dtrain__quantise_fp8, dtrain__quantise_from_fp8)
 
 /* The mean magnitude: lane i % 16 takes element i; lanes are joined as a tree. */
-DTRAIN__INLINE float dtrain__sign_scale(const dtrain__u32 *bits, size_t count)
+DTRAIN__INLINE float dtrain__quantise_sign_scale(const dtrain__u32 *bits, size_t count)
 {
     float lanes[DTRAIN__QUANTISE_LANES] = {0}, magnitude;
     size_t i = 0;
@@ -147,13 +147,13 @@ DTRAIN__INLINE float dtrain__sign_scale(const dtrain__u32 *bits, size_t count)
     return lanes[0] / (float)count;
 }
 
-DTRAIN__INLINE void dtrain__sign_pack_body(const void *in, size_t count, size_t block, unsigned char *out)
+DTRAIN__INLINE void dtrain__quantise_sign_pack_body(const void *in, size_t count, size_t block, unsigned char *out)
 {
     const dtrain__u32 *bits = (const dtrain__u32 *)in;
     unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block);
     for (size_t at = 0; at < count; at += block, out += 4) {
         size_t n = count - at < block ? count - at : block;
-        uint32_t scale = dtrain__quantise_float_bits(dtrain__sign_scale(bits + at, n));
+        uint32_t scale = dtrain__quantise_float_bits(dtrain__quantise_sign_scale(bits + at, n));
         int bad = (scale & 0x7fffffffu) >= 0x7f800000u;
         scale = bad ? 0x7fc00000u : scale;
         memcpy(out, &scale, 4);
@@ -166,7 +166,7 @@ DTRAIN__INLINE void dtrain__sign_pack_body(const void *in, size_t count, size_t 
     }
 }
 
-DTRAIN__INLINE void dtrain__sign_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)
+DTRAIN__INLINE void dtrain__quantise_sign_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)
 {
     const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
     dtrain__u32 *x = (dtrain__u32 *)out;
@@ -179,25 +179,25 @@ DTRAIN__INLINE void dtrain__sign_unpack_body(const unsigned char *in, void *out,
     }
 }
 
-DTRAIN__KERNEL(dtrain__sign_pack, (const void *in, size_t count, size_t block, unsigned char *out),
+DTRAIN__KERNEL(dtrain__quantise_sign_pack, (const void *in, size_t count, size_t block, unsigned char *out),
                (in, count, block, out))
-DTRAIN__KERNEL(dtrain__sign_unpack, (const unsigned char *in, void *out, size_t count, size_t block),
+DTRAIN__KERNEL(dtrain__quantise_sign_unpack, (const unsigned char *in, void *out, size_t count, size_t block),
                (in, out, count, block))
 
 DTRAIN__EXACT_END
 
-static size_t dtrain__cast_bytes(const dtrain_compressor *compressor, size_t count)
+static size_t dtrain__quantise_cast_bytes(const dtrain_compressor *compressor, size_t count)
 {
     (void)compressor;
     return 2 * count;
 }
 
-static size_t dtrain__byte_bytes(const dtrain_compressor *compressor, size_t count)
+static size_t dtrain__quantise_byte_bytes(const dtrain_compressor *compressor, size_t count)
 {
     return 4 * dtrain__quantise_blocks(count, compressor->block) + count;
 }
 
-static size_t dtrain__sign_bytes(const dtrain_compressor *compressor, size_t count)
+static size_t dtrain__quantise_sign_bytes(const dtrain_compressor *compressor, size_t count)
 {
     return 4 * dtrain__quantise_blocks(count, compressor->block) + count / 8 + (count % 8 != 0);
 }
@@ -217,19 +217,21 @@ static size_t dtrain__sign_bytes(const dtrain_compressor *compressor, size_t cou
         dtrain__fpmode_restore(mode);                                                                                  \
     }
 
-DTRAIN__QUANTISE_TABLE(dtrain__int8)
-DTRAIN__QUANTISE_TABLE(dtrain__fp8)
-DTRAIN__QUANTISE_TABLE(dtrain__sign)
+DTRAIN__QUANTISE_TABLE(dtrain__quantise_int8)
+DTRAIN__QUANTISE_TABLE(dtrain__quantise_fp8)
+DTRAIN__QUANTISE_TABLE(dtrain__quantise_sign)
 
 /* The dtype of a cast stands where others have their block. */
-static void dtrain__cast_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
+static void dtrain__quantise_cast_pack_now(const dtrain_compressor *compressor, const float *in, size_t count,
+                                           void *out)
 {
-    dtrain_convert(in, DTRAIN_F32, out, (dtrain_dtype)compressor->block, count);
+    DTRAIN_IGNORE(dtrain_convert(in, DTRAIN_F32, out, (dtrain_dtype)compressor->block, count));
 }
 
-static void dtrain__cast_unpack_now(const dtrain_compressor *compressor, const void *in, float *out, size_t count)
+static void dtrain__quantise_cast_unpack_now(const dtrain_compressor *compressor, const void *in, float *out,
+                                             size_t count)
 {
-    dtrain_convert(in, (dtrain_dtype)compressor->block, out, DTRAIN_F32, count);
+    DTRAIN_IGNORE(dtrain_convert(in, (dtrain_dtype)compressor->block, out, DTRAIN_F32, count));
 }
 
 DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype)
@@ -237,9 +239,9 @@ DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype)
     dtrain_compressor made = {dtype == DTRAIN_F16 ? "f16" : "bf16",
                               NULL,
                               (size_t)dtype,
-                              dtrain__cast_bytes,
-                              dtrain__cast_pack_now,
-                              dtrain__cast_unpack_now,
+                              dtrain__quantise_cast_bytes,
+                              dtrain__quantise_cast_pack_now,
+                              dtrain__quantise_cast_unpack_now,
                               NULL,
                               NULL};
     return made;
@@ -247,25 +249,40 @@ DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype)
 
 DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block)
 {
-    dtrain_compressor made = {
-        "int8", NULL, block > 0 ? block : 256, dtrain__byte_bytes, dtrain__int8_pack_now, dtrain__int8_unpack_now,
-        NULL,   NULL};
+    dtrain_compressor made = {"int8",
+                              NULL,
+                              block > 0 ? block : 256,
+                              dtrain__quantise_byte_bytes,
+                              dtrain__quantise_int8_pack_now,
+                              dtrain__quantise_int8_unpack_now,
+                              NULL,
+                              NULL};
     return made;
 }
 
 DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block)
 {
-    dtrain_compressor made = {
-        "fp8", NULL, block > 0 ? block : 256, dtrain__byte_bytes, dtrain__fp8_pack_now, dtrain__fp8_unpack_now,
-        NULL,  NULL};
+    dtrain_compressor made = {"fp8",
+                              NULL,
+                              block > 0 ? block : 256,
+                              dtrain__quantise_byte_bytes,
+                              dtrain__quantise_fp8_pack_now,
+                              dtrain__quantise_fp8_unpack_now,
+                              NULL,
+                              NULL};
     return made;
 }
 
 DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block)
 {
-    dtrain_compressor made = {
-        "sign", NULL, block > 0 ? block : 1024, dtrain__sign_bytes, dtrain__sign_pack_now, dtrain__sign_unpack_now,
-        NULL,   NULL};
+    dtrain_compressor made = {"sign",
+                              NULL,
+                              block > 0 ? block : 1024,
+                              dtrain__quantise_sign_bytes,
+                              dtrain__quantise_sign_pack_now,
+                              dtrain__quantise_sign_unpack_now,
+                              NULL,
+                              NULL};
     return made;
 }
 
@@ -279,10 +296,11 @@ DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor)
 }
 
 /* Says whether a table can be used, own or not. */
-static dtrain_status dtrain__compressor_check(const dtrain_compressor *compressor, const char *call)
+static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *compressor, const char *call)
 {
-    int cast = compressor->pack == dtrain__cast_pack_now, bytes = compressor->bytes == dtrain__byte_bytes;
-    int blocks = bytes || compressor->bytes == dtrain__sign_bytes;
+    int cast = compressor->pack == dtrain__quantise_cast_pack_now,
+        bytes = compressor->bytes == dtrain__quantise_byte_bytes;
+    int blocks = bytes || compressor->bytes == dtrain__quantise_sign_bytes;
     if (compressor->reduce == NULL &&
         (compressor->bytes == NULL || compressor->pack == NULL || compressor->unpack == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a compressor needs bytes, pack and unpack, or reduce", call);

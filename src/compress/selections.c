@@ -13,21 +13,21 @@
 #include "device_vector.c"
 #include "../comm/collectives.c"
 
-typedef struct dtrain__topk_state {
+typedef struct dtrain__selections_state {
     dtrain_allocator heap, *allocator;
     dtrain_topk_desc desc;
-    float step[2]; /* its lower and upper 24 bits, as a checkpoint keeps it */
+    float step[2]; /* see >>feedback */
     int ranks;
     dtrain_sparse chosen, picked;
     dtrain_sparse *pieces; /* 2 * ranks: a level of the tree, and the next */
     uint64_t *sizes;       /* 2 * ranks: to each rank, from each rank */
     size_t *numbers;       /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
-    dtrain__room out, in;
-} dtrain__topk_state;
+    dtrain__feedback_buffer out, in;
+} dtrain__selections_state;
 
 /* What one call is about. */
 typedef struct dtrain__selections {
-    dtrain__topk_state *state;
+    dtrain__selections_state *state;
     dtrain_comm *comm;
     dtrain__device_vector *there; /* the vector is a device's, and these two are NULL; NULL: it is the CPU's */
     float *residual, *out;
@@ -37,7 +37,7 @@ typedef struct dtrain__selections {
     double ratio; /* of this step */
 } dtrain__selections;
 
-static void dtrain__selections_free(dtrain__topk_state *state)
+static void dtrain__selections_free(dtrain__selections_state *state)
 {
     size_t n = (size_t)state->ranks;
     for (size_t i = 0; state->pieces != NULL && i < 2 * n; i++)
@@ -52,7 +52,7 @@ static void dtrain__selections_free(dtrain__topk_state *state)
 }
 
 /* Makes room for a group of so many ranks. */
-static dtrain_status dtrain__selections_open(dtrain__topk_state *state, int ranks)
+static dtrain_status dtrain__selections_open(dtrain__selections_state *state, int ranks)
 {
     size_t n = (size_t)ranks;
     if (state->ranks == ranks)
@@ -74,7 +74,7 @@ static dtrain_status dtrain__selections_open(dtrain__topk_state *state, int rank
 /* out = a + b, where an element that one of them lacks is the other's. */
 static dtrain_status dtrain__selections_merge(const dtrain_sparse *a, const dtrain_sparse *b, dtrain_sparse *out)
 {
-    dtrain_status status = dtrain__sparse_reserve(out, a->count + b->count);
+    dtrain_status status = dtrain__topk_reserve(out, a->count + b->count);
     size_t i = 0, j = 0, n = 0;
     if (status != DTRAIN_OK)
         return status;
@@ -116,15 +116,15 @@ static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain_spars
 }
 
 /* Rounds values to what the wire carries. */
-static void dtrain__selections_round(const dtrain__topk_state *state, dtrain_sparse *sparse)
+static void dtrain__selections_round(const dtrain__selections_state *state, dtrain_sparse *sparse)
 {
     unsigned char tile[2 * DTRAIN__SPARSE_TILE];
     dtrain_dtype wire = state->desc.values;
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t at = 0; wire != DTRAIN_F32 && at < sparse->count; at += DTRAIN__SPARSE_TILE) {
         size_t n = sparse->count - at < DTRAIN__SPARSE_TILE ? sparse->count - at : DTRAIN__SPARSE_TILE;
-        dtrain__convert(sparse->values + at, DTRAIN_F32, tile, wire, n);
-        dtrain__convert(tile, wire, sparse->values + at, DTRAIN_F32, n);
+        dtrain__dtype_convert(sparse->values + at, DTRAIN_F32, tile, wire, n);
+        dtrain__dtype_convert(tile, wire, sparse->values + at, DTRAIN_F32, n);
     }
     dtrain__fpmode_restore(mode);
 }
@@ -141,18 +141,17 @@ static float dtrain__selections_rest(float whole, float part)
 /* Counts a step, of which it notes the ratio; returns how many elements that is. */
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
-    dtrain__topk_state *state = x->state;
-    uint64_t step = (uint64_t)state->step[0] + ((uint64_t)state->step[1] << 24);
-    x->ratio = dtrain_topk_ratio(&state->desc.schedule, step++);
-    state->step[0] = (float)(step & 0xffffff);
-    state->step[1] = (float)(step >> 24 & 0xffffff);
+    dtrain__selections_state *state = x->state;
+    x->ratio = dtrain__topk_ratio(&state->desc.schedule, dtrain__feedback_steps(state->step));
+    dtrain__feedback_count(state->step);
     return dtrain_topk_count(x->count, x->ratio);
 }
 
 /* How many elements the first step selects. */
 static size_t dtrain__selections_first(const dtrain_compressor *compressor, size_t count)
 {
-    return dtrain_topk_count(count, dtrain_topk_ratio(&((dtrain__topk_state *)compressor->self)->desc.schedule, 0));
+    return dtrain_topk_count(count,
+                             dtrain__topk_ratio(&((dtrain__selections_state *)compressor->self)->desc.schedule, 0));
 }
 
 /* Has the device select, round and keep. */
@@ -160,7 +159,7 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
 {
     dtrain_sparse *chosen = &x->state->chosen;
     size_t k = dtrain__selections_next(x);
-    dtrain_status status = dtrain__sparse_reserve(chosen, k);
+    dtrain_status status = dtrain__topk_reserve(chosen, k);
     if (status == DTRAIN_OK)
         status = dtrain__device_vector_select(x->there, in, k);
     if (status != DTRAIN_OK)
@@ -178,15 +177,16 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
 /* Selects of what is to be sent, rounds that, and leaves the rest in the residual. */
 static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
 {
-    dtrain__topk_state *state = x->state;
+    dtrain__selections_state *state = x->state;
     dtrain_sparse *chosen = &state->chosen;
     dtrain_status status;
     uint64_t mode = dtrain__fpmode_enter();
     size_t k = dtrain__selections_next(x);
     if (state->desc.threshold > 0.0f && x->residual != NULL)
-        dtrain__sum_f32(x->residual, in, x->count);
+        dtrain__fold_sum_f32(x->residual, in, x->count);
     if (state->desc.threshold > 0.0f)
-        status = dtrain_threshold(x->residual != NULL ? x->residual : in, x->count, state->desc.threshold, chosen);
+        status =
+            dtrain__topk_threshold(x->residual != NULL ? x->residual : in, x->count, state->desc.threshold, chosen);
     else if (x->residual != NULL)
         status = dtrain_topk_add(x->residual, in, x->count, k, chosen);
     else
@@ -221,7 +221,7 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
 static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, size_t at, size_t bytes, size_t count,
                                                dtrain_sparse *piece)
 {
-    dtrain_status status = dtrain_sparse_unpack(piece, x->state->in.data + at, bytes, count);
+    dtrain_status status = dtrain__sparse_unpack(piece, x->state->in.data + at, bytes, count);
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
 }
 
@@ -263,7 +263,7 @@ static dtrain_status dtrain__selections_dense(dtrain__selections *x)
     if (out == NULL)
         return dtrain__thread_error.status;
     dtrain__sparse_write_now(&x->state->chosen, out);
-    *x->sent += dtrain__feedback_dense_bytes(x->count, x->ranks);
+    *x->sent += dtrain__plan_sent_bytes(x->count, x->ranks);
     dtrain_status status = dtrain_all_reduce(x->comm, out, out, x->count, DTRAIN_F32, DTRAIN_SUM);
     for (size_t i = 0; status == DTRAIN_OK && i < x->count; i++) {
         uint32_t bits;
@@ -276,7 +276,7 @@ static dtrain_status dtrain__selections_dense(dtrain__selections *x)
 
 static dtrain_status dtrain__selections_gather(dtrain__selections *x)
 {
-    dtrain__topk_state *state = x->state;
+    dtrain__selections_state *state = x->state;
     dtrain_index_form form = state->desc.indices;
     uint64_t mine = dtrain__sparse_size(&state->chosen, state->desc.values, &form);
     size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
@@ -288,7 +288,7 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
     if (status == DTRAIN_OK && x->ranks > 1 && (uint64_t)total > 8 * (uint64_t)x->count)
         return dtrain__selections_dense(x);
     if (status == DTRAIN_OK)
-        status = dtrain__room_reserve(&state->in, state->allocator, total);
+        status = dtrain__feedback_buffer_reserve(&state->in, state->allocator, total);
     if (status != DTRAIN_OK)
         return status;
     dtrain__sparse_pack_now(&state->chosen, state->desc.values, form, state->in.data + offsets[x->rank]);
@@ -337,7 +337,7 @@ static void dtrain__selections_cut(dtrain__selections *x)
 /* Packs each rank's part of the selection, with indices that count from the part's begin while it is packed. */
 static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t *counts, size_t *offsets)
 {
-    dtrain__topk_state *state = x->state;
+    dtrain__selections_state *state = x->state;
     dtrain_status status = DTRAIN_OK;
     size_t begin, at = 0;
     dtrain__selections_cut(x);
@@ -358,7 +358,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
             at += pass == 0 ? bytes : 0;
             *x->sent += pass == 1 && r != x->rank ? 8 + bytes : 0;
         }
-        status = dtrain__room_reserve(&state->out, state->allocator, at);
+        status = dtrain__feedback_buffer_reserve(&state->out, state->allocator, at);
     }
     return status;
 }
@@ -366,7 +366,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
 /* Sends each rank its part of the selection, and unpacks what came for this rank's. */
 static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t part)
 {
-    dtrain__topk_state *state = x->state;
+    dtrain__selections_state *state = x->state;
     size_t n = (size_t)x->ranks, total = 0;
     size_t *counts = state->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
     dtrain_status status = dtrain__selections_pack_parts(x, counts, offsets);
@@ -375,7 +375,7 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes + n, part, in_counts, in_offsets, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__room_reserve(&state->in, state->allocator, total);
+        status = dtrain__feedback_buffer_reserve(&state->in, state->allocator, total);
     if (status == DTRAIN_OK)
         status = dtrain_all_to_all_v(x->comm, state->out.data, counts, offsets, state->in.data, in_counts, in_offsets,
                                      DTRAIN_U8);
@@ -399,7 +399,7 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
 /* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
 static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_sparse *merged, size_t begin, size_t quota)
 {
-    dtrain__topk_state *state = x->state;
+    dtrain__selections_state *state = x->state;
     dtrain_sparse *picked = &state->picked;
     size_t keeps = state->desc.exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && quota < merged->count ? quota : merged->count;
     dtrain_status status = dtrain_topk(merged->values, merged->count, keeps, picked);
@@ -423,11 +423,11 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_spa
 /* Gathers every rank's sums, each straight into its part of the result. */
 static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain_sparse *merged)
 {
-    dtrain__topk_state *state = x->state;
+    dtrain__selections_state *state = x->state;
     dtrain_index_form form = state->desc.indices;
     uint64_t mine = dtrain__sparse_size(merged, state->desc.values, &form);
     size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
-    dtrain_status status = dtrain__room_reserve(&state->out, state->allocator, (size_t)mine);
+    dtrain_status status = dtrain__feedback_buffer_reserve(&state->out, state->allocator, (size_t)mine);
     if (status != DTRAIN_OK)
         return dtrain__feedback_broken(x->comm, status, x->rank);
     dtrain__sparse_pack_now(merged, state->desc.values, form, state->out.data);
@@ -435,7 +435,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__room_reserve(&state->in, state->allocator, total);
+        status = dtrain__feedback_buffer_reserve(&state->in, state->allocator, total);
     if (status == DTRAIN_OK)
         status = dtrain_all_gather_v(x->comm, state->out.data, state->in.data, counts, offsets, DTRAIN_U8);
     *x->sent += (8 + mine) * (uint64_t)(x->ranks - 1);
@@ -486,7 +486,7 @@ static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compress
 {
     dtrain__selections x;
     memset(&x, 0, sizeof x);
-    x.state = (dtrain__topk_state *)compressor->self;
+    x.state = (dtrain__selections_state *)compressor->self;
     x.comm = comm;
     x.residual = residual;
     x.out = out;
@@ -501,7 +501,7 @@ static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *co
 {
     dtrain__selections x;
     memset(&x, 0, sizeof x);
-    x.state = (dtrain__topk_state *)compressor->self;
+    x.state = (dtrain__selections_state *)compressor->self;
     x.comm = there->comm;
     x.there = there;
     x.count = there->count;
@@ -509,19 +509,19 @@ static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *co
     return dtrain__selections_run(&x, in);
 }
 
-static void dtrain__topk_destroy(void *self)
+static void dtrain__selections_destroy(void *self)
 {
-    dtrain__topk_state *state = (dtrain__topk_state *)self;
+    dtrain__selections_state *state = (dtrain__selections_state *)self;
     dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = state->allocator;
     dtrain__selections_free(state);
     dtrain_sparse_destroy(&state->chosen);
     dtrain_sparse_destroy(&state->picked);
-    dtrain__room_free(&state->out, allocator);
-    dtrain__room_free(&state->in, allocator);
+    dtrain__feedback_buffer_free(&state->out, allocator);
+    dtrain__feedback_buffer_free(&state->in, allocator);
     dtrain__free(allocator != &state->heap ? allocator : &heap, state, sizeof *state);
 }
 
-static dtrain_status dtrain__topk_check_desc(const dtrain_topk_desc *desc)
+static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
 {
     uint32_t threshold;
     memcpy(&threshold, &desc->threshold, sizeof threshold);
@@ -558,11 +558,11 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
     memset(compressor, 0, sizeof *compressor);
     full = *desc;
     full.values = full.values == 0 ? DTRAIN_F32 : full.values;
-    dtrain_status status = dtrain__topk_check_desc(&full);
+    dtrain_status status = dtrain__selections_check_desc(&full);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__topk_state *state =
-        (dtrain__topk_state *)dtrain__alloc(allocator != NULL ? allocator : &heap, sizeof *state);
+    dtrain__selections_state *state =
+        (dtrain__selections_state *)dtrain__alloc(allocator != NULL ? allocator : &heap, sizeof *state);
     if (state == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_topk: no memory for %zu bytes", sizeof *state);
     state->desc = full;
@@ -571,7 +571,7 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
     compressor->name = "topk";
     compressor->self = state;
     compressor->reduce = dtrain__selections_reduce;
-    compressor->destroy = dtrain__topk_destroy;
+    compressor->destroy = dtrain__selections_destroy;
     return DTRAIN_OK;
 }
 

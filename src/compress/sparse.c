@@ -74,7 +74,7 @@ DTRAIN_API dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *d
     return status;
 }
 
-DTRAIN_API dtrain_status dtrain_sparse_write(const dtrain_sparse *sparse, float *data, size_t count)
+static dtrain_status dtrain__sparse_write(const dtrain_sparse *sparse, float *data, size_t count)
 {
     dtrain_status status = dtrain__sparse_check_dense(sparse, data, count, "sparse_write");
     if (status == DTRAIN_OK)
@@ -143,13 +143,6 @@ static size_t dtrain__sparse_size(const dtrain_sparse *sparse, dtrain_dtype valu
            width * (*form == DTRAIN_INDEX_NONE ? sparse->original_count : sparse->count);
 }
 
-DTRAIN_API size_t dtrain_sparse_bytes(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form)
-{
-    if (dtrain__sparse_check(sparse, "sparse_bytes") != DTRAIN_OK)
-        return 0;
-    return dtrain__sparse_size(sparse, values, &form);
-}
-
 static void dtrain__sparse_pack_indices(const dtrain_sparse *sparse, dtrain_index_form form, unsigned char *out)
 {
     if (form == DTRAIN_INDEX_U32 && sparse->count > 0)
@@ -177,7 +170,7 @@ static void dtrain__sparse_pack_dense(const dtrain_sparse *sparse, dtrain_dtype 
         memset(tile, 0, sizeof tile);
         for (; next < sparse->count && sparse->indices[next] < at + n; next++)
             tile[sparse->indices[next] - at] = sparse->values[next];
-        dtrain__convert(tile, DTRAIN_F32, out + at * width, values, n);
+        dtrain__dtype_convert(tile, DTRAIN_F32, out + at * width, values, n);
     }
 }
 
@@ -199,12 +192,19 @@ static void dtrain__sparse_pack_now(const dtrain_sparse *sparse, dtrain_dtype va
     if (form == DTRAIN_INDEX_NONE)
         dtrain__sparse_pack_dense(sparse, values, out);
     else
-        dtrain__convert(sparse->values, DTRAIN_F32, out, values, sparse->count);
+        dtrain__dtype_convert(sparse->values, DTRAIN_F32, out, values, sparse->count);
     dtrain__fpmode_restore(mode);
 }
 
-DTRAIN_API dtrain_status dtrain_sparse_pack(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
-                                            void *out, size_t capacity, size_t *bytes)
+/* Packs sparse: a header of 32 bytes, the indices, the values.
+ *
+ *   values     DTRAIN_F32; DTRAIN_BF16 or DTRAIN_F16: rounded to the nearest
+ *   out        capacity bytes
+ *   bytes      out: how many were written
+ *   errors     DTRAIN_ERR_INVALID  another dtype; a form that cannot be; too little capacity; a bad
+ *                                  sparse, as dtrain_sparse_add */
+static dtrain_status dtrain__sparse_pack(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+                                         void *out, size_t capacity, size_t *bytes)
 {
     dtrain_status status = dtrain__sparse_check(sparse, "sparse_pack");
     if (status != DTRAIN_OK)
@@ -295,8 +295,12 @@ static size_t dtrain__sparse_read_indices(dtrain_sparse *sparse, const dtrain__s
     return header->form != DTRAIN_INDEX_DELTA || from == end ? n : 0;
 }
 
-DTRAIN_API dtrain_status dtrain_sparse_unpack(dtrain_sparse *sparse, const void *data, size_t bytes,
-                                              size_t original_count)
+/* Unpacks what dtrain__sparse_pack made, of a vector of original_count elements. The bytes may come from anywhere.
+ *
+ *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
+ *                                range, out of order or twice. The text says which; sparse has count 0
+ *            DTRAIN_ERR_MEMORY */
+static dtrain_status dtrain__sparse_unpack(dtrain_sparse *sparse, const void *data, size_t bytes, size_t original_count)
 {
     const unsigned char *from = (const unsigned char *)data;
     dtrain__sparse_header header;
@@ -309,7 +313,7 @@ DTRAIN_API dtrain_status dtrain_sparse_unpack(dtrain_sparse *sparse, const void 
     memcpy(&header, from, DTRAIN__SPARSE_HEADER);
     dtrain_status status = dtrain__sparse_check_header(&header, bytes, original_count);
     if (status == DTRAIN_OK)
-        status = dtrain__sparse_reserve(sparse, (size_t)header.count);
+        status = dtrain__topk_reserve(sparse, (size_t)header.count);
     if (status != DTRAIN_OK)
         return status;
     size_t good = dtrain__sparse_read_indices(sparse, &header, from + DTRAIN__SPARSE_HEADER);
@@ -319,8 +323,8 @@ DTRAIN_API dtrain_status dtrain_sparse_unpack(dtrain_sparse *sparse, const void 
             "sparse_unpack: index %zu of %zu is out of range, out of order, or not as long as announced", good,
             (size_t)header.count);
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__convert(from + DTRAIN__SPARSE_HEADER + header.index_bytes, (dtrain_dtype)header.dtype, sparse->values,
-                    DTRAIN_F32, good);
+    dtrain__dtype_convert(from + DTRAIN__SPARSE_HEADER + header.index_bytes, (dtrain_dtype)header.dtype, sparse->values,
+                          DTRAIN_F32, good);
     dtrain__fpmode_restore(mode);
     sparse->count = good;
     sparse->original_count = original_count;

@@ -16,7 +16,7 @@
 #define DTRAIN__TOPK_SAMPLED ((size_t)1 << 16) /* smaller vectors are not sampled */
 #define DTRAIN__TOPK_BINS 2048
 #define DTRAIN__TOPK_NEVER 0x80000000u /* a bar above every key */
-#define DTRAIN__KEY_NAN 0x7f800001u
+#define DTRAIN__TOPK_KEY_NAN 0x7f800001u
 
 /* Adds add to sum where there is one, then lists the numbers whose key is at least the bar, count at most
  * DTRAIN__TOPK_BLOCK; data is sum then. Returns how many; indices and values have room for all. */
@@ -33,7 +33,7 @@ static uint32_t dtrain__topk_bits(const float *from)
 static uint32_t dtrain__topk_key(const float *from)
 {
     uint32_t bits = dtrain__topk_bits(from);
-    return bits < DTRAIN__KEY_NAN ? bits : DTRAIN__KEY_NAN;
+    return bits < DTRAIN__TOPK_KEY_NAN ? bits : DTRAIN__TOPK_KEY_NAN;
 }
 
 DTRAIN__EXACT_BEGIN
@@ -119,7 +119,7 @@ static dtrain__topk_block dtrain__topk_block_get(void)
     }
 }
 
-static dtrain_allocator *dtrain__sparse_allocator(const dtrain_sparse *sparse, dtrain_allocator *heap)
+static dtrain_allocator *dtrain__topk_allocator(const dtrain_sparse *sparse, dtrain_allocator *heap)
 {
     memset(heap, 0, sizeof *heap);
     return sparse->allocator != NULL ? sparse->allocator : heap;
@@ -127,10 +127,10 @@ static dtrain_allocator *dtrain__sparse_allocator(const dtrain_sparse *sparse, d
 
 /* Room for count elements and what a vector's store writes beyond them, half more where it has to grow, as counts vary
  * a little; what is in the arrays is lost. */
-static dtrain_status dtrain__sparse_reserve(dtrain_sparse *sparse, size_t count)
+static dtrain_status dtrain__topk_reserve(dtrain_sparse *sparse, size_t count)
 {
-    dtrain_allocator heap, *allocator = dtrain__sparse_allocator(sparse, &heap);
-    size_t room, bytes, old = sparse->capacity * sizeof(float);
+    dtrain_allocator heap, *allocator = dtrain__topk_allocator(sparse, &heap);
+    size_t capacity, bytes, old = sparse->capacity * sizeof(float);
     sparse->count = 0;
     if (sparse->capacity > 0 && sparse->capacity - DTRAIN__TOPK_BLOCK >= count)
         return DTRAIN_OK;
@@ -138,8 +138,8 @@ static dtrain_status dtrain__sparse_reserve(dtrain_sparse *sparse, size_t count)
         sparse->indices = NULL;
         sparse->values = NULL;
     }
-    if (!dtrain__add_size(count, count / 2 + 256 + DTRAIN__TOPK_BLOCK, &room) ||
-        !dtrain__mul_size(room, sizeof(float), &bytes))
+    if (!dtrain__add_size(count, count / 2 + 256 + DTRAIN__TOPK_BLOCK, &capacity) ||
+        !dtrain__mul_size(capacity, sizeof(float), &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements", count);
     void *indices = dtrain__alloc(allocator, bytes), *values = dtrain__alloc(allocator, bytes);
     if (indices == NULL || values == NULL) {
@@ -152,7 +152,7 @@ static dtrain_status dtrain__sparse_reserve(dtrain_sparse *sparse, size_t count)
     dtrain__free(allocator, sparse->values, old);
     sparse->indices = (uint32_t *)indices;
     sparse->values = (float *)values;
-    sparse->capacity = room;
+    sparse->capacity = capacity;
     return DTRAIN_OK;
 }
 
@@ -162,7 +162,7 @@ DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse)
     if (sparse == NULL)
         return;
     if (sparse->capacity > 0) {
-        dtrain_allocator *allocator = dtrain__sparse_allocator(sparse, &heap);
+        dtrain_allocator *allocator = dtrain__topk_allocator(sparse, &heap);
         dtrain__free(allocator, sparse->indices, sparse->capacity * sizeof(uint32_t));
         dtrain__free(allocator, sparse->values, sparse->capacity * sizeof(float));
     }
@@ -205,7 +205,10 @@ DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio)
 
 DTRAIN__EXACT_BEGIN
 
-DTRAIN_API double dtrain_topk_ratio(const dtrain_topk_schedule *schedule, uint64_t step)
+/* Returns the ratio of a step, counted from 0; the same bits on every machine. 0 for NULL.
+ *
+ *   source   Lin, Han, Mao, Wang, Dally, Deep Gradient Compression, ICLR 2018 */
+static double dtrain__topk_ratio(const dtrain_topk_schedule *schedule, uint64_t step)
 {
     if (schedule == NULL)
         return 0.0;
@@ -417,7 +420,7 @@ static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain_spars
     size_t n = from->count, k = from->k, sample = n / 64 < DTRAIN__TOPK_SAMPLE ? n / 64 : DTRAIN__TOPK_SAMPLE;
     dtrain_status status = dtrain__topk_check(from, sparse, call);
     if (status == DTRAIN_OK)
-        status = dtrain__sparse_reserve(sparse, dtrain__topk_room(n, k));
+        status = dtrain__topk_reserve(sparse, dtrain__topk_room(n, k));
     if (status != DTRAIN_OK)
         return status;
     sparse->original_count = n;
@@ -449,7 +452,10 @@ DTRAIN_API dtrain_status dtrain_topk_add(float *sum, const float *data, size_t c
     return dtrain__topk_select(&from, sparse, "topk_add");
 }
 
-DTRAIN_API dtrain_status dtrain_threshold(const float *data, size_t count, float threshold, dtrain_sparse *sparse)
+/* Selects as dtrain_topk every element whose magnitude is at least threshold, and every NaN.
+ *
+ *   threshold   0 or above, not NaN */
+static dtrain_status dtrain__topk_threshold(const float *data, size_t count, float threshold, dtrain_sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, 0};
     uint32_t bar;
@@ -461,10 +467,10 @@ DTRAIN_API dtrain_status dtrain_threshold(const float *data, size_t count, float
                               (double)threshold);
     size_t room = count / 64;
     if (status == DTRAIN_OK)
-        status = dtrain__sparse_reserve(sparse, room);
+        status = dtrain__topk_reserve(sparse, room);
     while (status == DTRAIN_OK && !dtrain__topk_collect(&from, bar, sparse)) {
         room = sparse->capacity < count / 4 ? 4 * sparse->capacity : count;
-        status = dtrain__sparse_reserve(sparse, room);
+        status = dtrain__topk_reserve(sparse, room);
     }
     if (status == DTRAIN_OK)
         sparse->original_count = count;

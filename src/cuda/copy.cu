@@ -116,34 +116,34 @@ static dtrain_status dtrain__cuda_wait(dtrain_device *device)
     return dtrain__cuda_status(device, "device_wait", cudaStreamSynchronize(dtrain__cuda_queue_of(device)->stream));
 }
 
-static dtrain_status dtrain__cuda_event_create(dtrain_device *device, void **event)
+static dtrain_status dtrain__cuda_event_create(dtrain_device *device, dtrain_device_event **event)
 {
     cudaEvent_t made = NULL;
     cudaError_t error = cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
-    *event = error == cudaSuccess ? (void *)made : NULL;
+    *event = error == cudaSuccess ? (dtrain_device_event *)made : NULL;
     return dtrain__cuda_status(device, "device_event_create", error);
 }
 
-static void dtrain__cuda_event_destroy(dtrain_device *device, void *event)
+static void dtrain__cuda_event_destroy(dtrain_device *device, dtrain_device_event *event)
 {
     (void)device;
     if (event != NULL)
         dtrain__cuda_drop(cudaEventDestroy((cudaEvent_t)event));
 }
 
-static dtrain_status dtrain__cuda_event_record(dtrain_device *device, void *event)
+static dtrain_status dtrain__cuda_event_record(dtrain_device *device, dtrain_device_event *event)
 {
     cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
     return dtrain__cuda_status(device, "device_event_record", cudaEventRecord((cudaEvent_t)event, stream));
 }
 
-static dtrain_status dtrain__cuda_event_await(dtrain_device *device, void *event)
+static dtrain_status dtrain__cuda_event_await(dtrain_device *device, dtrain_device_event *event)
 {
     cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
     return dtrain__cuda_status(device, "device_event_await", cudaStreamWaitEvent(stream, (cudaEvent_t)event, 0));
 }
 
-static dtrain_status dtrain__cuda_event_done(dtrain_device *device, void *event, int *done)
+static dtrain_status dtrain__cuda_event_done(dtrain_device *device, dtrain_device_event *event, int *done)
 {
     cudaError_t error = cudaEventQuery((cudaEvent_t)event);
     *done = error == cudaSuccess;

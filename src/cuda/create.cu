@@ -14,7 +14,6 @@
 #include "norm.cu"
 #include "topk_select.cu"
 #include "quantise.cu"
-#include "sparse.cu"
 
 /* A row of the table: the operation, while the queue's GPU is the calling thread's current one. */
 #define DTRAIN__CUDA_ROW(name, parameters, arguments)                                                                  \
@@ -45,11 +44,11 @@ DTRAIN__CUDA_ROW(copy, (dtrain_device * device, void *to, const void *from, size
 DTRAIN__CUDA_ROW(fill, (dtrain_device * device, void *to, const void *element, size_t element_bytes, size_t count),
                  (device, to, element, element_bytes, count))
 DTRAIN__CUDA_ROW(wait, (dtrain_device * device), (device))
-DTRAIN__CUDA_ROW(event_create, (dtrain_device * device, void **event), (device, event))
-DTRAIN__CUDA_VOID_ROW(event_destroy, (dtrain_device * device, void *event), (device, event))
-DTRAIN__CUDA_ROW(event_record, (dtrain_device * device, void *event), (device, event))
-DTRAIN__CUDA_ROW(event_await, (dtrain_device * device, void *event), (device, event))
-DTRAIN__CUDA_ROW(event_done, (dtrain_device * device, void *event, int *done), (device, event, done))
+DTRAIN__CUDA_ROW(event_create, (dtrain_device * device, dtrain_device_event **event), (device, event))
+DTRAIN__CUDA_VOID_ROW(event_destroy, (dtrain_device * device, dtrain_device_event *event), (device, event))
+DTRAIN__CUDA_ROW(event_record, (dtrain_device * device, dtrain_device_event *event), (device, event))
+DTRAIN__CUDA_ROW(event_await, (dtrain_device * device, dtrain_device_event *event), (device, event))
+DTRAIN__CUDA_ROW(event_done, (dtrain_device * device, dtrain_device_event *event, int *done), (device, event, done))
 
 DTRAIN__CUDA_ROW(convert,
                  (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count),

@@ -9,6 +9,9 @@
 #define _DEFAULT_SOURCE 1 /* mmap's MAP_ANONYMOUS */
 #endif
 #include "dtrain.h"
+#ifdef DTRAIN_NO_DEVICE
+#error "dtrain_cuda.h: its devices need the part that DTRAIN_NO_DEVICE leaves out: remove that macro"
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -26,7 +29,7 @@ typedef struct dtrain_cuda_desc {
  *   errors   DTRAIN_ERR_UNSUPPORTED  no driver, no GPU, or a build without CUDA; the text says which
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_cuda_count(int *count);
+DTRAIN_API_MUST dtrain_status dtrain_cuda_count(int *count);
 
 /* Makes a queue on a GPU. Several on one GPU run side by side.
  *
@@ -37,7 +40,7 @@ DTRAIN_API dtrain_status dtrain_cuda_count(int *count);
  *            DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain_cuda_desc *desc);
+DTRAIN_API_MUST dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain_cuda_desc *desc);
 
 /* Waits for what was queued and frees the queue; memory that was allocated through it stays the caller's to free,
  * before this. NULL is legal.

@@ -8,6 +8,8 @@
 #include "cuda.h"
 
 #ifdef DTRAIN_CUDA_EMULATE
+#include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -150,17 +152,30 @@ static int dtrain__cuda_emulated_guarded(int kind)
 
 /* Opening and closing all memory around each operation costs many system calls. Where a thread can open what has a key
  * by a register of its own, it does that. */
-#if defined(__linux__) && defined(__x86_64__) && defined(SYS_pkey_alloc)
+#if defined(__linux__) && defined(__x86_64__) && defined(SYS_pkey_alloc) && defined(SYS_pkey_mprotect)
 #define DTRAIN__CUDA_EMULATED_NO_ACCESS 1u /* of the two bits that a key has; the other forbids to write */
 
 static int dtrain__cuda_emulated_key; /* 0: not asked for yet; negative: there is none */
 
-/* The key; 0: there is none. */
+/* Sets what a key's holder may do; and which key, where the machine has them. Returns 0 or -1. */
+static int dtrain__cuda_emulated_lock(char *memory, size_t bytes, int protection, int key)
+{
+    if (__atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE) <= 0) /* key 0 is refused there, too */
+        return mprotect(memory, bytes, protection);
+    return (int)syscall(SYS_pkey_mprotect, memory, bytes, protection, key);
+}
+
+/* The key; 0: there is none. No bytes are locked to see whether the system has that call. */
 static int dtrain__cuda_emulated_get_key(void)
 {
     int key = __atomic_load_n(&dtrain__cuda_emulated_key, __ATOMIC_ACQUIRE), none = 0;
     if (key == 0) {
-        key = (int)syscall(SYS_pkey_alloc, 0ul, (unsigned long)DTRAIN__CUDA_EMULATED_NO_ACCESS);
+        if (!dtrain__without("pkeys"))
+            key = (int)syscall(SYS_pkey_alloc, 0ul, (unsigned long)DTRAIN__CUDA_EMULATED_NO_ACCESS);
+        if (key > 0 && syscall(SYS_pkey_mprotect, NULL, (size_t)0, PROT_NONE, key) != 0) {
+            syscall(SYS_pkey_free, key);
+            key = -1;
+        }
         key = key > 0 ? key : -1;
         if (!__atomic_compare_exchange_n(&dtrain__cuda_emulated_key, &none, key, 0, __ATOMIC_ACQ_REL,
                                          __ATOMIC_ACQUIRE)) {
@@ -179,26 +194,33 @@ static void dtrain__cuda_emulated_turn_key(int key, int open)
     rights = open ? rights & ~forbids : rights | DTRAIN__CUDA_EMULATED_NO_ACCESS << 2 * key;
     __asm__ volatile(".byte 0x0f, 0x01, 0xef" : : "a"(rights), "c"(0), "d"(0) : "memory"); /* wrpkru */
 }
-
-static int dtrain__cuda_emulated_lock(char *memory, size_t bytes, int protection, int key)
-{
-    return (int)syscall(SYS_pkey_mprotect, memory, bytes, protection, key);
-}
 #else
 #define dtrain__cuda_emulated_get_key() 0
 #define dtrain__cuda_emulated_turn_key(key, open) (void)(key)
 #define dtrain__cuda_emulated_lock(memory, bytes, protection, key) mprotect(memory, bytes, protection)
 #endif
 
-static void dtrain__cuda_emulated_protect(int protection)
+/* Sets the protection of an allocation, and its key: 0 for that of other memory. What the system refuses is an error
+ * that lasts. */
+static void dtrain__cuda_emulated_guard(const dtrain__cuda_emulated_thing *thing, int protection, int key)
 {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    for (dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things; thing != NULL; thing = thing->next)
-        if (dtrain__cuda_emulated_guarded(thing->kind))
-            mprotect(thing->map + page, thing->map_bytes - 2 * page, protection);
+    size_t page = (size_t)sysconf(_SC_PAGESIZE), bytes = thing->map_bytes - 2 * page;
+    (void)key;
+    if (dtrain__cuda_emulated_lock(thing->map + page, bytes, protection, key) == 0)
+        return;
+    fprintf(stderr, "dtrain_cuda.h: the system does not change the protection of %zu bytes of emulated memory: %s\n",
+            bytes, strerror(errno));
+    dtrain__cuda_emulated.lasting = cudaErrorIllegalAddress;
 }
 
-/* Around what may touch a device's memory. */
+static void dtrain__cuda_emulated_protect(int protection)
+{
+    for (dtrain__cuda_emulated_thing *thing = dtrain__cuda_emulated.things; thing != NULL; thing = thing->next)
+        if (dtrain__cuda_emulated_guarded(thing->kind))
+            dtrain__cuda_emulated_guard(thing, protection, 0);
+}
+
+/* Around what may touch a device's memory, which first looks whether an error lasts. */
 static void dtrain__cuda_emulated_enter(void)
 {
     int key = dtrain__cuda_emulated_get_key();
@@ -221,23 +243,16 @@ static void dtrain__cuda_emulated_leave(void)
     pthread_mutex_unlock(&dtrain__cuda_emulated.mutex);
 }
 
-/* Puts an allocation, which is in the book, out of the CPU's reach; opens one to it. */
+/* Puts an allocation, which is in the book, out of the CPU's reach. */
 static void dtrain__cuda_emulated_shut(const dtrain__cuda_emulated_thing *thing)
 {
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
     int key = dtrain__cuda_emulated_get_key();
     if (key > 0) {
-        dtrain__cuda_emulated_lock(thing->map + page, thing->map_bytes - 2 * page, PROT_READ | PROT_WRITE, key);
+        dtrain__cuda_emulated_guard(thing, PROT_READ | PROT_WRITE, key);
         return;
     }
     dtrain__cuda_emulated_enter(); /* leaving shuts it, if nothing runs */
     dtrain__cuda_emulated_leave();
-}
-
-static void dtrain__cuda_emulated_unlock(const dtrain__cuda_emulated_thing *thing, int protection)
-{
-    size_t page = (size_t)sysconf(_SC_PAGESIZE);
-    dtrain__cuda_emulated_lock(thing->map + page, thing->map_bytes - 2 * page, protection, 0);
 }
 
 static cudaError_t dtrain__cuda_emulated_add(int kind, size_t bytes, dtrain__cuda_emulated_thing **made)
@@ -445,9 +460,14 @@ static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
 {
     int made = -1;
 #ifdef __NR_memfd_create
-    if (!dtrain__cuda_emulated.no_ipc)
+    if (!dtrain__cuda_emulated.no_ipc && !dtrain__without("memfd"))
         made = (int)syscall(__NR_memfd_create, "dtrain-cuda", 1u); /* close-on-exec */
 #endif
+    FILE *file = made < 0 && !dtrain__cuda_emulated.no_ipc ? tmpfile() : NULL;
+    if (file != NULL) {
+        made = fcntl(fileno(file), F_DUPFD_CLOEXEC, 0);
+        fclose(file);
+    }
     if (made < 0)
         return cudaErrorNotSupported;
     if (ftruncate(made, (off_t)bytes) != 0) {
@@ -520,7 +540,11 @@ static cudaError_t dtrain__cuda_emulated_map(int kind, void **pointer, size_t by
         return cudaErrorMemoryAllocation;
     }
     thing->pointer = thing->map + page + room - (bytes + 255) / 256 * 256;
-    mprotect(thing->map + page, room, PROT_READ | PROT_WRITE);
+    if (mprotect(thing->map + page, room, PROT_READ | PROT_WRITE) != 0) {
+        munmap(thing->map, thing->map_bytes);
+        free(thing);
+        return cudaErrorMemoryAllocation;
+    }
     if (bytes <= (size_t)1 << 26) /* larger memory takes pages only where it is written */
         memset(thing->map + page, DTRAIN__CUDA_EMULATED_FREE, room);
     dtrain__cuda_emulated_link(thing);
@@ -550,8 +574,8 @@ static cudaError_t dtrain__cuda_emulated_unmap(int kind, void *pointer)
     dtrain__cuda_emulated_thing thing;
     if (!dtrain__cuda_emulated_find(kind, pointer, 1, &thing))
         return cudaErrorInvalidValue;
-    dtrain__cuda_emulated_unlock(&thing, PROT_READ | PROT_WRITE);
-    if (dtrain__cuda_emulated_overrun(&thing)) {
+    dtrain__cuda_emulated_guard(&thing, PROT_READ | PROT_WRITE, 0);
+    if (dtrain__cuda_emulated.lasting == 0 && dtrain__cuda_emulated_overrun(&thing)) {
         fprintf(stderr, "dtrain_cuda.h: something was written beside an allocation of %zu bytes of emulated memory\n",
                 thing.bytes);
         dtrain__cuda_emulated.lasting = cudaErrorIllegalAddress;
@@ -631,14 +655,13 @@ static cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, c
 
 static cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, int direction, cudaStream_t stream)
 {
-    cudaError_t error = dtrain__cuda_emulated_stream(stream);
     (void)direction;
-    if (error != 0)
-        return error;
     dtrain__cuda_emulated_enter();
-    memcpy(to, from, bytes);
+    cudaError_t error = dtrain__cuda_emulated_stream(stream);
+    if (error == 0)
+        memcpy(to, from, bytes);
     dtrain__cuda_emulated_leave();
-    return cudaSuccess;
+    return error;
 }
 #endif
 

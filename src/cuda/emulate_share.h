@@ -45,14 +45,15 @@ static cudaError_t dtrain__cuda_emulated_move(dtrain__cuda_emulated_thing *thing
         return error;
     char *copy = (char *)mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_SHARED, thing->fd - 1, 0);
     if (copy != MAP_FAILED) {
-        dtrain__cuda_emulated_unlock(thing, PROT_READ);
-        memcpy(copy, thing->map + page, room);
+        dtrain__cuda_emulated_guard(thing, PROT_READ, 0);
+        if (dtrain__cuda_emulated.lasting == 0)
+            memcpy(copy, thing->map + page, room);
         munmap(copy, room);
         int moved = mmap(thing->map + page, room, PROT_NONE, MAP_SHARED | MAP_FIXED, thing->fd - 1, 0) != MAP_FAILED;
         if (dtrain__cuda_emulated_get_key() > 0)
             dtrain__cuda_emulated_shut(thing);
         else if (!moved)
-            dtrain__cuda_emulated_unlock(thing, PROT_NONE);
+            dtrain__cuda_emulated_guard(thing, PROT_NONE, 0);
         if (moved)
             return cudaSuccess;
     }
@@ -159,7 +160,7 @@ static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handl
     error = dtrain__cuda_emulated_add(DTRAIN__CUDA_EMULATED_OPENED, (size_t)token.bytes, &thing);
     char *map =
         (char *)mmap(NULL, (size_t)token.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (error == 0 && (map == MAP_FAILED || mmap(map + page, (size_t)token.map_bytes - 2 * page, PROT_NONE,
+    if (error == 0 && (map == MAP_FAILED || mmap(map + page, (size_t)token.map_bytes - 2 * page, PROT_READ | PROT_WRITE,
                                                  MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED))
         error = cudaErrorMemoryAllocation;
     close(fd);
@@ -172,7 +173,7 @@ static cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t handl
     thing->map = map, thing->map_bytes = (size_t)token.map_bytes, thing->pointer = map + token.at;
     thing->gpu = token.gpu, thing->id = token.file, thing->opened_of = (long)token.process, thing->opened = 1;
     dtrain__cuda_emulated_link(thing);
-    dtrain__cuda_emulated_shut(thing);
+    dtrain__cuda_emulated_shut(thing); /* without keys: not before what other threads run has ended */
     *pointer = thing->pointer;
     return cudaSuccess;
 }

@@ -7,7 +7,6 @@
 #define DTRAIN__CUDA_FOLD
 #include "walk.cu"
 #include "convert.cu"
-#include "peers.cu"
 
 #define DTRAIN__CUDA_FOLD_MOST 64 /* inputs, and outputs */
 
@@ -484,7 +483,8 @@ static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype
         memcpy(&divisor, &bits, sizeof bits);
     }
     args->by_f64 = divisor;
-    dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1); /* whatever the CPU's floating-point mode */
+    /* whatever the CPU's floating-point mode */
+    DTRAIN_IGNORE(dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1));
 }
 
 static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, dtrain__cuda_fold *args, const void *const *in,

@@ -14,7 +14,7 @@
  *     kernels.cu    #define DTRAIN_CUDA_IMPLEMENTATION
  *                   #include "dtrain_cuda.h"
  *
- *     cc -O2 -c dtrain.c program.c
+ *     cc -O2 -ffp-contract=off -c dtrain.c program.c
  *     nvcc -O2 -arch=sm_90 -c kernels.cu
  *     nvcc dtrain.o program.o kernels.o -lpthread -lm
  *

@@ -437,7 +437,7 @@ typedef struct dtrain__cuda_clip_shared {
     int shorten;
 } dtrain__cuda_clip_shared;
 
-/* As dtrain__exact_value, of limbs that it carries. */
+/* As dtrain__norm_value, of limbs that it carries. */
 DTRAIN__CUDA_FN double dtrain__cuda_clip_value(int64_t *limbs)
 {
     int top = DTRAIN__CUDA_NORM_DIGITS - 1, zeros = 0;

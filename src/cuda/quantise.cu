@@ -7,7 +7,6 @@
 #define DTRAIN__CUDA_QUANTISE
 #include "body.h"
 #include "queue.cu"
-#include "addresses.cu"
 
 #define DTRAIN__CUDA_QUANTISE_THREADS 256u
 #define DTRAIN__CUDA_QUANTISE_VECTORS 4u /* of 4 elements, that a thread holds */

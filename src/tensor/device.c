@@ -11,8 +11,8 @@
 #include "vector.c"
 #include "norm.c"
 
-#if DTRAIN_SQUARES_LIMBS != DTRAIN__EXACT_LIMBS
-#error "DTRAIN_SQUARES_LIMBS and DTRAIN__EXACT_LIMBS differ"
+#if DTRAIN_SQUARES_LIMBS != DTRAIN__NORM_LIMBS
+#error "DTRAIN_SQUARES_LIMBS and DTRAIN__NORM_LIMBS differ"
 #endif
 
 #define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
@@ -218,7 +218,7 @@ static dtrain_status dtrain__device_event_null(const dtrain_device *device, cons
                         call, dtrain_device_name(device));
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, void **event)
+DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, dtrain_device_event **event)
 {
     if (event == NULL)
         return dtrain__device_event_null(device, "device_event_create");
@@ -229,17 +229,17 @@ DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, void 
             *event = NULL;
         return status;
     }
-    *event = &dtrain__device_event_cpu;
+    *event = (dtrain_device_event *)&dtrain__device_event_cpu;
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, void *event)
+DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, dtrain_device_event *event)
 {
     if (device != NULL && event != NULL && device->ops != NULL && device->ops->event_destroy != NULL)
         device->ops->event_destroy(device, event);
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_record(dtrain_device *device, void *event)
+DTRAIN_API dtrain_status dtrain_device_event_record(dtrain_device *device, dtrain_device_event *event)
 {
     if (event == NULL)
         return dtrain__device_event_null(device, "device_event_record");
@@ -247,14 +247,14 @@ DTRAIN_API dtrain_status dtrain_device_event_record(dtrain_device *device, void 
                           : DTRAIN__DEVICE_CALL(device, "device_event_record", event_record, (device, event));
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_await(dtrain_device *device, void *event)
+DTRAIN_API dtrain_status dtrain_device_event_await(dtrain_device *device, dtrain_device_event *event)
 {
     if (event == NULL)
         return dtrain__device_event_null(device, "device_event_await");
     return device == NULL ? DTRAIN_OK : DTRAIN__DEVICE_CALL(device, "device_event_await", event_await, (device, event));
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_done(dtrain_device *device, void *event, int *done)
+DTRAIN_API dtrain_status dtrain_device_event_done(dtrain_device *device, dtrain_device_event *event, int *done)
 {
     if (event == NULL)
         return dtrain__device_event_null(device, "device_event_done");
@@ -272,8 +272,8 @@ DTRAIN_API dtrain_status dtrain_device_convert(dtrain_device *device, const void
                                                dtrain_dtype to, size_t count)
 {
     const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
-    dtrain__format format;
-    if (!dtrain__format_of(from, &format) || !dtrain__format_of(to, &format))
+    dtrain__dtype_format format;
+    if (!dtrain__dtype_format_of(from, &format) || !dtrain__dtype_format_of(to, &format))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "device_convert on %s: from %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and "
                             "F8_E5M2",
@@ -405,23 +405,23 @@ DTRAIN_API dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dt
 DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const float *x, size_t count, int64_t *limbs)
 {
     const dtrain__device_argument pointers[] = {{"x", x}, {"limbs", limbs}, {NULL, NULL}};
-    dtrain__exact sum;
+    dtrain__norm sum;
     dtrain_status status = dtrain__device_pointers(device, "device_squares", count, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, "device_squares", squares, (device, x, count, limbs));
     memcpy(sum.limbs, limbs, sizeof sum.limbs);
-    dtrain__exact_add_squares(&sum, x, count);
+    dtrain__norm_add_squares(&sum, x, count);
     memcpy(limbs, sum.limbs, sizeof sum.limbs);
     return DTRAIN_OK;
 }
 
 /* The root of a sum of squares, rounded to nearest whatever the caller's mode; volatile: before that is back. */
-static double dtrain__device_length(const dtrain__exact *sum)
+static double dtrain__device_length(const dtrain__norm *sum)
 {
     uint64_t mode = dtrain__fpmode_enter();
-    volatile double length = dtrain__sqrt_f64(dtrain__exact_value(sum));
+    volatile double length = dtrain__vector_sqrt_f64(dtrain__norm_value(sum));
     dtrain__fpmode_restore(mode);
     return length;
 }
@@ -438,12 +438,12 @@ DTRAIN__EXACT_END
 static void dtrain__device_clip_cpu(const int64_t *limbs, float max_norm, double *norm, float *x, size_t count)
 {
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__exact sum;
+    dtrain__norm sum;
     memcpy(sum.limbs, limbs, sizeof sum.limbs);
     double length = dtrain__device_length(&sum);
     memcpy(norm, &length, sizeof length);
-    if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
-        dtrain__scale_f32(x, (double)dtrain__device_ratio((double)max_norm, length), count);
+    if (max_norm != 0.0f && dtrain__norm_finite(&sum) && length > (double)max_norm)
+        dtrain__vector_scale_f32(x, (double)dtrain__device_ratio((double)max_norm, length), count);
     dtrain__fpmode_restore(mode);
 }
 

@@ -41,6 +41,9 @@ typedef struct dtrain_device_sgd_step {
     int nesterov;
 } dtrain_device_sgd_step;
 
+/* A place in a queue: see dtrain_device_event_create. In a table the maker's own. */
+typedef struct dtrain_device_event dtrain_device_event;
+
 /* The k elements of largest magnitude of a device's vector: in a table the maker's own, in calls of the library's what
  * dtrain_device_selection_create made of it. */
 typedef struct dtrain_device_selection dtrain_device_selection;
@@ -97,11 +100,11 @@ typedef struct dtrain_device_ops {
     dtrain_status (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes); /* from and to any memory */
     dtrain_status (*fill)(dtrain_device *device, void *to, const void *element, size_t element_bytes, size_t count);
     dtrain_status (*wait)(dtrain_device *device);
-    dtrain_status (*event_create)(dtrain_device *device, void **event);
-    void (*event_destroy)(dtrain_device *device, void *event);
-    dtrain_status (*event_record)(dtrain_device *device, void *event);
-    dtrain_status (*event_await)(dtrain_device *device, void *event); /* the queue waits, the CPU does not */
-    dtrain_status (*event_done)(dtrain_device *device, void *event, int *done);
+    dtrain_status (*event_create)(dtrain_device *device, dtrain_device_event **event);
+    void (*event_destroy)(dtrain_device *device, dtrain_device_event *event);
+    dtrain_status (*event_record)(dtrain_device *device, dtrain_device_event *event);
+    dtrain_status (*event_await)(dtrain_device *device, dtrain_device_event *event); /* the queue waits, the CPU does not */
+    dtrain_status (*event_done)(dtrain_device *device, dtrain_device_event *event, int *done);
     dtrain_status (*convert)(dtrain_device *device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                              size_t count);
     dtrain_status (*reduce)(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
@@ -164,7 +167,7 @@ DTRAIN_API const char *dtrain_device_name(const dtrain_device *device);
  *             DTRAIN_ERR_MEMORY, what the device says
  *
  * one thread per object; the two may be different threads' */
-DTRAIN_API dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made);
+DTRAIN_API_MUST dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made);
 DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made);
 
 /* Allocates memory of a device, or pinned memory of the CPU, aligned to 256 bytes (64 for a NULL device); not zeroed.
@@ -174,7 +177,8 @@ DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made);
  *             DTRAIN_ERR_INVALID
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer);
+DTRAIN_API_MUST dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memory memory, size_t bytes,
+                                                  void **pointer);
 
 /* Frees memory of dtrain_device_alloc once what was queued before has ended; NULL is legal.
  *
@@ -192,20 +196,20 @@ DTRAIN_API void dtrain_device_free(dtrain_device *device, dtrain_memory memory, 
  *            DTRAIN_ERR_IO       the device has failed, in this or in earlier work
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_copy(dtrain_device *device, void *to, const void *from, size_t bytes);
+DTRAIN_API_MUST dtrain_status dtrain_device_copy(dtrain_device *device, void *to, const void *from, size_t bytes);
 
 /* Writes count copies of one element of 1, 2, 4 or 8 bytes, which is read at once from the CPU's memory.
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_fill(dtrain_device *device, void *to, const void *element, size_t element_bytes,
-                                            size_t count);
+DTRAIN_API_MUST dtrain_status dtrain_device_fill(dtrain_device *device, void *to, const void *element,
+                                                 size_t element_bytes, size_t count);
 
 /* Blocks until all that was queued has ended.
  *
  *   errors   DTRAIN_ERR_IO  some of it has failed; the text says what the device says
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device);
+DTRAIN_API_MUST dtrain_status dtrain_device_wait(dtrain_device *device);
 
 /* A place in a queue, to be awaited by other queues of the same kind of device, or asked for by the CPU.
  *
@@ -217,17 +221,17 @@ DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device);
  *   done      out: 1 when the event has passed, or was never recorded; never blocks
  *
  * one thread per object; an event may be awaited on any device */
-DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, void **event);
-DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, void *event);
-DTRAIN_API dtrain_status dtrain_device_event_record(dtrain_device *device, void *event);
-DTRAIN_API dtrain_status dtrain_device_event_await(dtrain_device *device, void *event);
-DTRAIN_API dtrain_status dtrain_device_event_done(dtrain_device *device, void *event, int *done);
+DTRAIN_API_MUST dtrain_status dtrain_device_event_create(dtrain_device *device, dtrain_device_event **event);
+DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, dtrain_device_event *event);
+DTRAIN_API_MUST dtrain_status dtrain_device_event_record(dtrain_device *device, dtrain_device_event *event);
+DTRAIN_API_MUST dtrain_status dtrain_device_event_await(dtrain_device *device, dtrain_device_event *event);
+DTRAIN_API_MUST dtrain_status dtrain_device_event_done(dtrain_device *device, dtrain_device_event *event, int *done);
 
 /* Converts as dtrain_convert, on a device.
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
-                                               dtrain_dtype to, size_t count);
+DTRAIN_API_MUST dtrain_status dtrain_device_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
+                                                    dtrain_dtype to, size_t count);
 
 /* out[k][i] = the tree over in[0][i], ..., in[n - 1][i], for i from begin on, count of them, and every k below m.
  *
@@ -238,17 +242,18 @@ DTRAIN_API dtrain_status dtrain_device_convert(dtrain_device *device, const void
  *   source      the order of >>order
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op,
-                                              const void *const *in, int n, void *const *out, int m, size_t begin,
-                                              size_t count);
+DTRAIN_API_MUST dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op,
+                                                   const void *const *in, int n, void *const *out, int m, size_t begin,
+                                                   size_t count);
 
-/* x[i] *= factor and y[i] += alpha * x[i], as dtrain_tensor_scale and dtrain_tensor_axpy.
+/* x[i] *= factor and y[i] += alpha * x[i], product and sum each rounded, over F64, F32, F16 or BF16; 16-bit floats are
+ * computed as float32 and rounded once.
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
-                                             size_t count);
-DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha,
-                                            const void *x, size_t count);
+DTRAIN_API_MUST dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
+                                                  size_t count);
+DTRAIN_API_MUST dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha,
+                                                 const void *x, size_t count);
 
 /* Says whether a NaN or an infinity is among count F64, F32, F16 or BF16: sets *found to 1 where one is, and leaves it
  * as it is where none is.
@@ -256,8 +261,8 @@ DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype 
  *   found   memory of the device
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x, size_t count,
-                                                uint32_t *found);
+DTRAIN_API_MUST dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x,
+                                                     size_t count, uint32_t *found);
 
 /* Adds the squares of count float32 to limbs, without an error: any order, any cut into calls, devices and ranks gives
  * the same sum. Add limbs of ranks with an all-reduce, DTRAIN_I64 and DTRAIN_SUM.
@@ -267,7 +272,8 @@ DTRAIN_API dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dt
  *   source   Neal, arXiv:1505.05571, 2015
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const float *x, size_t count, int64_t *limbs);
+DTRAIN_API_MUST dtrain_status dtrain_device_squares(dtrain_device *device, const float *x, size_t count,
+                                                    int64_t *limbs);
 
 /* Shortens x by the factor that brings the root of limbs down to max_norm, as dtrain_clip_grad_norm: nothing changes
  * where it is no longer, or not finite. The CPU does not wait for the norm.
@@ -278,8 +284,8 @@ DTRAIN_API dtrain_status dtrain_device_squares(dtrain_device *device, const floa
  *   errors     DTRAIN_ERR_INVALID  max_norm negative or not finite; a NULL pointer
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t *limbs, float max_norm, double *norm,
-                                            float *x, size_t count);
+DTRAIN_API_MUST dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t *limbs, float max_norm,
+                                                 double *norm, float *x, size_t count);
 
 #ifdef __cplusplus
 }

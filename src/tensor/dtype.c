@@ -14,7 +14,7 @@ typedef struct dtrain__dtype_row {
     unsigned bits;
 } dtrain__dtype_row;
 
-static const dtrain__dtype_row dtrain__dtypes[] = {
+static const dtrain__dtype_row dtrain__dtype_rows[] = {
     {"?", 0},    {"BOOL", 8},    {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6},     {"U8", 8},
     {"I8", 8},   {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8},
     {"I16", 16}, {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},
@@ -23,7 +23,7 @@ static const dtrain__dtype_row dtrain__dtypes[] = {
 static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
 {
     size_t index = (size_t)(int)dtype;
-    return &dtrain__dtypes[index < sizeof dtrain__dtypes / sizeof dtrain__dtypes[0] ? index : 0];
+    return &dtrain__dtype_rows[index < sizeof dtrain__dtype_rows / sizeof dtrain__dtype_rows[0] ? index : 0];
 }
 
 DTRAIN_API unsigned dtrain_dtype_bits(dtrain_dtype dtype)
@@ -39,7 +39,7 @@ DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char *name, size_t length)
 {
     for (int i = 1; name != NULL && i <= (int)DTRAIN_U64; i++)
-        if (strlen(dtrain__dtypes[i].name) == length && memcmp(dtrain__dtypes[i].name, name, length) == 0) {
+        if (strlen(dtrain__dtype_rows[i].name) == length && memcmp(dtrain__dtype_rows[i].name, name, length) == 0) {
             *dtype = (dtrain_dtype)i;
             return DTRAIN_OK;
         }
@@ -67,14 +67,14 @@ DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
 
 /* A binary floating-point format: sign, exponent bits, mantissa bits. finite: E4M3's kind, whose all-ones
  * exponent is ordinary but for the one NaN pattern, and which has no infinity. */
-typedef struct dtrain__format {
+typedef struct dtrain__dtype_format {
     int exponent, mantissa, finite, bytes;
-} dtrain__format;
+} dtrain__dtype_format;
 
-static int dtrain__format_of(dtrain_dtype dtype, dtrain__format *format)
+static int dtrain__dtype_format_of(dtrain_dtype dtype, dtrain__dtype_format *format)
 {
-    static const dtrain__format formats[] = {{11, 52, 0, 8}, {8, 23, 0, 4}, {5, 10, 0, 2},
-                                             {8, 7, 0, 2},   {4, 3, 1, 1},  {5, 2, 0, 1}};
+    static const dtrain__dtype_format formats[] = {{11, 52, 0, 8}, {8, 23, 0, 4}, {5, 10, 0, 2},
+                                                   {8, 7, 0, 2},   {4, 3, 1, 1},  {5, 2, 0, 1}};
     static const dtrain_dtype dtypes[] = {DTRAIN_F64,  DTRAIN_F32,     DTRAIN_F16,
                                           DTRAIN_BF16, DTRAIN_F8_E4M3, DTRAIN_F8_E5M2};
     for (int i = 0; i < 6; i++)
@@ -86,7 +86,7 @@ static int dtrain__format_of(dtrain_dtype dtype, dtrain__format *format)
 }
 
 /* The float64 bits of a value of format f. */
-static uint64_t dtrain__widen(uint64_t bits, dtrain__format f)
+static uint64_t dtrain__dtype_widen(uint64_t bits, dtrain__dtype_format f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
     uint64_t sign = (bits >> (f.exponent + f.mantissa)) << 63;
@@ -110,7 +110,7 @@ static uint64_t dtrain__widen(uint64_t bits, dtrain__format f)
 }
 
 /* Rounds float64 bits to format f, to the nearest, ties to even. */
-static uint64_t dtrain__narrow(uint64_t bits, dtrain__format f)
+static uint64_t dtrain__dtype_narrow(uint64_t bits, dtrain__dtype_format f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
     int exponent = (int)(bits >> 52 & 0x7ff) - 1023 + bias, shift = 52 - f.mantissa;
@@ -131,7 +131,7 @@ static uint64_t dtrain__narrow(uint64_t bits, dtrain__format f)
     return sign | rounded;
 }
 
-static uint64_t dtrain__load_bits(const unsigned char *from, int bytes)
+static uint64_t dtrain__dtype_load(const unsigned char *from, int bytes)
 {
     uint8_t u8;
     uint16_t u16;
@@ -145,7 +145,7 @@ static uint64_t dtrain__load_bits(const unsigned char *from, int bytes)
     }
 }
 
-static void dtrain__store_bits(unsigned char *to, uint64_t bits, int bytes)
+static void dtrain__dtype_store(unsigned char *to, uint64_t bits, int bytes)
 {
     uint8_t u8 = (uint8_t)bits;
     uint16_t u16 = (uint16_t)bits;
@@ -160,13 +160,13 @@ static void dtrain__store_bits(unsigned char *to, uint64_t bits, int bytes)
 
 DTRAIN__EXACT_BEGIN
 
-DTRAIN__INLINE uint16_t dtrain__f32_to_bf16(uint32_t x)
+DTRAIN__INLINE uint16_t dtrain__dtype_f32_to_bf16(uint32_t x)
 {
     uint32_t rounded = (x + 0x7fffu + (x >> 16 & 1)) >> 16, nan = x >> 16 | 0x40;
     return (uint16_t)((x & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
-DTRAIN__INLINE uint16_t dtrain__f32_to_f16(uint32_t x)
+DTRAIN__INLINE uint16_t dtrain__dtype_f32_to_f16(uint32_t x)
 {
     uint32_t sign = x >> 16 & 0x8000u, size = x & 0x7fffffffu, exponent = size >> 23;
     uint32_t normal = (size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13;
@@ -179,7 +179,7 @@ DTRAIN__INLINE uint16_t dtrain__f32_to_f16(uint32_t x)
     return (uint16_t)(sign | (size > 0x7f800000u ? nan : value));
 }
 
-DTRAIN__INLINE uint32_t dtrain__f16_to_f32(uint16_t x)
+DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
 {
     uint32_t sign = (uint32_t)(x & 0x8000u) << 16, size = x & 0x7fffu, exponent = size >> 10;
     uint32_t normal = (size << 13) + 0x38000000u, special = (size << 13) + 0x70000000u;
@@ -192,15 +192,15 @@ DTRAIN__INLINE uint32_t dtrain__f16_to_f32(uint16_t x)
     return sign | (exponent == 0 ? bits : exponent == 31 ? special | (size > 0x7c00u ? 0x400000u : 0) : normal);
 }
 
-DTRAIN__INLINE void dtrain__narrow_bf16_body(const void *in, void *out, size_t count)
+DTRAIN__INLINE void dtrain__dtype_narrow_bf16_body(const void *in, void *out, size_t count)
 {
     const dtrain__u32 *from = (const dtrain__u32 *)in;
     dtrain__u16 *to = (dtrain__u16 *)out;
     for (size_t i = 0; i < count; i++)
-        to[i] = dtrain__f32_to_bf16(from[i]);
+        to[i] = dtrain__dtype_f32_to_bf16(from[i]);
 }
 
-DTRAIN__INLINE void dtrain__widen_bf16_body(const void *in, void *out, size_t count)
+DTRAIN__INLINE void dtrain__dtype_widen_bf16_body(const void *in, void *out, size_t count)
 {
     const dtrain__u16 *from = (const dtrain__u16 *)in;
     dtrain__u32 *to = (dtrain__u32 *)out;
@@ -208,61 +208,61 @@ DTRAIN__INLINE void dtrain__widen_bf16_body(const void *in, void *out, size_t co
         to[i] = (uint32_t)from[i] << 16;
 }
 
-DTRAIN__INLINE void dtrain__narrow_f16_body(const void *in, void *out, size_t count)
+DTRAIN__INLINE void dtrain__dtype_narrow_f16_body(const void *in, void *out, size_t count)
 {
     const dtrain__u32 *from = (const dtrain__u32 *)in;
     dtrain__u16 *to = (dtrain__u16 *)out;
     for (size_t i = 0; i < count; i++)
-        to[i] = dtrain__f32_to_f16(from[i]);
+        to[i] = dtrain__dtype_f32_to_f16(from[i]);
 }
 
-DTRAIN__INLINE void dtrain__widen_f16_body(const void *in, void *out, size_t count)
+DTRAIN__INLINE void dtrain__dtype_widen_f16_body(const void *in, void *out, size_t count)
 {
     const dtrain__u16 *from = (const dtrain__u16 *)in;
     dtrain__u32 *to = (dtrain__u32 *)out;
     for (size_t i = 0; i < count; i++)
-        to[i] = dtrain__f16_to_f32(from[i]);
+        to[i] = dtrain__dtype_f16_to_f32(from[i]);
 }
 
-DTRAIN__KERNEL(dtrain__narrow_bf16, (const void *in, void *out, size_t count), (in, out, count))
-DTRAIN__KERNEL(dtrain__widen_bf16, (const void *in, void *out, size_t count), (in, out, count))
-DTRAIN__KERNEL(dtrain__narrow_f16, (const void *in, void *out, size_t count), (in, out, count))
-DTRAIN__KERNEL(dtrain__widen_f16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__dtype_narrow_bf16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__dtype_widen_bf16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__dtype_narrow_f16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__KERNEL(dtrain__dtype_widen_f16, (const void *in, void *out, size_t count), (in, out, count))
 
 DTRAIN__EXACT_END
 
 /* Converts where the caller has set the floating-point mode and checked the dtypes. */
-static void dtrain__convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
+static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
 {
-    dtrain__format f = {0, 0, 0, 0}, t = {0, 0, 0, 0};
+    dtrain__dtype_format f = {0, 0, 0, 0}, t = {0, 0, 0, 0};
     if (count == 0)
         return;
     if (from == to) {
         memcpy(out, in, count * (dtrain_dtype_bits(from) / 8));
     } else if (from == DTRAIN_F32 && to == DTRAIN_BF16) {
-        dtrain__narrow_bf16(in, out, count);
+        dtrain__dtype_narrow_bf16(in, out, count);
     } else if (from == DTRAIN_F32 && to == DTRAIN_F16) {
-        dtrain__narrow_f16(in, out, count);
+        dtrain__dtype_narrow_f16(in, out, count);
     } else if (from == DTRAIN_BF16 && to == DTRAIN_F32) {
-        dtrain__widen_bf16(in, out, count);
+        dtrain__dtype_widen_bf16(in, out, count);
     } else if (from == DTRAIN_F16 && to == DTRAIN_F32) {
-        dtrain__widen_f16(in, out, count);
+        dtrain__dtype_widen_f16(in, out, count);
     } else {
-        dtrain__format_of(from, &f);
-        dtrain__format_of(to, &t);
+        dtrain__dtype_format_of(from, &f);
+        dtrain__dtype_format_of(to, &t);
         for (size_t i = 0; i < count; i++) {
             uint64_t wide =
-                dtrain__widen(dtrain__load_bits((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
-            dtrain__store_bits((unsigned char *)out + i * (size_t)t.bytes, dtrain__narrow(wide, t), t.bytes);
+                dtrain__dtype_widen(dtrain__dtype_load((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
+            dtrain__dtype_store((unsigned char *)out + i * (size_t)t.bytes, dtrain__dtype_narrow(wide, t), t.bytes);
         }
     }
 }
 
 DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
 {
-    dtrain__format format;
+    dtrain__dtype_format format;
     uint64_t mode;
-    if (!dtrain__format_of(from, &format) || !dtrain__format_of(to, &format))
+    if (!dtrain__dtype_format_of(from, &format) || !dtrain__dtype_format_of(to, &format))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "convert %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2",
                             dtrain_dtype_name(from), dtrain_dtype_name(to));
@@ -270,8 +270,31 @@ DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void 
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert %zu elements: %s is NULL", count,
                             in == NULL ? "in" : "out");
     mode = dtrain__fpmode_enter();
-    dtrain__convert(in, from, out, to, count);
+    dtrain__dtype_convert(in, from, out, to, count);
     dtrain__fpmode_restore(mode);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
+                                                   size_t count)
+{
+    dtrain__dtype_format f, t;
+    if (!dtrain__dtype_format_of(from, &f) || !dtrain__dtype_format_of(to, &t) || t.bytes != 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "convert_saturating %s to %s: from must be F64, F32, F16, BF16, F8_E4M3 or F8_E5M2, to "
+                            "F8_E4M3 or F8_E5M2",
+                            dtrain_dtype_name(from), dtrain_dtype_name(to));
+    if (count > 0 && (in == NULL || out == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert_saturating %zu elements: %s is NULL", count,
+                            in == NULL ? "in" : "out");
+    const uint64_t largest = dtrain__dtype_widen(to == DTRAIN_F8_E4M3 ? 0x7e : 0x7b, t);
+    for (size_t i = 0; i < count; i++) {
+        uint64_t bits = dtrain__dtype_load((const unsigned char *)in + i * (size_t)f.bytes, f.bytes);
+        uint64_t wide = dtrain__dtype_widen(bits, f), size = wide & 0x7fffffffffffffffu;
+        if (size > largest && size <= 0x7ff0000000000000u)
+            wide += largest - size;
+        dtrain__dtype_store((unsigned char *)out + i, dtrain__dtype_narrow(wide, t), 1);
+    }
     return DTRAIN_OK;
 }
 

@@ -50,7 +50,7 @@ static int dtrain__fold_left(int n)
 DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
-#define DTRAIN__PAIR(name, type, expression)                                                                           \
+#define DTRAIN__FOLD_PAIR(name, type, expression)                                                                      \
     DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)                                       \
     {                                                                                                                  \
         type *a = (type *)left;                                                                                        \
@@ -60,7 +60,7 @@ DTRAIN__EXACT_BEGIN
     DTRAIN__KERNEL(name, (void *left, const void *right, size_t count), (left, right, count))
 
 /* The same for integers, whose loops the base instruction set runs fast enough. */
-#define DTRAIN__PAIR_INT(name, type, expression)                                                                       \
+#define DTRAIN__FOLD_PAIR_INT(name, type, expression)                                                                  \
     static void name(void *left, const void *right, size_t count)                                                      \
     {                                                                                                                  \
         type *a = (type *)left;                                                                                        \
@@ -69,45 +69,45 @@ DTRAIN__EXACT_BEGIN
     }
 
 /* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
-#define DTRAIN__BITS_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
-#define DTRAIN__BITS_PICK(type, top, infinity, relation)                                                               \
+#define DTRAIN__FOLD_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
+#define DTRAIN__FOLD_PICK(type, top, infinity, relation)                                                               \
     ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i]                             \
      : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                         ? b[i]                             \
-     : DTRAIN__BITS_KEY(a[i], type, top) relation DTRAIN__BITS_KEY(b[i], type, top) ? a[i]                             \
+     : DTRAIN__FOLD_KEY(a[i], type, top) relation DTRAIN__FOLD_KEY(b[i], type, top) ? a[i]                             \
                                                                                     : b[i])
 
-DTRAIN__PAIR(dtrain__sum_f32, dtrain__f32, a[i] + b[i])
-DTRAIN__PAIR(dtrain__sum_f64, dtrain__f64, a[i] + b[i])
-DTRAIN__PAIR(dtrain__prod_f32, dtrain__f32, a[i] * b[i])
-DTRAIN__PAIR(dtrain__prod_f64, dtrain__f64, a[i] * b[i])
-DTRAIN__PAIR(dtrain__min_f32, dtrain__i32, DTRAIN__BITS_PICK(int32_t, 31, 0x7f800000, <))
-DTRAIN__PAIR(dtrain__max_f32, dtrain__i32, DTRAIN__BITS_PICK(int32_t, 31, 0x7f800000, >))
-DTRAIN__PAIR(dtrain__min_f64, dtrain__i64, DTRAIN__BITS_PICK(int64_t, 63, 0x7ff0000000000000, <))
-DTRAIN__PAIR(dtrain__max_f64, dtrain__i64, DTRAIN__BITS_PICK(int64_t, 63, 0x7ff0000000000000, >))
-DTRAIN__PAIR_INT(dtrain__sum_u8, uint8_t, (unsigned)a[i] + b[i])
-DTRAIN__PAIR_INT(dtrain__sum_u32, dtrain__u32, a[i] + b[i])
-DTRAIN__PAIR_INT(dtrain__sum_u64, dtrain__u64, a[i] + b[i])
-DTRAIN__PAIR_INT(dtrain__prod_u8, uint8_t, (unsigned)a[i] * b[i])
-DTRAIN__PAIR_INT(dtrain__prod_u32, dtrain__u32, a[i] * b[i])
-DTRAIN__PAIR_INT(dtrain__prod_u64, dtrain__u64, a[i] * b[i])
-DTRAIN__PAIR_INT(dtrain__and_u8, uint8_t, a[i] & b[i])
-DTRAIN__PAIR_INT(dtrain__or_u8, uint8_t, a[i] | b[i])
-DTRAIN__PAIR_INT(dtrain__xor_u8, uint8_t, a[i] ^ b[i])
-DTRAIN__PAIR_INT(dtrain__min_i8, int8_t, a[i] < b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__min_u8, uint8_t, a[i] < b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__min_i32, dtrain__i32, a[i] < b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__min_u32, dtrain__u32, a[i] < b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__min_i64, dtrain__i64, a[i] < b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__min_u64, dtrain__u64, a[i] < b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__max_i8, int8_t, a[i] > b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__max_u8, uint8_t, a[i] > b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__max_i32, dtrain__i32, a[i] > b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__max_u32, dtrain__u32, a[i] > b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[i])
-DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR(dtrain__fold_sum_f32, dtrain__f32, a[i] + b[i])
+DTRAIN__FOLD_PAIR(dtrain__fold_sum_f64, dtrain__f64, a[i] + b[i])
+DTRAIN__FOLD_PAIR(dtrain__fold_prod_f32, dtrain__f32, a[i] * b[i])
+DTRAIN__FOLD_PAIR(dtrain__fold_prod_f64, dtrain__f64, a[i] * b[i])
+DTRAIN__FOLD_PAIR(dtrain__fold_min_f32, dtrain__i32, DTRAIN__FOLD_PICK(int32_t, 31, 0x7f800000, <))
+DTRAIN__FOLD_PAIR(dtrain__fold_max_f32, dtrain__i32, DTRAIN__FOLD_PICK(int32_t, 31, 0x7f800000, >))
+DTRAIN__FOLD_PAIR(dtrain__fold_min_f64, dtrain__i64, DTRAIN__FOLD_PICK(int64_t, 63, 0x7ff0000000000000, <))
+DTRAIN__FOLD_PAIR(dtrain__fold_max_f64, dtrain__i64, DTRAIN__FOLD_PICK(int64_t, 63, 0x7ff0000000000000, >))
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_sum_u8, uint8_t, (unsigned)a[i] + b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_sum_u32, dtrain__u32, a[i] + b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_sum_u64, dtrain__u64, a[i] + b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_prod_u8, uint8_t, (unsigned)a[i] * b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_prod_u32, dtrain__u32, a[i] * b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_prod_u64, dtrain__u64, a[i] * b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_and_u8, uint8_t, a[i] & b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_or_u8, uint8_t, a[i] | b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_xor_u8, uint8_t, a[i] ^ b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_min_i8, int8_t, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_min_u8, uint8_t, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_min_i32, dtrain__i32, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_min_u32, dtrain__u32, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_min_i64, dtrain__i64, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_min_u64, dtrain__u64, a[i] < b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_i8, int8_t, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u8, uint8_t, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_i32, dtrain__i32, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u32, dtrain__u32, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[i])
+DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 
 /* x[i] = x[i] / divisor */
-#define DTRAIN__DIVIDE(name, type)                                                                                     \
+#define DTRAIN__FOLD_DIVIDE(name, type)                                                                                \
     DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)                                          \
     {                                                                                                                  \
         type *x = (type *)data;                                                                                        \
@@ -116,11 +116,11 @@ DTRAIN__PAIR_INT(dtrain__max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
     }                                                                                                                  \
     DTRAIN__KERNEL(name, (void *data, double divisor, size_t count), (data, divisor, count))
 
-DTRAIN__DIVIDE(dtrain__divide_f32, dtrain__f32)
-DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
+DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f32, dtrain__f32)
+DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 
 /* y[i] = x[i] * factor; y may be x */
-#define DTRAIN__WEIGH(name, type)                                                                                      \
+#define DTRAIN__FOLD_WEIGH(name, type)                                                                                 \
     DTRAIN__INLINE void name##_body(const void *in, double factor, void *out, size_t count)                            \
     {                                                                                                                  \
         const type *x = (const type *)in;                                                                              \
@@ -129,11 +129,11 @@ DTRAIN__DIVIDE(dtrain__divide_f64, dtrain__f64)
     }                                                                                                                  \
     DTRAIN__KERNEL(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count))
 
-DTRAIN__WEIGH(dtrain__weigh_f32, dtrain__f32)
-DTRAIN__WEIGH(dtrain__weigh_f64, dtrain__f64)
+DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
+DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
 
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
-#define DTRAIN__DIRECT(name, type)                                                                                     \
+#define DTRAIN__FOLD_DIRECT(name, type)                                                                                \
     DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
                                     double divisor, int mean)                                                          \
     {                                                                                                                  \
@@ -198,26 +198,26 @@ DTRAIN__WEIGH(dtrain__weigh_f64, dtrain__f64)
         (const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, double divisor, int mean), \
         (in, n, out, m, begin, count, divisor, mean))
 
-DTRAIN__DIRECT(dtrain__direct_f32, dtrain__f32)
-DTRAIN__DIRECT(dtrain__direct_f64, dtrain__f64)
+DTRAIN__FOLD_DIRECT(dtrain__fold_direct_f32, dtrain__f32)
+DTRAIN__FOLD_DIRECT(dtrain__fold_direct_f64, dtrain__f64)
 
 DTRAIN__EXACT_END
 
-static void dtrain__pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const void *b, size_t count)
+static void dtrain__fold_pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const void *b, size_t count)
 {
     typedef void (*pair)(void *, const void *, size_t);
-    static const pair sums[] = {dtrain__sum_u8, dtrain__sum_u32, dtrain__sum_u64};
-    static const pair products[] = {dtrain__prod_u8, dtrain__prod_u32, dtrain__prod_u64};
-    static const pair least[] = {dtrain__min_i8,  dtrain__min_u8,  dtrain__min_i32,
-                                 dtrain__min_u32, dtrain__min_i64, dtrain__min_u64};
-    static const pair most[] = {dtrain__max_i8,  dtrain__max_u8,  dtrain__max_i32,
-                                dtrain__max_u32, dtrain__max_i64, dtrain__max_u64};
+    static const pair sums[] = {dtrain__fold_sum_u8, dtrain__fold_sum_u32, dtrain__fold_sum_u64};
+    static const pair products[] = {dtrain__fold_prod_u8, dtrain__fold_prod_u32, dtrain__fold_prod_u64};
+    static const pair least[] = {dtrain__fold_min_i8,  dtrain__fold_min_u8,  dtrain__fold_min_i32,
+                                 dtrain__fold_min_u32, dtrain__fold_min_i64, dtrain__fold_min_u64};
+    static const pair most[] = {dtrain__fold_max_i8,  dtrain__fold_max_u8,  dtrain__fold_max_i32,
+                                dtrain__fold_max_u32, dtrain__fold_max_i64, dtrain__fold_max_u64};
     int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
     int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
     if (op >= DTRAIN_AND)
-        (op == DTRAIN_AND  ? dtrain__and_u8
-         : op == DTRAIN_OR ? dtrain__or_u8
-                           : dtrain__xor_u8)(a, b, count * (dtrain_dtype_bits(dtype) / 8));
+        (op == DTRAIN_AND  ? dtrain__fold_and_u8
+         : op == DTRAIN_OR ? dtrain__fold_or_u8
+                           : dtrain__fold_xor_u8)(a, b, count * (dtrain_dtype_bits(dtype) / 8));
     else if (op == DTRAIN_SUM)
         sums[width](a, b, count);
     else if (op == DTRAIN_PROD)
@@ -227,25 +227,25 @@ static void dtrain__pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const v
 }
 
 /* left[i] = left[i] op right[i], both of a partial dtype; a mean adds. The caller has set the mode. */
-static void dtrain__pair(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
+static void dtrain__fold_pair_kernel(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
 {
     int wide = dtype == DTRAIN_F64;
     if (dtype != DTRAIN_F64 && dtype != DTRAIN_F32)
-        dtrain__pair_ints(dtype, op, left, right, count);
+        dtrain__fold_pair_ints(dtype, op, left, right, count);
     else if (op == DTRAIN_PROD)
-        (wide ? dtrain__prod_f64 : dtrain__prod_f32)(left, right, count);
+        (wide ? dtrain__fold_prod_f64 : dtrain__fold_prod_f32)(left, right, count);
     else if (op == DTRAIN_MIN)
-        (wide ? dtrain__min_f64 : dtrain__min_f32)(left, right, count);
+        (wide ? dtrain__fold_min_f64 : dtrain__fold_min_f32)(left, right, count);
     else if (op == DTRAIN_MAX)
-        (wide ? dtrain__max_f64 : dtrain__max_f32)(left, right, count);
+        (wide ? dtrain__fold_max_f64 : dtrain__fold_max_f32)(left, right, count);
     else
-        (wide ? dtrain__sum_f64 : dtrain__sum_f32)(left, right, count);
+        (wide ? dtrain__fold_sum_f64 : dtrain__fold_sum_f32)(left, right, count);
 }
 
 static void dtrain__fold_pair(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
 {
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__pair(dtype, op, left, right, count);
+    dtrain__fold_pair_kernel(dtype, op, left, right, count);
     dtrain__fpmode_restore(mode);
 }
 
@@ -254,9 +254,9 @@ static void dtrain__fold_divide(dtrain_dtype dtype, dtrain_op op, double divisor
     if (op != DTRAIN_MEAN || divisor == 1)
         return;
     if (dtype == DTRAIN_F64)
-        dtrain__divide_f64(partial, divisor, count);
+        dtrain__fold_divide_f64(partial, divisor, count);
     else
-        dtrain__divide_f32(partial, divisor, count);
+        dtrain__fold_divide_f32(partial, divisor, count);
 }
 
 /* Turns partial results of dtype's partial dtype into results: divides a mean once, rounds once. partial may be
@@ -268,7 +268,7 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain_dtype wide = dtrain__fold_partial(dtype);
     dtrain__fold_divide(wide, op, divisor, partial, count);
     if (partial != out)
-        dtrain__convert(partial, wide, out, dtype, count);
+        dtrain__dtype_convert(partial, wide, out, dtype, count);
     dtrain__fpmode_restore(mode);
 }
 
@@ -279,11 +279,11 @@ static void dtrain__fold_weigh(dtrain_dtype dtype, double weight, const void *in
     uint64_t mode = dtrain__fpmode_enter();
     int wide = dtype == DTRAIN_F64;
     if (dtrain__fold_partial(dtype) != dtype && weight != 0) {
-        dtrain__convert(in, dtype, partial, DTRAIN_F32, count);
+        dtrain__dtype_convert(in, dtype, partial, DTRAIN_F32, count);
         in = partial;
     }
     if (weight != 0)
-        (wide ? dtrain__weigh_f64 : dtrain__weigh_f32)(in, weight, partial, count);
+        (wide ? dtrain__fold_weigh_f64 : dtrain__fold_weigh_f32)(in, weight, partial, count);
     for (size_t i = 0; weight == 0 && i < count; i++)
         if (wide)
             ((dtrain__u64 *)partial)[i] = (uint64_t)1 << 63;
@@ -303,16 +303,16 @@ static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *cons
         if (wide == dtype)
             memcpy(tiles[0], from, count * (dtrain_dtype_bits(dtype) / 8));
         else
-            dtrain__convert(from, dtype, tiles[0], wide, count);
+            dtrain__dtype_convert(from, dtype, tiles[0], wide, count);
         return;
     }
     dtrain__fold_tree(dtype, op, in, left, at, count, tiles);
     if (n - left == 1 && wide == dtype) {
-        dtrain__pair(wide, op, tiles[0], (const unsigned char *)in[left] + at, count);
+        dtrain__fold_pair_kernel(wide, op, tiles[0], (const unsigned char *)in[left] + at, count);
         return;
     }
     dtrain__fold_tree(dtype, op, in + left, n - left, at, count, tiles + 1);
-    dtrain__pair(wide, op, tiles[0], tiles[1], count);
+    dtrain__fold_pair_kernel(wide, op, tiles[0], tiles[1], count);
 }
 
 static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
@@ -328,12 +328,27 @@ static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor,
         dtrain__fold_tree(dtype, op, in, n, at * width, step, tiles);
         dtrain__fold_divide(wide, op, divisor, tiles[0], step);
         if (wide != dtype) {
-            dtrain__convert(tiles[0], wide, tiles[1], dtype, step);
+            dtrain__dtype_convert(tiles[0], wide, tiles[1], dtype, step);
             result = tiles[1];
         }
         for (int k = 0; k < m; k++)
             memcpy((unsigned char *)out[k] + at * width, result, step * width);
     }
+}
+
+/* out[i] = tree of sums over in[0 .. n-1][i], for i below count, as partial results: 16-bit floats are not rounded. */
+static void dtrain__fold_partials(dtrain_dtype dtype, const void *const *in, int n, void *out, size_t count)
+{
+    unsigned char tiles[DTRAIN__FOLD_LEVELS][DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
+    size_t width = dtrain_dtype_bits(dtype) / 8, wide_width = dtrain_dtype_bits(dtrain__fold_partial(dtype)) / 8;
+    size_t tile = DTRAIN__FOLD_TILE_BYTES / wide_width;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t at = 0; at < count; at += tile) {
+        size_t step = count - at < tile ? count - at : tile;
+        dtrain__fold_tree(dtype, DTRAIN_SUM, in, n, at * width, step, tiles);
+        memcpy((unsigned char *)out + at * wide_width, tiles[0], step * wide_width);
+    }
+    dtrain__fpmode_restore(mode);
 }
 
 /* out[k][i] = tree over in[0 .. n-1][i], for i in [begin, begin + count) and every k below m. */
@@ -344,9 +359,9 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
     int mean = op == DTRAIN_MEAN && divisor != 1, direct = n == 2 || n == 4 || n == 8;
     direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN);
     if (direct && dtype == DTRAIN_F32)
-        dtrain__direct_f32(in, n, out, m, begin, count, divisor, mean);
+        dtrain__fold_direct_f32(in, n, out, m, begin, count, divisor, mean);
     else if (direct && dtype == DTRAIN_F64)
-        dtrain__direct_f64(in, n, out, m, begin, count, divisor, mean);
+        dtrain__fold_direct_f64(in, n, out, m, begin, count, divisor, mean);
     else
         dtrain__fold_tiles(dtype, op, divisor, in, n, out, m, begin, count);
     dtrain__fpmode_restore(mode);

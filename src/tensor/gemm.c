@@ -2,8 +2,9 @@
  * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
  * set multiplies a few rows of op(a), read where they lie unless a is transposed, by a packed panel in
  * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum
- * over k in ascending order, a block of 256 at a time, so the bits depend on shape and instruction set alone. Goto and
- * van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de Geijn, ACM TOMS 41(3), 2015. */
+ * over k in ascending order, a block of 256 at a time, so the bits depend on the shape, and on whether a term is
+ * rounded once (AVX2, AVX-512, NEON) or twice. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de
+ * Geijn, ACM TOMS 41(3), 2015. */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
 #include "tensor.h"
@@ -83,45 +84,45 @@ DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m2
 #endif
 
 /* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. */
-typedef float dtrain__f32x4 __attribute__((vector_size(16)));
+typedef float dtrain__gemm_x4 __attribute__((vector_size(16)));
 
-DTRAIN__INLINE dtrain__f32x4 dtrain__x4_zero(void)
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_zero(void)
 {
-    dtrain__f32x4 x = {0, 0, 0, 0};
+    dtrain__gemm_x4 x = {0, 0, 0, 0};
     return x;
 }
 
-DTRAIN__INLINE dtrain__f32x4 dtrain__x4_set(float value)
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_set(float value)
 {
-    dtrain__f32x4 x = {value, value, value, value};
+    dtrain__gemm_x4 x = {value, value, value, value};
     return x;
 }
 
-DTRAIN__INLINE dtrain__f32x4 dtrain__x4_load(const float *from)
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_load(const float *from)
 {
-    dtrain__f32x4 x;
+    dtrain__gemm_x4 x;
     memcpy(&x, from, sizeof x);
     return x;
 }
 
-DTRAIN__INLINE void dtrain__x4_store(float *to, dtrain__f32x4 x)
+DTRAIN__INLINE void dtrain__gemm_x4_store(float *to, dtrain__gemm_x4 x)
 {
     memcpy(to, &x, sizeof x);
 }
 
-DTRAIN__INLINE dtrain__f32x4 dtrain__x4_add(dtrain__f32x4 a, dtrain__f32x4 b)
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_add(dtrain__gemm_x4 a, dtrain__gemm_x4 b)
 {
     return a + b;
 }
 
 /* Two roundings, as on processors without a fused product; NEON always has one. */
-DTRAIN__INLINE dtrain__f32x4 dtrain__x4_fma(dtrain__f32x4 a, dtrain__f32x4 b, dtrain__f32x4 c)
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_fma(dtrain__gemm_x4 a, dtrain__gemm_x4 b, dtrain__gemm_x4 c)
 {
 #if defined(__aarch64__)
     __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
     return c;
 #else
-    dtrain__f32x4 product = a * b;
+    dtrain__gemm_x4 product = a * b;
 #if defined(__clang__) && defined(DTRAIN__X86)
     __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
 #endif
@@ -135,8 +136,9 @@ DTRAIN__INLINE dtrain__f32x4 dtrain__x4_fma(dtrain__f32x4 a, dtrain__f32x4 b, dt
 #else
 #define DTRAIN__GEMM_BASE_ROWS 4
 #endif
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__f32x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4_zero, dtrain__x4_set,
-                    dtrain__x4_load, dtrain__x4_store, dtrain__x4_fma, dtrain__x4_add)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__gemm_x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__gemm_x4_zero,
+                    dtrain__gemm_x4_set, dtrain__gemm_x4_load, dtrain__gemm_x4_store, dtrain__gemm_x4_fma,
+                    dtrain__gemm_x4_add)
 
 DTRAIN__EXACT_END
 
@@ -158,7 +160,7 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
                     for (size_t q = p; q < p + 8 && q < k; q++)
                         panel[q * width + i] = b[q * b_row + (j + i) * b_column];
         if (alpha != 1)
-            dtrain__scale_f32(panel, (double)alpha, k * width);
+            dtrain__vector_scale_f32(panel, (double)alpha, k * width);
     }
 }
 
@@ -230,7 +232,7 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
         if (beta == 0 && k == 0)
             memset(c + i * ldc, 0, n * sizeof(float));
         else if (beta != 0 && beta != 1)
-            dtrain__scale_f32(c + i * ldc, (double)beta, n);
+            dtrain__vector_scale_f32(c + i * ldc, (double)beta, n);
     }
     for (size_t jc = 0; jc < n; jc += DTRAIN__GEMM_NC) {
         size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;

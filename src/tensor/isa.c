@@ -11,6 +11,10 @@
 #if defined(__x86_64__) && defined(__GNUC__)
 #define DTRAIN__X86 1
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 enum { DTRAIN__ISA_SCALAR = 1, DTRAIN__ISA_SSE2, DTRAIN__ISA_NEON, DTRAIN__ISA_AVX2, DTRAIN__ISA_AVX512 };
@@ -19,12 +23,12 @@ static int dtrain__isa_widest(void)
 {
 #if defined(DTRAIN__X86)
     __builtin_cpu_init(); /* the first call may come from a program's constructor */
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return DTRAIN__ISA_AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+    if (dtrain__without("avx2") || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma"))
+        return DTRAIN__ISA_SSE2;
+    if (dtrain__without("avx512") || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
         return DTRAIN__ISA_AVX2;
-    return DTRAIN__ISA_SSE2;
+    return DTRAIN__ISA_AVX512;
 #elif defined(__aarch64__)
     return DTRAIN__ISA_NEON;
 #else
@@ -147,10 +151,10 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 /* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
  * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:
- * `zero` is 0, read from dtrain__opaque_zero once a kernel. */
-static volatile uint32_t dtrain__opaque_zero __attribute__((unused));
+ * `zero` is 0, read from dtrain__isa_zero once a kernel. */
+static volatile uint32_t dtrain__isa_zero __attribute__((unused));
 
-DTRAIN__INLINE float dtrain__rounded_f32(float x, uint32_t zero)
+DTRAIN__INLINE float dtrain__isa_rounded_f32(float x, uint32_t zero)
 {
 #if defined(__clang__)
     uint32_t bits;
@@ -163,7 +167,7 @@ DTRAIN__INLINE float dtrain__rounded_f32(float x, uint32_t zero)
     return x;
 }
 
-DTRAIN__INLINE double dtrain__rounded_f64(double x, uint32_t zero)
+DTRAIN__INLINE double dtrain__isa_rounded_f64(double x, uint32_t zero)
 {
 #if defined(__clang__)
     uint64_t bits;
@@ -177,7 +181,7 @@ DTRAIN__INLINE double dtrain__rounded_f64(double x, uint32_t zero)
 }
 
 /* The correctly rounded square root of x >= 0; clang's fast-math would approximate its builtin. */
-DTRAIN__INLINE float dtrain__sqrt_f32(float x)
+DTRAIN__INLINE float dtrain__isa_sqrt_f32(float x)
 {
 #if defined(__clang__) && defined(__FAST_MATH__) && defined(DTRAIN__X86)
     __asm__("sqrtss %0, %0" : "+x"(x));

@@ -8,28 +8,26 @@
  *   source   Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015 */
 #ifndef DTRAIN__NORM
 #define DTRAIN__NORM
-#include "../base/base.h"
-
-#include <string.h>
+#include "../base/os.c"
 
 /* Bit 0 of limb 0 is 2^-298, the square of the smallest float32, and the largest square is below 2^256. With 2^58 of
  * them, over all ranks, the sum has 612 bits, of which limbs keep 32 each between calls. */
-#define DTRAIN__EXACT_DIGITS 20
-#define DTRAIN__EXACT_INFINITIES 20 /* the limb that counts them */
-#define DTRAIN__EXACT_NANS 21
-#define DTRAIN__EXACT_LIMBS 22
-#define DTRAIN__EXACT_LOWEST (-298)
+#define DTRAIN__NORM_DIGITS 20
+#define DTRAIN__NORM_INFINITIES 20 /* the limb that counts them */
+#define DTRAIN__NORM_NANS 21
+#define DTRAIN__NORM_LIMBS 22
+#define DTRAIN__NORM_LOWEST (-298)
 
-#define DTRAIN__EXACT_BLOCK 65536u /* as many squares of 48 bits fit 64 */
-#define DTRAIN__EXACT_FEW 128u     /* below it, clearing and reading the bins costs more than they save */
-#define DTRAIN__EXACT_SETS 4u      /* so that neighbours of one exponent need not wait for each other's store */
+#define DTRAIN__NORM_BLOCK 65536u /* as many squares of 48 bits fit 64 */
+#define DTRAIN__NORM_FEW 128u     /* below it, clearing and reading the bins costs more than they save */
+#define DTRAIN__NORM_SETS 4u      /* so that neighbours of one exponent need not wait for each other's store */
 
 /* Zero before the first element; all-reduced as I64 with DTRAIN_SUM, by up to 1024 ranks. */
-typedef struct dtrain__exact {
-    int64_t limbs[DTRAIN__EXACT_LIMBS];
-} dtrain__exact;
+typedef struct dtrain__norm {
+    int64_t limbs[DTRAIN__NORM_LIMBS];
+} dtrain__norm;
 
-static uint32_t dtrain__exact_load(const unsigned char *from)
+static uint32_t dtrain__norm_load(const unsigned char *from)
 {
     uint32_t bits;
     memcpy(&bits, from, sizeof bits);
@@ -37,7 +35,7 @@ static uint32_t dtrain__exact_load(const unsigned char *from)
 }
 
 /* Subnormals, of exponent field 0, lack the leading bit. */
-static uint64_t dtrain__exact_square(uint32_t bits)
+static uint64_t dtrain__norm_square(uint32_t bits)
 {
     uint32_t exponent = bits >> 23 & 255, leading = (0u - exponent) & 0x800000u;
     uint32_t mantissa = (bits & 0x7FFFFFu) | leading;
@@ -45,7 +43,7 @@ static uint64_t dtrain__exact_square(uint32_t bits)
 }
 
 /* Adds squares of one exponent field. A limb grows by less than 2^33. */
-static void dtrain__exact_put(dtrain__exact *sum, uint64_t squares, uint32_t exponent)
+static void dtrain__norm_put(dtrain__norm *sum, uint64_t squares, uint32_t exponent)
 {
     uint32_t position = exponent > 0 ? 2 * exponent - 2 : 0, shift = position % 32;
     int64_t *limb = sum->limbs + position / 32;
@@ -55,84 +53,84 @@ static void dtrain__exact_put(dtrain__exact *sum, uint64_t squares, uint32_t exp
     limb[2] += (int64_t)(high >> 32);
 }
 
-static void dtrain__exact_carry(dtrain__exact *sum)
+static void dtrain__norm_carry(dtrain__norm *sum)
 {
-    for (int i = 0; i + 1 < DTRAIN__EXACT_DIGITS; i++) {
+    for (int i = 0; i + 1 < DTRAIN__NORM_DIGITS; i++) {
         sum->limbs[i + 1] += sum->limbs[i] >> 32;
         sum->limbs[i] &= 0xFFFFFFFF;
     }
 }
 
-static void dtrain__exact_add_few(dtrain__exact *sum, const unsigned char *from, size_t count)
+static void dtrain__norm_add_few(dtrain__norm *sum, const unsigned char *from, size_t count)
 {
     for (size_t i = 0; i < count; i++, from += sizeof(float)) {
-        uint32_t bits = dtrain__exact_load(from), exponent = bits >> 23 & 255;
+        uint32_t bits = dtrain__norm_load(from), exponent = bits >> 23 & 255;
         if (exponent < 255)
-            dtrain__exact_put(sum, dtrain__exact_square(bits), exponent);
+            dtrain__norm_put(sum, dtrain__norm_square(bits), exponent);
         else
-            sum->limbs[bits & 0x7FFFFFu ? DTRAIN__EXACT_NANS : DTRAIN__EXACT_INFINITIES]++;
+            sum->limbs[bits & 0x7FFFFFu ? DTRAIN__NORM_NANS : DTRAIN__NORM_INFINITIES]++;
     }
 }
 
-static void dtrain__exact_add_block(dtrain__exact *sum, const unsigned char *from, size_t count)
+static void dtrain__norm_add_block(dtrain__norm *sum, const unsigned char *from, size_t count)
 {
-    uint64_t bins[256][DTRAIN__EXACT_SETS];
-    size_t whole = count - count % DTRAIN__EXACT_SETS;
+    uint64_t bins[256][DTRAIN__NORM_SETS];
+    size_t whole = count - count % DTRAIN__NORM_SETS;
     memset(bins, 0, sizeof bins);
-    for (size_t i = 0; i < whole; i += DTRAIN__EXACT_SETS, from += DTRAIN__EXACT_SETS * sizeof(float)) {
-        uint32_t a = dtrain__exact_load(from), b = dtrain__exact_load(from + 4);
-        uint32_t c = dtrain__exact_load(from + 8), d = dtrain__exact_load(from + 12);
-        bins[a >> 23 & 255][0] += dtrain__exact_square(a);
-        bins[b >> 23 & 255][1] += dtrain__exact_square(b);
-        bins[c >> 23 & 255][2] += dtrain__exact_square(c);
-        bins[d >> 23 & 255][3] += dtrain__exact_square(d);
+    for (size_t i = 0; i < whole; i += DTRAIN__NORM_SETS, from += DTRAIN__NORM_SETS * sizeof(float)) {
+        uint32_t a = dtrain__norm_load(from), b = dtrain__norm_load(from + 4);
+        uint32_t c = dtrain__norm_load(from + 8), d = dtrain__norm_load(from + 12);
+        bins[a >> 23 & 255][0] += dtrain__norm_square(a);
+        bins[b >> 23 & 255][1] += dtrain__norm_square(b);
+        bins[c >> 23 & 255][2] += dtrain__norm_square(c);
+        bins[d >> 23 & 255][3] += dtrain__norm_square(d);
     }
     for (uint32_t exponent = 0; exponent < 255; exponent++) {
         const uint64_t *bin = bins[exponent];
         uint64_t squares = bin[0] + bin[1] + bin[2] + bin[3];
         if (squares != 0)
-            dtrain__exact_put(sum, squares, exponent);
+            dtrain__norm_put(sum, squares, exponent);
     }
-    dtrain__exact_add_few(sum, from, count - whole);
+    dtrain__norm_add_few(sum, from, count - whole);
     if ((bins[255][0] | bins[255][1] | bins[255][2] | bins[255][3]) == 0)
         return;
     from -= whole * sizeof(float);
     for (size_t i = 0; i < whole; i++, from += sizeof(float)) {
-        if ((dtrain__exact_load(from) >> 23 & 255) == 255)
-            dtrain__exact_add_few(sum, from, 1);
+        if ((dtrain__norm_load(from) >> 23 & 255) == 255)
+            dtrain__norm_add_few(sum, from, 1);
     }
 }
 
 /* Adds count squares, from any alignment; up to 2^48 over all calls. */
-static void dtrain__exact_add_squares(dtrain__exact *sum, const float *x, size_t count)
+static void dtrain__norm_add_squares(dtrain__norm *sum, const float *x, size_t count)
 {
     const unsigned char *from = (const unsigned char *)x;
-    while (count >= DTRAIN__EXACT_FEW) {
-        size_t block = count < DTRAIN__EXACT_BLOCK ? count : DTRAIN__EXACT_BLOCK;
-        dtrain__exact_add_block(sum, from, block);
-        dtrain__exact_carry(sum);
+    while (count >= DTRAIN__NORM_FEW) {
+        size_t block = count < DTRAIN__NORM_BLOCK ? count : DTRAIN__NORM_BLOCK;
+        dtrain__norm_add_block(sum, from, block);
+        dtrain__norm_carry(sum);
         from += block * sizeof(float);
         count -= block;
     }
-    dtrain__exact_add_few(sum, from, count);
-    dtrain__exact_carry(sum);
+    dtrain__norm_add_few(sum, from, count);
+    dtrain__norm_carry(sum);
 }
 
 /* Says whether every element added, on any rank, was finite. */
-static int dtrain__exact_finite(const dtrain__exact *sum)
+static int dtrain__norm_finite(const dtrain__norm *sum)
 {
-    return sum->limbs[DTRAIN__EXACT_INFINITIES] == 0 && sum->limbs[DTRAIN__EXACT_NANS] == 0;
+    return sum->limbs[DTRAIN__NORM_INFINITIES] == 0 && sum->limbs[DTRAIN__NORM_NANS] == 0;
 }
 
 /* Returns the sum, rounded once to the nearest float64, ties to even; NaN when an element was, else infinity when
  * one was. */
-static double dtrain__exact_value(const dtrain__exact *sum)
+static double dtrain__norm_value(const dtrain__norm *sum)
 {
-    dtrain__exact carried = *sum;
-    int top = DTRAIN__EXACT_DIGITS - 1, zeros = 0;
+    dtrain__norm carried = *sum;
+    int top = DTRAIN__NORM_DIGITS - 1, zeros = 0;
     uint64_t bits = 0, rest = 0;
     double value;
-    dtrain__exact_carry(&carried);
+    dtrain__norm_carry(&carried);
     while (top > 0 && carried.limbs[top] == 0)
         top--;
     for (int i = top; i >= 0; i--) {
@@ -148,13 +146,13 @@ static double dtrain__exact_value(const dtrain__exact *sum)
         zeros++;
     }
     if (bits != 0) {
-        uint64_t exponent = (uint64_t)(32 * top + 31 - zeros + DTRAIN__EXACT_LOWEST + 1023);
+        uint64_t exponent = (uint64_t)(32 * top + 31 - zeros + DTRAIN__NORM_LOWEST + 1023);
         uint64_t below = (bits & 0x7FF) | (uint64_t)(rest != 0), half = 0x400;
         bits = (exponent << 52) + (bits << 1 >> 12);           /* the leading bit is not stored */
         bits += below > half || (below == half && (bits & 1)); /* a carry goes on into the exponent, as it should */
     }
-    if (!dtrain__exact_finite(sum))
-        bits = sum->limbs[DTRAIN__EXACT_NANS] != 0 ? UINT64_C(0x7FF8000000000000) : UINT64_C(0x7FF0000000000000);
+    if (!dtrain__norm_finite(sum))
+        bits = sum->limbs[DTRAIN__NORM_NANS] != 0 ? UINT64_C(0x7FF8000000000000) : UINT64_C(0x7FF0000000000000);
     memcpy(&value, &bits, sizeof value);
     return value;
 }

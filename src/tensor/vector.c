@@ -10,54 +10,54 @@
 
 DTRAIN__EXACT_BEGIN
 
-#define DTRAIN__SCALE(name, type)                                                       \
-    DTRAIN__INLINE void name##_body(void *data, double factor, size_t count)            \
-    {                                                                                   \
-        type *x = (type *)data;                                                         \
-        type by = (type)factor;                                                         \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] * by;        \
-    }                                                                                   \
+#define DTRAIN__VECTOR_SCALE_KERNEL(name, type)                                  \
+    DTRAIN__INLINE void name##_body(void *data, double factor, size_t count)     \
+    {                                                                            \
+        type *x = (type *)data;                                                  \
+        type by = (type)factor;                                                  \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] * by; \
+    }                                                                            \
     DTRAIN__KERNEL(name, (void *data, double factor, size_t count), (data, factor, count))
 
-#define DTRAIN__AXPY(name, type, rounded)                                                               \
-    DTRAIN__INLINE void name##_body(void *to, double factor, const void *from, size_t count)            \
-    {                                                                                                   \
-        type *y = (type *)to;                                                                           \
-        const type *x = (const type *)from;                                                             \
-        type by = (type)factor;                                                                         \
-        uint32_t zero = dtrain__opaque_zero;                                                            \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = y[i] + rounded(by * x[i], zero);  \
-    }                                                                                                   \
+#define DTRAIN__VECTOR_AXPY_KERNEL(name, type, rounded)                                                \
+    DTRAIN__INLINE void name##_body(void *to, double factor, const void *from, size_t count)           \
+    {                                                                                                  \
+        type *y = (type *)to;                                                                          \
+        const type *x = (const type *)from;                                                            \
+        type by = (type)factor;                                                                        \
+        uint32_t zero = dtrain__isa_zero;                                                              \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = y[i] + rounded(by * x[i], zero); \
+    }                                                                                                  \
     DTRAIN__KERNEL(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count))
 
 /* Lane i % 8 takes element i; lanes are joined as a tree. A float32's square is exact in float64. */
-#define DTRAIN__SQUARES(name, type)                                                                           \
-    DTRAIN__INLINE void name##_body(const void *data, size_t count, double *lanes)                            \
-    {                                                                                                         \
-        const type *x = (const type *)data;                                                                   \
-        uint32_t zero = dtrain__opaque_zero;                                                                  \
-        double l[8];                                                                                          \
-        size_t i = 0;                                                                                         \
-        for (int k = 0; k < 8; k++)                                                                           \
-            l[k] = lanes[k];                                                                                  \
-        for (; i + 8 <= count; i += 8)                                                                        \
-            for (int k = 0; k < 8; k++)                                                                       \
-                l[k] = l[k] + dtrain__rounded_f64((double)x[i + (size_t)k] * (double)x[i + (size_t)k], zero); \
-        for (int k = 0; i < count; i++, k++)                                                                  \
-            l[k] = l[k] + dtrain__rounded_f64((double)x[i] * (double)x[i], zero);                             \
-        for (int k = 0; k < 8; k++)                                                                           \
-            lanes[k] = l[k];                                                                                  \
-    }                                                                                                         \
+#define DTRAIN__VECTOR_SQUARES_KERNEL(name, type)                                                                 \
+    DTRAIN__INLINE void name##_body(const void *data, size_t count, double *lanes)                                \
+    {                                                                                                             \
+        const type *x = (const type *)data;                                                                       \
+        uint32_t zero = dtrain__isa_zero;                                                                         \
+        double l[8];                                                                                              \
+        size_t i = 0;                                                                                             \
+        for (int k = 0; k < 8; k++)                                                                               \
+            l[k] = lanes[k];                                                                                      \
+        for (; i + 8 <= count; i += 8)                                                                            \
+            for (int k = 0; k < 8; k++)                                                                           \
+                l[k] = l[k] + dtrain__isa_rounded_f64((double)x[i + (size_t)k] * (double)x[i + (size_t)k], zero); \
+        for (int k = 0; i < count; i++, k++)                                                                      \
+            l[k] = l[k] + dtrain__isa_rounded_f64((double)x[i] * (double)x[i], zero);                             \
+        for (int k = 0; k < 8; k++)                                                                               \
+            lanes[k] = l[k];                                                                                      \
+    }                                                                                                             \
     DTRAIN__KERNEL(name, (const void *data, size_t count, double *lanes), (data, count, lanes))
 
-DTRAIN__SCALE(dtrain__scale_f32, dtrain__f32)
-DTRAIN__SCALE(dtrain__scale_f64, dtrain__f64)
-DTRAIN__AXPY(dtrain__axpy_f32, dtrain__f32, dtrain__rounded_f32)
-DTRAIN__AXPY(dtrain__axpy_f64, dtrain__f64, dtrain__rounded_f64)
-DTRAIN__SQUARES(dtrain__squares_f32, dtrain__f32)
-DTRAIN__SQUARES(dtrain__squares_f64, dtrain__f64)
+DTRAIN__VECTOR_SCALE_KERNEL(dtrain__vector_scale_f32, dtrain__f32)
+DTRAIN__VECTOR_SCALE_KERNEL(dtrain__vector_scale_f64, dtrain__f64)
+DTRAIN__VECTOR_AXPY_KERNEL(dtrain__vector_axpy_f32, dtrain__f32, dtrain__isa_rounded_f32)
+DTRAIN__VECTOR_AXPY_KERNEL(dtrain__vector_axpy_f64, dtrain__f64, dtrain__isa_rounded_f64)
+DTRAIN__VECTOR_SQUARES_KERNEL(dtrain__vector_squares_f32, dtrain__f32)
+DTRAIN__VECTOR_SQUARES_KERNEL(dtrain__vector_squares_f64, dtrain__f64)
 
-static double dtrain__sqrt_f64(double square)
+static double dtrain__vector_sqrt_f64(double square)
 {
 #if defined(DTRAIN__X86)
     __m128d both = _mm_set_sd(square); /* one instruction: the C library's may set errno */
@@ -67,7 +67,7 @@ static double dtrain__sqrt_f64(double square)
 #endif
 }
 
-static double dtrain__squares_total(const double *lanes)
+static double dtrain__vector_squares_total(const double *lanes)
 {
     return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
 }
@@ -75,22 +75,22 @@ static double dtrain__squares_total(const double *lanes)
 DTRAIN__EXACT_END
 
 /* The sum of squares of count elements of a float dtype; the caller has set the mode. */
-static double dtrain__sum_squares(dtrain_dtype dtype, const void *data, size_t count)
+static double dtrain__vector_sum_squares(dtrain_dtype dtype, const void *data, size_t count)
 {
     double lanes[8] = {0, 0, 0, 0, 0, 0, 0, 0};
     float tile[512];
     if (dtype == DTRAIN_F64) {
-        dtrain__squares_f64(data, count, lanes);
+        dtrain__vector_squares_f64(data, count, lanes);
     } else if (dtype == DTRAIN_F32) {
-        dtrain__squares_f32(data, count, lanes);
+        dtrain__vector_squares_f32(data, count, lanes);
     } else {
         for (size_t at = 0; at < count; at += 512) {
             size_t n = count - at < 512 ? count - at : 512;
-            dtrain__convert((const unsigned char *)data + 2 * at, dtype, tile, DTRAIN_F32, n);
-            dtrain__squares_f32(tile, n, lanes);
+            dtrain__dtype_convert((const unsigned char *)data + 2 * at, dtype, tile, DTRAIN_F32, n);
+            dtrain__vector_squares_f32(tile, n, lanes);
         }
     }
-    return dtrain__squares_total(lanes);
+    return dtrain__vector_squares_total(lanes);
 }
 
 typedef enum dtrain__vector_op { DTRAIN__VECTOR_ADD, DTRAIN__VECTOR_SCALE, DTRAIN__VECTOR_AXPY } dtrain__vector_op;
@@ -101,11 +101,11 @@ static void dtrain__vector_wide(dtrain__vector_op op, dtrain_dtype dtype, void *
 {
     int wide = dtype == DTRAIN_F64;
     if (op == DTRAIN__VECTOR_ADD)
-        (wide ? dtrain__sum_f64 : dtrain__sum_f32)(y, x, count);
+        (wide ? dtrain__fold_sum_f64 : dtrain__fold_sum_f32)(y, x, count);
     else if (op == DTRAIN__VECTOR_SCALE)
-        (wide ? dtrain__scale_f64 : dtrain__scale_f32)(y, factor, count);
+        (wide ? dtrain__vector_scale_f64 : dtrain__vector_scale_f32)(y, factor, count);
     else
-        (wide ? dtrain__axpy_f64 : dtrain__axpy_f32)(y, factor, x, count);
+        (wide ? dtrain__vector_axpy_f64 : dtrain__vector_axpy_f32)(y, factor, x, count);
 }
 
 /* y op= x for 16-bit floats, a tile at a time; x is NULL for a scale. */
@@ -115,11 +115,11 @@ static void dtrain__vector_narrow(dtrain__vector_op op, dtrain_dtype dtype, unsi
     float a[512], b[512] = {0};
     for (size_t at = 0; at < count; at += 512) {
         size_t n = count - at < 512 ? count - at : 512;
-        dtrain__convert(y + 2 * at, dtype, a, DTRAIN_F32, n);
+        dtrain__dtype_convert(y + 2 * at, dtype, a, DTRAIN_F32, n);
         if (x != NULL)
-            dtrain__convert(x + 2 * at, dtype, b, DTRAIN_F32, n);
+            dtrain__dtype_convert(x + 2 * at, dtype, b, DTRAIN_F32, n);
         dtrain__vector_wide(op, DTRAIN_F32, a, factor, b, n);
-        dtrain__convert(a, DTRAIN_F32, y + 2 * at, dtype, n);
+        dtrain__dtype_convert(a, DTRAIN_F32, y + 2 * at, dtype, n);
     }
 }
 

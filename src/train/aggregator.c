@@ -4,35 +4,18 @@
 #ifndef DTRAIN__AGGREGATOR
 #define DTRAIN__AGGREGATOR
 #include "train.h"
-#include "kernels.c"
+#include "train_kernels.c"
 #include "params.c"
 #include "../tensor/norm.c"
 
-static void dtrain__aggregator_shorten(const dtrain_param *table, size_t count, double max_norm, double norm)
+/* The limbs of the sum and the norm are memory where the gradients are; there each parameter finds the same factor. */
+static dtrain_status dtrain__aggregator_clip(dtrain_device *device, const dtrain_param *table, size_t count,
+                                             float max_norm, void *memory, double *norm)
 {
-    uint64_t mode = dtrain__fpmode_enter();
-    float factor = dtrain__train_ratio(max_norm, norm);
-    for (size_t i = 0; i < count; i++) {
-        float *grad = (float *)table[i].grad;
-        if (dtrain__params_trained(&table[i]))
-            dtrain__train_kernels_get()->multiply(grad, grad, factor, dtrain_param_elements(&table[i]));
-    }
-    dtrain__fpmode_restore(mode);
-}
-
-/* The same over gradients on a device, whose kernels find the factor; the limbs and the norm are memory there. */
-static dtrain_status dtrain__aggregator_clip_on(dtrain_device *device, const dtrain_param *table, size_t count,
-                                                float max_norm, double *norm)
-{
-    const uint64_t zero = 0;
-    void *memory;
-    dtrain_status status =
-        dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, (DTRAIN_SQUARES_LIMBS + 1) * sizeof zero, &memory);
-    if (status != DTRAIN_OK)
-        return status;
     int64_t *limbs = (int64_t *)memory;
     double *length = (double *)(void *)(limbs + DTRAIN_SQUARES_LIMBS);
-    status = dtrain_device_fill(device, memory, &zero, sizeof zero, DTRAIN_SQUARES_LIMBS + 1);
+    const uint64_t zero = 0;
+    dtrain_status status = dtrain_device_fill(device, memory, &zero, sizeof zero, DTRAIN_SQUARES_LIMBS + 1);
     for (size_t i = 0; i < count && status == DTRAIN_OK; i++)
         if (dtrain__params_trained(&table[i]))
             status =
@@ -50,13 +33,13 @@ static dtrain_status dtrain__aggregator_clip_on(dtrain_device *device, const dtr
         status = dtrain_device_copy(device, &found, length, sizeof found);
     if (status == DTRAIN_OK && norm != NULL)
         *norm = found;
-    dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, memory);
     return status;
 }
 
 DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm)
 {
-    dtrain__exact sum;
+    uint64_t own[DTRAIN_SQUARES_LIMBS + 1];
+    void *memory = own;
     if (!dtrain__train_finite((double)max_norm) || max_norm < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_clip_grad_norm: max_norm is %g, expected a number of at least 0", (double)max_norm);
@@ -64,21 +47,14 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
     dtrain_status status = dtrain__params_check_f32(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_device(table, count, "dtrain_clip_grad_norm", &device);
+    if (status == DTRAIN_OK && device != NULL)
+        status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, sizeof own, &memory);
     if (status != DTRAIN_OK)
         return status;
+    status = dtrain__aggregator_clip(device, table, count, max_norm, memory, norm);
     if (device != NULL)
-        return dtrain__aggregator_clip_on(device, table, count, max_norm, norm);
-    memset(&sum, 0, sizeof sum);
-    for (size_t i = 0; i < count; i++) {
-        if (dtrain__params_trained(&table[i]))
-            dtrain__exact_add_squares(&sum, (const float *)table[i].grad, dtrain_param_elements(&table[i]));
-    }
-    double length = dtrain__device_length(&sum);
-    if (norm != NULL)
-        *norm = length;
-    if (max_norm != 0.0f && dtrain__exact_finite(&sum) && length > (double)max_norm)
-        dtrain__aggregator_shorten(table, count, (double)max_norm, length);
-    return DTRAIN_OK;
+        dtrain_device_free(device, DTRAIN_MEMORY_DEVICE, memory);
+    return status;
 }
 
 static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, double total_weight)
@@ -130,16 +106,22 @@ static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_
     return status;
 }
 
-DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void)
+static dtrain_aggregator dtrain__aggregator_local(void)
 {
-    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL};
+    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL, NULL};
     return aggregator;
 }
 
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm)
 {
-    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL};
+    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL, NULL};
     return aggregator;
+}
+
+DTRAIN_API dtrain_compressed_stats dtrain_aggregator_get_stats(const dtrain_aggregator *aggregator)
+{
+    dtrain_compressed_stats none = {0, 0, 0};
+    return aggregator != NULL && aggregator->get_stats != NULL ? aggregator->get_stats(aggregator->self) : none;
 }
 
 DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator)
@@ -151,7 +133,7 @@ DTRAIN_API void dtrain_aggregator_destroy(dtrain_aggregator *aggregator)
     memset(aggregator, 0, sizeof *aggregator);
 }
 
-static dtrain_status dtrain__train_step_check(const dtrain_step_desc *desc)
+static dtrain_status dtrain__aggregator_check_step(const dtrain_step_desc *desc)
 {
     if (desc == NULL || desc->table == NULL || desc->compute == NULL || desc->optimizer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -168,14 +150,14 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
 {
     dtrain_step_result own = {0.0, 0.0};
     double weight = 0.0;
-    dtrain_status status = dtrain__train_step_check(desc);
+    dtrain_status status = dtrain__aggregator_check_step(desc);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < desc->count; i++) {
         if (dtrain__params_trained(&desc->table[i]) && dtrain_param_elements(&desc->table[i]) > 0)
             memset(desc->table[i].grad, 0, dtrain_param_elements(&desc->table[i]) * sizeof(float));
     }
-    dtrain_aggregator local = dtrain_aggregator_local();
+    dtrain_aggregator local = dtrain__aggregator_local();
     const dtrain_aggregator *aggregator = desc->aggregator != NULL ? desc->aggregator : &local;
     status = desc->compute(desc->user, &weight);
     if (status == DTRAIN_OK)

@@ -16,7 +16,10 @@
 /* A part of the vector that travels by itself. */
 typedef struct dtrain__compression_part {
     size_t at, count;
+    int dense;                /* of parameters that the table makes so */
     dtrain_compressed *state; /* NULL: it is all-reduced as it is */
+    float *before;            /* 1-bit Adam's form: the residual before the step that is under way; NULL: none */
+    int folded;               /* that is one in which momenta travel */
 } dtrain__compression_part;
 
 typedef struct dtrain__compression_set {
@@ -24,9 +27,10 @@ typedef struct dtrain__compression_set {
     dtrain_allocator *allocator;
     dtrain_device *device; /* where the vector is; NULL: the CPU */
     dtrain__compression_part *parts;
-    size_t part_count, part_room, plain_count;
+    size_t part_count, part_capacity, plain_count;
     float *plain;              /* where what is sent as it is lies side by side, of a device's vector pinned */
     float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
+    dtrain_compressed kept;    /* has that velocity for a checkpoint, and nothing else */
 } dtrain__compression_set;
 
 typedef struct dtrain__compression {
@@ -71,11 +75,34 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     return DTRAIN_OK;
 }
 
+/* A desc whose vectors are packed, in full: with what 0 stands for, and without what its kind does not read. */
+static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_desc *given)
+{
+    dtrain_compress_desc desc = *given;
+    desc.kind = given->kind == DTRAIN_COMPRESS_DEFAULT ? DTRAIN_COMPRESS_TOPK : given->kind;
+    memset(&desc.topk, 0, sizeof desc.topk);
+    if (desc.kind == DTRAIN_COMPRESS_TOPK) {
+        desc.topk.schedule.ratio = given->topk.schedule.ratio != 0.0 ? given->topk.schedule.ratio : 0.01;
+        desc.topk.values = given->topk.values != 0 ? given->topk.values : DTRAIN_F32;
+    }
+    desc.own = desc.kind == DTRAIN_COMPRESS_OWN ? given->own : NULL;
+    desc.block = desc.kind == DTRAIN_COMPRESS_INT8   ? dtrain_compressor_int8(given->block).block
+                 : desc.kind == DTRAIN_COMPRESS_FP8  ? dtrain_compressor_fp8(given->block).block
+                 : desc.kind == DTRAIN_COMPRESS_SIGN ? dtrain_compressor_sign(given->block).block
+                 : desc.own != NULL                  ? desc.own->block
+                                                     : 0;
+    desc.rank = desc.feedback.no_masking = 0;
+    desc.least_count = given->least_count > 0 ? given->least_count : DTRAIN__COMPRESSION_LEAST;
+    return desc;
+}
+
 static void dtrain__compression_close(dtrain__compression_set *set)
 {
-    for (size_t i = 0; i < set->part_count; i++)
+    for (size_t i = 0; i < set->part_count; i++) {
         dtrain_compressed_destroy(set->parts[i].state);
-    dtrain__free(set->allocator, set->parts, set->part_room * sizeof *set->parts);
+        dtrain__free(set->allocator, set->parts[i].before, set->parts[i].count * sizeof(float));
+    }
+    dtrain__free(set->allocator, set->parts, set->part_capacity * sizeof *set->parts);
     if (set->device != NULL)
         dtrain_device_free(set->device, DTRAIN_MEMORY_PINNED, set->plain);
     else
@@ -84,18 +111,18 @@ static void dtrain__compression_close(dtrain__compression_set *set)
     memset(set, 0, sizeof *set);
 }
 
-/* Begins a set of at most `room` parts; what fails from here on is the caller's to close. */
+/* Begins a set of at most `capacity` parts; what fails from here on is the caller's to close. */
 static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtrain_comm *comm,
-                                               dtrain_allocator *allocator, size_t room)
+                                               dtrain_allocator *allocator, size_t capacity)
 {
     size_t bytes = 0;
     set->comm = comm;
     set->allocator = allocator;
-    set->part_room = room;
-    if (dtrain__mul_size(room, sizeof *set->parts, &bytes))
+    set->part_capacity = capacity;
+    if (dtrain__mul_size(capacity, sizeof *set->parts, &bytes))
         set->parts = (dtrain__compression_part *)dtrain__alloc(allocator, bytes);
     return set->parts != NULL ? DTRAIN_OK
-                              : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu parts", room);
+                              : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu parts", capacity);
 }
 
 /* Says that the vector is on a device: after the set was begun, before its first part. Its queue is then used by
@@ -112,9 +139,9 @@ static int dtrain__compression_is_plain(const dtrain_compress_desc *desc, size_t
     return count < least || (desc->kind == DTRAIN_COMPRESS_POWERSGD && count / rows < 2);
 }
 
-/* Adds the part that comes next. */
+/* Adds the part that comes next. dense: it travels as it is. */
 static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const dtrain_compress_desc *desc, size_t at,
-                                             size_t count, size_t rows)
+                                             size_t count, size_t rows, int dense)
 {
     dtrain__compression_part *part = &set->parts[set->part_count];
     dtrain_compressor compressor;
@@ -123,16 +150,22 @@ static dtrain_status dtrain__compression_add(dtrain__compression_set *set, const
         return DTRAIN_OK;
     part->at = at;
     part->count = count;
+    part->dense = dense;
     set->part_count++;
     rows = rows > 0 ? rows : 1;
-    if (dtrain__compression_is_plain(desc, count, rows)) {
+    if (dense || dtrain__compression_is_plain(desc, count, rows)) {
         set->plain_count += count;
         return DTRAIN_OK;
     }
     dtrain_status status = dtrain__compression_make(desc, rows, count / rows, set->allocator, &compressor);
     feedback.device = set->device;
-    return status == DTRAIN_OK ? dtrain_compressed_create(&part->state, set->comm, count, &compressor, &feedback)
-                               : status;
+    if (status == DTRAIN_OK)
+        status = dtrain_compressed_create(&part->state, set->comm, count, &compressor, &feedback);
+    if (status != DTRAIN_OK || !desc->adam || desc->feedback.no_feedback)
+        return status;
+    part->before = (float *)dtrain__alloc(set->allocator, count * sizeof(float));
+    return part->before != NULL ? DTRAIN_OK
+                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu numbers", count);
 }
 
 /* Ends a set: all parts have been added. */
@@ -151,16 +184,18 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
         set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
     if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu bytes of small parts", bytes);
+    set->kept.plain_velocity = set->velocity;
+    set->kept.count = set->plain_count;
     return DTRAIN_OK;
 }
 
-/* The index'th state. */
-static dtrain_compressed *dtrain__compression_state(const dtrain__compression_set *set, size_t index)
+/* The index'th state; the last is the velocity of what travels as it is. */
+static dtrain_compressed *dtrain__compression_state(dtrain__compression_set *set, size_t index)
 {
     for (size_t i = 0; i < set->part_count; i++)
         if (set->parts[i].state != NULL && index-- == 0)
             return set->parts[i].state;
-    return NULL;
+    return set->velocity != NULL && set->plain_count > 0 && index == 0 ? &set->kept : NULL;
 }
 
 /* Copies the parts from first to end that travel as they are from the vector to where they lie side by side, or back;
@@ -194,7 +229,7 @@ static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set
     if (count == 0)
         return DTRAIN_OK;
     float *sum = set->plain + before;
-    uint64_t bytes = dtrain__feedback_dense_bytes(count, dtrain_comm_size(set->comm));
+    uint64_t bytes = dtrain__plan_sent_bytes(count, dtrain_comm_size(set->comm));
     stats->dense_bytes += bytes;
     stats->sent_bytes += bytes;
     dtrain_status status = dtrain__compression_copy_plain(set, sum, vector, first, end, 0);
@@ -210,6 +245,50 @@ static dtrain_status dtrain__compression_send_plain(dtrain__compression_set *set
     return status == DTRAIN_OK ? dtrain__compression_copy_plain(set, sum, vector, first, end, 1) : status;
 }
 
+/* AdamW's momenta, at the places of their gradients, and what a rank makes of them in 1-bit Adam's form. */
+typedef struct dtrain__compression_momenta {
+    const float *m;      /* NULL: gradients travel */
+    float rest1, factor; /* 1 - beta1, and beta1 times this rank's weight */
+} dtrain__compression_momenta;
+
+/* Turns this rank's gradients of the parts from first to end into its share of the next momenta: the shares of all
+ * ranks, over the sum of their weights, are beta1 m + (1 - beta1) times the mean gradient. */
+static void dtrain__compression_fold(dtrain__compression_set *set, float *vector, size_t first, size_t end,
+                                     const dtrain__compression_momenta *momenta)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = first; i < end; i++) {
+        dtrain__compression_part *part = &set->parts[i];
+        part->folded = part->before != NULL;
+        if (part->folded)
+            memcpy(part->before, part->state->residual, part->count * sizeof(float));
+        if (!part->dense)
+            dtrain__feedback_velocity(vector + part->at, momenta->m + part->at, momenta->rest1, momenta->factor,
+                                      part->count);
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+/* A step is over. dropped: it is not applied, so m stays as it is, and what was not sent of m and the gradients is no
+ * part of the next step. */
+static void dtrain__compression_step_over(dtrain__compression_set *set, int dropped)
+{
+    for (size_t i = 0; i < set->part_count; i++) {
+        dtrain__compression_part *part = &set->parts[i];
+        if (part->folded && dropped)
+            memcpy(part->state->residual, part->before, part->count * sizeof(float));
+        part->folded = 0;
+    }
+}
+
+/* Says of which step, counted from 0, the parts from first to end are sent next. */
+static void dtrain__compression_at_step(dtrain__compression_set *set, size_t first, size_t end, uint64_t step)
+{
+    for (size_t i = first; i < end; i++)
+        if (set->parts[i].state != NULL)
+            dtrain__compressed_at_step(set->parts[i].state, step);
+}
+
 /* Sums the parts from first to end over all ranks, and adds what was sent to stats. On a device, sums are whole in the
  * order of its queue. */
 static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,
@@ -220,31 +299,34 @@ static dtrain_status dtrain__compression_send(dtrain__compression_set *set, floa
         const dtrain__compression_part *part = &set->parts[i];
         if (part->state == NULL)
             continue;
-        dtrain_compressed_stats before = dtrain_compressed_counters(part->state), after;
+        dtrain_compressed_stats before = dtrain_compressed_get_stats(part->state), after;
         status = dtrain_compressed_all_reduce(part->state, vector + part->at, vector + part->at, DTRAIN_SUM);
-        after = dtrain_compressed_counters(part->state);
+        after = dtrain_compressed_get_stats(part->state);
         stats->dense_bytes += after.dense_bytes - before.dense_bytes;
         stats->sent_bytes += after.sent_bytes - before.sent_bytes;
     }
     return status;
 }
 
-/* Notes what each parameter has, and sets up the parts: all gradients together, of PowerSGD each matrix. */
+/* Notes what each parameter has, and sets up the parts: all gradients between two dense parameters together, of
+ * PowerSGD each matrix. */
 static dtrain_status dtrain__compression_fill(dtrain__compression *all, const dtrain_param *table, size_t count,
                                               const dtrain_compress_desc *desc)
 {
     dtrain_status status = DTRAIN_OK;
+    size_t begin = 0; /* of the part that is being collected */
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         const dtrain_param *param = &table[i];
         size_t elements = dtrain__params_trained(param) ? dtrain_param_elements(param) : 0, rows = param->shape[0];
+        int ends = desc->kind == DTRAIN_COMPRESS_POWERSGD || i + 1 == count || param->dense != param[1].dense;
         all->elements[i] = elements;
-        if (desc->kind == DTRAIN_COMPRESS_POWERSGD)
-            status = dtrain__compression_add(&all->set, desc, all->total, elements,
-                                             param->stacked ? rows * param->shape[1] : rows);
         all->total += elements;
+        rows = desc->kind != DTRAIN_COMPRESS_POWERSGD ? 1 : param->stacked ? rows * param->shape[1] : rows;
+        if (ends) {
+            status = dtrain__compression_add(&all->set, desc, begin, all->total - begin, rows, param->dense);
+            begin = all->total;
+        }
     }
-    if (status == DTRAIN_OK && desc->kind != DTRAIN_COMPRESS_POWERSGD)
-        status = dtrain__compression_add(&all->set, desc, 0, all->total, 1);
     all->flat = (float *)dtrain__alloc(all->set.allocator, all->total * sizeof(float));
     if (status == DTRAIN_OK && all->flat == NULL)
         status =
@@ -301,6 +383,11 @@ static dtrain_status dtrain__compression_run(void *self, const dtrain_param *tab
     return DTRAIN_OK;
 }
 
+static dtrain_compressed_stats dtrain__compression_counters(const void *self)
+{
+    return ((const dtrain__compression *)self)->stats;
+}
+
 DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
                                                       const dtrain_param *table, size_t count,
                                                       const dtrain_compress_desc *desc)
@@ -314,6 +401,8 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     if (desc != NULL)
         full = *desc;
     dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_no_adam(&full, "aggregator_compressed");
     if (status == DTRAIN_OK)
         status = dtrain__params_on_cpu(table, count, "aggregator_compressed");
     if (status != DTRAIN_OK)
@@ -336,6 +425,7 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     aggregator->self = all;
     aggregator->aggregate = dtrain__compression_run;
     aggregator->destroy = dtrain__compression_destroy;
+    aggregator->get_stats = dtrain__compression_counters;
     return DTRAIN_OK;
 }
 
@@ -343,7 +433,7 @@ DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggrega
 {
     if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
         return NULL;
-    return dtrain__compression_state(&((const dtrain__compression *)aggregator->self)->set, index);
+    return dtrain__compression_state(&((dtrain__compression *)aggregator->self)->set, index);
 }
 
 #endif

@@ -1,10 +1,11 @@
 /* ---- >>optimizer ----
- * AdamW and SGD: one pass over memory, whose loops are in >>train-kernels. The constants of a step depend on the
- * desc, the learning rate and the number of the step alone, so that a slice, a whole table, and a resumed run agree. */
+ * AdamW and SGD: one pass over memory, whose loops are in >>train-kernels; and schedules of learning rates. The
+ * constants of a step depend on the desc, the learning rate and the number of the step alone, so that a slice, a whole
+ * table, and a resumed run agree. */
 #ifndef DTRAIN__OPTIMIZER
 #define DTRAIN__OPTIMIZER
 #include "train.h"
-#include "kernels.c"
+#include "train_kernels.c"
 #include "../tensor/device.c"
 #include "params.c"
 
@@ -46,33 +47,33 @@ static double dtrain__optimizer_power(double base, uint64_t exponent)
     return power;
 }
 
-static dtrain__adamw_constants dtrain__optimizer_adamw_constants(const dtrain_optimizer_desc *desc, float lr,
-                                                                 uint64_t step)
+static dtrain__train_adamw_constants dtrain__optimizer_adamw_constants(const dtrain_optimizer_desc *desc, float lr,
+                                                                       uint64_t step)
 {
-    dtrain__adamw_constants c;
+    dtrain__train_adamw_constants c;
     double beta1 = (double)desc->beta1, beta2 = (double)desc->beta2;
     double decay = (double)lr * (double)desc->weight_decay;
-    uint32_t zero = dtrain__opaque_zero;
-    double rest1 = 1.0 - dtrain__rounded_f64(dtrain__optimizer_power(beta1, step), zero);
-    double rest2 = 1.0 - dtrain__rounded_f64(dtrain__optimizer_power(beta2, step), zero);
+    uint32_t zero = dtrain__isa_zero;
+    double rest1 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta1, step), zero);
+    double rest2 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta2, step), zero);
     c.beta1 = desc->beta1;
     c.rest1 = (float)(1.0 - beta1);
     c.beta2 = desc->beta2;
     c.rest2 = (float)(1.0 - beta2);
-    c.root = (float)(1.0 / dtrain__sqrt_f64(rest2));
+    c.root = (float)(1.0 / dtrain__vector_sqrt_f64(rest2));
     c.eps = desc->eps;
     c.rate = (float)((double)lr / rest1);
-    c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));
+    c.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
     return c;
 }
 
-static dtrain__sgd_constants dtrain__optimizer_sgd_constants(const dtrain_optimizer_desc *desc, float lr)
+static dtrain__train_sgd_constants dtrain__optimizer_sgd_constants(const dtrain_optimizer_desc *desc, float lr)
 {
-    dtrain__sgd_constants c;
+    dtrain__train_sgd_constants c;
     double decay = desc->decoupled_decay ? (double)lr * (double)desc->weight_decay : 0.0;
     c.momentum = desc->momentum;
     c.lr = lr;
-    c.keep = (float)(1.0 - dtrain__rounded_f64(decay, dtrain__opaque_zero));
+    c.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
     c.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
     c.nesterov = desc->nesterov;
     return c;
@@ -85,7 +86,20 @@ DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float 
 {
     uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    dtrain__adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
+    dtrain__train_adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
+    dtrain__train_kernels_get()->adamw(params, grads, m, v, count, &c);
+    dtrain__fpmode_restore(mode);
+}
+
+/* The step of 1-bit Adam: grads are the momenta, which m becomes, and v is as it was after step `frozen`. */
+static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, float *m, float *v, size_t count,
+                                           const dtrain_optimizer_desc *desc, float lr, uint64_t step, uint64_t frozen)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__train_adamw_constants c = dtrain__optimizer_adamw_constants(desc, lr, step);
+    c.root = dtrain__optimizer_adamw_constants(desc, lr, frozen).root;
+    c.beta1 = c.rest2 = 0.0f;
+    c.rest1 = c.beta2 = 1.0f;
     dtrain__train_kernels_get()->adamw(params, grads, m, v, count, &c);
     dtrain__fpmode_restore(mode);
 }
@@ -95,7 +109,7 @@ DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, s
 {
     uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    dtrain__sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
+    dtrain__train_sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
     dtrain__train_kernels_get()->sgd(params, grads, full.momentum == 0.0f ? NULL : velocity, count, &c);
     dtrain__fpmode_restore(mode);
 }
@@ -151,7 +165,7 @@ DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *param
         return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
     }
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
+    dtrain__train_adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
     dtrain__fpmode_restore(mode);
     dtrain_device_adamw_step now = {params,  m,       v,       grads,  copy_bf16, count,  c.beta1,
                                     c.rest1, c.beta2, c.rest2, c.root, c.eps,     c.rate, c.keep};
@@ -175,7 +189,7 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
         return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
     }
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
+    dtrain__train_sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
     dtrain__fpmode_restore(mode);
     dtrain_device_sgd_step now = {
         params,    has_momentum ? velocity : NULL, grads, copy_bf16, count, c.momentum, c.lr, c.keep, c.coupled,
@@ -259,7 +273,7 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     size_t done = 0;
     optimizer->step++;
     for (size_t i = 0; i < optimizer->params.range_count && status == DTRAIN_OK; i++) {
-        const dtrain__range *range = &optimizer->params.ranges[i];
+        const dtrain__params_range *range = &optimizer->params.ranges[i];
         float *state = optimizer->state_count > 0 ? optimizer->state + done : NULL;
         float *second = state != NULL && desc.kind == DTRAIN_ADAMW ? state + optimizer->count : NULL;
         desc.weight_decay = range->no_decay ? 0.0f : optimizer->desc.weight_decay;
@@ -311,5 +325,62 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
         dtrain__free(allocator, optimizer->state, optimizer->state_count * sizeof(float));
     dtrain__free(allocator, optimizer, sizeof *optimizer);
 }
+
+/* ---- learning rates ----
+ * Basic operations of float64, each rounded, and one rounding to float32: the same bits on every machine, since the
+ * C library's cosine is not. */
+
+DTRAIN__EXACT_BEGIN
+
+/* cos(pi t) for 0 <= t <= 1/2: Taylor's series, whose first term left out is below 2^-55. */
+static double dtrain__optimizer_cos_quarter(double t)
+{
+    static const double factorials[] = {2.0,   12.0,  30.0,  56.0,  90.0,
+                                        132.0, 182.0, 240.0, 306.0, 380.0}; /* (2k - 1) 2k */
+    double x = 3.14159265358979323846 * t, square = x * x, sum = 1.0;
+    for (int k = 9; k >= 0; k--) {
+        double term = square * sum;
+        term = term / factorials[k];
+        sum = 1.0 - term;
+    }
+    return sum;
+}
+
+static double dtrain__optimizer_cos(double t)
+{
+    return t <= 0.5 ? dtrain__optimizer_cos_quarter(t) : -dtrain__optimizer_cos_quarter(1.0 - t);
+}
+
+DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t step)
+{
+    if (schedule == NULL)
+        return 0.0f;
+    if (schedule->kind != DTRAIN_SCHEDULE_CONSTANT && schedule->kind != DTRAIN_SCHEDULE_LINEAR &&
+        schedule->kind != DTRAIN_SCHEDULE_COSINE) {
+        dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                     "schedule_lr: kind is %d, expected DTRAIN_SCHEDULE_CONSTANT, _LINEAR or _COSINE",
+                     (int)schedule->kind);
+        return NAN;
+    }
+    double lr = (double)schedule->lr, min_lr = (double)schedule->min_lr;
+    if (step < schedule->warmup_steps) {
+        double risen = lr * (double)(step + 1);
+        return (float)(risen / (double)schedule->warmup_steps);
+    }
+    if (schedule->kind == DTRAIN_SCHEDULE_CONSTANT)
+        return schedule->lr;
+    if (step >= schedule->total_steps)
+        return schedule->min_lr;
+    double t = (double)(step - schedule->warmup_steps) / (double)(schedule->total_steps - schedule->warmup_steps);
+    if (schedule->kind == DTRAIN_SCHEDULE_LINEAR) {
+        double fallen = (min_lr - lr) * t;
+        return (float)(lr + dtrain__isa_rounded_f64(fallen, dtrain__isa_zero));
+    }
+    double height = (1.0 + dtrain__optimizer_cos(t)) * 0.5;
+    double above = (lr - min_lr) * height;
+    return (float)(min_lr + dtrain__isa_rounded_f64(above, dtrain__isa_zero));
+}
+
+DTRAIN__EXACT_END
 
 #endif

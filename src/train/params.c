@@ -7,27 +7,28 @@
 #include "train.h"
 #include "../base/memory.c"
 #include "../tensor/device.c"
+#include "../comm/alike.c"
 
-typedef struct dtrain__range {
+typedef struct dtrain__params_range {
     float *data;
     float *grad;
     size_t count;
     int no_decay;
-} dtrain__range;
+} dtrain__params_range;
 
 /* The ranges of all parameters with a gradient; those of unit u are unit_begin[u] up to unit_begin[u + 1]. */
 typedef struct dtrain__params {
-    dtrain__range *ranges;
+    dtrain__params_range *ranges;
     size_t *unit_begin;
     size_t range_count;
     int units;
 } dtrain__params;
 
 /* Something that must not overlap another of its kind: bytes in memory, or unit numbers. */
-typedef struct dtrain__span {
+typedef struct dtrain__params_span {
     uintptr_t begin, end, place; /* place: the device */
     const dtrain_param *param;
-} dtrain__span;
+} dtrain__params_span;
 
 /* Says whether there is a gradient to reduce and to apply. */
 static int dtrain__params_trained(const dtrain_param *param)
@@ -163,7 +164,7 @@ static dtrain_status dtrain__params_check_one(const dtrain_param *param, size_t 
 
 static int dtrain__params_compare_spans(const void *left, const void *right)
 {
-    const dtrain__span *a = (const dtrain__span *)left, *b = (const dtrain__span *)right;
+    const dtrain__params_span *a = (const dtrain__params_span *)left, *b = (const dtrain__params_span *)right;
     if (a->place != b->place)
         return a->place < b->place ? -1 : 1;
     if (a->begin != b->begin)
@@ -173,11 +174,11 @@ static int dtrain__params_compare_spans(const void *left, const void *right)
 
 static int dtrain__params_compare_names(const void *left, const void *right)
 {
-    const dtrain__span *a = (const dtrain__span *)left, *b = (const dtrain__span *)right;
+    const dtrain__params_span *a = (const dtrain__params_span *)left, *b = (const dtrain__params_span *)right;
     return strcmp(a->param->name, b->param->name);
 }
 
-static dtrain_status dtrain__params_check_names(const dtrain_param *table, size_t count, dtrain__span *spans)
+static dtrain_status dtrain__params_check_names(const dtrain_param *table, size_t count, dtrain__params_span *spans)
 {
     for (size_t i = 0; i < count; i++)
         spans[i].param = &table[i];
@@ -190,7 +191,7 @@ static dtrain_status dtrain__params_check_names(const dtrain_param *table, size_
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__params_check_units(const dtrain_param *table, size_t count, dtrain__span *spans)
+static dtrain_status dtrain__params_check_units(const dtrain_param *table, size_t count, dtrain__params_span *spans)
 {
     uintptr_t covered = 0;
     for (size_t i = 0; i < count; i++) {
@@ -210,7 +211,7 @@ static dtrain_status dtrain__params_check_units(const dtrain_param *table, size_
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size_t count, dtrain__span *spans)
+static dtrain_status dtrain__params_check_memory(const dtrain_param *table, size_t count, dtrain__params_span *spans)
 {
     size_t used = 0, elements, bytes;
     for (size_t i = 0; i < 2 * count; i++) {
@@ -241,13 +242,13 @@ static dtrain_status dtrain__params_check_for(const dtrain_param *table, size_t 
     size_t bytes;
     if (table == NULL || count == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "the parameter table is empty: list at least one parameter");
-    if (!dtrain__mul_size(count, 2 * sizeof(dtrain__span), &bytes))
+    if (!dtrain__mul_size(count, 2 * sizeof(dtrain__params_span), &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "a table of %zu parameters is longer than memory", count);
     for (size_t i = 0; i < count; i++) {
         if (dtrain__params_check_one(&table[i], i, reserves) != DTRAIN_OK)
             return DTRAIN_ERR_INVALID;
     }
-    dtrain__span *spans = (dtrain__span *)dtrain__alloc(&allocator, bytes);
+    dtrain__params_span *spans = (dtrain__params_span *)dtrain__alloc(&allocator, bytes);
     if (spans == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes to check the parameter table", bytes);
     dtrain_status status = dtrain__params_check_names(table, count, spans);
@@ -259,52 +260,172 @@ static dtrain_status dtrain__params_check_for(const dtrain_param *table, size_t 
     return status;
 }
 
-DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t count)
+static dtrain_status dtrain__params_check(const dtrain_param *table, size_t count)
 {
     return dtrain__params_check_for(table, count, 0);
 }
 
-typedef struct dtrain__params_print {
-    unsigned char before[32], name[32];
-    uint64_t fields[8 + DTRAIN_MAX_DIMS];
-    uint64_t part[6 + DTRAIN_MAX_DIMS]; /* zeros: it is whole */
-} dtrain__params_print;
-
-static void dtrain__params_print_part(const dtrain_param *param, uint64_t *fields)
+static const char *dtrain__params_compression(int kind)
 {
-    const dtrain_param_part *part = param->part;
-    fields[0] = (uint64_t)part->first_layer;
-    fields[1] = (uint64_t)part->dim;
-    fields[2] = (uint64_t)dtrain__params_blocks(param);
-    fields[3] = (uint64_t)part->begin;
-    fields[4] = part->copies > 0 ? (uint64_t)part->copies : 1;
-    fields[5] = (uint64_t)part->copy;
-    for (int d = 0; d < dtrain__params_ndim(param); d++)
-        fields[6 + d] = (uint64_t)part->shape[d];
+    static const char *const names[] = {"TOPK", "BF16", "F16", "INT8", "FP8", "SIGN", "POWERSGD", "OWN"};
+    int index = kind == DTRAIN_COMPRESS_DEFAULT ? 0 : kind - DTRAIN_COMPRESS_TOPK;
+    return index >= 0 && index < 8 ? names[index] : NULL;
 }
 
-/* Adds a good table, but for its addresses, to the hash that digest holds. */
-static void dtrain__params_digest(const dtrain_param *table, size_t count, unsigned char digest[32])
+/* Refuses the form of 1-bit Adam where there is no AdamW of the library's own. */
+static dtrain_status dtrain__params_no_adam(const dtrain_compress_desc *desc, const char *call)
 {
-    for (size_t i = 0; i < count; i++) {
-        dtrain__params_print print;
-        memset(&print, 0, sizeof print);
-        memcpy(print.before, digest, sizeof print.before);
-        dtrain_sha256(table[i].name, strlen(table[i].name), print.name);
-        print.fields[0] = (uint64_t)table[i].dtype;
-        print.fields[1] = (uint64_t)dtrain__params_ndim(&table[i]);
-        print.fields[2] = table[i].stacked != 0;
-        print.fields[3] = (uint64_t)table[i].unit;
-        print.fields[4] = table[i].grad != NULL;
-        print.fields[5] = table[i].frozen != 0;
-        print.fields[6] = table[i].tied != 0;
-        print.fields[7] = table[i].no_decay != 0;
-        for (size_t d = 0; d < DTRAIN_MAX_DIMS; d++)
-            print.fields[8 + d] = table[i].shape[d];
-        if (table[i].part != NULL)
-            dtrain__params_print_part(&table[i], print.part);
-        dtrain_sha256(&print, sizeof print, digest);
-    }
+    if (!desc->adam)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "%s: compress.adam is 1, which needs the m and v of an AdamW: use a dtrain_fsdp with "
+                        "DTRAIN_NO_SHARD and that optimizer, or leave it 0",
+                        call);
+}
+
+/* The fields of a dtrain_compress_desc. */
+static const dtrain__alike_field dtrain__params_compress_fields[] = {
+    DTRAIN__ALIKE_CONSTANT(dtrain_compress_desc, kind, dtrain__params_compression),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.ratio, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.stage_steps, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.first_ratio, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.schedule.factor, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.threshold, FLOAT),
+    DTRAIN__ALIKE_CONSTANT(dtrain_compress_desc, topk.values, dtrain__alike_dtype),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.indices, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, topk.exchange, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, block, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, rank, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, own, GIVEN),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.no_feedback, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.momentum, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.no_masking, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.max_norm, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.start_step, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, feedback.device, OWN), /* NULL here */
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, least_count, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_compress_desc, adam, FLAG)};
+
+enum { DTRAIN__PARAMS_COMPRESS = sizeof dtrain__params_compress_fields / sizeof dtrain__params_compress_fields[0] };
+
+/* What of a parameter is the same on all ranks. */
+enum {
+    DTRAIN__PARAMS_NAME,
+    DTRAIN__PARAMS_DTYPE,
+    DTRAIN__PARAMS_SHAPE,
+    DTRAIN__PARAMS_NUMBERS,
+    DTRAIN__PARAMS_PART = DTRAIN__PARAMS_NUMBERS + 9,
+    DTRAIN__PARAMS_PART_SHAPE = DTRAIN__PARAMS_PART + 6,
+    DTRAIN__PARAMS_LINES
+};
+
+static int dtrain__params_shape_line(dtrain__alike_line *line, const char *what, const size_t *shape, int ndim)
+{
+    char text[24 * DTRAIN_MAX_DIMS + 3] = "{";
+    for (int d = 0; d < ndim; d++)
+        snprintf(text + strlen(text), sizeof text - strlen(text), "%s%zu", d > 0 ? ", " : "", shape[d]);
+    snprintf(text + strlen(text), sizeof text - strlen(text), "}");
+    return dtrain__alike_text(line, what, text);
+}
+
+static double dtrain__params_number(const dtrain_param *param, int field, const char **name)
+{
+    static const char *const names[] = {
+        "stacked",           "unit", "tied", "no_decay", "dense", "memory for grad", "frozen", "memory for data",
+        "memory of a device"};
+    const int numbers[] = {param->stacked != 0,  param->unit,         param->tied != 0,
+                           param->no_decay != 0, param->dense != 0,   param->grad != NULL,
+                           param->frozen != 0,   param->data != NULL, param->device != NULL};
+    *name = names[field];
+    return numbers[field];
+}
+
+static double dtrain__params_part_number(const dtrain_param *param, int field, const char **name)
+{
+    static const char *const names[] = {"part.first_layer", "part.dim",    "part.blocks",
+                                        "part.begin",       "part.copies", "part.copy"};
+    const dtrain_param_part *part = param->part;
+    const size_t numbers[] = {part->first_layer,
+                              (size_t)part->dim,
+                              dtrain__params_blocks(param),
+                              part->begin,
+                              (size_t)(part->copies > 0 ? part->copies : 1),
+                              (size_t)part->copy};
+    *name = names[field];
+    return (double)numbers[field];
+}
+
+static size_t dtrain__params_lines(size_t count)
+{
+    return 1 + count * DTRAIN__PARAMS_LINES;
+}
+
+/* Says one thing of a good table that is the same on all ranks, which is all but addresses; places: also whether there
+ * is memory for data, and on which kind of device. Returns 0 beyond the last. */
+static int dtrain__params_line(const dtrain_param *table, size_t count, int places, size_t index,
+                               dtrain__alike_line *line)
+{
+    size_t at = index > 0 ? (index - 1) / DTRAIN__PARAMS_LINES : 0;
+    int field = index > 0 ? (int)((index - 1) % DTRAIN__PARAMS_LINES) : 0;
+    const dtrain_param *param = table + (at < count ? at : 0);
+    const char *name = "name";
+    char what[sizeof line->what];
+    double number = 0.0;
+    if (index == 0)
+        return dtrain__alike_number(line, "the number of parameters is", (double)count, 0);
+    if (at >= count)
+        return 0;
+    snprintf(what, sizeof what, "parameter %zu: name", at);
+    if (field == DTRAIN__PARAMS_NAME)
+        return dtrain__alike_name(line, what, param->name);
+    if (field >= DTRAIN__PARAMS_NUMBERS && field < DTRAIN__PARAMS_PART)
+        number = dtrain__params_number(param, field - DTRAIN__PARAMS_NUMBERS, &name);
+    else if (field >= DTRAIN__PARAMS_PART && field < DTRAIN__PARAMS_PART_SHAPE && param->part != NULL)
+        number = dtrain__params_part_number(param, field - DTRAIN__PARAMS_PART, &name);
+    else
+        name = field == DTRAIN__PARAMS_DTYPE ? "dtype" : field == DTRAIN__PARAMS_SHAPE ? "shape" : "part";
+    snprintf(what, sizeof what, "parameter %zu \"%.60s\": %s", at, param->name, name);
+    if (field == DTRAIN__PARAMS_DTYPE)
+        return dtrain__alike_text(line, what, dtrain_dtype_name(param->dtype));
+    if (field == DTRAIN__PARAMS_SHAPE)
+        return dtrain__params_shape_line(line, what, param->shape, dtrain__params_ndim(param));
+    if (field >= DTRAIN__PARAMS_PART && param->part == NULL)
+        return dtrain__alike_text(line, what, "none");
+    if (field == DTRAIN__PARAMS_PART_SHAPE)
+        return dtrain__params_shape_line(line, what, param->part->shape, dtrain__params_ndim(param));
+    int named = places || field < DTRAIN__PARAMS_NUMBERS + 7 || field >= DTRAIN__PARAMS_PART;
+    return dtrain__alike_number(line, what, named ? number : 0.0, 0);
+}
+
+/* What a create call was given that is the same on all ranks: a table, a desc, and how that compresses. */
+typedef struct dtrain__params_given {
+    const dtrain_param *table;
+    size_t count;
+    int places; /* see dtrain__params_line */
+    const void *desc;
+    const dtrain__alike_field *fields; /* of desc */
+    size_t field_count;
+    const dtrain_compress_desc *compress; /* NULL: not at all */
+} dtrain__params_given;
+
+static int dtrain__params_given_line(const void *pointer, size_t index, dtrain__alike_line *line)
+{
+    const dtrain__params_given *given = (const dtrain__params_given *)pointer;
+    size_t lines = dtrain__params_lines(given->count);
+    if (index < lines)
+        return dtrain__params_line(given->table, given->count, given->places, index, line);
+    index -= lines;
+    if (index < given->field_count)
+        return dtrain__alike_field_line(line, "desc.", &given->fields[index], given->desc);
+    index -= given->field_count;
+    return index < DTRAIN__PARAMS_COMPRESS &&
+           dtrain__alike_field_line(line, "desc.compress.", &dtrain__params_compress_fields[index], given->compress);
+}
+
+/* The lines of that. */
+static size_t dtrain__params_given_lines(const dtrain__params_given *given)
+{
+    return dtrain__params_lines(given->count) + given->field_count + DTRAIN__PARAMS_COMPRESS;
 }
 
 /* Checks that there is a table, and that what has a gradient is F32. */
@@ -372,7 +493,7 @@ static void dtrain__params_fill(dtrain__params *params, const dtrain_param *tabl
         size_t layers = dtrain__params_layers(&table[i]);
         size_t each = layers > 0 ? dtrain_param_elements(&table[i]) / layers : 0;
         for (size_t layer = 0; dtrain__params_trained(&table[i]) && layer < layers; layer++) {
-            dtrain__range *range = &params->ranges[params->unit_begin[(size_t)table[i].unit + layer + 1]++];
+            dtrain__params_range *range = &params->ranges[params->unit_begin[(size_t)table[i].unit + layer + 1]++];
             range->data = (float *)table[i].data + layer * each;
             range->grad = (float *)table[i].grad + layer * each;
             range->count = each;
@@ -386,7 +507,7 @@ static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_
                                            dtrain_allocator *allocator)
 {
     memset(params, 0, sizeof *params);
-    dtrain_status status = dtrain_params_check(table, count);
+    dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_f32(table, count);
     if (status != DTRAIN_OK)
@@ -395,7 +516,8 @@ static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_
     for (size_t i = 0; i < count; i++)
         params->range_count += dtrain__params_trained(&table[i]) ? dtrain__params_layers(&table[i]) : 0;
     params->unit_begin = (size_t *)dtrain__alloc(allocator, ((size_t)params->units + 1) * sizeof(size_t));
-    params->ranges = (dtrain__range *)dtrain__alloc(allocator, params->range_count * sizeof(dtrain__range));
+    params->ranges =
+        (dtrain__params_range *)dtrain__alloc(allocator, params->range_count * sizeof(dtrain__params_range));
     if (params->unit_begin == NULL || params->ranges == NULL) {
         dtrain__params_destroy(params, allocator);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a table of %zu parameters", count);

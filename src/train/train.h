@@ -1,6 +1,6 @@
 /* ---- >>train ----
  * From gradients to the next weights: the parameter table, the sampler, optimizers, schedules, gradient
- * clipping, aggregators, and DDP, which reduces gradients while the backward pass still runs.
+ * clipping, and aggregators. DDP is under >>data-parallel.
  * Gradients are sums with a weight (usually a number of tokens) and are divided once, by the weight of all
  * ranks, so that uneven batches and ranks with none are right. Micro-batches are folded by the tree of
  * >>order: a fixed number of them gives the same weights, bit for bit, on 1, 2, 4 and 8 ranks. */
@@ -10,7 +10,7 @@
 #include "../tensor/tensor.h"
 #include "../tensor/device.h"
 #include "../comm/comm.h"
-#include "../compress/compress.h"
+#include "../compress/descs.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -32,7 +32,12 @@ typedef struct dtrain_param_part {
  *
  * A unit is what is computed, and so reduced, together: usually one layer. Units are numbered from 0 without
  * gaps, in the order of the forward pass. A stacked tensor, whose first size is the number of layers, gives
- * one layer to each of the units unit, unit + 1, ... */
+ * one layer to each of the units unit, unit + 1, ... A size may be 0 where ndim is given: a part of nothing, as of a
+ * dimension cut over more ranks than it has elements.
+ *
+ * Calls that take a table refuse a bad one with DTRAIN_ERR_INVALID and a text that names the parameter: a name missing
+ * or used twice; a bad dtype or shape; sizes that overflow; units with a gap; memory missing or shared by two tensors; a
+ * part that does not lie inside its whole tensor. */
 typedef struct dtrain_param {
     const char *name; /* unique, not empty */
     dtrain_dtype dtype;
@@ -49,19 +54,9 @@ typedef struct dtrain_param {
     const dtrain_param_part *part; /* of which tensor of the whole model this is a part; NULL: it is whole */
     dtrain_device *device;         /* whose memory data and grad are; NULL: the CPU's. An optimizer, clipping, DDP,
                                       FSDP and checkpoints know such parameters, everything else refuses them */
+    int dense; /* 1: its gradient travels as it is where a dtrain_compress_desc compresses others (embeddings, whose
+                  rows are seldom used). Local SGD compresses all alike */
 } dtrain_param;
-
-/* Checks a table as every function here that takes one does.
- *
- * A size may be 0 where ndim is given: a part of nothing, as of a dimension cut over more ranks than it has elements.
- *
- *   errors   DTRAIN_ERR_INVALID  a name missing or used twice; a bad dtype or shape; sizes that overflow; units with
- *                                a gap; memory missing or shared by two tensors; a part that does not lie inside its
- *                                whole tensor. The text names the parameter
- *            DTRAIN_ERR_MEMORY
- *
- * any thread */
-DTRAIN_API dtrain_status dtrain_params_check(const dtrain_param *table, size_t count);
 
 /* Returns the number of units of a good table: its highest unit number and one more; 0 for no table.
  *
@@ -87,8 +82,8 @@ DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param);
  *   errors    DTRAIN_ERR_INVALID  a bad number, or cut before; param is as it was
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_param_cut(dtrain_param *param, dtrain_param_part *part, int dim, size_t blocks,
-                                          size_t granule, int parts, int index);
+DTRAIN_API_MUST dtrain_status dtrain_param_cut(dtrain_param *param, dtrain_param_part *part, int dim, size_t blocks,
+                                               size_t granule, int parts, int index);
 
 /* Makes of a stacked parameter the layers of it that one rank holds, for a stage of a pipeline. Units are the caller's
  * to number.
@@ -97,10 +92,11 @@ DTRAIN_API dtrain_status dtrain_param_cut(dtrain_param *param, dtrain_param_part
  *   others         as dtrain_param_cut
  *
  * any thread */
-DTRAIN_API dtrain_status dtrain_param_layers(dtrain_param *param, dtrain_param_part *part, size_t first, size_t count);
+DTRAIN_API_MUST dtrain_status dtrain_param_layers(dtrain_param *param, dtrain_param_part *part, size_t first,
+                                                  size_t count);
 
-/* Says that several ranks hold the very same parameter, or part, and which of them this one is; dtrain_params_check
- * checks the numbers. Not for the copies that an FSDP or DDP makes: those multiply with these.
+/* Says that several ranks hold the very same parameter, or part, and which of them this one is; calls that take a
+ * table check the numbers. Not for the copies that an FSDP or DDP makes: those multiply with these.
  *
  *   copies, copy   as in dtrain_param_part
  *   others         as dtrain_param_cut
@@ -140,7 +136,7 @@ typedef struct dtrain_sampler {
  *   errors   DTRAIN_ERR_INVALID  no examples, or a negative or overflowing cut
  *
  * one thread per object */
-DTRAIN_API dtrain_status dtrain_sampler_init(dtrain_sampler *sampler, const dtrain_sampler_desc *desc);
+DTRAIN_API_MUST dtrain_status dtrain_sampler_init(dtrain_sampler *sampler, const dtrain_sampler_desc *desc);
 
 /* Returns the number of steps of an epoch; the last may be short.
  *
@@ -180,7 +176,7 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
 
 typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_CONSTANT = 0,
-    DTRAIN_SCHEDULE_LINEAR = 401, /* falls from lr to min_lr in a line */
+    DTRAIN_SCHEDULE_LINEAR = 1501, /* falls from lr to min_lr in a line */
     DTRAIN_SCHEDULE_COSINE        /* falls from lr to min_lr along half a cosine */
 } dtrain_schedule_kind;
 
@@ -193,7 +189,8 @@ typedef struct dtrain_schedule {
     uint64_t total_steps;  /* when a falling schedule has reached min_lr, warm-up included */
 } dtrain_schedule;
 
-/* Returns the learning rate of a step, counted from 0; the same bits on every machine. 0 for NULL.
+/* Returns the learning rate of a step, counted from 0; the same bits on every machine. 0 for NULL. For a
+ * kind that is no DTRAIN_SCHEDULE constant it sets the last error and returns NaN, which every step refuses.
  *
  * After the warm-up, with t = (step - warmup_steps) / (total_steps - warmup_steps), at most 1:
  * linear lr + (min_lr - lr) t, cosine min_lr + (lr - min_lr) (1 + cos(pi t)) / 2.
@@ -261,12 +258,12 @@ DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, s
  *   errors      DTRAIN_ERR_INVALID  a NULL pointer; constants out of range; lr negative or not finite; step 0
  *
  * one thread per object; allocates nothing */
-DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *params, const float *grads, float *m,
-                                             float *v, size_t count, const dtrain_optimizer_desc *desc, float lr,
-                                             uint64_t step, uint16_t *copy_bf16);
-DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params, const float *grads, float *velocity,
-                                           size_t count, const dtrain_optimizer_desc *desc, float lr,
-                                           uint16_t *copy_bf16);
+DTRAIN_API_MUST dtrain_status dtrain_device_adamw(dtrain_device *device, float *params, const float *grads, float *m,
+                                                  float *v, size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                                  uint64_t step, uint16_t *copy_bf16);
+DTRAIN_API_MUST dtrain_status dtrain_device_sgd(dtrain_device *device, float *params, const float *grads,
+                                                float *velocity, size_t count, const dtrain_optimizer_desc *desc,
+                                                float lr, uint16_t *copy_bf16);
 
 typedef struct dtrain_optimizer dtrain_optimizer;
 
@@ -277,13 +274,14 @@ typedef struct dtrain_optimizer dtrain_optimizer;
  *   desc        NULL: all defaults
  *   allocator   of the state: 2 floats an element for AdamW, 1 for SGD with momentum; must outlive it. NULL: the
  *               C library. Of parameters on a device the state is there, in memory of dtrain_device_alloc
- *   errors      DTRAIN_ERR_INVALID      a bad table (see dtrain_params_check), or constants out of range
+ *   errors      DTRAIN_ERR_INVALID      a bad table (see dtrain_param), or constants out of range
  *               DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32, or two that are on different devices
  *               DTRAIN_ERR_MEMORY; those of the device
  *
  * any thread, on a device one */
-DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
-                                                 const dtrain_optimizer_desc *desc, dtrain_allocator *allocator);
+DTRAIN_API_MUST dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table,
+                                                      size_t count, const dtrain_optimizer_desc *desc,
+                                                      dtrain_allocator *allocator);
 
 /* Updates every parameter from its gradient, which stays as it is; on a device in its queue, for which nobody waits.
  *
@@ -291,7 +289,7 @@ DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, c
  *                                parameters and state are undefined
  *
  * one thread per object; allocates nothing */
-DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
+DTRAIN_API_MUST dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
 
 /* Return and set the number of steps that the optimizer has made, by which AdamW corrects its averages: part of what is
  * saved and resumed.
@@ -332,7 +330,8 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  * dtrain_device_clip do the same over memory that is kept, and wait for nothing.
  *
  * any thread, on a device one; allocates nothing on the CPU */
-DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm, double *norm);
+DTRAIN_API_MUST dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm,
+                                                    double *norm);
 
 /* What gradients become before they travel. */
 typedef enum dtrain_compression {
@@ -348,7 +347,17 @@ typedef enum dtrain_compression {
 } dtrain_compression;
 
 /* How gradients are compressed: of an aggregator all together, of DDP and FSDP each bucket, as one vector; by PowerSGD
- * each parameter, by DDP and FSDP each layer of a stacked one. Zero means the default.
+ * each parameter, by DDP and FSDP each layer of a stacked one. A dense parameter travels as it is, and ends the vector
+ * before it. Zero means the default.
+ *
+ * The first gradients of a run are large and change fast: feedback.start_step sends them as they are.
+ *
+ * Under AdamW, gradients that are compressed train worse than momenta. With adam, the steps before feedback.start_step
+ * are AdamW's. From then on v stays as it is. Each rank adds its gradient to m, compresses that, and m becomes the mean
+ * of what all ranks sent; a norm that is clipped is that of m. Dense parameters go on as before. An element whose
+ * gradient was always 0 until then has v = 0 and would make a step of lr * m / eps: make embeddings dense. It needs
+ * DTRAIN_NO_SHARD on the CPU. A step that is dropped leaves no residual; for that each rank keeps the residual twice.
+ * Source: Tang and others, 1-bit Adam, ICML 2021.
  *
  * What has less than least_count elements is all-reduced as it is. So is, by PowerSGD, a parameter of one dimension; of
  * others the first is the rows, of stacked ones in an aggregator the first two. With feedback.momentum, what is
@@ -361,124 +370,8 @@ typedef struct dtrain_compress_desc {
     const dtrain_compressor *own;    /* copied for every parameter, its destroy is never called */
     dtrain_compressed_desc feedback; /* by default on */
     size_t least_count;              /* 0: 1,024; 1: all are compressed */
+    int adam;                        /* 1: the form of 1-bit Adam, of FSDP's own AdamW: see above */
 } dtrain_compress_desc;
-
-/* What reducing some units' gradients took in a step: units that were added between copies together, or one whose
- * gradients were scattered. */
-typedef struct dtrain_bucket {
-    int first_unit, last_unit;
-    uint64_t dense_bytes; /* that this rank would have sent as float32 */
-    uint64_t sent_bytes;  /* that it has sent, headers aside */
-    int64_t ns;           /* that it was under way */
-} dtrain_bucket;
-
-/* DDP: every rank holds all parameters; gradients are summed bucket by bucket while backward still runs. */
-typedef struct dtrain_ddp dtrain_ddp;
-
-typedef struct dtrain_ddp_desc {
-    size_t bucket_bytes; /* units travel together once they are so large; 0: 1 MiB; 1: each by itself */
-    int no_broadcast;    /* 1: parameters are the same on all ranks already */
-    int no_overlap;      /* 1: nothing is reduced before all units are */
-    const dtrain_compress_desc *compress; /* copied; sums travel compressed, bucket by bucket, on a thread that the DDP
-                                           * starts; with no_overlap in dtrain_ddp_finish. NULL: as they are */
-} dtrain_ddp_desc;
-
-/* Makes a DDP over a group, and gives every rank the parameters of rank 0.
- *
- * Memory: the gradients once more, and log2(micro_batches) - 1 times more when gradients accumulate.
- *
- * On a device the calls take their turn in its queue, and sums travel beside it, as under >>fsdp.
- *
- *   comm     must outlive it
- *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
- *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32; several devices
- *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks
- *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
- *            those of dtrain_broadcast, dtrain_compressor_topk, dtrain_compressor_powersgd, dtrain_compressed_create
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
-                                           const dtrain_ddp_desc *desc);
-
-/* Opens a step: sets all gradients to zero and says what this rank will bring to it.
- *
- * Until dtrain_ddp_finish the group is the DDP's: no other collective of comm.
- *
- *   micro_batches   of this rank; 0 is legal: then dtrain_ddp_finish comes next
- *   weight          of this rank's examples in the whole step, usually their tokens; may be 0
- *   errors          DTRAIN_ERR_INVALID  a step is open; micro_batches negative; weight negative or not finite
- *                   DTRAIN_ERR_MEMORY   more micro-batches than in any step before
- *                   those of dtrain_all_reduce_async
- *
- * collective: every rank of comm, same order; never blocks */
-DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, double weight);
-
-/* Takes a unit's gradients over: called when a micro-batch's backward pass has finished with the unit.
- *
- * The gradients hold the SUM over the micro-batch's examples. They are added to those of earlier micro-batches by
- * the tree and set to zero for the next; after the last, the unit is on its way as soon as those after it are, and the
- * gradients are the DDP's until dtrain_ddp_finish. Any order of units; the next micro-batch begins
- * when every unit was reduced and one is again, or with dtrain_ddp_next.
- *
- *   errors   DTRAIN_ERR_INVALID  no step is open; no such unit; the unit was reduced in this micro-batch and others
- *                                were not; more micro-batches than announced
- *            those of dtrain_all_reduce_async
- *
- * one thread per object; never blocks, but up to timeout_ms on devices that have one queue or DTRAIN_PROGRESS_POLL */
-DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit);
-
-/* Ends a micro-batch in which some units were not used, and so not reduced; legal after every micro-batch: the first
- * call after one of which all units were reduced is taken as its.
- *
- *   errors   DTRAIN_ERR_INVALID  no step is open, or all its micro-batches have ended
- *            those of dtrain_all_reduce_async
- *
- * one thread per object; blocks as dtrain_ddp_reduce */
-DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
-
-/* Closes the step: waits for all units, then divides once. Every gradient is now the weighted mean over all ranks,
- * the same bits on each of them.
- *
- * Units that this rank has not reduced in the last micro-batch count as unused in it: they add nothing.
- *
- *   total_weight   out: the sum of all ranks' weights; may be NULL. When it is 0 the gradients are not divided
- *   errors         DTRAIN_ERR_INVALID  no step is open; fewer micro-batches than announced: the step stays open
- *                  those of dtrain_all_reduce: the step is closed, gradients are undefined
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight);
-
-/* Returns the text of the DDP's last error; empty before the first, never NULL.
- *
- * one thread per object */
-DTRAIN_API const char *dtrain_ddp_error(const dtrain_ddp *ddp);
-
-/* Lists the buckets of the last step that was finished, in the order in which they were sent; returns how many. The
- * array is the DDP's, and stays until the next step.
- *
- *   buckets   out; may be NULL
- *
- * one thread per object; never blocks */
-DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets);
-
-/* Says what all steps together have sent; a step is one that was finished.
- *
- * one thread per object; never blocks */
-DTRAIN_API dtrain_compressed_stats dtrain_ddp_counters(const dtrain_ddp *ddp);
-
-/* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
- * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
- *
- *   index   0, 1, ...
- *
- * one thread per object; never blocks */
-DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index);
-
-/* Frees a DDP; NULL is legal. In an open step it first waits for the units on their way, up to timeout_ms.
- *
- * one thread per object */
-DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp);
 
 /* How the gradients of all ranks become one: a table of functions, to be filled by you or by those below. */
 typedef struct dtrain_aggregator {
@@ -488,12 +381,9 @@ typedef struct dtrain_aggregator {
     dtrain_status (*aggregate)(void *self, const dtrain_param *table, size_t count, double weight,
                                double *total_weight);
     void (*destroy)(void *self); /* may be NULL */
+    /* What it has sent so far, for dtrain_aggregator_get_stats; may be NULL. */
+    dtrain_compressed_stats (*get_stats)(const void *self);
 } dtrain_aggregator;
-
-/* Makes the aggregator of a program that is alone: it divides by its own weight.
- *
- * any thread */
-DTRAIN_API dtrain_aggregator dtrain_aggregator_local(void);
 
 /* Makes the aggregator that all-reduces each gradient over comm, which must outlive it.
  *
@@ -509,12 +399,13 @@ DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm);
  *   errors    as dtrain_compressor_topk, dtrain_compressor_powersgd and dtrain_compressed_create; a bad table
  *
  * any thread; its aggregate is collective, and blocks up to timeout_ms */
-DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
-                                                      const dtrain_param *table, size_t count,
-                                                      const dtrain_compress_desc *desc);
+DTRAIN_API_MUST dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
+                                                           const dtrain_param *table, size_t count,
+                                                           const dtrain_compress_desc *desc);
 
 /* Returns a state of compression, for checkpoints and counters; NULL beyond the last, and for other aggregators. There
- * is one, of PowerSGD one a matrix; what is sent as it is has none.
+ * is one, of PowerSGD one a matrix; what is sent as it is has none, but with feedback.momentum one for all of it, the
+ * last.
  *
  *   index   0, 1, ...
  *
@@ -522,11 +413,11 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index);
 
 /* Says what all parameters together have sent, those that are sent as they are included; a step is a call. Zeroes for
- * aggregators but the compressed and a server's, of which they are the numbers of this end: a worker's gradients, the
- * server's answers to all workers; dense_bytes what these would have been unpacked.
+ * an aggregator that does not count. The compressed and a server's do, of this end: a worker's gradients, the server's
+ * answers to all workers; dense_bytes what these would have been unpacked.
  *
  * one thread per object */
-DTRAIN_API dtrain_compressed_stats dtrain_aggregator_counters(const dtrain_aggregator *aggregator);
+DTRAIN_API dtrain_compressed_stats dtrain_aggregator_get_stats(const dtrain_aggregator *aggregator);
 
 /* Frees what an aggregator owns.
  *
@@ -562,7 +453,7 @@ typedef struct dtrain_step_result {
  *            the others learn it when this rank leaves the group, or at their deadline
  *
  * collective when its aggregator is */
-DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result);
+DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result);
 
 #ifdef __cplusplus
 }

@@ -1,24 +1,13 @@
 /* ---- >>net ----
  * Sockets as this library wants them: non-blocking, close-on-exec, silent (no SIGPIPE), named in texts.
- * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that a host
- * name is looked up by the system's resolver. May call base only. */
+ * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that net_resolve
+ * asks the system's resolver for a host name, and net_lock_beside waits for a lock. May call base only. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
 #include "../base/os.c"
 #include "../base/status.c"
+#include "../control/plane.c"
 
-#include <fcntl.h>
-#include <ifaddrs.h>
-#include <net/if.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/un.h>
-
-#define DTRAIN__ADDRESS_BYTES 256
 #define DTRAIN__MAX_ADDRESSES 8 /* that one name may stand for */
 
 typedef struct dtrain__address {
@@ -67,6 +56,23 @@ static int dtrain__net_is_local(const dtrain__address *address)
     return family == AF_UNIX;
 }
 
+/* Whether a connection goes to another host, as its own two addresses say. */
+static int dtrain__net_leaves_host(int fd)
+{
+    dtrain__address here, there;
+    memset(&here, 0, sizeof here);
+    memset(&there, 0, sizeof there);
+    here.bytes = there.bytes = (socklen_t)sizeof here.at.storage;
+    if (getsockname(fd, &here.at.any, &here.bytes) != 0 || getpeername(fd, &there.at.any, &there.bytes) != 0)
+        return 1;
+    if (here.at.any.sa_family == AF_UNIX || (dtrain__net_is_local(&here) && dtrain__net_is_local(&there)))
+        return 0;
+    if (here.at.any.sa_family == AF_INET && there.at.any.sa_family == AF_INET)
+        return here.at.v4.sin_addr.s_addr != there.at.v4.sin_addr.s_addr;
+    return here.at.any.sa_family != there.at.any.sa_family ||
+           memcmp(&here.at.v6.sin6_addr, &there.at.v6.sin6_addr, sizeof here.at.v6.sin6_addr) != 0;
+}
+
 static int dtrain__net_is_unix(const dtrain__address *address)
 {
     return address->at.any.sa_family == AF_UNIX;
@@ -111,6 +117,67 @@ static dtrain_status dtrain__net_unix_address(dtrain__address *address, const ch
     return DTRAIN_OK;
 }
 
+/* Makes the private directory in which the processes of one user on this host meet. */
+static dtrain_status dtrain__net_directory(char *out, size_t capacity)
+{
+    const char *base = getenv("TMPDIR");
+    struct stat what;
+    if (base == NULL || base[0] != '/' || strlen(base) > 44) /* a socket's path is short */
+        base = "/tmp";
+    snprintf(out, capacity, "%s/dtrain-%lu", base, (unsigned long)geteuid());
+    if (mkdir(out, 0700) != 0 && errno != EEXIST)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
+    if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != geteuid() || (what.st_mode & 077) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                            "comm_create: %s must be a directory of this user that nobody else may enter (chmod 700); "
+                            "set TMPDIR to have it elsewhere",
+                            out);
+    return DTRAIN_OK;
+}
+
+/* Gives a descriptor the manners that every one has here. Returns 0 or an errno. */
+static int dtrain__net_manners(int fd)
+{
+    int flags = fcntl(fd, F_GETFL);
+    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) < 0)
+        return errno;
+#ifdef SO_NOSIGPIPE
+    int one = 1;
+    setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &one, sizeof one);
+#endif
+    return 0;
+}
+
+static int dtrain__net_socket(int family, int *fd)
+{
+    int error;
+    *fd = -1;
+    if ((family == AF_UNIX && dtrain__without("unix")) || (family == AF_INET6 && dtrain__without("ipv6")))
+        return EAFNOSUPPORT;
+#ifdef SOCK_CLOEXEC
+    *fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+#else
+    *fd = socket(family, SOCK_STREAM, 0);
+#endif
+    if (*fd < 0)
+        return errno;
+    error = dtrain__net_manners(*fd);
+    if (error != 0) {
+        close(*fd);
+        *fd = -1;
+    }
+    return error;
+}
+
+/* Whether this machine has sockets of a family. */
+static int dtrain__net_has(int family)
+{
+    int fd, error = dtrain__net_socket(family, &fd);
+    if (error == 0)
+        close(fd);
+    return error != EAFNOSUPPORT;
+}
+
 /* Cuts "host:port" or "[host]:port" in two. Returns 0 when it is neither. */
 static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
 {
@@ -133,8 +200,9 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
     return 1;
 }
 
-/* Finds the addresses that text stands for; *count is how many, at most DTRAIN__MAX_ADDRESSES. */
-static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out, int *count)
+/* Finds the addresses that text stands for; *count is how many, at most DTRAIN__MAX_ADDRESSES. flags: 0 or
+ * AI_NUMERICHOST, which never waits. */
+static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__address *out, int *count)
 {
     char host[DTRAIN__ADDRESS_BYTES], port[8];
     struct addrinfo hints, *list = NULL;
@@ -149,20 +217,40 @@ static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out,
                             "\"%.200s\" is no address: host:port, [address]:port or unix:/path is expected", text);
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
-    hints.ai_flags = host[0] == 0 ? AI_PASSIVE : 0;
+    hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
     error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text,
                             gai_strerror(error));
     for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
-        if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->at.storage)
+        if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->at.storage ||
+            (flags == 0 && !dtrain__net_has(at->ai_family))) /* a spelled one has no other beside it */
             continue;
         memset(&out[*count], 0, sizeof *out);
         memcpy(&out[*count].at.storage, at->ai_addr, at->ai_addrlen);
         out[(*count)++].bytes = at->ai_addrlen;
     }
     freeaddrinfo(list);
-    return *count > 0 ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: no IPv4 or IPv6 address", text);
+    return *count > 0
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: no IPv4 or IPv6 address that this host can use", text);
+}
+
+/* As dtrain__net_look_up; a name may wait for the system's resolver. */
+static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out, int *count)
+{
+    return dtrain__net_look_up(text, 0, out, count);
+}
+
+/* The address that text spells in numbers, or as the path of a unix socket. */
+static dtrain_status dtrain__net_parse(const char *text, dtrain__address *out)
+{
+    dtrain__address found[DTRAIN__MAX_ADDRESSES];
+    int count;
+    dtrain_status status = dtrain__net_look_up(text, AI_NUMERICHOST, found, &count);
+    if (status == DTRAIN_OK)
+        *out = found[0];
+    return status;
 }
 
 /* The address of interface `name`, or the address that name spells, of `family` where it has one. */
@@ -170,8 +258,7 @@ static dtrain_status dtrain__net_interface(const char *name, int family, dtrain_
 {
     struct ifaddrs *list = NULL;
     char spelled[DTRAIN__ADDRESS_BYTES];
-    dtrain__address found[DTRAIN__MAX_ADDRESSES];
-    int count = 0, best = 0;
+    int best = 0;
     if (getifaddrs(&list) == 0) {
         for (struct ifaddrs *at = list; at != NULL; at = at->ifa_next) {
             int kind = at->ifa_addr != NULL && strcmp(at->ifa_name, name) == 0 ? at->ifa_addr->sa_family : 0;
@@ -188,42 +275,10 @@ static dtrain_status dtrain__net_interface(const char *name, int family, dtrain_
     if (best > 0)
         return DTRAIN_OK;
     snprintf(spelled, sizeof spelled, strchr(name, ':') != NULL ? "[%.200s]:0" : "%.200s:0", name);
-    if (dtrain__net_resolve(spelled, found, &count) != DTRAIN_OK)
+    if (dtrain__net_parse(spelled, out) != DTRAIN_OK)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.100s\" is neither an interface of this host nor an address",
                             name);
-    *out = found[0];
     return DTRAIN_OK;
-}
-
-/* Gives a descriptor the manners that every one has here. Returns 0 or an errno. */
-static int dtrain__net_manners(int fd)
-{
-    int flags = fcntl(fd, F_GETFL);
-    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) < 0)
-        return errno;
-#ifdef SO_NOSIGPIPE
-    int one = 1;
-    setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &one, sizeof one);
-#endif
-    return 0;
-}
-
-static int dtrain__net_socket(int family, int *fd)
-{
-    int error;
-#ifdef SOCK_CLOEXEC
-    *fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-#else
-    *fd = socket(family, SOCK_STREAM, 0);
-#endif
-    if (*fd < 0)
-        return errno;
-    error = dtrain__net_manners(*fd);
-    if (error != 0) {
-        close(*fd);
-        *fd = -1;
-    }
-    return error;
 }
 
 /* Gives a socket that is not connected yet a plain congestion control, which costs least on one host. Once bbr has
@@ -268,6 +323,39 @@ static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
     }
 }
 
+/* Whether the other end of a connected unix socket is a process of this user: who called connect(), or listen(). */
+static int dtrain__net_same_user(int fd)
+{
+#ifdef SO_PEERCRED
+    struct { /* the system's struct ucred, which the C library hides from standard C */
+        int32_t pid;
+        uint32_t uid, gid;
+    } peer;
+    socklen_t bytes = sizeof peer;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &bytes) == 0 && bytes == sizeof peer &&
+           peer.uid == (uint32_t)geteuid();
+#else
+    uid_t user;
+    gid_t group;
+    return getpeereid(fd, &user, &group) == 0 && user == geteuid();
+#endif
+}
+
+/* Locks the directory of a unix socket: of two processes that find a stale socket, the second shall not remove what the
+ * first has put in its place. A lock that does not come soon is done without. Returns what to close, or -1. */
+static int dtrain__net_lock_beside(const char *path)
+{
+    char directory[sizeof(((struct sockaddr_un *)0)->sun_path)];
+    const char *slash = strrchr(path, '/');
+    struct timespec pause = dtrain__os_timespec(1000000);
+    int bytes = slash != NULL ? (int)(slash - path) + 1 : 1;
+    snprintf(directory, sizeof directory, "%.*s", bytes, slash != NULL ? path : ".");
+    int fd = open(directory, O_RDONLY | O_CLOEXEC);
+    for (int tries = 0; fd >= 0 && tries < 1000 && flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; tries++)
+        nanosleep(&pause, NULL);
+    return fd;
+}
+
 /* Removes a unix socket that nobody listens on any more. */
 static void dtrain__net_remove_stale(const dtrain__address *address)
 {
@@ -293,14 +381,14 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
         dtrain__net_remove_stale(address);
     else
         setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-    if (bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0) {
-        address->bytes = (socklen_t)sizeof address->at.storage;
-        if (getsockname(*fd, any, &address->bytes) == 0)
-            return 0;
+    error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : errno;
+    address->bytes = (socklen_t)sizeof address->at.storage;
+    if (error == 0 && getsockname(*fd, any, &address->bytes) != 0)
+        error = errno;
+    if (error != 0) {
+        close(*fd);
+        *fd = -1;
     }
-    error = errno;
-    close(*fd);
-    *fd = -1;
     return error;
 }
 
@@ -354,11 +442,13 @@ static int dtrain__net_accept(int listener, int *fd, dtrain__address *peer)
     int error;
     memset(peer, 0, sizeof *peer);
     peer->bytes = (socklen_t)sizeof peer->at.storage;
+    *fd = -1;
+    errno = ENOSYS;
 #if defined(__linux__) && defined(__NR_accept4) /* the C library hides accept4 from standard C */
     *fd = (int)syscall(__NR_accept4, listener, &peer->at.any, &peer->bytes, SOCK_CLOEXEC | SOCK_NONBLOCK);
-#else
-    *fd = accept(listener, &peer->at.any, &peer->bytes);
 #endif
+    if (*fd < 0 && errno == ENOSYS)
+        *fd = accept(listener, &peer->at.any, &peer->bytes);
     if (*fd < 0)
         return errno == EWOULDBLOCK || errno == EINTR || errno == ECONNABORTED ? EAGAIN : errno;
     error = dtrain__net_manners(*fd);
@@ -399,20 +489,34 @@ static ssize_t dtrain__net_recv(int fd, void *data, size_t bytes)
 
 static const char *dtrain__net_why(int error)
 {
-    return error == 0 ? "it was closed" : strerror(error);
+    switch (error) {
+    case 0: return "it was closed";
+    case EBADMSG:
+        return "a sealed record on it is wrong: somebody on the path has changed, injected, replayed, reordered or cut "
+               "traffic";
+    case EPROTO: return "it ended without its sealed end";
+    default: return strerror(error);
+    }
+}
+
+/* Whether the system takes more to send now. */
+static int dtrain__net_writable(int fd)
+{
+    struct pollfd one = {fd, POLLOUT, 0};
+    return poll(&one, 1, 0) > 0;
 }
 
 /* A pipe that wakes a poll(): both ends non-blocking. Returns 0 or an errno. */
 static int dtrain__net_pipe(int ends[2])
 {
-    int error;
+    int error = ENOSYS;
 #if defined(__linux__) && defined(__NR_pipe2)
-    if (syscall(__NR_pipe2, ends, O_CLOEXEC | O_NONBLOCK) != 0)
-        return errno;
-#else
-    if (pipe(ends) != 0)
-        return errno;
+    error = syscall(__NR_pipe2, ends, O_CLOEXEC | O_NONBLOCK) == 0 ? 0 : errno;
 #endif
+    if (error == ENOSYS)
+        error = pipe(ends) == 0 ? 0 : errno;
+    if (error != 0)
+        return error;
     error = dtrain__net_manners(ends[0]);
     if (error == 0)
         error = dtrain__net_manners(ends[1]);

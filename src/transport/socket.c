@@ -5,7 +5,7 @@
 #ifndef DTRAIN__SOCKET
 #define DTRAIN__SOCKET
 #include "transport.h"
-#include "channel.c"
+#include "../control/channel.c"
 
 #ifndef DTRAIN__TURN_BYTES
 #define DTRAIN__TURN_BYTES ((size_t)1 << 19) /* moved at once one way before the other: what waits stays cached */
@@ -14,6 +14,16 @@
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
 #define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
 
+/* Says that `rank` has left, which an operation needs; ends the channel if it did so with an error. The caller holds
+ * the hub's mutex. */
+static dtrain_status dtrain__socket_left(dtrain__channel *channel, int rank)
+{
+    dtrain__error lost;
+    if (dtrain__membership_lost(&channel->members, rank, &lost))
+        dtrain__channel_end(channel, rank, lost.status, lost.text);
+    return lost.status;
+}
+
 /* The lane has no connection: asks for one, or finds that there will be none. */
 static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__lane *lane, int rank)
 {
@@ -21,16 +31,20 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     dtrain__peer *peer = &channel->peers[rank];
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
-    int coming =
-        lane->door != NULL || dtrain__channel_admitted(channel, peer->world, (int)(lane - peer->lanes)) != NULL;
-    if (peer->left && coming) /* who took it may have sent all there was to send, and left */
+    int left = dtrain__membership_left(&channel->members, rank),
+        coming = lane->handshake != NULL ||
+                 dtrain__channel_admitted(channel, peer->world, (int)(lane - peer->lanes)) != NULL;
+    if (left && coming) /* who took it may have sent all there was to send, and left */
         return DTRAIN_OK;
-    if (peer->left)
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank,
-                     peer->why != NULL ? ": " : "", peer->why != NULL ? peer->why : "");
+    if (left)
+        return dtrain__socket_left(channel, rank);
+    if (lane->why == EBADMSG && hub->reconnect_ns == 0)
+        dtrain__fail(&lost, DTRAIN_ERR_CORRUPT, "rank %d (%s) and rank %d cannot trust their connection: %s", rank,
+                     hub->members[peer->world].name, channel->rank, dtrain__net_why(lane->why));
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s", rank,
-                     hub->members[peer->world].name, channel->rank,
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s%s",
+                     rank, hub->members[peer->world].name, channel->rank,
+                     lane->why == EPROTO ? " without its sealed end" : "",
                      hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
         if (!lane->wanted && (lane->links == 0 || hub->reconnect_ns > 0)) {
@@ -62,6 +76,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
+            lane->why = dtrain__hub_ended(channel->hub, peer->world, errno);
             dtrain__stream_cut(&lane->stream);
             lane->down_ns = dtrain__os_now_ns();
             continue;
@@ -94,13 +109,15 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
 {
     dtrain_status status = DTRAIN_OK;
     size_t most = asked ? DTRAIN__POLL_BYTES : DTRAIN__TURN_BYTES;
+    const dtrain__error *cause;
     pthread_mutex_lock(&channel->hub->mutex);
     if (in != NULL)
         status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(channel, out, 1, most, moved);
-    if (channel->broken && (status != DTRAIN_OK || !*moved || channel->cause.status == DTRAIN_ERR_ABORTED))
-        status = dtrain__report(&channel->cause);
+    cause = dtrain__membership_cause(&channel->members);
+    if (cause != NULL && (status != DTRAIN_OK || !*moved || cause->status == DTRAIN_ERR_ABORTED))
+        status = dtrain__report(cause);
     if (asked) {
         dtrain__socket_await(channel, in, 0);
         dtrain__socket_await(channel, out, 1);
@@ -193,8 +210,9 @@ static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_
 }
 
 /* A turn of the hub on its service thread; from the first on nobody else steps. */
-static void dtrain__socket_step(dtrain__hub *hub, int64_t deadline_ns)
+static void dtrain__socket_step(dtrain__origin *origin, int64_t deadline_ns)
 {
+    dtrain__hub *hub = (dtrain__hub *)(void *)origin;
     __atomic_store_n(&hub->serviced, 1, __ATOMIC_RELEASE);
     if (pthread_mutex_trylock(&hub->step_mutex) != 0) {
         dtrain__hub_kick(hub);
@@ -202,6 +220,11 @@ static void dtrain__socket_step(dtrain__hub *hub, int64_t deadline_ns)
     }
     dtrain__hub_step(hub, NULL, 0, deadline_ns);
     pthread_mutex_unlock(&hub->step_mutex);
+}
+
+static void dtrain__socket_kick(dtrain__origin *origin)
+{
+    dtrain__hub_kick((dtrain__hub *)(void *)origin);
 }
 
 /* A turn of the hub on a thread that will not wait. */
@@ -213,16 +236,6 @@ static void dtrain__socket_poll(void *self, int64_t deadline_ns)
         return;
     dtrain__hub_step(hub, NULL, 0, 0);
     pthread_mutex_unlock(&hub->step_mutex);
-}
-
-/* The service thread is about to look at this channel's work: what it could not move before is not awaited now. */
-static void dtrain__socket_rest(dtrain__channel *channel)
-{
-    pthread_mutex_lock(&channel->hub->mutex);
-    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
-        channel->peers[rank].awaits = 0;
-    channel->awaiting = 0;
-    pthread_mutex_unlock(&channel->hub->mutex);
 }
 
 static void dtrain__socket_wake(void *self)
@@ -243,16 +256,16 @@ static void dtrain__socket_leave(void *self, const char *why)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
-    dtrain__reason bye = {DTRAIN__FRAME_BYE, channel->id, channel->rank, DTRAIN_OK, why};
-    dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, hub->rank, DTRAIN_OK, why};
+    dtrain__reason bye = {DTRAIN__FRAME_BYE, channel->id, channel->rank, DTRAIN_OK, why, channel->calls};
+    dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, hub->rank, DTRAIN_OK, why, 0};
     if (channel->forked)
         return;
     pthread_mutex_lock(&hub->mutex);
     hub->leaving = hub->channels == channel && channel->next == NULL;
+    if (!hub->leaving || hub->formed)
+        dtrain__channel_relay(channel, -1, &bye);
     if (hub->leaving)
         dtrain__hub_relay(hub, -1, &gone);
-    else
-        dtrain__channel_relay(channel, -1, &bye);
     dtrain__hub_flush_all(hub, 100);
     pthread_mutex_unlock(&hub->mutex);
 }
@@ -262,75 +275,39 @@ static void dtrain__socket_destroy(void *self)
     dtrain__channel_destroy((dtrain__channel *)self);
 }
 
-/* Says why the awaited rank may not answer: this rank cannot connect to it, as behind a firewall; or which rank has
- * been silent for longest, if one has: "; rank 3 has been silent for 2.1 s". */
-static void dtrain__socket_suspect(dtrain__channel *channel, int awaited, char *text, size_t capacity)
+/* Says that TCP takes a token; `what` would be used without one. */
+static dtrain_status dtrain__socket_closed(dtrain__hub *hub, const char *what)
 {
-    dtrain__hub *hub = channel->hub;
-    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->peers[awaited].world] : NULL;
-    pthread_mutex_lock(&hub->mutex);
-    int silent = hub->suspect >= 0 ? dtrain__channel_rank(channel, hub->suspect) : -1;
-    if (member != NULL && member->trouble[0] != 0)
-        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
-    else if (silent >= 0)
-        snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
-    pthread_mutex_unlock(&hub->mutex);
+    return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
+                        "comm_create: rank %d: %.300s and there is no token: set DTRAIN_TOKEN to one secret of 16 "
+                        "bytes or more on every rank, or start the ranks with dtrun, which makes one (or set "
+                        "DTRAIN_INSECURE=1, where nobody else can come)",
+                        hub->rank, what);
 }
 
-/* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
-static size_t dtrain__socket_last(dtrain__channel *channel, int rank, int64_t after_ns, void *out, size_t capacity,
-                                  int64_t *age_ns)
+/* The port of a root that is none of a unix socket. */
+static int dtrain__socket_port(const dtrain__hub *hub)
 {
-    const dtrain__last_heard *last = &channel->hub->members[channel->peers[rank].world].last;
-    size_t bytes = 0;
-    pthread_mutex_lock(&channel->hub->mutex);
-    if (last->bytes <= capacity && last->heard_ns > after_ns) {
-        bytes = last->bytes;
-        memcpy(out, last->data, bytes);
-        *age_ns = dtrain__os_now_ns() - last->heard_ns;
-    }
-    pthread_mutex_unlock(&channel->hub->mutex);
-    return bytes;
+    return strncmp(hub->root, "unix:", 5) == 0 ? 0 : atoi(strrchr(hub->root, ':') + 1);
 }
 
-/* Has heartbeats tell what this rank does in the group: `last` writes it, and is called with hub->mutex held. NULL: no
- * more. */
-static void dtrain__socket_tell_last(dtrain__channel *channel,
-                                     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits),
-                                     void *user)
+/* Writes the port that the root's port 0 has become. */
+static void dtrain__socket_set_port(dtrain__hub *hub, int port)
 {
-    pthread_mutex_lock(&channel->hub->mutex);
-    channel->last_user = user;
-    channel->last = last;
-    pthread_mutex_unlock(&channel->hub->mutex);
-}
-
-/* Whether this address may be used: beyond this host only with a token, or where that is waived. */
-static int dtrain__socket_allowed(const dtrain__hub *hub, const dtrain__address *address)
-{
-    return hub->keys.token_bytes > 0 || hub->insecure || dtrain__net_is_local(address);
-}
-
-static dtrain_status dtrain__socket_closed(dtrain__hub *hub)
-{
-    return dtrain__fail(
-        NULL, DTRAIN_ERR_DENIED,
-        "comm_create: rank %d: %.200s is beyond this host and there is no token: set DTRAIN_TOKEN to one "
-        "secret of 16 bytes or more on every rank (or DTRAIN_INSECURE=1, on a network that is yours "
-        "alone)",
-        hub->rank, hub->root);
+    size_t host = (size_t)(strrchr(hub->root, ':') - hub->root);
+    snprintf(hub->root + host, sizeof hub->root - host, ":%d", port);
 }
 
 /* Uses a copy of the listening socket that the launcher left open, so that the next group can use it as well.
  * Returns 0 when the descriptor is no such thing, or no more. */
-static int dtrain__socket_inherit(dtrain__hub *hub, int inherited, int port)
+static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
     int listens = 0, fd;
     socklen_t bytes = sizeof listens;
     hub->listening.bytes = (socklen_t)sizeof hub->listening.at.storage;
     if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
         getsockname(inherited, &hub->listening.at.any, &hub->listening.bytes) != 0 ||
-        dtrain__net_port(&hub->listening) != port || dtrain__net_manners(inherited) != 0)
+        dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__net_manners(inherited) != 0)
         return 0;
     fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
     if (fd < 0)
@@ -344,10 +321,12 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited, int port)
 static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
 {
     dtrain__address chosen = hub->root_addresses[0];
-    char text[DTRAIN__ADDRESS_BYTES + 8];
-    int error = 0, port = dtrain__net_port(&chosen);
-    if (inherited >= 0 && dtrain__socket_inherit(hub, inherited, port))
-        return DTRAIN_OK;
+    char text[DTRAIN__ADDRESS_BYTES + 64];
+    int error = 0, port = dtrain__net_port(&chosen), lock = -1;
+    if (inherited >= 0 && dtrain__socket_inherit(hub, inherited)) {
+        snprintf(text, sizeof text, "DTRAIN_LISTEN_FD listens at %s", dtrain__net_text(&hub->listening).text);
+        return dtrain__hub_allows(hub, &hub->listening) ? DTRAIN_OK : dtrain__socket_closed(hub, text);
+    }
     if (hub->listen_on[0] != 0 && !dtrain__net_is_unix(&chosen)) {
         dtrain_status status = dtrain__net_interface(hub->listen_on, chosen.at.any.sa_family, &chosen);
         if (status != DTRAIN_OK)
@@ -356,41 +335,71 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     } else if (dtrain__hub_more_than_loopback(hub, &chosen)) {
         dtrain__net_set_any(&chosen);
     }
-    if (!dtrain__socket_allowed(hub, &chosen))
-        return dtrain__socket_closed(hub);
     hub->listening = chosen;
-    error = dtrain__net_listen(&hub->listening, &hub->listener);
+    if (dtrain__net_is_unix(&chosen))
+        lock = dtrain__net_lock_beside(chosen.at.local.sun_path);
+    error = dtrain__hub_listen(hub);
+    if (lock >= 0)
+        close(lock);
     if (error == EADDRNOTAVAIL) { /* a name for this host that its interfaces do not have */
         hub->listening = chosen;
         dtrain__net_set_any(&hub->listening);
-        error =
-            dtrain__socket_allowed(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener) : error;
+        error = dtrain__hub_listen(hub);
     }
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s: %s%s", hub->root,
-                            strerror(error), error == EADDRINUSE ? "; another group, or the last one, is there" : "");
-    snprintf(text, sizeof text, "%.200s", hub->root);
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
+                            hub->root, dtrain__net_text(&chosen).text, strerror(error),
+                            error == EADDRINUSE ? "; another group, or the last one, is there" : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
-        snprintf(strrchr(text, ':'), 8, ":%d", dtrain__net_port(&hub->listening));
-    snprintf(hub->root, sizeof hub->root, "%.255s", text);
+        dtrain__socket_set_port(hub, dtrain__net_port(&hub->listening));
     return DTRAIN_OK;
 }
 
-/* Looks the root up; where no token is, only what is on this host counts. */
+/* Without a token: the ranks of a root on loopback meet at a unix socket that is named after its port, in a directory
+ * of the user's own. */
+static dtrain_status dtrain__socket_privately(dtrain__hub *hub)
+{
+    char directory[80], path[100], text[DTRAIN__ADDRESS_BYTES + 64];
+    int port = dtrain__socket_port(hub);
+    uint16_t dice = 0;
+    if (!dtrain__net_has(AF_UNIX)) {
+        snprintf(text, sizeof text, "%.200s is TCP, as this system has no unix sockets,", hub->root);
+        return dtrain__socket_closed(hub, text);
+    }
+    dtrain_status status = dtrain__net_directory(directory, sizeof directory);
+    if (status != DTRAIN_OK)
+        return status;
+    snprintf(path, sizeof path, "%s/%d", directory, port);
+    for (int tries = 0; port == 0 && tries < 100; tries++) { /* any that nobody has used */
+        if (dtrain__os_random(&dice, sizeof dice) != 0)
+            break;
+        snprintf(path, sizeof path, "%s/%d", directory, 49152 + dice % 16384);
+        if (access(path, F_OK) != 0)
+            break;
+    }
+    if (port == 0)
+        dtrain__socket_set_port(hub, 49152 + dice % 16384);
+    hub->root_count = 1;
+    return dtrain__net_unix_address(&hub->root_addresses[0], path);
+}
+
+/* Looks the root up, and finds the way to it that this rank may take. */
 static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
 {
     dtrain__error cause;
-    int kept = 0;
+    char text[DTRAIN__ADDRESS_BYTES + 64];
     dtrain_status status = dtrain__net_resolve(hub->root, hub->root_addresses, &hub->root_count);
     if (status != DTRAIN_OK) {
         cause = dtrain__thread_error;
         return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
     }
+    if (dtrain__hub_allows(hub, &hub->root_addresses[0]))
+        return DTRAIN_OK;
     for (int i = 0; i < hub->root_count; i++)
-        if (dtrain__socket_allowed(hub, &hub->root_addresses[i]))
-            hub->root_addresses[kept++] = hub->root_addresses[i];
-    hub->root_count = kept;
-    return kept > 0 ? DTRAIN_OK : dtrain__socket_closed(hub);
+        if (dtrain__net_is_local(&hub->root_addresses[i]))
+            return dtrain__socket_privately(hub);
+    snprintf(text, sizeof text, "%.200s is beyond this host", hub->root);
+    return dtrain__socket_closed(hub, text);
 }
 
 /* Copies what the desc says, with its defaults. */
@@ -404,6 +413,9 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->heartbeat_ns =
         desc->heartbeat_ms < 0 ? 0 : dtrain__os_ms_to_ns(desc->heartbeat_ms > 0 ? desc->heartbeat_ms : 15000);
     hub->reconnect_ns = desc->reconnect_ms > 0 ? dtrain__os_ms_to_ns(desc->reconnect_ms) : 0;
+    hub->patience_ns = dtrain__os_ms_to_ns(desc->timeout_ms < 0 ? INT64_MAX : desc->timeout_ms);
+    hub->patience_ns = hub->heartbeat_ns > hub->patience_ns ? hub->heartbeat_ns : hub->patience_ns;
+    hub->patience_ns = hub->reconnect_ns > hub->patience_ns ? hub->reconnect_ns : hub->patience_ns;
     hub->period_ns = hub->heartbeat_ns > 0 && hub->heartbeat_ns / 8 < 500000000 ? hub->heartbeat_ns / 8 : 500000000;
     hub->listener = hub->kick[0] = hub->kick[1] = -1;
     hub->suspect = -1;
@@ -419,9 +431,11 @@ static void dtrain__socket_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
     unsigned char id[128], digest[32];
-    char host[64] = "?";
+    char host[64] = "?", program[24];
     gethostname(host, sizeof host - 1);
-    snprintf(self->name, sizeof self->name, "pid %ld on %.60s", (long)getpid(), host);
+    dtrain__os_program(program, sizeof program);
+    snprintf(self->name, sizeof self->name, "pid %ld%s on %.44s", (long)getpid(), program, host);
+    snprintf(hub->keys.name, sizeof hub->keys.name, "%s", self->name);
     dtrain__os_host_id(id);
     dtrain_sha256(id, sizeof id, digest);
     self->host = dtrain__get_le(digest, 8);
@@ -477,6 +491,9 @@ static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__
     hub->allocator = allocator != NULL ? allocator : &hub->own;
     pthread_mutex_init(&hub->mutex, NULL);
     pthread_mutex_init(&hub->step_mutex, NULL);
+    pthread_mutex_init(&hub->origin.mutex, NULL);
+    hub->origin.step = dtrain__socket_step;
+    hub->origin.kick = dtrain__socket_kick;
     dtrain_status status = dtrain__socket_start(hub, out, keys, desc);
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
@@ -512,9 +529,12 @@ static dtrain_status dtrain__socket_unformed(dtrain__hub *hub, double seconds)
     return dtrain__fail(
         NULL, DTRAIN_ERR_TIMEOUT,
         "comm_create: rank %d of %d waited %.1f s for rank 0 at %.120s (%.160s); believed: %.180s; is rank "
-        "0 started, and can it be reached from here?",
+        "0 started%s?",
         hub->rank, hub->size, seconds, hub->root, hub->root_error.text[0] != 0 ? hub->root_error.text : "no answer",
-        hub->believed);
+        hub->believed,
+        dtrain__socket_port(hub) > 0 && dtrain__net_is_unix(&hub->root_addresses[0])
+            ? ", by this user and with the same TMPDIR (or set DTRAIN_TOKEN on every rank)"
+            : ", and can it be reached from here");
 }
 
 /* Looks whether the group has formed, or never will. */
@@ -523,10 +543,11 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
     dtrain__hub *hub = world->hub;
     dtrain_status status = DTRAIN_OK;
     pthread_mutex_lock(&hub->mutex);
-    *formed = hub->formed && !world->broken;
-    if (world->broken)
-        status = dtrain__fail(NULL, world->cause.status, "comm_create: rank %d of %d: %.400s; believed: %.180s",
-                              hub->rank, hub->size, world->cause.text, hub->believed);
+    const dtrain__error *cause = dtrain__membership_cause(&world->members);
+    *formed = hub->formed && cause == NULL;
+    if (cause != NULL)
+        status = dtrain__fail(NULL, cause->status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
+                              hub->size, cause->text, hub->believed);
     else if (!hub->formed && hub->rank != 0 && hub->members[0].gone != DTRAIN__PRESENT)
         status = dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "comm_create: rank %d of %d: rank 0 has left%s%.300s",
                               hub->rank, hub->size, hub->members[0].why[0] != 0 ? ": " : "", hub->members[0].why);
@@ -534,21 +555,6 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
         status = dtrain__socket_unformed(hub, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
     pthread_mutex_unlock(&hub->mutex);
     return status;
-}
-
-/* Ranks r with equal r / n share a host, for the n returned; 0 where hosts are not that regular. */
-static int dtrain__socket_node_ranks(dtrain__channel *channel)
-{
-    const dtrain__member *members = channel->hub->members;
-    const dtrain__peer *peers = channel->peers;
-    int n = 1;
-    while (n < channel->size && members[peers[n].world].host == members[peers[0].world].host)
-        n++;
-    for (int rank = 0; rank < channel->size; rank++)
-        if (members[peers[rank].world].host != members[peers[rank - rank % n].world].host ||
-            (rank >= n && rank % n == 0 && members[peers[rank].world].host == members[peers[rank - 1].world].host))
-            return 0;
-    return n;
 }
 
 static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channel *channel)

@@ -10,9 +10,6 @@
 extern "C" {
 #endif
 
-/* The ranks of one address space; made by the threads transport only. */
-typedef struct dtrain__board dtrain__board;
-
 /* A run of bytes on its way to or from one peer. */
 typedef struct dtrain_transfer {
     int peer;
@@ -54,7 +51,6 @@ typedef struct dtrain_transport {
     void (*wake)(void *self);
     void (*fail)(void *self, dtrain_status why, const char *text);
     void (*leave)(void *self, const char *why);
-    dtrain__board *board; /* NULL in transports of your own */
 } dtrain_transport;
 
 #ifdef __cplusplus

@@ -1,4 +1,5 @@
-"""Files between dtrain (through its tool) and the reference implementation (the Python package safetensors).
+"""Files between dtrain (through its tool) and the reference implementation (the Python package safetensors), and sealed
+records, which a test has written, against the package cryptography.
 
     interop.py TOOL DIRECTORY SEED
 
@@ -13,6 +14,7 @@ import ml_dtypes
 import numpy
 import safetensors
 import safetensors.numpy
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 tool, directory, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
 rng = random.Random(seed)
@@ -143,6 +145,14 @@ def conversions_are_ml_dtypes():
         bits = numpy.dtype("u%d" % ours.dtype.itemsize)
         same = (ours.view(bits) == theirs.view(bits)) | ((ours != ours) & (theirs != theirs))
         check(bool(same.all()), "conversion to %s: %d differ" % (dtype, int((~same).sum())))
+        if dtype.startswith("f8"):
+            result = run("convert", path("float32.safetensors"), path("converted.safetensors"), "--dtype", dtype, "--saturate")
+            data = dict(safetensors.deserialize(content("converted.safetensors")))["x"]["data"]
+            ours = numpy.frombuffer(bytes(data), dtype=kind)
+            largest = numpy.float32(ml_dtypes.finfo(kind).max)
+            theirs = numpy.clip(array, -largest, largest).astype(kind)
+            same = (ours.view(bits) == theirs.view(bits)) | ((ours != ours) & (theirs != theirs))
+            check(bool(same.all()), "saturating conversion to %s: %d differ" % (dtype, int((~same).sum())))
 
 
 def mutate(data):
@@ -203,8 +213,18 @@ def verdicts_are_the_references(count=4000):
     print("verdicts: %d of %d files taken by the reference, dtrain stricter in %d" % (taken, count, stricter))
 
 
+def sealed_records_are_the_references():
+    """Lines of key.nonce.extra.plain.sealed.tag."""
+    with open(path("sealed")) as file:
+        records = [[bytes.fromhex(part) for part in line.split(".")[:6]] for line in file]
+    for key, nonce, extra, plain, sealed, tag in records:
+        check(ChaCha20Poly1305(key).encrypt(nonce, plain, extra) == sealed + tag, "a record of %d bytes" % len(plain))
+    check(len(records) > 300, "only %d sealed records" % len(records))
+    print("sealed records: %d" % len(records))
+
+
 for test in [every_dtype, same_bytes, metadata_survives, values_are_numpys, conversions_are_ml_dtypes,
-             verdicts_are_the_references]:
+             verdicts_are_the_references, sealed_records_are_the_references]:
     test()
 print("safetensors %s, numpy %s" % (safetensors.__version__, numpy.__version__))
 print("%d passed, %d failed" % (passed, failed))

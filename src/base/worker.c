@@ -1,0 +1,212 @@
+/* ---- >>worker ----
+ * Waiting for another thread, and a thread that works for one owner. It performs jobs in the order in which they are
+ * posted, or takes turns in which the owner looks for work itself, and sleeps in between. One thread at a time posts.
+ * A worker without a thread performs jobs when they are waited for. A zeroed worker has no thread.
+ * Its end waits for the job or turn under way, and for nothing else: jobs that are still posted stay undone.
+ * A forked child has no such thread, and the end returns at once there. */
+#ifndef DTRAIN__WORKER
+#define DTRAIN__WORKER
+#include "os.c"
+
+#define DTRAIN__BELL_YIELDS 200u
+
+/* Rung by whoever changes something that others may wait for; costs one load while nobody sleeps. A waiting thread
+ * spins briefly, yields, then sleeps: it registers, looks once more, and sleeps only if the bell has not rung since. */
+typedef struct dtrain__bell {
+    uint32_t rings; /* counts while somebody sleeps */
+    uint32_t sleepers;
+    uint32_t spins;            /* busy looks before yielding: none where threads outnumber processors */
+    struct dtrain__bell *also; /* rung with it: of one who listens to many; NULL: none */
+} dtrain__bell;
+
+static void dtrain__bell_ring(dtrain__bell *bell)
+{
+    for (; bell != NULL; bell = bell->also)
+        if (__atomic_load_n(&bell->sleepers, __ATOMIC_SEQ_CST) > 0) {
+            __atomic_add_fetch(&bell->rings, 1, __ATOMIC_SEQ_CST);
+            dtrain__os_wake_word(&bell->rings);
+        }
+}
+
+/* One turn of waiting, the turn'th since something last moved; sleeps for at most a tenth of a second. */
+static void dtrain__bell_wait(dtrain__bell *bell, unsigned turn, int64_t deadline_ns, int (*ready)(void *),
+                              void *context)
+{
+    if (turn < bell->spins) {
+        dtrain__os_pause();
+        return;
+    }
+    if (turn < bell->spins + DTRAIN__BELL_YIELDS) {
+        sched_yield();
+        return;
+    }
+    int64_t now = dtrain__os_now_ns();
+    int64_t span = deadline_ns > now ? deadline_ns - now : 0;
+    if (span > 100000000)
+        span = 100000000;
+    __atomic_add_fetch(&bell->sleepers, 1, __ATOMIC_SEQ_CST);
+    uint32_t rings = __atomic_load_n(&bell->rings, __ATOMIC_SEQ_CST);
+    if (span > 0 && !ready(context))
+        dtrain__os_wait_word(&bell->rings, rings, span);
+    __atomic_sub_fetch(&bell->sleepers, 1, __ATOMIC_SEQ_CST);
+}
+
+/* ---- the thread ---- */
+
+/* The first member of what the owner keeps of a job. */
+typedef struct dtrain__worker_job {
+    struct dtrain__worker_job *next;
+    uint64_t number; /* among those posted, from 1 */
+} dtrain__worker_job;
+
+typedef struct dtrain__worker {
+    void *owner;
+    void (*perform)(void *owner, dtrain__worker_job *job);
+    int64_t (*turn)(void *owner); /* in place of jobs; returns until when it may sleep unless called, 0: not at all */
+    dtrain__worker_job *inbox;    /* posted, the last first */
+    dtrain__worker_job *first;    /* the thread's own, in order */
+    uint64_t posted, done;        /* jobs so far; posted: or calls */
+    dtrain__bell bell;
+    dtrain__os_thread thread;
+    pid_t process; /* that has the thread */
+    int threaded;
+    uint32_t stop;
+} dtrain__worker;
+
+static int dtrain__worker_stopping(const dtrain__worker *worker)
+{
+    return __atomic_load_n(&worker->stop, __ATOMIC_SEQ_CST) != 0;
+}
+
+/* Performs the next job. Returns 0 when there is none. */
+static int dtrain__worker_next(dtrain__worker *worker)
+{
+    dtrain__worker_job *job = worker->first, *none = NULL, *last = NULL;
+    if (job == NULL)
+        last = __atomic_exchange_n(&worker->inbox, none, __ATOMIC_SEQ_CST);
+    while (last != NULL) {
+        dtrain__worker_job *before = last->next;
+        last->next = job;
+        job = last;
+        last = before;
+    }
+    if (job == NULL)
+        return 0;
+    uint64_t number = job->number;
+    worker->first = job->next;
+    worker->perform(worker->owner, job);
+    __atomic_store_n(&worker->done, number, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&worker->bell);
+    return 1;
+}
+
+/* What a thread waits for: the worker until it is called again, the owner until a job is done. */
+typedef struct dtrain__worker_goal {
+    const dtrain__worker *worker;
+    uint64_t number;
+} dtrain__worker_goal;
+
+static int dtrain__worker_called(void *argument)
+{
+    const dtrain__worker_goal *goal = (const dtrain__worker_goal *)argument;
+    return dtrain__worker_stopping(goal->worker) ||
+           __atomic_load_n(&goal->worker->posted, __ATOMIC_SEQ_CST) != goal->number;
+}
+
+static int dtrain__worker_reached(void *argument)
+{
+    const dtrain__worker_goal *goal = (const dtrain__worker_goal *)argument;
+    return __atomic_load_n(&goal->worker->done, __ATOMIC_SEQ_CST) >= goal->number;
+}
+
+static void dtrain__worker_body(void *argument)
+{
+    dtrain__worker *worker = (dtrain__worker *)argument;
+    dtrain__worker_goal called = {worker, 0};
+    for (;;) {
+        int64_t until = INT64_MAX;
+        called.number = __atomic_load_n(&worker->posted, __ATOMIC_SEQ_CST);
+        if (dtrain__worker_stopping(worker))
+            return;
+        if (worker->turn != NULL)
+            until = worker->turn(worker->owner);
+        else if (dtrain__worker_next(worker))
+            continue;
+        /* a worker that looks again by itself has no need to yield first */
+        for (unsigned turn = until != INT64_MAX ? DTRAIN__BELL_YIELDS : 0;
+             !dtrain__worker_called(&called) && dtrain__os_now_ns() < until; turn++)
+            dtrain__bell_wait(&worker->bell, turn, until, dtrain__worker_called, &called);
+    }
+}
+
+/* Starts the thread of a worker whose owner and work are set. Returns 0 or an errno. */
+static int dtrain__worker_start(dtrain__worker *worker)
+{
+    worker->process = getpid();
+    worker->stop = 0;
+    int error = dtrain__os_thread_start(&worker->thread, dtrain__worker_body, worker, (size_t)8 << 20);
+    worker->threaded = error == 0;
+    return error;
+}
+
+/* Whether this process has the thread. */
+static int dtrain__worker_runs(const dtrain__worker *worker)
+{
+    return worker->threaded && worker->process == getpid();
+}
+
+/* Has a sleeping worker take a turn. */
+static void dtrain__worker_call(dtrain__worker *worker)
+{
+    __atomic_add_fetch(&worker->posted, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&worker->bell);
+}
+
+/* Hands over a job, which stays in place until it is done. */
+static void dtrain__worker_post(dtrain__worker *worker, dtrain__worker_job *job)
+{
+    job->number = worker->posted + 1;
+    job->next = __atomic_load_n(&worker->inbox, __ATOMIC_SEQ_CST);
+    while (!__atomic_compare_exchange_n(&worker->inbox, &job->next, job, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        continue;
+    dtrain__worker_call(worker);
+}
+
+static int dtrain__worker_is_done(const dtrain__worker *worker, uint64_t number)
+{
+    dtrain__worker_goal goal = {worker, number};
+    return dtrain__worker_reached(&goal);
+}
+
+/* Waits until so many jobs are done, or until then. Returns whether they are. */
+static int dtrain__worker_wait(dtrain__worker *worker, uint64_t number, int64_t until_ns)
+{
+    dtrain__worker_goal goal = {worker, number};
+    while (!worker->threaded && worker->done < number && dtrain__worker_next(worker))
+        continue;
+    for (unsigned turn = 0; !dtrain__worker_reached(&goal); turn++) {
+        if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            return 0;
+        dtrain__bell_wait(&worker->bell, turn, until_ns, dtrain__worker_reached, &goal);
+    }
+    return 1;
+}
+
+/* Tells the thread to end. */
+static void dtrain__worker_stop(dtrain__worker *worker)
+{
+    __atomic_store_n(&worker->stop, 1u, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&worker->bell);
+}
+
+/* Ends the thread, where there is one. */
+static void dtrain__worker_end(dtrain__worker *worker)
+{
+    if (!dtrain__worker_runs(worker))
+        return;
+    dtrain__worker_stop(worker);
+    dtrain__os_thread_join(&worker->thread);
+    worker->threaded = 0;
+}
+
+#endif

@@ -1,0 +1,595 @@
+/* ---- >>part ----
+ * One rank's part of a save: which of its pieces it writes, where they wait, and the three files: the data, the hashes
+ * of its blocks, and last the mark, which says that the other two are on the disk and what is in them. Files carry the
+ * number of the save, so that what an earlier one has left, or a rank that was taken for dead still writes, is never
+ * taken for this one's. */
+#ifndef DTRAIN__PART
+#define DTRAIN__PART
+#include "index_text.c"
+#include "piece.c"
+#include "staging.c"
+#include "../format/safetensors_write.c"
+#include "../tensor/isa.c"
+
+#define DTRAIN__PART_GRAIN 4096 /* elements of a copied piece that go to one rank at least */
+#define DTRAIN__PART_NAME 112   /* bytes of a file's name */
+
+/* One piece on its way to the file. */
+typedef struct dtrain__part_item {
+    size_t name; /* in the file, among the texts of the part */
+    dtrain_dtype dtype;
+    int ndim;
+    size_t shape[DTRAIN_MAX_DIMS];
+    const void *data;
+    size_t bytes;
+    dtrain_device *device; /* whose memory data is; NULL: the CPU's */
+    dtrain__staging *way;  /* to it, while the file is written */
+} dtrain__part_item;
+
+typedef struct dtrain__part_writer {
+    dtrain_allocator *allocator;
+    int rank, local, no_sync;
+    dtrain__index index; /* of this part alone */
+    dtrain_piece *pieces;
+    dtrain__part_item *items;
+    dtrain_safetensors_source *sources;
+    unsigned char *staging;
+    uint64_t *blocks; /* hashes */
+    char *text;
+    size_t piece_room, piece_count, item_room, item_count, source_room, staging_room, block_room, text_room;
+} dtrain__part_writer;
+
+static void dtrain__part_free(dtrain__part_writer *part)
+{
+    dtrain_allocator *allocator = part->allocator;
+    dtrain__index_free(&part->index);
+    dtrain__free(allocator, part->pieces, part->piece_room * sizeof *part->pieces);
+    dtrain__free(allocator, part->items, part->item_room * sizeof *part->items);
+    dtrain__free(allocator, part->sources, part->source_room * sizeof *part->sources);
+    dtrain__free(allocator, part->staging, part->staging_room);
+    dtrain__free(allocator, part->blocks, part->block_room * sizeof *part->blocks);
+    dtrain__free(allocator, part->text, part->text_room);
+}
+
+/* ---- names ---- */
+
+/* rank-00003.0123456789abcdef-7.done: rank 3's, of save 7 of the checkpointer 0123456789abcdef. */
+static void dtrain__part_name(char out[DTRAIN__PART_NAME], int rank, const dtrain__index_save_id *id, const char *tail)
+{
+    snprintf(out, DTRAIN__PART_NAME, "rank-%05d.%016llx-%llu.%s", rank, (unsigned long long)id->nonce,
+             (unsigned long long)id->counter, tail);
+}
+
+/* Reads a whole number of at most 20 digits; returns what follows it, or NULL. */
+static const char *dtrain__part_digits(const char *text, uint64_t *value)
+{
+    int digits = 0;
+    for (*value = 0; *text >= '0' && *text <= '9'; text++) {
+        uint64_t digit = (uint64_t)(*text - '0');
+        if (*value > (UINT64_MAX - digit) / 10 || ++digits > 20)
+            return NULL;
+        *value = *value * 10 + digit;
+    }
+    return digits > 0 ? text : NULL;
+}
+
+/* Takes a name apart; the dot before a temporary file's is passed over. Returns the tail, or NULL for a name of another
+ * form. */
+static const char *dtrain__part_parse(const char *name, int *rank, dtrain__index_save_id *id)
+{
+    uint64_t number;
+    name += *name == '.';
+    if (strncmp(name, "rank-", 5) != 0)
+        return NULL;
+    name = dtrain__part_digits(name + 5, &number);
+    if (name == NULL || number > INT_MAX || *name++ != '.')
+        return NULL;
+    *rank = (int)number;
+    id->nonce = 0;
+    for (int i = 0; i < 16; i++, name++) {
+        int digit = *name >= '0' && *name <= '9' ? *name - '0' : *name >= 'a' && *name <= 'f' ? *name - 'a' + 10 : -1;
+        if (digit < 0)
+            return NULL;
+        id->nonce = id->nonce << 4 | (uint64_t)digit;
+    }
+    if (*name++ != '-')
+        return NULL;
+    name = dtrain__part_digits(name, &id->counter);
+    return name != NULL && *name == '.' ? name + 1 : NULL;
+}
+
+static void dtrain__part_step_name(char out[32], uint64_t step)
+{
+    snprintf(out, 32, "step-%llu", (unsigned long long)step);
+}
+
+/* Whether a name is that of a step's directory. */
+static int dtrain__part_is_step(const char *name, uint64_t *step)
+{
+    char again[32];
+    const char *end = strncmp(name, "step-", 5) == 0 ? dtrain__part_digits(name + 5, step) : NULL;
+    if (end == NULL || *end != '\0')
+        return 0;
+    dtrain__part_step_name(again, *step); /* no leading zeros */
+    return strcmp(again, name) == 0;
+}
+
+/* ---- what is written ---- */
+
+/* The range of its data that this rank writes of a piece: copies are dealt in grains, tensors of one grain by name. */
+static size_t dtrain__part_share(const dtrain__part_writer *part, const dtrain_piece *piece, size_t *begin)
+{
+    int copies = piece->copies > 0 ? piece->copies : 1;
+    *begin = 0;
+    if (piece->unsaved)
+        return 0;
+    if (part->local || copies == 1)
+        return piece->count;
+    dtrain__xxh64 hash;
+    dtrain__xxh64_begin(&hash, 0);
+    dtrain__xxh64_add(&hash, piece->name, strlen(piece->name));
+    if (piece->suffix != NULL)
+        dtrain__xxh64_add(&hash, piece->suffix, strlen(piece->suffix));
+    uint64_t turn = (dtrain__xxh64_end(&hash) % (uint64_t)copies + (uint64_t)piece->copy) % (uint64_t)copies;
+    size_t grains = piece->count / DTRAIN__PART_GRAIN + (piece->count % DTRAIN__PART_GRAIN != 0), first;
+    size_t end = dtrain_split(grains, copies, (int)turn, &first) + first;
+    *begin = first * DTRAIN__PART_GRAIN;
+    end = end == grains ? piece->count : end * DTRAIN__PART_GRAIN;
+    *begin = *begin < end ? *begin : end;
+    return end - *begin;
+}
+
+/* Names a tensor in the index, and gives the place of its name. */
+static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain_piece *piece)
+{
+    dtrain__index *index = &part->index;
+    dtrain__index_tensor tensor;
+    size_t name = strlen(piece->name), suffix = piece->suffix != NULL ? strlen(piece->suffix) : 0;
+    memset(&tensor, 0, sizeof tensor);
+    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, name + suffix + 1) ||
+        !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    tensor.name = index->text_bytes;
+    tensor.name_length = name + suffix;
+    tensor.dtype = piece->dtype;
+    tensor.ndim = piece->ndim;
+    memcpy(tensor.shape, piece->shape, (size_t)piece->ndim * sizeof piece->shape[0]);
+    memcpy(index->texts + tensor.name, piece->name, name);
+    if (suffix > 0)
+        memcpy(index->texts + tensor.name + name, piece->suffix, suffix);
+    index->texts[tensor.name + name + suffix] = '\0';
+    index->text_bytes += name + suffix + 1;
+    index->tensors[index->tensor_count++] = tensor;
+    return DTRAIN_OK;
+}
+
+/* The name in the file: the tensor's own where it is there in one piece, NAME#number elsewhere. A # in the first kind
+ * would let two meet, so that it has a number, too. */
+static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtrain__region *region, size_t number,
+                                            dtrain__part_item *item, dtrain__index_piece *entry)
+{
+    dtrain__index *index = &part->index;
+    const dtrain__index_tensor *tensor = &index->tensors[entry->tensor];
+    size_t all = dtrain__region_product(region->shape, 0, region->ndim);
+    if (entry->count == all && strchr(dtrain__index_name(index, tensor), '#') == NULL) {
+        item->name = tensor->name;
+        return DTRAIN_OK;
+    }
+    entry->number = number;
+    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, tensor->name_length + 24))
+        return DTRAIN_ERR_MEMORY;
+    item->name = index->text_bytes;
+    memcpy(index->texts + item->name, dtrain__index_name(index, tensor), tensor->name_length);
+    int more = snprintf(index->texts + item->name + tensor->name_length, 24, "#%zu", number);
+    index->text_bytes += tensor->name_length + (size_t)more + 1;
+    return DTRAIN_OK;
+}
+
+/* Elements [begin, begin + count) of a piece's data: with the shape of its box where they are all of it. */
+static void dtrain__part_data(dtrain__part_item *item, const dtrain_piece *piece, const dtrain__region *region,
+                              size_t begin, size_t count)
+{
+    item->dtype = piece->dtype;
+    item->device = piece->device;
+    item->ndim = count == dtrain__region_product(region->size, 0, region->ndim) ? region->ndim : 1;
+    memcpy(item->shape, region->size, sizeof item->shape);
+    if (item->ndim == 1)
+        item->shape[0] = count;
+    item->bytes = count * (dtrain_dtype_bits(piece->dtype) / 8);
+    item->data = (const unsigned char *)piece->data + begin * (dtrain_dtype_bits(piece->dtype) / 8);
+}
+
+/* Enters what this rank writes of a piece. */
+static dtrain_status dtrain__part_take(dtrain__part_writer *part, const dtrain_piece *piece)
+{
+    dtrain__index *index = &part->index;
+    dtrain__index_piece entry;
+    dtrain__part_item item;
+    dtrain__region region;
+    size_t begin, count = dtrain__part_share(part, piece, &begin);
+    dtrain_status status = dtrain__part_tensor(part, piece);
+    if (status != DTRAIN_OK || count == 0)
+        return status;
+    dtrain__region_of(&region, piece);
+    memset(&item, 0, sizeof item);
+    memset(&entry, 0, sizeof entry);
+    entry.tensor = index->tensor_count - 1;
+    entry.number = entry.box = DTRAIN__INDEX_NONE;
+    entry.at = piece->begin + begin;
+    entry.count = count;
+    entry.copy = part->local ? (size_t)piece->copy : 0;
+    if (piece->boxed) {
+        entry.box = index->number_count;
+        for (int d = 0; d < 2 * piece->ndim; d++)
+            if (dtrain__index_number(index, d < piece->ndim ? region.begin[d] : region.size[d - piece->ndim]) ==
+                DTRAIN__INDEX_NONE)
+                return DTRAIN_ERR_MEMORY;
+    }
+    status = dtrain__part_item_name(part, &region, part->item_count, &item, &entry);
+    if (status != DTRAIN_OK || !DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    index->pieces[index->piece_count++] = entry;
+    dtrain__part_data(&item, piece, &region, begin, count);
+    void *larger =
+        dtrain__index_grow(part->allocator, part->items, sizeof *part->items, part->item_count, 1, &part->item_room);
+    if (larger == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of pieces");
+    part->items = (dtrain__part_item *)larger;
+    part->items[part->item_count++] = item;
+    return DTRAIN_OK;
+}
+
+/* Whether no key comes twice among the values that were entered. */
+static dtrain_status dtrain__part_values_once(dtrain__part_writer *part)
+{
+    dtrain__index *index = &part->index;
+    size_t bytes = index->value_count * sizeof(dtrain__names_text), twice = index->value_count;
+    dtrain__names_text *keys = (dtrain__names_text *)dtrain__alloc(part->allocator, bytes);
+    dtrain__names names;
+    int built = 0;
+    for (size_t i = 0; i < index->value_count && keys != NULL; i++) {
+        keys[i].text = index->texts + index->values[i].key;
+        keys[i].length = index->values[i].key_length;
+    }
+    if (keys != NULL) {
+        built = dtrain__names_build(&names, part->allocator, keys, sizeof *keys, index->value_count, &twice);
+        dtrain__names_free(&names, part->allocator);
+    }
+    dtrain__free(part->allocator, keys, bytes);
+    if (!built)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu values", index->value_count);
+    return twice == index->value_count
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the key \"%.200s\" of value %zu comes twice",
+                              index->texts + index->values[twice].key, twice);
+}
+
+static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain_checkpoint_state *state)
+{
+    dtrain__index *index = &part->index;
+    if (state->value_count > 0 && state->values == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: %zu values are promised, but values is NULL",
+                            state->value_count);
+    for (size_t i = 0; i < state->value_count; i++) {
+        const dtrain_safetensors_pair *pair = &state->values[i];
+        dtrain__index_value value;
+        if (pair->key == NULL || pair->value == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: value %zu has no key or no value", i);
+        value.key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
+        value.value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
+        if (value.key_length == 0 || memchr(pair->key, 0, value.key_length) != NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "checkpoint: the key of value %zu is empty or has a zero byte", i);
+        value.key = dtrain__index_text(index, pair->key, value.key_length);
+        value.value = dtrain__index_text(index, pair->value, value.value_length);
+        if (value.key == DTRAIN__INDEX_NONE || value.value == DTRAIN__INDEX_NONE ||
+            !DTRAIN__INDEX_ROOM(index, dtrain__index_value, values, value_count, value_room, 1))
+            return DTRAIN_ERR_MEMORY;
+        index->values[index->value_count++] = value;
+    }
+    return index->value_count > 1 ? dtrain__part_values_once(part) : DTRAIN_OK;
+}
+
+/* What an FSDP says of itself. */
+static void dtrain__part_fsdp_facts(dtrain__index_facts *facts, const dtrain_fsdp *fsdp)
+{
+    facts->has_optimizer = 1;
+    facts->optimizer = fsdp->optimizer;
+    facts->optimizer_step = dtrain_fsdp_get_step(fsdp);
+    facts->has_scale = fsdp->desc.loss_scale > 0.0f;
+    facts->loss_scale = (double)dtrain_fsdp_loss_scale(fsdp);
+    facts->good_steps = (uint64_t)dtrain_fsdp_good_steps(fsdp);
+}
+
+static dtrain_status dtrain__part_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
+{
+    size_t fsdps = dtrain__piece_fsdp_count(state);
+    facts->step = state->step;
+    facts->seed = state->seed;
+    facts->random_index = state->random_index;
+    for (size_t i = 0; i < fsdps; i++) {
+        dtrain__index_facts other = *facts;
+        dtrain__part_fsdp_facts(i == 0 ? facts : &other, dtrain__piece_fsdp_at(state, i));
+        const char *differs = i > 0 ? dtrain__index_differ(facts, &other) : NULL;
+        if (differs != NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "checkpoint: fsdp %zu has another %s than the first, and a checkpoint keeps one: make "
+                                "and step them alike, or save them with a checkpointer each",
+                                i, differs);
+    }
+    if (fsdps == 0 && state->optimizer != NULL) {
+        facts->has_optimizer = 1;
+        facts->optimizer = state->optimizer->desc;
+        facts->optimizer_step = dtrain_optimizer_get_step(state->optimizer);
+    } else if (state->optimizer != NULL && dtrain_optimizer_get_step(state->optimizer) != facts->optimizer_step) {
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "checkpoint: fsdp has taken %llu steps and optimizer %llu, and a checkpoint keeps one number "
+            "of both: save them with a checkpointer each",
+            (unsigned long long)facts->optimizer_step, (unsigned long long)dtrain_optimizer_get_step(state->optimizer));
+    }
+    facts->has_sampler = state->sampler != NULL;
+    if (state->sampler != NULL)
+        facts->sampler = state->sampler->desc;
+    return DTRAIN_OK;
+}
+
+/* Says what this rank writes of a state; data stays where it is. */
+static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrain_checkpoint_state *state,
+                                          const dtrain__index_save_id *id, int ranks)
+{
+    dtrain__index_clear(&part->index);
+    part->item_count = 0;
+    part->index.facts.id = *id;
+    part->index.facts.step = state->step;
+    part->index.facts.world_size = (uint64_t)ranks;
+    dtrain_status status = dtrain__piece_collect(&part->pieces, &part->piece_room, &part->piece_count, state, ranks,
+                                                 part->rank, part->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__part_facts(&part->index.facts, state);
+    for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)
+        status = dtrain__part_take(part, &part->pieces[i]);
+    return status == DTRAIN_OK ? dtrain__part_values(part, state) : status;
+}
+
+#ifdef __SSE2__
+/* 64 bytes past the caches; `to` is aligned. */
+static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
+{
+    __m128i line[4];
+    _mm_prefetch((const char *)from + 256, _MM_HINT_T0);
+    for (int i = 0; i < 4; i++)
+        line[i] = _mm_loadu_si128((const __m128i *)(const void *)(from + 16 * i));
+    for (int i = 0; i < 4; i++)
+        _mm_stream_si128((__m128i *)(void *)(to + 16 * i), line[i]);
+}
+#endif
+
+/* Copies to a buffer that another thread reads, much later: past the caches, which spares reading the lines that are
+ * overwritten, and four pages at a time, which keeps more of the memory busy; memcpy does so for a large copy alone,
+ * and a state is many. `to` is aligned to 64 bytes. */
+static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size_t bytes)
+{
+    size_t done = 0;
+#ifdef __SSE2__
+    enum { PAGE = 4096, PAGES = 4 };
+    for (; bytes - done >= PAGES * PAGE; done += PAGES * PAGE)
+        for (size_t at = done; at < done + PAGE; at += 64)
+            for (size_t page = 0; page < PAGES; page++)
+                dtrain__part_stream(to + at + page * PAGE, from + at + page * PAGE);
+    _mm_sfence();
+#endif
+    if (bytes > done)
+        memcpy(to + done, from + done, bytes - done);
+}
+
+/* Copies every item to the staging buffer, which has room. */
+static dtrain_status dtrain__part_stage_items(dtrain__part_writer *part)
+{
+    dtrain__staging way = {NULL, NULL, 0};
+    dtrain_status status = DTRAIN_OK;
+    size_t all = 0;
+    for (size_t i = 0; i < part->item_count && status == DTRAIN_OK; i++) {
+        dtrain__part_item *item = &part->items[i];
+        if (item->device != NULL)
+            status = dtrain__staging_read(&way, item->device, part->staging + all, item->data, item->bytes);
+        else
+            dtrain__part_copy(part->staging + all, (const unsigned char *)item->data, item->bytes);
+        item->data = part->staging + all;
+        item->device = NULL;
+        all += (item->bytes + 63) / 64 * 64;
+    }
+    dtrain__staging_free(&way);
+    return status;
+}
+
+/* Copies what is to be written to the staging buffer, so that the program may go on. */
+static dtrain_status dtrain__part_stage(dtrain__part_writer *part)
+{
+    size_t all = 0;
+    for (size_t i = 0; i < part->item_count; i++)
+        all += (part->items[i].bytes + 63) / 64 * 64;
+    if (all > part->staging_room) { /* nothing of the old one is needed */
+        dtrain__free(part->allocator, part->staging, part->staging_room);
+        part->staging_room = 0;
+        part->staging = (unsigned char *)dtrain__alloc(part->allocator, all);
+        if (part->staging == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                "checkpoint: rank %d has no memory for a copy of the %zu bytes that it writes: save "
+                                "without _async, which needs none",
+                                part->rank, all);
+        part->staging_room = all;
+    }
+    return dtrain__part_stage_items(part);
+}
+
+/* ---- hashed files ---- */
+
+/* Hashes a file's header and the blocks of its data on the way to the disk. */
+typedef struct dtrain__part_sink {
+    dtrain__file_temp temp;
+    dtrain__xxh64 hash;
+    unsigned char frame[8];
+    uint64_t seen, header_bytes, header_hash;
+    uint64_t *blocks;
+    size_t block_count;
+} dtrain__part_sink;
+
+/* The bytes up to where the next hash ends, in which all of the header but its length is one. */
+static uint64_t dtrain__part_left(const dtrain__part_sink *sink)
+{
+    if (sink->seen < 8)
+        return 8 - sink->seen;
+    if (sink->seen < sink->header_bytes)
+        return sink->header_bytes - sink->seen;
+    return DTRAIN__INDEX_BLOCK - (sink->seen - sink->header_bytes) % DTRAIN__INDEX_BLOCK;
+}
+
+static dtrain_status dtrain__part_to_file(void *user, const void *data, size_t bytes)
+{
+    dtrain__part_sink *sink = (dtrain__part_sink *)user;
+    const unsigned char *from = (const unsigned char *)data;
+    for (size_t left = bytes; left > 0;) {
+        uint64_t most = dtrain__part_left(sink);
+        size_t n = left < most ? left : (size_t)most;
+        dtrain__xxh64_add(&sink->hash, from, n);
+        if (sink->seen < 8)
+            memcpy(sink->frame + sink->seen, from, n);
+        sink->seen += n;
+        from += n;
+        left -= n;
+        if (n < most)
+            continue;
+        if (sink->seen == 8)
+            sink->header_bytes = 8 + dtrain__load_le64(sink->frame);
+        else if (sink->seen == sink->header_bytes)
+            sink->header_hash = dtrain__xxh64_end(&sink->hash);
+        else
+            sink->blocks[sink->block_count++] = dtrain__xxh64_end(&sink->hash);
+        if (sink->seen >= sink->header_bytes)
+            dtrain__xxh64_begin(&sink->hash, 0);
+    }
+    return dtrain__file_temp_write(&sink->temp, data, bytes);
+}
+
+/* Writes a file, and says what it is hashed to; blocks has room. */
+static dtrain_status dtrain__part_put(dtrain__part_writer *part, int directory, const char *name, size_t count,
+                                      dtrain__index_hashed *file, uint64_t *blocks)
+{
+    dtrain_safetensors_write_desc desc;
+    dtrain__part_sink sink;
+    memset(&desc, 0, sizeof desc);
+    memset(&sink, 0, sizeof sink);
+    desc.allocator = part->allocator;
+    sink.blocks = blocks;
+    dtrain__xxh64_begin(&sink.hash, 0);
+    dtrain_status status = dtrain__file_temp_begin(&sink.temp, directory, name, "checkpoint");
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain_safetensors_write(dtrain__part_to_file, &sink, part->sources, count, &desc);
+    if (status != DTRAIN_OK) {
+        dtrain__file_temp_abandon(&sink.temp);
+        return status;
+    }
+    if (sink.seen > sink.header_bytes && (sink.seen - sink.header_bytes) % DTRAIN__INDEX_BLOCK != 0)
+        sink.blocks[sink.block_count++] = dtrain__xxh64_end(&sink.hash);
+    file->header_bytes = sink.header_bytes;
+    file->header_hash = sink.header_hash;
+    file->data_bytes = sink.seen - sink.header_bytes;
+    return dtrain__file_temp_commit(&sink.temp, part->no_sync);
+}
+
+/* Supplies a range of an item on a device. */
+static dtrain_status dtrain__part_fill(void *user, uint64_t offset, void *out, size_t bytes)
+{
+    const dtrain__part_item *item = (const dtrain__part_item *)user;
+    return dtrain__staging_read(item->way, item->device, out, (const unsigned char *)item->data + offset, bytes);
+}
+
+/* Writes the data file; its hashes are then in part->blocks. */
+static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int directory, const char *name,
+                                           dtrain__index_hashed *file)
+{
+    dtrain_safetensors_write_desc desc;
+    dtrain__staging way = {NULL, NULL, 0};
+    uint64_t bytes = 0;
+    void *larger = dtrain__index_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1,
+                                      &part->source_room);
+    if (larger == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", part->item_count);
+    part->sources = (dtrain_safetensors_source *)larger;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = part->allocator;
+    for (size_t i = 0; i < part->item_count; i++) {
+        dtrain_safetensors_source *source = &part->sources[i];
+        memset(source, 0, sizeof *source);
+        source->name = part->index.texts + part->items[i].name;
+        source->dtype = part->items[i].dtype;
+        source->ndim = part->items[i].ndim;
+        source->shape = part->items[i].shape;
+        part->items[i].way = &way;
+        source->data = part->items[i].device == NULL ? part->items[i].data : NULL;
+        source->fill = dtrain__part_fill;
+        source->user = &part->items[i];
+    }
+    dtrain_status status = dtrain_safetensors_size(&bytes, part->sources, part->item_count, &desc);
+    if (status != DTRAIN_OK)
+        return status;
+    larger = dtrain__index_grow(part->allocator, part->blocks, sizeof *part->blocks, 0,
+                                (size_t)dtrain__index_blocks(bytes) + 1, &part->block_room);
+    if (larger == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for the hashes of %llu bytes",
+                            (unsigned long long)bytes);
+    part->blocks = (uint64_t *)larger;
+    status = dtrain__part_put(part, directory, name, part->item_count, file, part->blocks);
+    dtrain__staging_free(&way);
+    return status;
+}
+
+/* Writes the file of hashes; the hashes of its own blocks go to the index. */
+static dtrain_status dtrain__part_put_hashes(dtrain__part_writer *part, int directory, const char *name,
+                                             dtrain__index_file *file)
+{
+    dtrain__index *index = &part->index;
+    size_t count = (size_t)dtrain__index_blocks(file->data.data_bytes);
+    file->block_count = (size_t)dtrain__index_blocks(8 * (uint64_t)count);
+    if (!DTRAIN__INDEX_ROOM(index, uint64_t, numbers, number_count, number_room, file->block_count + 1))
+        return DTRAIN_ERR_MEMORY;
+    file->blocks = index->number_count;
+    index->number_count += file->block_count;
+    memset(part->sources, 0, sizeof part->sources[0]);
+    part->sources[0].name = "xxh64";
+    part->sources[0].dtype = DTRAIN_U64;
+    part->sources[0].ndim = 1;
+    part->sources[0].shape = &count;
+    part->sources[0].data = part->blocks;
+    return dtrain__part_put(part, directory, name, 1, &file->hashes, index->numbers + file->blocks);
+}
+
+/* Writes data and hashes, and enters them into the part's index, which is then printed to part->text. */
+static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory, size_t *bytes)
+{
+    dtrain__index *index = &part->index;
+    char names[2][DTRAIN__PART_NAME];
+    dtrain__index_file file;
+    memset(&file, 0, sizeof file);
+    file.rank = part->rank;
+    file.holder = -1;
+    dtrain__part_name(names[0], part->rank, &index->facts.id, "safetensors");
+    dtrain__part_name(names[1], part->rank, &index->facts.id, "hashes.safetensors");
+    dtrain_status status = dtrain__part_put_data(part, directory, names[0], &file.data);
+    if (status == DTRAIN_OK)
+        status = dtrain__part_put_hashes(part, directory, names[1], &file);
+    if (status != DTRAIN_OK)
+        return status;
+    file.data.name = dtrain__index_text(index, names[0], strlen(names[0]));
+    file.hashes.name = dtrain__index_text(index, names[1], strlen(names[1]));
+    if (file.data.name == DTRAIN__INDEX_NONE || file.hashes.name == DTRAIN__INDEX_NONE ||
+        !DTRAIN__INDEX_ROOM(index, dtrain__index_file, files, file_count, file_room, 1))
+        return DTRAIN_ERR_MEMORY;
+    index->files[index->file_count++] = file;
+    status = dtrain__index_settle(index, 0);
+    return status == DTRAIN_OK ? dtrain__index_print(index, &part->text, &part->text_room, bytes) : status;
+}
+
+#endif

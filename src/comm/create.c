@@ -1,0 +1,530 @@
+/* ---- >>create ----
+ * Groups come and go: a world of one, the ranks of one process, those of several, a transport of the user's own.
+ * Leaving never waits for a peer; what was pending is cancelled, and whoever needs the leaver is told. */
+#ifndef DTRAIN__CREATE
+#define DTRAIN__CREATE
+#include "op.c"
+#include "place.c"
+#include "recorder.c"
+#include "trace.c"
+#include "work.c"
+
+static void dtrain__create_free(dtrain_comm *comm)
+{
+    size_t size = (size_t)comm->size;
+    dtrain_allocator *allocator = comm->allocator, own;
+    while (comm->newest != NULL) {
+        dtrain_work *work = comm->newest;
+        comm->newest = work->older;
+        __atomic_store_n(&work->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
+        dtrain__free(allocator, work, sizeof *work);
+    }
+    dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
+    dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
+    dtrain__free(allocator, comm->ins, size * sizeof(void *));
+    dtrain__free(allocator, comm->outs, size * sizeof(void *));
+    dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
+    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
+    dtrain__free(allocator, comm->owed, 2 * size * sizeof(size_t));
+    dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
+    dtrain__free(allocator, comm->packed, comm->packed_bytes);
+    dtrain__recorder_free(comm);
+    dtrain__work_blocked_release(comm->blocked, allocator);
+    dtrain__free(allocator, comm->split_room, comm->split_bytes);
+    pthread_mutex_destroy(&comm->queue_mutex);
+    pthread_mutex_destroy(&comm->drive_mutex);
+    own = comm->own;
+    __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
+    dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
+}
+
+/* The algorithms that desc and environment ask for; where nodes are said to be. */
+static dtrain_status dtrain__create_choose(dtrain_comm *comm)
+{
+    int64_t ranks = 0;
+    dtrain_status status = DTRAIN_OK;
+    comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && comm->origin == NULL);
+    for (int kind = 0; kind < DTRAIN__KINDS; kind++)
+        comm->asked[kind] = comm->desc.algorithm;
+    if (comm->desc.node_ranks < 0)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
+                            comm->desc.node_ranks);
+    if (comm->desc.node_ranks == 0 && dtrain__place_get("DTRAIN_NODE_RANKS") != NULL)
+        status = dtrain__place_number("DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks);
+    comm->node_ranks = comm->desc.node_ranks > 0 ? comm->desc.node_ranks : (int)ranks;
+    comm->node_ranks = comm->node_ranks < comm->size ? comm->node_ranks : comm->size;
+    return status == DTRAIN_OK ? dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM")) : status;
+}
+
+/* Makes one rank's end; on an error the transport stays the caller's. */
+static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *end, const dtrain_comm_desc *desc)
+{
+    const dtrain_transport *transport = &end->transport;
+    dtrain_allocator *allocator = end->allocator;
+    size_t size = (size_t)transport->size;
+    dtrain_status status = DTRAIN_OK;
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    comm->own = first;
+    comm->mark = DTRAIN__COMM_MARK;
+    comm->allocator = allocator != NULL ? allocator : &comm->own;
+    comm->rank = transport->rank;
+    comm->size = transport->size;
+    comm->transport = *transport;
+    comm->plane = end->plane;
+    comm->origin = end->origin;
+    comm->members = end->members != NULL ? end->members : &comm->own_members;
+    comm->shared = end->shared;
+    comm->process = getpid();
+    comm->desc = *desc;
+    if (comm->desc.timeout_ms == 0)
+        comm->desc.timeout_ms = 60000;
+    comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
+    pthread_mutex_init(&comm->queue_mutex, NULL);
+    pthread_mutex_init(&comm->drive_mutex, NULL);
+    comm->sent = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
+    comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
+    comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
+    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
+    comm->owed = (size_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(size_t));
+    comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
+    comm->blocked = (dtrain__blocked *)dtrain__alloc(comm->allocator, sizeof *comm->blocked);
+    if (comm->blocked != NULL)
+        comm->blocked->held = 1;
+    if (comm->blocked == NULL || comm->sent == NULL || comm->received == NULL || comm->ins == NULL ||
+        comm->outs == NULL || comm->parts == NULL || comm->lanes == NULL || comm->owed == NULL ||
+        !dtrain__recorder_create(comm))
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
+    else
+        status = dtrain__trace_prefix(comm, desc->trace_on_failure);
+    if (status == DTRAIN_OK) {
+        comm->others = comm->parts + size;
+        status = dtrain__create_choose(comm);
+    }
+    if (status == DTRAIN_OK)
+        *out = comm;
+    else
+        dtrain__create_free(comm);
+    return status;
+}
+
+static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc *desc)
+{
+    int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
+    if (algorithm != DTRAIN_ALGORITHM_AUTO &&
+        (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
+                            algorithm);
+    if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
+                            progress);
+    if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order %d is not a DTRAIN_ORDER constant",
+                            (int)desc->order);
+    if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
+                            desc->connections, DTRAIN__MAX_LANES);
+    if (desc->secure < -1 || desc->secure > 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: secure is %d; 1 (on), 0 (by itself) or -1 (off) is "
+                            "possible",
+                            desc->secure);
+    if (desc->fingerprint != NULL && strlen(desc->fingerprint) > DTRAIN__FINGERPRINT_BYTES - 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: a fingerprint of %zu bytes; at most %d are possible",
+                            strlen(desc->fingerprint), DTRAIN__FINGERPRINT_BYTES - 1);
+    return DTRAIN_OK;
+}
+
+/* One rank's end of a group of this library's transports, which is gone on an error. */
+static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *end, const dtrain_comm_desc *desc)
+{
+    dtrain_comm *comm;
+    dtrain_status status = dtrain__create_new(&comm, end, desc);
+    if (status == DTRAIN_OK && end->origin->step != NULL && desc->progress == DTRAIN_PROGRESS_THREAD) {
+        status = dtrain__service_join(comm);
+        if (status != DTRAIN_OK)
+            dtrain__create_free(comm);
+    }
+    if (status != DTRAIN_OK) {
+        dtrain__error kept = dtrain__thread_error;
+        end->transport.destroy(end->transport.self);
+        return dtrain__report(&kept);
+    }
+    comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder, sizeof *comm->recorder);
+    comm->published = comm->plane->keeps;
+    *out = comm;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain__end first, end;
+    dtrain_status status;
+    memset(&defaults, 0, sizeof defaults);
+    if (desc == NULL)
+        desc = &defaults;
+    if (comms == NULL || ranks < 1 || ranks > DTRAIN__MAX_RANKS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threads_create: %d ranks (1 to %d are possible) into %s array",
+                            ranks, DTRAIN__MAX_RANKS, comms == NULL ? "no" : "an");
+    for (int rank = 0; rank < ranks; rank++)
+        comms[rank] = NULL;
+    status = dtrain__create_check_desc(desc);
+    if (status == DTRAIN_OK)
+        status = dtrain__threads_plane_create(&first, ranks, desc->allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    for (int rank = 0; rank < ranks; rank++) {
+        dtrain__threads_plane_peer(&first, rank, &end);
+        if (status == DTRAIN_OK)
+            status = dtrain__create_end(&comms[rank], &end, desc);
+        else
+            end.transport.destroy(end.transport.self);
+    }
+    for (int rank = 0; status != DTRAIN_OK && rank < ranks; rank++) {
+        dtrain_comm_destroy(comms[rank]);
+        comms[rank] = NULL;
+    }
+    return status;
+}
+
+/* Makes the transport of a group of processes. */
+static dtrain_status dtrain__create_processes(dtrain__end *out, const dtrain__place *place,
+                                              const dtrain_comm_desc *desc)
+{
+    dtrain__keys keys;
+    dtrain__hub_desc hub;
+    dtrain_status status;
+    memset(&keys, 0, sizeof keys);
+    keys.rank = place->rank;
+    keys.world_size = place->world_size;
+    keys.secure = place->secure;
+    memcpy(keys.token, place->token, sizeof keys.token);
+    keys.token_bytes = place->token_bytes;
+    memcpy(keys.job, place->job, sizeof keys.job);
+    hub.root = place->root;
+    hub.listen_on = place->listen_on;
+    hub.fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
+    hub.believed = place->believed;
+    hub.insecure = place->insecure;
+    hub.listen_fd = place->listen_fd;
+    hub.connections = desc->connections;
+    hub.heartbeat_ms = desc->heartbeat_ms;
+    hub.reconnect_ms = desc->reconnect_ms;
+    hub.timeout_ms = place->timeout_ms;
+    hub.on_address = desc->on_address;
+    hub.on_address_user = desc->on_address_user;
+    status = dtrain__socket_plane_create(out, &keys, &hub, desc->allocator);
+    memset(&keys, 0, sizeof keys);
+    return status;
+}
+
+/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
+static dtrain_status dtrain__create_world(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc placed = *desc;
+    dtrain__end end;
+    dtrain_comm *comm;
+    int64_t now = dtrain__os_now_ns();
+    dtrain_status status = dtrain__create_processes(&end, place, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    placed.timeout_ms = place->timeout_ms;
+    status = dtrain__create_end(&comm, &end, &placed);
+    if (status != DTRAIN_OK)
+        return status;
+    comm->forming = 1;
+    comm->started_ns = now;
+    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(place->timeout_ms);
+    *out = comm;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain__place place;
+    dtrain_status status;
+    memset(&defaults, 0, sizeof defaults);
+    if (desc == NULL)
+        desc = &defaults;
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
+    *comm = NULL;
+    status = dtrain__create_check_desc(desc);
+    if (status == DTRAIN_OK)
+        status = dtrain__place_read(&place, desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if (place.world_size == 1) {
+        status = dtrain_threads_create(comm, 1, desc);
+        if (status == DTRAIN_OK)
+            (*comm)->alone = place.alone;
+        return status;
+    }
+    if (desc->algorithm == DTRAIN_ALGORITHM_FUSED)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
+                            "address space; choose another for %d processes",
+                            place.world_size);
+    status = dtrain__create_world(comm, &place, desc);
+    memset(&place, 0, sizeof place);
+    return status;
+}
+
+/* Whether all ranks have come; wait: until they have, or the call's time is up. */
+static dtrain_status dtrain__create_form(dtrain_comm *comm, int *ready, int wait)
+{
+    dtrain_status status = DTRAIN_OK;
+    int formed = 1;
+    if (comm->forming)
+        status = comm->plane->form(comm->transport.self, &formed, comm->started_ns, comm->form_deadline_ns, wait);
+    if (status != DTRAIN_OK)
+        comm->error = dtrain__thread_error;
+    else if (formed) {
+        comm->forming = 0;
+        if (comm->node_ranks == 0)
+            comm->node_ranks = comm->plane->node_ranks(comm->transport.self);
+    }
+    *ready = status == DTRAIN_OK && formed;
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
+{
+    if (comm == NULL || ready == NULL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "comm_ready: needs a group and a place for the answer");
+    *ready = 0;
+    dtrain_status status = dtrain__group_alive(comm, "comm_ready");
+    return status == DTRAIN_OK ? dtrain__create_form(comm, ready, 0) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc)
+{
+    dtrain_status status = dtrain_comm_create_async(comm, desc);
+    int ready = 0;
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__create_form(*comm, &ready, 1);
+    if (status != DTRAIN_OK) {
+        dtrain__error kept = dtrain__thread_error;
+        dtrain_comm_destroy(*comm);
+        *comm = NULL;
+        dtrain__report(&kept);
+    }
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
+                                                    const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain__end end;
+    dtrain_status status;
+    memset(&defaults, 0, sizeof defaults);
+    if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: needs a place for the group and a table with send and recv");
+    *comm = NULL;
+    if (transport->size < 1 || transport->size > DTRAIN__MAX_RANKS || transport->rank < 0 ||
+        transport->rank >= transport->size)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
+                            transport->rank, transport->size, DTRAIN__MAX_RANKS);
+    if (desc != NULL && desc->algorithm == DTRAIN_ALGORITHM_FUSED)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
+                            "choose another algorithm than FUSED");
+    status = dtrain__create_check_desc(desc != NULL ? desc : &defaults);
+    memset(&end, 0, sizeof end);
+    end.transport = *transport;
+    end.plane = &dtrain__plane_own;
+    end.allocator = desc != NULL ? desc->allocator : NULL;
+    if (status == DTRAIN_OK)
+        status = dtrain__create_new(comm, &end, desc != NULL ? desc : &defaults);
+    if (status == DTRAIN_OK && transport->poll != NULL && (*comm)->desc.progress == DTRAIN_PROGRESS_THREAD) {
+        status = dtrain__service_join(*comm);
+        if (status != DTRAIN_OK) {
+            dtrain__create_free(*comm);
+            *comm = NULL;
+        }
+    }
+    return status;
+}
+
+/* Cancels what is queued between ranks that read each other's buffers, so that peers hear of it and no buffer is used
+ * after the handles are gone. */
+static void dtrain__create_cancel(dtrain_comm *comm)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain_work *work = dtrain__queue_head(comm);
+    if (work == NULL || comm->shared == NULL)
+        return;
+    dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
+                 dtrain__op_text(comm, &work->op).text);
+    dtrain__group_break(comm, &cause);
+    dtrain__shared_revoke(comm->shared, comm->rank);
+    dtrain__thread_error = kept;
+}
+
+/* Leaves with a reason that peers will read; NULL: none. */
+static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
+{
+    dtrain_transport transport = comm->transport;
+    int forked = comm->process != getpid();
+    int own = comm->origin == NULL; /* else the transport owns the allocator of its ranks */
+    dtrain__service_leave(comm, forked);
+    if (!forked) { /* a child has no right to the locks */
+        comm->plane->publish(transport.self, NULL, NULL, 0);
+        dtrain__create_cancel(comm);
+    }
+    comm->plane->leaving(transport.self, forked, why, comm->number);
+    if (transport.leave != NULL)
+        transport.leave(transport.self, why != NULL ? why->text : "");
+    if (!own)
+        dtrain__create_free(comm);
+    if (transport.destroy != NULL)
+        transport.destroy(transport.self);
+    if (own)
+        dtrain__create_free(comm);
+}
+
+DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
+{
+    if (comm != NULL && dtrain__group_alive(comm, "comm_destroy") != DTRAIN_OK)
+        dtrain__log(DTRAIN_LOG_ERROR, "%s", dtrain__thread_error.text);
+    else if (comm != NULL)
+        dtrain__create_leave(comm, comm->error.status != DTRAIN_OK ? &comm->error : NULL);
+}
+
+DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->rank : 0;
+}
+
+DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm)
+{
+    return comm != NULL ? comm->size : 1;
+}
+
+DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm)
+{
+    return comm != NULL ? comm->allocator : NULL;
+}
+
+DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm)
+{
+    if (comm == NULL || __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
+        return 0;
+    return __atomic_load_n(&comm->blocked->ns, __ATOMIC_RELAXED);
+}
+
+#define DTRAIN__LEAST_STACK 65536
+
+typedef struct dtrain__create_runner {
+    dtrain__os_thread thread;
+    dtrain_comm *comm;
+    dtrain_status (*body)(dtrain_comm *, void *);
+    void *user;
+    uint32_t *failures; /* counts up, so that the first failure is known */
+    uint32_t place;
+    dtrain__error error;
+} dtrain__create_runner;
+
+static void dtrain__create_runner_main(void *pointer)
+{
+    dtrain__create_runner *runner = (dtrain__create_runner *)pointer;
+    int rank = runner->comm->rank;
+    dtrain__thread_error.text[0] = 0;
+    dtrain_status status = runner->body(runner->comm, runner->user);
+    if (status != DTRAIN_OK) {
+        dtrain__error last = dtrain__thread_error;
+        dtrain__fail(&runner->error, status, "rank %d: %.600s", rank,
+                     last.text[0] != 0 ? last.text : dtrain_status_name(status));
+        runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
+    }
+    if (dtrain__group_alive(runner->comm, "run_threads") != DTRAIN_OK) {
+        dtrain__log(DTRAIN_LOG_ERROR, "run_threads: rank %d has destroyed its world, which ends by itself", rank);
+        return;
+    }
+    if (status != DTRAIN_OK)
+        dtrain__threads_give_up(runner->comm->transport.self, &runner->error);
+    dtrain__create_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
+}
+
+/* Starts a thread for each rank; returns how many, fewer than `ranks` when *status says why. */
+static int dtrain__create_runners_start(dtrain__create_runner *runners, dtrain_comm **comms, int ranks, size_t stack,
+                                        dtrain_status *status)
+{
+    for (int rank = 0; rank < ranks; rank++) {
+        runners[rank].comm = comms[rank];
+        int error = dtrain__os_thread_start(&runners[rank].thread, dtrain__create_runner_main, &runners[rank], stack);
+        if (error == 0)
+            continue;
+        *status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", rank, ranks,
+                               strerror(error));
+        for (int left = rank; left < ranks; left++)
+            dtrain_comm_destroy(comms[left]);
+        return rank;
+    }
+    return ranks;
+}
+
+/* Waits for the ranks; the error of the one that failed first is the call's. */
+static dtrain_status dtrain__create_runners_join(dtrain__create_runner *runners, int started, dtrain_status status)
+{
+    dtrain__error first = dtrain__thread_error;
+    for (int rank = 0; rank < started; rank++) {
+        dtrain__os_thread_join(&runners[rank].thread);
+        if (status == DTRAIN_OK && runners[rank].place == 1)
+            first = runners[rank].error;
+    }
+    for (int rank = 0; status == DTRAIN_OK && rank < started; rank++)
+        if (runners[rank].place == 1)
+            status = first.status;
+    if (status != DTRAIN_OK)
+        dtrain__thread_error = first;
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
+                                            void *user, const dtrain_comm_desc *desc)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    size_t n = ranks > 0 && ranks <= DTRAIN__MAX_RANKS ? (size_t)ranks : 0;
+    size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
+    uint32_t failures = 0;
+    dtrain_status status = DTRAIN_OK;
+    if (n == 0 || body == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
+                            DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
+    if (stack < DTRAIN__LEAST_STACK)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "run_threads: desc.stack_bytes is %zu; calls need %d, and body what it needs beside", stack,
+                            DTRAIN__LEAST_STACK);
+    dtrain__create_runner *runners = (dtrain__create_runner *)dtrain__alloc(&heap, n * sizeof(dtrain__create_runner));
+    dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
+    for (size_t rank = 0; runners != NULL && rank < n; rank++) {
+        runners[rank].body = body;
+        runners[rank].user = user;
+        runners[rank].failures = &failures;
+    }
+    if (runners == NULL || comms == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
+    else
+        status = dtrain_threads_create(comms, ranks, desc);
+    if (status == DTRAIN_OK) {
+        int started = dtrain__create_runners_start(runners, comms, ranks, stack, &status);
+        status = dtrain__create_runners_join(runners, started, status);
+    }
+    dtrain__free(&heap, comms, n * sizeof(dtrain_comm *));
+    dtrain__free(&heap, runners, n * sizeof(dtrain__create_runner));
+    return status;
+}
+
+#endif

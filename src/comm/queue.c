@@ -1,0 +1,337 @@
+/* ---- >>queue ----
+ * The queue of a group's works. Collectives run one after another in the order of their calls; the messages between two
+ * of them move together. Whoever drives a queue holds the group's drive_mutex: a caller that waits, a poll, or the
+ * service thread. A call that waits where progress is by poll goes on with what the rank has begun in other groups. */
+#ifndef DTRAIN__QUEUE
+#define DTRAIN__QUEUE
+#include "op.c"
+#include "fused.c"
+#include "message.c"
+#include "recorder.c"
+#include "trace.c"
+
+#define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next one's turn */
+/* With progress by poll, how soon a call that waits looks at the rank's other groups again */
+#define DTRAIN__SERVICE_AWAKE_NS 200000  /* without sleeping, after something has moved there */
+#define DTRAIN__SERVICE_LOOK_NS 1000000  /* where something is under way */
+#define DTRAIN__SERVICE_IDLE_NS 10000000 /* where nothing is: another thread of the rank may begin it */
+
+struct dtrain__service {
+    dtrain__os_thread thread;
+    dtrain__origin *origin;      /* of its groups; NULL: of a transport of the user's own */
+    dtrain_transport *transport; /* of the user's own that wants to be polled; else NULL */
+    dtrain__bell *bell;          /* its thread waits for it; NULL: for what its origin's step does */
+    dtrain_allocator *allocator;
+    pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
+    dtrain_comm *comms;
+    uint32_t stop;
+};
+
+/* Ends a cancelled operation. A message that has not begun ends alone: nobody knows of it, and the next one takes its
+ * place. All else breaks the group. */
+static int dtrain__queue_give_up(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain__error cause;
+    int message = dtrain__op_is_one_way(op);
+    if (op->phase == 0)
+        dtrain__message_number(comm, op);
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d cancelled %s", comm->rank, dtrain__op_text(comm, op).text);
+    if (op->phase == 0 && (message || comm->size == 1)) {
+        dtrain__fail(&op->error, DTRAIN_ERR_ABORTED, "%.600s before it began", cause.text);
+        return 1;
+    }
+    dtrain__group_break(comm, &cause);
+    if (dtrain__op_is_fused(op))
+        return dtrain__fused_end_broken(comm, op);
+    comm->broken = comm->broken.status == DTRAIN_OK ? cause : comm->broken;
+    dtrain__op_blame(comm, op, &cause);
+    return 1;
+}
+
+/* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
+ * 0, what goes at once; else until about then. */
+static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
+{
+    if (__atomic_load_n(&op->cancelled, __ATOMIC_SEQ_CST))
+        return dtrain__queue_give_up(comm, op);
+    if (dtrain__op_is_fused(op)) {
+        int ended = dtrain__fused_advance(comm, op, wait_ns);
+        if (!ended)
+            dtrain__recorder_start(comm, op);
+        return ended;
+    }
+    if (comm->shared != NULL && wait_ns != INT64_MAX && comm->desc.progress == DTRAIN_PROGRESS_THREAD) {
+        wait_ns = 0; /* other ranks' queues are driven on this thread as well */
+    } else if (wait_ns != 0) {
+        /* In slices, so that the log can say who is awaited long before the deadline, and an abort is seen. */
+        int64_t slice = dtrain__os_now_ns() + 100000000;
+        slice = slice < op->deadline_ns ? slice : op->deadline_ns;
+        wait_ns = wait_ns < slice ? wait_ns : slice;
+    }
+    return dtrain__message_advance(comm, op, wait_ns);
+}
+
+static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
+{
+    return dtrain__op_is_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+}
+
+/* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
+static void dtrain__queue_ended(dtrain_comm *comm, dtrain__op *op, int64_t now)
+{
+    op->ended_ns = now;
+    dtrain__recorder_end(comm, op, now);
+    if (op->error.status != DTRAIN_OK)
+        dtrain__trace_failure(comm, op);
+}
+
+/* A number that changes whenever the operation gets on. */
+static size_t dtrain__queue_progress(const dtrain__op *op)
+{
+    return (size_t)op->phase + op->at + op->send_at + op->sent + op->received;
+}
+
+/* Advances one operation and judges its deadline; returns 1 at its end. Sets *moved when it got on. */
+static int dtrain__queue_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns, int *moved)
+{
+    size_t before = dtrain__queue_progress(op);
+    int ended = dtrain__queue_advance(comm, op, wait_ns);
+    if (!ended && dtrain__recorder_late(comm, op))
+        ended = dtrain__queue_expire(comm, op);
+    *moved |= ended || dtrain__queue_progress(op) != before;
+    return ended;
+}
+
+static dtrain_work *dtrain__queue_head(dtrain_comm *comm)
+{
+    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain_work *work = comm->head;
+    pthread_mutex_unlock(&comm->queue_mutex);
+    return work;
+}
+
+/* Takes off the queue what is behind `before` (NULL: the head) and makes its result visible; the handle may be gone
+ * right after. */
+static void dtrain__queue_finish(dtrain_comm *comm, dtrain_work *before, dtrain_work *work)
+{
+    dtrain__queue_ended(comm, &work->op, dtrain__os_now_ns());
+    pthread_mutex_lock(&comm->queue_mutex);
+    *(before != NULL ? &before->next : &comm->head) = work->next;
+    if (work->next == NULL)
+        comm->tail = before;
+    pthread_mutex_unlock(&comm->queue_mutex);
+    __atomic_sub_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&work->done, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(comm->bell);
+}
+
+/* The messages of a queue that are under way together. */
+typedef struct dtrain__queue_look {
+    dtrain__op *out; /* the first one that goes out; NULL: none */
+    dtrain_work *in; /* the first one that comes in */
+    int others;      /* how many more there are */
+    int moved, finished;
+} dtrain__queue_look;
+
+/* Advances, without waiting, the messages from head to the next collective, and takes those off that have ended: of
+ * those to one peer the first, of those from one peer the first. Crossing messages so get past each other, whatever was
+ * queued first. Stops at until_ns once one has moved. */
+static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *head, int64_t until_ns)
+{
+    dtrain__queue_look sweep = {NULL, NULL, 0, 0, 0};
+    dtrain_work *before = NULL, *next;
+    int taken = 0, lanes = 2 * (comm->size - 1);
+    comm->sweep++;
+    for (dtrain_work *work = head; work != NULL && dtrain__op_is_one_way(&work->op) && taken < lanes; work = next) {
+        int sends = work->op.kind == DTRAIN__SEND;
+        uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
+        next = __atomic_load_n(&work->next, __ATOMIC_ACQUIRE);
+        if (*lane == comm->sweep) {
+            before = work;
+            continue;
+        }
+        if (sweep.moved && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            break;
+        if (work->ended || dtrain__queue_turn(comm, &work->op, 0, &sweep.moved)) {
+            dtrain__queue_finish(comm, before, work);
+            sweep.finished = 1;
+            continue;
+        }
+        before = work;
+        *lane = comm->sweep;
+        taken++;
+        if (sends && sweep.out == NULL)
+            sweep.out = &work->op;
+        else if (!sends && sweep.in == NULL)
+            sweep.in = work;
+        else
+            sweep.others++;
+    }
+    return sweep;
+}
+
+/* Waits until slice_ns for the first messages out and in; the others get their turn after that. */
+static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrain__queue_look *sweep, int64_t slice_ns)
+{
+    int moved = 0;
+    if (comm->transport.exchange == NULL)
+        head->ended = dtrain__queue_turn(comm, &head->op, slice_ns, &moved);
+    else if (dtrain__message_pair(comm, sweep->out, sweep->in != NULL ? &sweep->in->op : NULL, slice_ns))
+        sweep->in->ended = 1;
+}
+
+/* Advances the queue whose head is a message until one has ended, or until_ns (0: what goes at once). Returns whether
+ * one has, and so is off the queue: the head or another. Where ranks share an address space, it never waits: the caller
+ * does, for the bell. */
+static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t until_ns, int *moved)
+{
+    for (;;) {
+        dtrain__queue_look sweep = dtrain__queue_sweep(comm, head, until_ns != 0 ? until_ns : comm->poll_until_ns);
+        int64_t now, slice;
+        int crowded;
+        *moved |= sweep.moved;
+        if (sweep.finished || comm->shared != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
+            return sweep.finished;
+        /* more than one call of the transport can wait for */
+        crowded = sweep.others > 0 || (comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL);
+        if (sweep.moved && crowded)
+            continue;
+        slice = now + (crowded ? 1000000 : 100000000);
+        dtrain__queue_wait(comm, head, &sweep, slice < until_ns ? slice : until_ns);
+    }
+}
+
+typedef struct dtrain__queue_call {
+    dtrain_comm *comm;
+    dtrain__op *op;
+    dtrain_work *message; /* the queue's head, where that is a message */
+    int64_t until_ns;
+    int ended, moved;
+} dtrain__queue_call;
+
+static int dtrain__queue_ready(void *pointer)
+{
+    dtrain__queue_call *wait = (dtrain__queue_call *)pointer;
+    wait->moved = 0;
+    wait->ended = wait->message != NULL
+                      ? dtrain__queue_messages(wait->comm, wait->message, wait->until_ns, &wait->moved)
+                      : dtrain__queue_advance(wait->comm, wait->op, wait->until_ns);
+    return wait->ended;
+}
+
+/* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything did. */
+static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
+{
+    int moved = 0;
+    dtrain_work *work;
+    while ((work = dtrain__queue_head(comm)) != NULL) {
+        int ended, others = comm->shared != NULL && !dtrain__op_is_fused(&work->op);
+        if (dtrain__op_is_one_way(&work->op)) {
+            ended = dtrain__queue_messages(comm, work, until_ns, &moved);
+        } else { /* where ranks share an address space, this thread drives other ranks' queues as well */
+            ended = dtrain__queue_turn(comm, &work->op, others ? 0 : until_ns, &moved);
+            if (ended)
+                dtrain__queue_finish(comm, NULL, work);
+        }
+        if (!ended)
+            break;
+        if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            break;
+        if (until_ns == 0 && comm->poll_until_ns > 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
+            break;
+    }
+    return moved;
+}
+
+/* Advances queued work until until_ns without waiting for a peer; the caller holds drive_mutex. */
+static int dtrain__queue_drive_within(dtrain_comm *comm, int64_t until_ns)
+{
+    int moved = 0;
+    comm->poll_until_ns = until_ns;
+    while (dtrain__queue_drive(comm, comm->shared != NULL ? until_ns : 0)) {
+        moved = 1;
+        if (dtrain__os_now_ns() >= until_ns)
+            break;
+    }
+    return moved;
+}
+
+/* Drives what is queued in a group that another call waits beside; leaves alone what another thread drives. Returns
+ * whether any of it got on, and sets *left where there is more. */
+static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
+{
+    int moved = 0;
+    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&other->drive_mutex) != 0)
+        return 0;
+    /* what is pending now stays so; a group with nothing may be in a call that takes no lock */
+    if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0) {
+        int64_t slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
+        dtrain__error kept = dtrain__thread_error;
+        moved = dtrain__queue_drive_within(other, slice_ns < until_ns ? slice_ns : until_ns);
+        dtrain__thread_error = kept;
+    }
+    pthread_mutex_unlock(&other->drive_mutex);
+    *left |= __atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0;
+    return moved;
+}
+
+/* With progress by poll: goes on with what the rank has begun in other groups than the one that the caller waits in,
+ * without waiting there. Returns for how long the caller may then wait in its own: not at all up to *awake_ns, which is
+ * set anew whenever something moves. */
+static int64_t dtrain__queue_help(dtrain_comm *comm, int64_t until_ns, int64_t *awake_ns)
+{
+    dtrain__service *service = comm->desc.progress == DTRAIN_PROGRESS_POLL ? comm->service : NULL;
+    int left = 0, moved = 0;
+    if (service == NULL)
+        return INT64_MAX;
+    if (pthread_mutex_trylock(&service->mutex) != 0) /* another thread of the rank is at it, which may end sooner */
+        return DTRAIN__SERVICE_LOOK_NS;
+    for (dtrain_comm *other = service->comms; other != NULL; other = other->next_served)
+        if (other != comm)
+            moved |= dtrain__queue_lend(other, until_ns, &left);
+    pthread_mutex_unlock(&service->mutex);
+    if (!left)
+        return DTRAIN__SERVICE_IDLE_NS;
+    if (moved)
+        *awake_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_AWAKE_NS;
+    return dtrain__os_now_ns() < *awake_ns ? 0 : DTRAIN__SERVICE_LOOK_NS;
+}
+
+/* Runs one operation on the calling thread, to its end or until until_ns (INT64_MAX: no limit), which returns 0.
+ * message: as in dtrain__queue_call. */
+static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *message, int64_t until_ns)
+{
+    dtrain__queue_call wait = {comm, op, message, until_ns, 0, 0};
+    int64_t limit = until_ns < op->deadline_ns ? until_ns : op->deadline_ns, awake_ns = 0;
+    int bell = dtrain__op_is_fused(op) || (message != NULL && comm->shared != NULL);
+    int sleeps = bell || (comm->shared != NULL && until_ns != INT64_MAX &&
+                          comm->desc.progress == DTRAIN_PROGRESS_THREAD); /* as dtrain__queue_advance does not */
+    size_t progress = dtrain__queue_progress(op);
+    for (unsigned turn = 0;; turn++) {
+        int64_t span = INT64_MAX, soon = INT64_MAX; /* then this rank's other groups are looked at again */
+        if (turn >= comm->bell->spins || !bell)
+            span = dtrain__queue_help(comm, until_ns, &awake_ns);
+        if (span != INT64_MAX)
+            soon = dtrain__os_now_ns() + span;
+        wait.until_ns = bell || until_ns < soon ? until_ns : soon;
+        if (dtrain__queue_ready(&wait))
+            return 1;
+        if (wait.moved || dtrain__queue_progress(op) != progress)
+            turn = 0;
+        progress = dtrain__queue_progress(op);
+        if (turn > comm->bell->spins || !bell) {
+            if (message == NULL && dtrain__recorder_late(comm, op) && dtrain__queue_expire(comm, op))
+                return 1;
+            if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+                return 0;
+        }
+        if (span == 0)
+            sched_yield();
+        else if (sleeps)
+            dtrain__bell_wait(comm->bell, turn, limit < soon ? limit : soon, dtrain__queue_ready, &wait);
+        if (wait.ended)
+            return 1;
+    }
+}
+
+#endif

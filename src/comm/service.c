@@ -1,0 +1,216 @@
+/* ---- >>service ----
+ * Who drives the queues of groups beside their callers. One thread serves all groups of a world that this process has;
+ * a transport of the user's own has one of its own. With progress by poll a service has no thread and the groups of one
+ * rank. */
+#ifndef DTRAIN__SERVICE
+#define DTRAIN__SERVICE
+#include "queue.c"
+
+/* One round over the groups that nobody else is driving. */
+static int dtrain__service_round(void *pointer)
+{
+    dtrain__service *service = (dtrain__service *)pointer;
+    int moved = __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0;
+    pthread_mutex_lock(&service->mutex);
+    for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
+        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&comm->drive_mutex) != 0)
+            continue;
+        int messages = comm->shared == NULL;
+        moved |= dtrain__queue_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
+        moved |= messages && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
+        pthread_mutex_unlock(&comm->drive_mutex);
+    }
+    pthread_mutex_unlock(&service->mutex);
+    return moved;
+}
+
+/* Advances all groups without waiting for a peer. Returns for how long there is nothing to do unless
+ * something comes. */
+static int64_t dtrain__service_drive(dtrain__service *service)
+{
+    int64_t span = 1000000000;
+    pthread_mutex_lock(&service->mutex);
+    for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
+        int64_t most = 50000000; /* deadlines are looked at */
+        comm->plane->rest(comm->transport.self);
+        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
+            continue;
+        if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {
+            most = 1000000; /* whoever drives it may leave work behind */
+        } else {
+            if (dtrain__queue_drive_within(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS))
+                most = 0;
+            pthread_mutex_unlock(&comm->drive_mutex);
+        }
+        span = most < span ? most : span;
+    }
+    pthread_mutex_unlock(&service->mutex);
+    return span;
+}
+
+/* Looks after the connections of a group over a transport of the user's own, and drives its queue. */
+static void dtrain__service_tend(dtrain__service *service)
+{
+    dtrain_transport *transport = service->transport;
+    while (!__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+        dtrain_comm *comm = __atomic_load_n(&service->comms, __ATOMIC_SEQ_CST);
+        int pending = comm != NULL && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
+        int driven = pending && pthread_mutex_trylock(&comm->drive_mutex) == 0;
+        if (driven) {
+            dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__MESSAGE_SLICE_NS);
+            pthread_mutex_unlock(&comm->drive_mutex);
+        }
+        transport->poll(transport->self, driven ? 0 : dtrain__os_now_ns() + (pending ? 1000000 : 1000000000));
+    }
+}
+
+static void dtrain__service_main(void *pointer)
+{
+    dtrain__service *service = (dtrain__service *)pointer;
+    dtrain__origin *origin = service->origin;
+    int steps = origin != NULL && origin->step != NULL;
+    while (steps && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+        int64_t span = dtrain__service_drive(service);
+        origin->step(origin, span > 0 ? dtrain__os_now_ns() + span : 0);
+    }
+    if (steps)
+        return;
+    if (service->transport != NULL) {
+        dtrain__service_tend(service);
+        return;
+    }
+    unsigned first = service->bell->spins + DTRAIN__BELL_YIELDS - 10; /* yield a little, then sleep */
+    for (unsigned turn = first; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
+        if (dtrain__service_round(service))
+            turn = first;
+        dtrain__bell_wait(service->bell, turn, INT64_MAX, dtrain__service_round, service);
+    }
+}
+
+static void dtrain__service_free(dtrain__service *service)
+{
+    pthread_mutex_destroy(&service->mutex);
+    dtrain__free(service->allocator, service, sizeof *service);
+}
+
+static void dtrain__service_stop(void *pointer)
+{
+    dtrain__service *service = (dtrain__service *)pointer;
+    __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(service->bell);
+    if (service->origin != NULL && service->origin->kick != NULL)
+        service->origin->kick(service->origin);
+    if (service->transport != NULL && service->transport->wake != NULL)
+        service->transport->wake(service->transport->self);
+    dtrain__os_thread_join(&service->thread);
+    dtrain__service_free(service);
+}
+
+/* One without its thread. */
+static dtrain_status dtrain__service_new(dtrain_comm *comm, dtrain__service **out)
+{
+    dtrain__service *service = (dtrain__service *)dtrain__alloc(comm->allocator, sizeof *service);
+    *out = service;
+    if (service == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for %zu bytes that serve its groups",
+                            comm->rank, sizeof *service);
+    service->allocator = comm->allocator;
+    pthread_mutex_init(&service->mutex, NULL);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out)
+{
+    dtrain__service *service;
+    dtrain_status status = dtrain__service_new(comm, &service);
+    if (status != DTRAIN_OK)
+        return status;
+    service->origin = comm->origin;
+    service->bell = comm->origin != NULL ? comm->origin->bell : comm->bell;
+    service->transport = comm->origin == NULL && comm->transport.poll != NULL ? &comm->transport : NULL;
+    int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
+    if (error == 0) {
+        *out = service;
+        return DTRAIN_OK;
+    }
+    dtrain__service_free(service);
+    return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
+                        "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
+                        "without",
+                        comm->rank, strerror(error));
+}
+
+/* The service thread of the group's origin, started where there is none yet. */
+static dtrain_status dtrain__service_find(dtrain_comm *comm, dtrain__service **out)
+{
+    dtrain__origin *origin = comm->origin;
+    dtrain_status status = DTRAIN_OK;
+    if (origin == NULL)
+        return dtrain__service_start(comm, out);
+    pthread_mutex_lock(&origin->mutex);
+    if (origin->service == NULL)
+        status = dtrain__service_start(comm, out);
+    else
+        *out = (dtrain__service *)origin->service;
+    if (status == DTRAIN_OK) {
+        origin->service = *out;
+        origin->last_gone = dtrain__service_stop;
+    }
+    pthread_mutex_unlock(&origin->mutex);
+    return status;
+}
+
+static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
+{
+    pthread_mutex_lock(&service->mutex);
+    comm->next_served = service->comms;
+    __atomic_store_n(&service->comms, comm, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&service->mutex);
+    comm->service = service;
+}
+
+/* Puts the group under a service thread, at the first asynchronous call. */
+static dtrain_status dtrain__service_join(dtrain_comm *comm)
+{
+    dtrain__service *service;
+    dtrain_status status = dtrain__service_find(comm, &service);
+    if (status == DTRAIN_OK)
+        dtrain__service_add(service, comm);
+    return status;
+}
+
+/* With progress by poll, before a group is made out of this one: has a service that both can share. A transport of the
+ * user's own has no groups but of one rank, where nothing waits. */
+static dtrain_status dtrain__service_share(dtrain_comm *comm)
+{
+    dtrain__service *service;
+    if (comm->desc.progress != DTRAIN_PROGRESS_POLL || comm->service != NULL || comm->origin == NULL)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__service_new(comm, &service);
+    if (status == DTRAIN_OK)
+        dtrain__service_add(service, comm);
+    return status;
+}
+
+/* A forked child has neither a service thread nor a right to the lock, but is alone with its copy of the list. */
+static void dtrain__service_leave(dtrain_comm *comm, int forked)
+{
+    dtrain__service *service = comm->service;
+    dtrain_comm **at;
+    if (service == NULL || (forked && comm->desc.progress != DTRAIN_PROGRESS_POLL))
+        return;
+    if (!forked)
+        pthread_mutex_lock(&service->mutex);
+    for (at = &service->comms; *at != comm;)
+        at = &(*at)->next_served;
+    __atomic_store_n(at, comm->next_served, __ATOMIC_SEQ_CST);
+    int last = service->comms == NULL;
+    if (!forked)
+        pthread_mutex_unlock(&service->mutex);
+    if (comm->desc.progress == DTRAIN_PROGRESS_POLL && last)
+        dtrain__service_free(service);
+    else if (comm->origin == NULL)
+        dtrain__service_stop(service);
+}
+
+#endif

@@ -1,0 +1,369 @@
+/* ---- >>work ----
+ * What a call becomes: it runs on its own thread, or goes into the queue as a work, which the service drives, a poll,
+ * or whoever waits for it. A collective waits for all works before it, and all after it wait for it. Between two of
+ * them each message ends by itself; it waits for those alone that go the same way. */
+#ifndef DTRAIN__WORK
+#define DTRAIN__WORK
+#include "service.c"
+
+/* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
+static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
+{
+    int ready = 1;
+    if (comm->process != getpid())
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_INVALID,
+            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork", call,
+            (long)comm->process, (long)getpid());
+    if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
+        return comm->error.status;
+    if (!ready)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s: the group is still forming; call it when dtrain_comm_ready says 1", call);
+    return DTRAIN_OK;
+}
+
+/* Says once a process that its world has one rank: often nobody meant that. A program that runs threads where no
+ * launcher has started it makes no calls on such a world. */
+static void dtrain__work_tell_alone(dtrain_comm *comm)
+{
+    static uint32_t told;
+    comm->alone = 0;
+    if (__atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
+        dtrain__log(DTRAIN_LOG_WARN, "no launcher has set a rank, so this is a world of one; \"dtrun -n 4 PROGRAM\" "
+                                     "starts four ranks, as do torchrun, srun and mpirun; DTRAIN_WORLD_SIZE=1 says "
+                                     "that one is meant");
+}
+
+static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
+{
+    dtrain_status status = dtrain__op_check(comm, op);
+    if (status == DTRAIN_OK && !comm->plane->in_process)
+        status = dtrain__work_usable(comm, dtrain__op_kind_name((uint64_t)op->kind));
+    if (status != DTRAIN_OK)
+        return status;
+    if (comm->alone)
+        dtrain__work_tell_alone(comm);
+    op->algorithm = dtrain__plan_select(comm, op);
+    op->awaited = -1;
+    return DTRAIN_OK;
+}
+
+/* The time allowed to a call begins. */
+static void dtrain__work_clock(dtrain_comm *comm, dtrain__op *op)
+{
+    op->started_ns = dtrain__os_now_ns();
+    op->deadline_ns =
+        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
+}
+
+/* Puts an operation at the end of the queue; NULL: no memory. */
+static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
+{
+    pthread_mutex_lock(&comm->queue_mutex);
+    dtrain_work *work = comm->spare;
+    if (work != NULL)
+        comm->spare = work->next;
+    else
+        work = (dtrain_work *)dtrain__alloc(comm->allocator, sizeof *work);
+    if (work != NULL && work->comm == NULL) {
+        work->comm = comm;
+        work->older = comm->newest;
+        comm->newest = work;
+    }
+    if (work != NULL) {
+        work->next = NULL;
+        work->done = 0;
+        work->ended = 0;
+        work->mark = DTRAIN__WORK_MARK;
+        work->op = *op;
+        work->op.packet = dtrain__op_is_one_way(op) ? work->packet : NULL;
+        work->op.queued = 1;
+        if (comm->tail != NULL)
+            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may stand there */
+        else
+            comm->head = work;
+        comm->tail = work;
+        __atomic_add_fetch(&comm->pending, 1, __ATOMIC_SEQ_CST);
+    }
+    pthread_mutex_unlock(&comm->queue_mutex);
+    if (work == NULL)
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a work handle", comm->rank);
+    return work;
+}
+
+static dtrain_status dtrain__work_enqueue(dtrain_comm *comm, const dtrain__op *op, dtrain_work **out)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (comm->service == NULL && comm->desc.progress == DTRAIN_PROGRESS_THREAD)
+        status = dtrain__service_join(comm);
+    if (status != DTRAIN_OK)
+        return status;
+    *out = dtrain__work_add(comm, op);
+    if (*out == NULL)
+        return DTRAIN_ERR_MEMORY;
+    dtrain__bell_ring(comm->bell);
+    if (comm->transport.wake != NULL)
+        comm->transport.wake(comm->transport.self);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API int dtrain_work_done(const dtrain_work *work)
+{
+    return work == NULL || __atomic_load_n(&work->done, __ATOMIC_SEQ_CST) != 0;
+}
+
+static int dtrain__work_ready(void *pointer)
+{
+    return dtrain_work_done((const dtrain_work *)pointer);
+}
+
+/* Drives the queue on the calling thread, or looks on while another thread does, until work has ended or until_ns. */
+static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
+{
+    dtrain_comm *comm = work->comm;
+    /* who comes back again and again, and never waits, makes connections and answers peers all the same */
+    if (until_ns != INT64_MAX && !dtrain_work_done(work) && comm->desc.progress == DTRAIN_PROGRESS_POLL &&
+        comm->transport.poll != NULL)
+        comm->transport.poll(comm->transport.self, 0);
+    for (unsigned turn = 0; !dtrain_work_done(work); turn++) {
+        if (pthread_mutex_trylock(&comm->drive_mutex) == 0) {
+            dtrain_work *head;
+            while (!dtrain_work_done(work) && (head = dtrain__queue_head(comm)) != NULL) {
+                dtrain_work *message = dtrain__op_is_one_way(&head->op) ? head : NULL;
+                if (!dtrain__queue_run(comm, &head->op, message, until_ns))
+                    break;
+                if (message == NULL) /* else what has ended is off the queue */
+                    dtrain__queue_finish(comm, NULL, head);
+            }
+            pthread_mutex_unlock(&comm->drive_mutex);
+            if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
+                dtrain__bell_ring(comm->bell); /* the service goes on with the rest */
+        } else {
+            dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
+        }
+        if (until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
+            return;
+    }
+}
+
+/* Counts what the caller has waited since started_ns for what the group does, wherever it waited. */
+static void dtrain__work_blocked(dtrain_comm *comm, int64_t started_ns)
+{
+    int64_t ns = dtrain__os_now_ns() - started_ns;
+    for (dtrain__blocked *blocked = comm->blocked; blocked != NULL; blocked = blocked->above)
+        __atomic_add_fetch(&blocked->ns, ns, __ATOMIC_RELAXED);
+}
+
+/* The same for a wait inside a call of the group. */
+static void dtrain__work_blocked_in(dtrain_comm *comm, int64_t started_ns)
+{
+    if (!comm->apart)
+        dtrain__work_blocked(comm, started_ns);
+}
+
+/* Lets a group add to what another counts; both share an allocator. */
+static void dtrain__work_blocked_link(dtrain_comm *comm, dtrain__blocked *above)
+{
+    comm->blocked->above = above;
+    if (above != NULL)
+        __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
+}
+
+static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_allocator *allocator)
+{
+    while (blocked != NULL && __atomic_sub_fetch(&blocked->held, 1, __ATOMIC_ACQ_REL) == 0) {
+        dtrain__blocked *above = blocked->above;
+        dtrain__free(allocator, blocked, sizeof *blocked);
+        blocked = above;
+    }
+}
+
+/* Refuses a handle that is no more. Best effort: a later call may have taken it again. */
+static dtrain_status dtrain__work_alive(const dtrain_work *work, const char *call)
+{
+    uint32_t mark = __atomic_load_n(&work->mark, __ATOMIC_RELAXED);
+    if (mark == DTRAIN__WORK_MARK)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s", call,
+                        mark == DTRAIN__GONE ? "the group of this handle was destroyed, and its handles with it"
+                                             : "this handle was waited for before, which ends it; wait once");
+}
+
+/* Waits for work until until_ns. Returns its result and frees it; 0 in *ended: it goes on. */
+static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *ended)
+{
+    dtrain_status status = dtrain__work_alive(work, "work_wait");
+    int64_t started;
+    *ended = 1;
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_comm *comm = work->comm;
+    if (!comm->plane->in_process && (status = dtrain__work_usable(comm, "work_wait")) != DTRAIN_OK)
+        return status;
+    started = dtrain__os_now_ns();
+    dtrain__work_help(work, until_ns);
+    dtrain__work_blocked_in(comm, started);
+    *ended = dtrain_work_done(work);
+    if (!*ended)
+        return DTRAIN_OK;
+    status = dtrain__report(&work->op.error);
+    if (status != DTRAIN_OK)
+        comm->error = work->op.error;
+    comm->waited_ns[0] = work->op.run_ns;
+    comm->waited_ns[1] = work->op.ended_ns;
+    pthread_mutex_lock(&comm->queue_mutex);
+    __atomic_store_n(&work->mark, 0, __ATOMIC_RELAXED);
+    work->next = comm->spare;
+    comm->spare = work;
+    pthread_mutex_unlock(&comm->queue_mutex);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+{
+    int ended;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
+    return dtrain__work_end(work, INT64_MAX, &ended);
+}
+
+/* ", behind all_reduce of 100 elements, which was called before it"; "" for a work that is at its turn. */
+static void dtrain__work_behind(const dtrain_work *work, char *text, size_t capacity)
+{
+    dtrain_comm *comm = work->comm;
+    const dtrain_work *first = NULL, *at;
+    int packet = dtrain__op_is_one_way(&work->op);
+    text[0] = 0;
+    pthread_mutex_lock(&comm->queue_mutex);
+    for (at = comm->head; at != NULL && at != work; at = at->next)
+        if (first == NULL && (!packet || !dtrain__op_is_one_way(&at->op) ||
+                              (at->op.kind == work->op.kind && at->op.root == work->op.root)))
+            first = at;
+    if (first != NULL && at == work)
+        snprintf(text, capacity, ", behind %s of %zu elements, which was called before it",
+                 dtrain__op_kind_name((uint64_t)first->op.kind), first->op.count);
+    pthread_mutex_unlock(&comm->queue_mutex);
+}
+
+DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms)
+{
+    int64_t now = dtrain__os_now_ns();
+    int ended;
+    char behind[96];
+    dtrain_status status;
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait_for: the handle is NULL; was its call checked?");
+    status = dtrain__work_end(
+        work, timeout_ms < 0 || timeout_ms > (INT64_MAX - now) / 1000000 ? INT64_MAX : now + timeout_ms * 1000000,
+        &ended);
+    if (ended)
+        return status;
+    dtrain__work_behind(work, behind, sizeof behind);
+    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                        "work_wait_for on rank %d: %s of %zu elements is still under way after %lld ms%s; it goes on, "
+                        "and its handle can be waited for again",
+                        work->comm->rank, dtrain__op_kind_name((uint64_t)work->op.kind), work->op.count,
+                        (long long)timeout_ms, behind);
+}
+
+DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
+{
+    int64_t until;
+    if (comm != NULL && dtrain__group_alive(comm, "comm_poll") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    if (comm == NULL || comm->desc.progress != DTRAIN_PROGRESS_POLL)
+        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                            "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
+    if (comm->process != getpid())
+        return dtrain__work_usable(comm, "comm_poll");
+    until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
+    if (comm->transport.poll != NULL)
+        comm->transport.poll(comm->transport.self, 0);
+    if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of the rank is at it */
+        dtrain__queue_drive_within(comm, until);
+        pthread_mutex_unlock(&comm->drive_mutex);
+    }
+    return DTRAIN_OK;
+}
+
+/* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
+static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
+{
+    if (comm->noted + 2 > comm->notes_capacity) {
+        size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
+        dtrain__note *notes = (dtrain__note *)dtrain__resize(
+            comm->allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note), more * sizeof(dtrain__note));
+        if (notes == NULL)
+            return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
+                                comm->noted + 1);
+        comm->notes = notes;
+        comm->notes_capacity = more;
+    }
+    for (int receives = 0; receives < 2; receives++) { /* an exchange is a send and a recv */
+        dtrain__note *note = &comm->notes[comm->noted];
+        int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
+        if (splits ? peer < 0 : receives)
+            continue;
+        memcpy(&note->op, op, offsetof(dtrain__op, error));
+        note->op.error.status = DTRAIN_OK;
+        note->op.kind = !splits ? op->kind : receives ? DTRAIN__RECV : DTRAIN__SEND;
+        note->op.root = peer;
+        note->op.count = splits && receives ? op->in_count : op->count;
+        note->op.in_count = 0;
+        note->work = NULL;
+        comm->noted++;
+    }
+    return DTRAIN_OK;
+}
+
+/* As dtrain__work_call, by the one thread that is in a call of the group. */
+static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
+{
+    dtrain_status status = dtrain__work_begin(comm, op);
+    dtrain_work *queued = NULL;
+    int64_t now;
+    if (status != DTRAIN_OK)
+        return status;
+    op->async = work != NULL;
+    if (comm->fusing && work != NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
+                            "fuse_end first",
+                            dtrain__op_kind_name((uint64_t)op->kind), comm->rank);
+    if (comm->fusing)
+        return dtrain__work_note(comm, op);
+    dtrain__work_clock(comm, op);
+    if (work != NULL)
+        return dtrain__work_enqueue(comm, op, work);
+    if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0) {
+        status = dtrain__work_enqueue(comm, op, &queued);
+        return status != DTRAIN_OK ? status : dtrain_work_wait(queued);
+    }
+    dtrain__queue_run(comm, op, NULL, INT64_MAX);
+    now = dtrain__os_now_ns();
+    dtrain__queue_ended(comm, op, now);
+    dtrain__work_blocked_in(comm, op->started_ns);
+    if (op->error.status != DTRAIN_OK)
+        comm->error = op->error;
+    return dtrain__report(&op->error);
+}
+
+/* Runs a call to its end (work NULL), or starts it; inside a fuse notes it. */
+static dtrain_status dtrain__work_call(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
+{
+    const char *name = dtrain__op_kind_name((uint64_t)op->kind);
+    int entered;
+    if (work != NULL)
+        *work = NULL;
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?", name);
+    dtrain_status status = dtrain__group_enter(comm, name, &entered);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__work_do(comm, op, work);
+    dtrain__group_exit(comm, entered);
+    return status;
+}
+
+#endif

@@ -1,0 +1,400 @@
+/* ---- >>admission ----
+ * Who may come in. Every connection opens with four messages of fixed size, whatever the peer sends:
+ *
+ *   hello      initiator  who it is, whom it wants, what for, a nonce
+ *   challenge  acceptor   who it is, the run, a nonce
+ *   proof      initiator  its position in the stream, its job, its process; HMAC-SHA256 of "initiator", hello,
+ *                         challenge and these
+ *   verdict    acceptor   yes or no, its position, HMAC-SHA256 of "acceptor" and all that came before
+ *
+ * Nothing but these fixed fields is looked at before the proof holds; direction, run, both ranks, version,
+ * both nonces and what each side wants of sealing are bound into both proofs, so that a recording, a reflection or a
+ * relay to another rank proves nothing, and no relay can turn sealing off. An unproved peer costs one
+ * dtrain__handshake for a few seconds. That is a state machine over its two buffers: handshake_take() handles one whole
+ * message and moves no byte itself, which is what the fuzzer drives.
+ *
+ * Source: challenge and response of ISO/IEC 9798-4; HMAC of RFC 2104; keys of a sealed connection by RFC 5869. */
+#ifndef DTRAIN__ADMISSION
+#define DTRAIN__ADMISSION
+#include "../base/os.c"
+#include "../base/status.c"
+#include "../transport/chacha.c"
+#include "../transport/net.c"
+#include "plane.c"
+
+#define DTRAIN__WIRE_VERSION 4u
+#define DTRAIN__HELLO_BYTES 128 /* this and the next are the same in every version, so that each side can name both */
+#define DTRAIN__CHALLENGE_BYTES 80
+#define DTRAIN__PROOF_BYTES (40 + DTRAIN__JOB_BYTES + DTRAIN__NAME_BYTES)
+#define DTRAIN__VERDICT_BYTES 304
+#define DTRAIN__VERDICT_TEXT 256
+#define DTRAIN__NONCE_BYTES 32
+
+enum { DTRAIN__PURPOSE_CONTROL = 1, DTRAIN__PURPOSE_DATA };
+enum { DTRAIN__SECURE_LEAVES = 1, DTRAIN__SECURE_ON = 2, DTRAIN__SECURE_OFF = 4 }; /* a side's view, in one byte */
+enum { DTRAIN__HELLO_SECURE = 28, DTRAIN__CHALLENGE_SECURE = 11 };                 /* where it is */
+
+typedef enum dtrain__handshake_state {
+    DTRAIN__HANDSHAKE_CONNECTING = 0, /* initiator: the system is still connecting */
+    DTRAIN__HANDSHAKE_HELLO,          /* acceptor awaits a hello */
+    DTRAIN__HANDSHAKE_CHALLENGE,      /* initiator awaits a challenge */
+    DTRAIN__HANDSHAKE_PROOF,          /* acceptor awaits a proof */
+    DTRAIN__HANDSHAKE_PROVED,         /* acceptor: the owner must call dtrain__handshake_answer */
+    DTRAIN__HANDSHAKE_VERDICT,        /* initiator awaits the verdict */
+    DTRAIN__HANDSHAKE_OPEN,           /* both have proved themselves; what out still holds must go first */
+    DTRAIN__HANDSHAKE_CLOSED          /* error says why */
+} dtrain__handshake_state;
+
+typedef struct dtrain__handshake {
+    struct dtrain__handshake *next;
+    int fd, initiator, purpose, lane;
+    uint64_t channel; /* the group that a connection for data belongs to */
+    int peer;         /* rank: whom an initiator wants, who an acceptor's hello says it is */
+    int peer_world;   /* the world size that an acceptor's peer believes in */
+    dtrain__handshake_state state;
+    int64_t expires_ns;
+    uint64_t received, peer_received; /* positions in the stream, for one that is resumed */
+    uint64_t links, peer_links;       /* connections that the stream has had, as each side counts */
+    unsigned char hello[DTRAIN__HELLO_BYTES], challenge[DTRAIN__CHALLENGE_BYTES], proof[DTRAIN__PROOF_BYTES];
+    unsigned char in[DTRAIN__VERDICT_BYTES], out[DTRAIN__VERDICT_BYTES];
+    size_t in_bytes, out_bytes, out_done;
+    char peer_name[DTRAIN__ADDRESS_BYTES];
+    char job[DTRAIN__JOB_BYTES], name[DTRAIN__NAME_BYTES]; /* of the process that has proved itself to an acceptor */
+    dtrain__error error;
+    int verdict;      /* initiator: a proved no, as a dtrain_status */
+    int system_error; /* why the connection ended, as an errno */
+} dtrain__handshake;
+
+static const unsigned char dtrain__handshake_magic[8] = {'d', 't', 'r', 'a', 'i', 'n', '\r', '\n'};
+
+/* 1 on little-endian machines, 2 on big-endian ones: data travel as they lie in memory. */
+static unsigned char dtrain__byte_order(void)
+{
+    const uint16_t one = 1;
+    unsigned char first;
+    memcpy(&first, &one, 1);
+    return first == 1 ? 1 : 2;
+}
+
+/* What this side says of sealing: its wish, and whether the connection's own addresses lead to another host. */
+static unsigned char dtrain__handshake_secure(const dtrain__handshake *handshake, const dtrain__keys *keys)
+{
+    int wish = keys->secure > 0 ? DTRAIN__SECURE_ON : keys->secure < 0 ? DTRAIN__SECURE_OFF : 0;
+    return (unsigned char)(wish | (dtrain__net_leaves_host(handshake->fd) ? DTRAIN__SECURE_LEAVES : 0));
+}
+
+/* One side wants sealing and the other does not; the owner refuses it. */
+static int dtrain__handshake_disagrees(const dtrain__handshake *handshake)
+{
+    int both = handshake->hello[DTRAIN__HELLO_SECURE] | handshake->challenge[DTRAIN__CHALLENGE_SECURE];
+    return (both & DTRAIN__SECURE_ON) != 0 && (both & DTRAIN__SECURE_OFF) != 0;
+}
+
+/* Whether the connection is sealed: one side asks for it, or sees it leave the host and does not forbid it. Both sides
+ * find the same. */
+static int dtrain__handshake_sealed(const dtrain__handshake *handshake, const dtrain__keys *keys)
+{
+    int a = handshake->hello[DTRAIN__HELLO_SECURE], b = handshake->challenge[DTRAIN__CHALLENGE_SECURE];
+    int by_itself = DTRAIN__SECURE_LEAVES, no = DTRAIN__SECURE_LEAVES | DTRAIN__SECURE_OFF;
+    return keys->token_bytes > 0 &&
+           (((a | b) & DTRAIN__SECURE_ON) != 0 || (a & no) == by_itself || (b & no) == by_itself);
+}
+
+/* The keys of both directions. */
+static void dtrain__handshake_derive(const dtrain__handshake *handshake, const dtrain__keys *keys,
+                                     unsigned char out[DTRAIN__KEY_BYTES], unsigned char in[DTRAIN__KEY_BYTES])
+{
+    static const char from_initiator[] = "dtrain seal initiator", from_acceptor[] = "dtrain seal acceptor";
+    unsigned char said[DTRAIN__HELLO_BYTES + DTRAIN__CHALLENGE_BYTES], salt[32];
+    memcpy(said, handshake->hello, DTRAIN__HELLO_BYTES);
+    memcpy(said + DTRAIN__HELLO_BYTES, handshake->challenge, DTRAIN__CHALLENGE_BYTES);
+    dtrain_sha256(said, sizeof said, salt);
+    dtrain__hkdf(keys->token, keys->token_bytes, salt, sizeof salt, from_initiator, sizeof from_initiator,
+                 handshake->initiator ? out : in, DTRAIN__KEY_BYTES);
+    dtrain__hkdf(keys->token, keys->token_bytes, salt, sizeof salt, from_acceptor, sizeof from_acceptor,
+                 handshake->initiator ? in : out, DTRAIN__KEY_BYTES);
+}
+
+/* HMAC of who speaks and all that was said; extra is the speaker's message up to its MAC. */
+static void dtrain__handshake_mac(const dtrain__keys *keys, const dtrain__handshake *handshake, const char *who,
+                                  size_t proof_bytes, const unsigned char *extra, size_t extra_bytes,
+                                  unsigned char mac[32])
+{
+    dtrain__sha256_hmac hmac;
+    dtrain__sha256_hmac_start(&hmac, keys->token, keys->token_bytes);
+    dtrain__sha256_hmac_add(&hmac, who, strlen(who) + 1);
+    dtrain__sha256_hmac_add(&hmac, handshake->hello, sizeof handshake->hello);
+    dtrain__sha256_hmac_add(&hmac, handshake->challenge, sizeof handshake->challenge);
+    dtrain__sha256_hmac_add(&hmac, handshake->proof, proof_bytes);
+    dtrain__sha256_hmac_add(&hmac, extra, extra_bytes);
+    dtrain__sha256_hmac_finish(&hmac, mac);
+}
+
+static void dtrain__handshake_say(dtrain__handshake *handshake, const unsigned char *message, size_t bytes)
+{
+    memcpy(handshake->out, message, bytes);
+    handshake->out_bytes = bytes;
+    handshake->out_done = 0;
+    handshake->in_bytes = 0;
+}
+
+static void dtrain__handshake_close(dtrain__handshake *handshake)
+{
+    if (handshake->fd >= 0)
+        close(handshake->fd);
+    handshake->fd = -1;
+    handshake->state = DTRAIN__HANDSHAKE_CLOSED;
+}
+
+/* How many bytes the message has that the handshake awaits; 0: none. */
+static size_t dtrain__handshake_wants(const dtrain__handshake *handshake)
+{
+    switch (handshake->state) {
+    case DTRAIN__HANDSHAKE_HELLO: return DTRAIN__HELLO_BYTES;
+    case DTRAIN__HANDSHAKE_CHALLENGE: return DTRAIN__CHALLENGE_BYTES;
+    case DTRAIN__HANDSHAKE_PROOF: return DTRAIN__PROOF_BYTES;
+    case DTRAIN__HANDSHAKE_VERDICT: return DTRAIN__VERDICT_BYTES;
+    default: return 0;
+    }
+}
+
+/* Opens the initiator's side; purpose, channel, lane, peer and received are set. Returns 0 or an errno. */
+static int dtrain__handshake_begin(dtrain__handshake *handshake, const dtrain__keys *keys)
+{
+    unsigned char *hello = handshake->hello;
+    memset(hello, 0, sizeof handshake->hello);
+    memcpy(hello, dtrain__handshake_magic, 8);
+    dtrain__put_le(hello + 8, DTRAIN__WIRE_VERSION, 2);
+    hello[10] = dtrain__byte_order();
+    hello[11] = (unsigned char)handshake->purpose;
+    dtrain__put_le(hello + 12, (uint64_t)keys->rank, 4);
+    dtrain__put_le(hello + 16, (uint64_t)handshake->peer, 4);
+    dtrain__put_le(hello + 20, (uint64_t)keys->world_size, 4);
+    dtrain__put_le(hello + 24, (uint64_t)handshake->lane, 4);
+    hello[DTRAIN__HELLO_SECURE] = dtrain__handshake_secure(handshake, keys);
+    dtrain__put_le(hello + 80, handshake->channel, 8);
+    dtrain__put_le(hello + 112, handshake->links, 8);
+    memcpy(hello + 32, keys->run, DTRAIN__RUN_BYTES);
+    handshake->initiator = 1;
+    handshake->state = DTRAIN__HANDSHAKE_CHALLENGE;
+    int error = dtrain__os_random(hello + 48, DTRAIN__NONCE_BYTES);
+    dtrain__handshake_say(handshake, hello, sizeof handshake->hello);
+    return error;
+}
+
+/* Compares the opening bytes of a hello or challenge with this build's. */
+static dtrain_status dtrain__handshake_same_build(dtrain__handshake *handshake, const unsigned char *message)
+{
+    unsigned version = (unsigned)dtrain__get_le(message + 8, 2);
+    if (memcmp(message, dtrain__handshake_magic, 8) != 0)
+        return dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED, "%s does not speak dtrain: dropped",
+                            handshake->peer_name);
+    if (version != DTRAIN__WIRE_VERSION)
+        return dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH,
+                            "%s speaks wire version %u, this rank %u: build both from one dtrain.h",
+                            handshake->peer_name, version, DTRAIN__WIRE_VERSION);
+    if (message[10] != dtrain__byte_order())
+        return dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH,
+                            "%s has %s bytes first, this rank %s: ranks of one group need one byte order",
+                            handshake->peer_name, message[10] == 1 ? "low" : "high", message[10] == 1 ? "high" : "low");
+    return DTRAIN_OK;
+}
+
+/* Acceptor: the hello is whole. Anyone who speaks another version hears ours, and no more. */
+static void dtrain__handshake_take_hello(dtrain__handshake *handshake, const dtrain__keys *keys)
+{
+    unsigned char *challenge = handshake->challenge;
+    memcpy(handshake->hello, handshake->in, sizeof handshake->hello);
+    memset(challenge, 0, sizeof handshake->challenge);
+    memcpy(challenge, dtrain__handshake_magic, 8);
+    dtrain__put_le(challenge + 8, DTRAIN__WIRE_VERSION, 2);
+    challenge[10] = dtrain__byte_order();
+    challenge[DTRAIN__CHALLENGE_SECURE] = dtrain__handshake_secure(handshake, keys);
+    dtrain__put_le(challenge + 12, (uint64_t)keys->rank, 4);
+    memcpy(challenge + 16, keys->run, DTRAIN__RUN_BYTES);
+    if (memcmp(handshake->hello, dtrain__handshake_magic, 8) != 0 ||
+        dtrain__os_random(challenge + 32, DTRAIN__NONCE_BYTES) != 0) {
+        dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED, "%s does not speak dtrain: dropped", handshake->peer_name);
+        dtrain__handshake_close(handshake);
+        return;
+    }
+    dtrain__handshake_say(handshake, challenge, sizeof handshake->challenge);
+    if (dtrain__handshake_same_build(handshake, handshake->hello) != DTRAIN_OK) {
+        handshake->state =
+            DTRAIN__HANDSHAKE_OPEN; /* until the challenge is out; error says that it must be closed then */
+        return;
+    }
+    uint64_t peer = dtrain__get_le(handshake->hello + 12, 4), world = dtrain__get_le(handshake->hello + 20, 4);
+    uint64_t lane = dtrain__get_le(handshake->hello + 24, 4);
+    handshake->channel = dtrain__get_le(handshake->hello + 80, 8);
+    handshake->peer_links = dtrain__get_le(handshake->hello + 112, 8);
+    handshake->purpose = handshake->hello[11];
+    handshake->peer = peer < INT_MAX ? (int)peer : -1;
+    handshake->peer_world = world < INT_MAX ? (int)world : -1;
+    handshake->lane = lane < INT_MAX ? (int)lane : -1;
+    handshake->state = DTRAIN__HANDSHAKE_PROOF;
+}
+
+/* Initiator: the challenge is whole; answers with the proof. */
+static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const dtrain__keys *keys)
+{
+    unsigned char *proof = handshake->proof;
+    memcpy(handshake->challenge, handshake->in, sizeof handshake->challenge);
+    if (dtrain__handshake_same_build(handshake, handshake->challenge) != DTRAIN_OK) {
+        dtrain__handshake_close(handshake);
+        return;
+    }
+    if (dtrain__get_le(handshake->challenge + 12, 4) != (uint64_t)handshake->peer) {
+        dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH, "rank %d was expected at %s, and rank %u answers",
+                     handshake->peer, handshake->peer_name, (unsigned)dtrain__get_le(handshake->challenge + 12, 4));
+        dtrain__handshake_close(handshake);
+        return;
+    }
+    dtrain__put_le(proof + 32, handshake->received, 8);
+    snprintf((char *)proof + 40, DTRAIN__JOB_BYTES, "%s", keys->job);
+    snprintf((char *)proof + 40 + DTRAIN__JOB_BYTES, DTRAIN__NAME_BYTES, "%s", keys->name);
+    dtrain__handshake_mac(keys, handshake, "dtrain initiator", 0, proof + 32, DTRAIN__PROOF_BYTES - 32, proof);
+    dtrain__handshake_say(handshake, proof, sizeof handshake->proof);
+    handshake->state = DTRAIN__HANDSHAKE_VERDICT;
+}
+
+/* Acceptor: the proof is whole. A wrong one is answered by a no without a word. */
+static void dtrain__handshake_take_proof(dtrain__handshake *handshake, const dtrain__keys *keys)
+{
+    unsigned char mac[32], no[DTRAIN__VERDICT_BYTES];
+    dtrain__handshake_mac(keys, handshake, "dtrain initiator", 0, handshake->in + 32, DTRAIN__PROOF_BYTES - 32, mac);
+    if (!dtrain__memory_equal_secret(mac, handshake->in, sizeof mac)) {
+        memset(no, 0, sizeof no);
+        no[0] = DTRAIN_ERR_DENIED;
+        dtrain__handshake_say(handshake, no, sizeof no);
+        dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
+                     "%s, which says it is rank %d, does not hold this group's token: dropped", handshake->peer_name,
+                     handshake->peer);
+        handshake->state = DTRAIN__HANDSHAKE_OPEN;
+        return;
+    }
+    memcpy(handshake->proof, handshake->in, sizeof handshake->proof);
+    handshake->peer_received = dtrain__get_le(handshake->proof + 32, 8);
+    memcpy(handshake->job, handshake->proof + 40, DTRAIN__JOB_BYTES - 1);
+    memcpy(handshake->name, handshake->proof + 40 + DTRAIN__JOB_BYTES, DTRAIN__NAME_BYTES - 1);
+    handshake->state = DTRAIN__HANDSHAKE_PROVED;
+}
+
+/* Acceptor: lets the proved peer in (DTRAIN_OK), with this side's position, or sends it away with a text. */
+static void dtrain__handshake_answer(dtrain__handshake *handshake, const dtrain__keys *keys, dtrain_status status,
+                                     const char *text)
+{
+    unsigned char verdict[DTRAIN__VERDICT_BYTES];
+    memset(verdict, 0, sizeof verdict);
+    verdict[0] = (unsigned char)status;
+    dtrain__put_le(verdict + 8, handshake->received, 8);
+    snprintf((char *)verdict + 16, DTRAIN__VERDICT_TEXT, "%s", text);
+    dtrain__handshake_mac(keys, handshake, "dtrain acceptor", sizeof handshake->proof, verdict,
+                          16 + DTRAIN__VERDICT_TEXT, verdict + 16 + DTRAIN__VERDICT_TEXT);
+    dtrain__handshake_say(handshake, verdict, sizeof verdict);
+    if (status != DTRAIN_OK)
+        dtrain__fail(&handshake->error, status, "%s (rank %d) was sent away: %.300s", handshake->peer_name,
+                     handshake->peer, text);
+    handshake->state = DTRAIN__HANDSHAKE_OPEN;
+}
+
+/* Initiator: the verdict is whole; believed only when it is proved itself. */
+static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const dtrain__keys *keys)
+{
+    unsigned char mac[32];
+    const unsigned char *verdict = handshake->in;
+    char text[DTRAIN__VERDICT_TEXT];
+    dtrain__handshake_mac(keys, handshake, "dtrain acceptor", sizeof handshake->proof, verdict,
+                          16 + DTRAIN__VERDICT_TEXT, mac);
+    if (!dtrain__memory_equal_secret(mac, verdict + 16 + DTRAIN__VERDICT_TEXT, sizeof mac)) {
+        dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
+                     "rank %d at %s and this rank do not hold the same token (this rank's has %zu bytes): give every "
+                     "rank the same DTRAIN_TOKEN",
+                     handshake->peer, handshake->peer_name, keys->token_bytes);
+        dtrain__handshake_close(handshake);
+        return;
+    }
+    handshake->peer_received = dtrain__get_le(verdict + 8, 8);
+    memcpy(text, verdict + 16, sizeof text);
+    text[sizeof text - 1] = 0;
+    handshake->state = DTRAIN__HANDSHAKE_OPEN;
+    if (verdict[0] != DTRAIN_OK) {
+        handshake->verdict = verdict[0];
+        dtrain__fail(&handshake->error,
+                     verdict[0] <= DTRAIN_ERR_ABORTED ? (dtrain_status)verdict[0] : DTRAIN_ERR_DENIED,
+                     "rank %d at %s sent this rank away: %s", handshake->peer, handshake->peer_name, text);
+        dtrain__handshake_close(handshake);
+    }
+}
+
+/* Handles the message that fills handshake->in, handshake_wants() bytes long. */
+static void dtrain__handshake_take(dtrain__handshake *handshake, const dtrain__keys *keys)
+{
+    dtrain__handshake_state state = handshake->state;
+    handshake->in_bytes = 0;
+    if (state == DTRAIN__HANDSHAKE_HELLO)
+        dtrain__handshake_take_hello(handshake, keys);
+    else if (state == DTRAIN__HANDSHAKE_CHALLENGE)
+        dtrain__handshake_take_challenge(handshake, keys);
+    else if (state == DTRAIN__HANDSHAKE_PROOF)
+        dtrain__handshake_take_proof(handshake, keys);
+    else if (state == DTRAIN__HANDSHAKE_VERDICT)
+        dtrain__handshake_take_verdict(handshake, keys);
+}
+
+/* Whether the handshake's descriptor has bytes to go out. */
+static int dtrain__handshake_writes(const dtrain__handshake *handshake)
+{
+    return handshake->state == DTRAIN__HANDSHAKE_CONNECTING || handshake->out_done < handshake->out_bytes;
+}
+
+static void dtrain__handshake_lost(dtrain__handshake *handshake, int error)
+{
+    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST,
+                 "%s: the connection to %s ended while both were introducing "
+                 "themselves (%s)",
+                 handshake->initiator ? "connect" : "accept", handshake->peer_name, dtrain__net_why(error));
+    handshake->system_error = error;
+    dtrain__handshake_close(handshake);
+}
+
+/* Moves what goes without waiting. PROVED, OPEN with nothing left to send, and CLOSED are the owner's business. */
+static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__keys *keys)
+{
+    ssize_t n;
+    if (handshake->state == DTRAIN__HANDSHAKE_CONNECTING) {
+        int error = dtrain__net_connected(handshake->fd);
+        if (error == 0)
+            error = dtrain__handshake_begin(handshake, keys);
+        if (error == EINPROGRESS)
+            return;
+        if (error != 0) {
+            dtrain__handshake_lost(handshake, error);
+            return;
+        }
+    }
+    for (;;) {
+        while (handshake->out_done < handshake->out_bytes) {
+            n = dtrain__net_send(handshake->fd, handshake->out + handshake->out_done,
+                                 handshake->out_bytes - handshake->out_done, 0);
+            if (n < 0)
+                dtrain__handshake_lost(handshake, errno);
+            if (n <= 0)
+                return;
+            handshake->out_done += (size_t)n;
+        }
+        size_t wants = dtrain__handshake_wants(handshake);
+        if (wants == 0)
+            return;
+        n = dtrain__net_recv(handshake->fd, handshake->in + handshake->in_bytes, wants - handshake->in_bytes);
+        if (n < 0)
+            dtrain__handshake_lost(handshake, errno);
+        if (n <= 0)
+            return;
+        handshake->in_bytes += (size_t)n;
+        if (handshake->in_bytes == wants)
+            dtrain__handshake_take(handshake, keys);
+    }
+}
+
+#endif

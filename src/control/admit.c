@@ -1,0 +1,401 @@
+/* ---- >>admit ----
+ * Connections that come in and go out, until they are handed to whom they are for: a member's control plane, or a lane
+ * of a channel. Whether a peer may be spoken to at all is asked here alone, of each address and of each connection. Of
+ * two connections that are made at once, the lower rank's stays. */
+#ifndef DTRAIN__ADMIT
+#define DTRAIN__ADMIT
+#include "control.c"
+
+static void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake *handshake)
+{
+    dtrain__handshake_close(handshake);
+    dtrain__free(hub->allocator, handshake, sizeof *handshake);
+}
+
+static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtrain__address *peer)
+{
+    dtrain__handshake *handshake = (dtrain__handshake *)dtrain__alloc(hub->allocator, sizeof *handshake);
+    if (handshake == NULL)
+        return NULL;
+    handshake->fd = -1;
+    snprintf(handshake->peer_name, sizeof handshake->peer_name, "%s", dtrain__net_text(peer).text);
+    return handshake;
+}
+
+/* Without a token ranks speak over unix sockets alone, as only these tell whose process the other one is. */
+static int dtrain__hub_allows(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return hub->keys.token_bytes > 0 || hub->insecure || dtrain__net_is_unix(address);
+}
+
+/* Whether the process at the other end of a connection to or by `address` may be spoken to. */
+static int dtrain__hub_trusts(const dtrain__hub *hub, int fd, const dtrain__address *address)
+{
+    return hub->keys.token_bytes > 0 || hub->insecure || (dtrain__net_is_unix(address) && dtrain__net_same_user(fd));
+}
+
+/* Opens the listener at hub->listening. Returns 0 or an errno. */
+static int dtrain__hub_listen(dtrain__hub *hub)
+{
+    return dtrain__hub_allows(hub, &hub->listening) ? dtrain__net_listen(&hub->listening, &hub->listener) : EACCES;
+}
+
+/* Whether a connection that is being made has taken too long: by this rank's polling where another process came, by the
+ * clock where this rank went to it. A member that the system has reached, or that has proved itself here, may not poll
+ * or not have the group for as long as the group's limits allow. */
+static int dtrain__hub_late(const dtrain__hub *hub, const dtrain__handshake *handshake, int64_t now)
+{
+    int waits = handshake->initiator ? handshake->state != DTRAIN__HANDSHAKE_CONNECTING
+                                     : handshake->state == DTRAIN__HANDSHAKE_PROVED;
+    return (handshake->initiator ? now : hub->polled_ns) - (waits ? hub->patience_ns : 0) >= handshake->expires_ns;
+}
+
+/* Starts a connection to `peer`; NULL when the system or the peer refuses at once (errno). */
+static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, const dtrain__address *address)
+{
+    dtrain__handshake *handshake = dtrain__hub_new_handshake(hub, address);
+    int error = ENOMEM;
+    if (handshake != NULL)
+        error = dtrain__hub_allows(hub, address) ? dtrain__net_connect(address, &handshake->fd) : EACCES;
+    if (error != 0) {
+        if (handshake != NULL)
+            dtrain__hub_free_handshake(hub, handshake);
+        errno = error;
+        return NULL;
+    }
+    handshake->expires_ns = dtrain__os_now_ns() + DTRAIN__HANDSHAKE_NS;
+    handshake->initiator = 1;
+    handshake->peer = peer;
+    handshake->purpose = purpose;
+    if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
+        dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
+                     "%s belongs to another user, and there is no token: give every rank the same DTRAIN_TOKEN",
+                     handshake->peer_name);
+        dtrain__handshake_close(handshake);
+    }
+    return handshake;
+}
+
+/* Where `peer` listens for data. */
+static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
+{
+    dtrain__member *member = &hub->members[peer];
+    if (peer == 0) {
+        *out = hub->reached;
+        return 1;
+    }
+    if (member->address[0] != ':')
+        return dtrain__net_parse(member->address, out) == DTRAIN_OK;
+    *out = hub->reached;
+    if (hub->rank == 0) {
+        out->bytes = (socklen_t)sizeof out->at.storage;
+        if (getpeername(member->control.fd, &out->at.any, &out->bytes) != 0)
+            return 0;
+    }
+    dtrain__net_set_port(out, atoi(member->address + 1));
+    return 1;
+}
+
+static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
+{
+    return hub->members[peer].host == hub->members[hub->rank].host;
+}
+
+/* Takes a connection that was just admitted for data. */
+static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__handshake *handshake)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__lane *lane = &channel->peers[rank].lanes[handshake->lane];
+    char text[DTRAIN__WHY_BYTES];
+    dtrain_status status =
+        dtrain__hub_resume(hub, &lane->stream, handshake, dtrain__hub_same_host(hub, handshake->peer));
+    if (status == DTRAIN_ERR_MEMORY) {
+        snprintf(text, sizeof text, "rank %d has no memory to seal its connection to rank %d", channel->rank, rank);
+        dtrain__channel_end(channel, channel->rank, status, text);
+    } else if (status != DTRAIN_OK) {
+        snprintf(text, sizeof text,
+                 "rank %d (%s) is lost: its connection came back, but more was lost than can be sent "
+                 "again",
+                 rank, hub->members[handshake->peer].name);
+        dtrain__channel_end(channel, rank, status, text);
+    }
+    if (status != DTRAIN_OK)
+        return;
+    channel->attend |= lane->stream.again > 0;
+    lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
+    lane->wanted = 0;
+    lane->down_ns = 0;
+    hub->members[handshake->peer].trouble[0] = 0;
+}
+
+static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *handshake)
+{
+    dtrain__member *member = &hub->members[handshake->peer];
+    dtrain_status status = dtrain__hub_resume(hub, &member->control, handshake, 0);
+    if (status == DTRAIN_ERR_MEMORY)
+        dtrain__hub_short_of_memory(hub);
+    if (status != DTRAIN_OK) {
+        dtrain__hub_lost(hub, handshake->peer, 0,
+                         status == DTRAIN_ERR_MEMORY
+                             ? "there is no memory to seal the connection to it"
+                             : "its connection came back, but more was lost than can be sent again");
+        return;
+    }
+    member->expected = 0;
+    member->heard_ns = dtrain__os_now_ns();
+    memcpy(member->job, handshake->job, sizeof member->job);
+}
+
+/* A proved peer wants its control connection: to join, or to go on. */
+static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *handshake)
+{
+    char text[DTRAIN__VERDICT_TEXT];
+    dtrain__member *member = &hub->members[handshake->peer];
+    int ours = hub->formed && memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
+    int again = ours && member->expected;
+    if (ours && hub->reconnect_ns > 0 && member->gone == DTRAIN__PRESENT && member->control.fd >= 0) {
+        dtrain__stream_cut(&member->control); /* the peer saw the reset first */
+        member->down_ns = dtrain__os_now_ns();
+        member->expected = again = 1;
+    }
+    if (again) {
+        handshake->received = member->control.received;
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
+        return;
+    }
+    if (hub->formed) {
+        /* perhaps the last one, about to end: the peer may try again */
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_ABORTED, "its group is complete and runs");
+        return;
+    }
+    if (member->control.fd >= 0) {
+        snprintf(text, sizeof text,
+                 "two processes say they are rank %d: %.60s came first, now %.60s; give each process "
+                 "a rank of its own",
+                 handshake->peer, member->name[0] != 0 ? member->name : "another process", handshake->peer_name);
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
+        return;
+    }
+    member->control.sent = member->control.received = 0;
+    handshake->received = 0;
+    handshake->peer_received = 0;
+    dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
+}
+
+/* A proved peer wants a control connection, as one of the two leads now that rank 0 is gone. */
+static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshake)
+{
+    dtrain__member *member = &hub->members[handshake->peer];
+    if (memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0) {
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_DENIED, "this is another run's group");
+        return;
+    }
+    if ((member->control.fd >= 0 && hub->reconnect_ns == 0) ||
+        (member->handshake != NULL && hub->rank < handshake->peer)) {
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_ABORTED, "the connection is there already");
+        return;
+    }
+    if (member->handshake != NULL)
+        dtrain__hub_free_handshake(hub, member->handshake);
+    member->handshake = NULL;
+    dtrain__stream_cut(&member->control);
+    handshake->received = member->control.received;
+    dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
+}
+
+/* A proved peer wants to send and receive data. */
+static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshake)
+{
+    dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);
+    int rank = dtrain__channel_rank(channel, handshake->peer);
+    dtrain__lane *lane;
+    if (memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0 || handshake->lane < 0 ||
+        handshake->lane >= hub->connections || rank < 0 || channel->lanes == NULL) {
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_DENIED, "this is another run's group");
+        return;
+    }
+    lane = &channel->peers[rank].lanes[handshake->lane];
+    if ((lane->handshake != NULL && hub->rank < handshake->peer) || (lane->links > 0 && hub->reconnect_ns == 0) ||
+        handshake->peer_links <
+            lane->links) { /* it was on its way when another one was made; its count may be behind */
+        handshake->received = lane->links;
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_ABORTED, "the connection is there already");
+        return;
+    }
+    dtrain__handshake *before = dtrain__channel_admitted(channel, handshake->peer, handshake->lane);
+    if (before != NULL) /* the peer has given up on it */
+        dtrain__handshake_close(before);
+    if (lane->handshake != NULL)
+        dtrain__hub_free_handshake(hub, lane->handshake);
+    lane->handshake = NULL;
+    if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
+        lane->down_ns = dtrain__os_now_ns();
+    lane->wanted |= lane->links > 0;
+    channel->attend = 1;
+    dtrain__stream_cut(&lane->stream);
+    handshake->received = lane->stream.received;
+    dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
+}
+
+/* Whether the peer wants to join and its launcher and this rank's say that they are of two jobs. */
+static int dtrain__hub_other_job(const dtrain__hub *hub, const dtrain__handshake *handshake)
+{
+    return hub->rank == 0 && handshake->purpose == DTRAIN__PURPOSE_CONTROL && handshake->job[0] != 0 &&
+           hub->keys.job[0] != 0 && strcmp(handshake->job, hub->keys.job) != 0;
+}
+
+/* As much of a job's id as a verdict has room for: its end, which tells jobs of one host and launcher apart. */
+static const char *dtrain__hub_job_text(const char *job)
+{
+    size_t length = strlen(job);
+    return length > 36 ? job + length - 36 : job;
+}
+
+/* The peer has proved that it holds the token; what it said in its hello is looked at now. */
+static void dtrain__hub_admit(dtrain__hub *hub, dtrain__handshake *handshake)
+{
+    char text[DTRAIN__VERDICT_TEXT];
+    if (dtrain__hub_other_job(hub, handshake)) {
+        snprintf(text, sizeof text,
+                 "rank %d (%.40s) is of job %.36s, rank 0 (%.40s) of job %.36s: give each job a root of its own, "
+                 "such as another port",
+                 handshake->peer, handshake->name, dtrain__hub_job_text(handshake->job), hub->keys.name,
+                 dtrain__hub_job_text(hub->keys.job));
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_DENIED, text);
+    } else if (handshake->peer_world != hub->size) {
+        snprintf(text, sizeof text,
+                 "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give "
+                 "every process the same world size",
+                 handshake->peer, handshake->peer_name, handshake->peer_world, hub->rank, hub->size);
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
+    } else if (handshake->peer < 0 || handshake->peer >= hub->size || handshake->peer == hub->rank ||
+               dtrain__get_le(handshake->hello + 16, 4) != (uint64_t)hub->rank) {
+        snprintf(text, sizeof text, "rank %d at %.80s wants rank %u, and this is rank %d of %d", handshake->peer,
+                 handshake->peer_name, (unsigned)dtrain__get_le(handshake->hello + 16, 4), hub->rank, hub->size);
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
+    } else if (dtrain__handshake_disagrees(handshake)) {
+        snprintf(text, sizeof text,
+                 "rank %d at %.80s has DTRAIN_SECURE or desc.secure %s, rank %d has it %s; give every rank the same",
+                 handshake->peer, handshake->peer_name, hub->keys.secure > 0 ? "off" : "on", hub->rank,
+                 hub->keys.secure > 0 ? "on" : "off");
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
+    } else if (hub->formed && hub->members[handshake->peer].gone == DTRAIN__LOST) {
+        snprintf(text, sizeof text, "%.240s", hub->members[handshake->peer].why);
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_PEER_LOST, text);
+    } else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->rank == 0) {
+        dtrain__hub_admit_control(hub, handshake);
+    } else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->formed) {
+        dtrain__hub_admit_call(hub, handshake);
+    } else if (handshake->purpose == DTRAIN__PURPOSE_DATA) {
+        dtrain__hub_admit_data(hub, handshake);
+    } else {
+        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, "only rank 0 takes control connections");
+    }
+}
+
+/* The inbound connection is open: takes it, unless its channel has left meanwhile. */
+static void dtrain__hub_adopt(dtrain__hub *hub, dtrain__handshake *handshake)
+{
+    dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);
+    int rank = channel != NULL ? dtrain__channel_rank(channel, handshake->peer) : -1;
+    if (handshake->purpose == DTRAIN__PURPOSE_CONTROL)
+        dtrain__hub_adopt_control(hub, handshake);
+    else if (rank >= 0)
+        dtrain__hub_adopt_data(channel, rank, handshake);
+}
+
+/* Says whom this rank did not let in; a flood of strangers writes one line a second. */
+static void dtrain__hub_turned_away(dtrain__hub *hub, dtrain_status status, const char *text, int64_t now)
+{
+    if (hub->formed && status != DTRAIN_ERR_DENIED)
+        return;
+    snprintf(hub->refused, sizeof hub->refused, "%.440s", text);
+    if (now - hub->told_ns > 1000000000) {
+        hub->told_ns = now;
+        dtrain__hub_note(hub, "rank %d: %s", hub->rank, text);
+    }
+}
+
+/* Advances one inbound connection; returns 0 when it is done with. */
+static int dtrain__hub_step_handshake(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
+{
+    unsigned char last;
+    dtrain__handshake_step(handshake, &hub->keys);
+    if (handshake->state == DTRAIN__HANDSHAKE_PROVED && handshake->purpose == DTRAIN__PURPOSE_DATA &&
+        (!hub->formed || dtrain__hub_channel(hub, handshake->channel) == NULL))
+        /* a peer that has the table, or the group, already may come before this rank has it: its handshake waits until
+         * the peer gives up; it says nothing before that */
+        return !dtrain__hub_late(hub, handshake, now) && dtrain__net_recv(handshake->fd, &last, 1) == 0;
+    if (handshake->state == DTRAIN__HANDSHAKE_PROVED) {
+        dtrain__hub_admit(hub, handshake);
+        dtrain__handshake_step(handshake, &hub->keys);
+    }
+    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes) {
+        if (handshake->error.status == DTRAIN_OK)
+            dtrain__hub_adopt(hub, handshake);
+        else
+            dtrain__hub_turned_away(hub, handshake->error.status, handshake->error.text, now);
+        if (handshake->error.status == DTRAIN_OK)
+            dtrain__hub_tell(hub);
+        return 0;
+    }
+    return handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now);
+}
+
+static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
+{
+    for (dtrain__handshake **at = &hub->handshakes, *handshake; (handshake = *at) != NULL;) {
+        if (dtrain__hub_step_handshake(hub, handshake, now)) {
+            at = &handshake->next;
+            continue;
+        }
+        *at = handshake->next;
+        hub->inbound--;
+        dtrain__hub_free_handshake(hub, handshake);
+    }
+}
+
+/* Takes waiting connections. A stranger holds one handshake for a few seconds; when all are held, the oldest goes. */
+static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
+{
+    for (int i = 0; hub->listener >= 0 && now >= hub->accept_ns && i < DTRAIN__HANDSHAKES; i++) {
+        dtrain__address peer;
+        dtrain__handshake *handshake, **last = &hub->handshakes;
+        int fd, error = dtrain__net_accept(hub->listener, &fd, &peer);
+        if (error == EAGAIN)
+            return;
+        if (error != 0) {
+            hub->accept_ns = now + 100000000; /* out of descriptors, most often: look again in a while */
+            dtrain__hub_note(hub,
+                             "rank %d cannot accept a connection (%s); this process may open more "
+                             "descriptors after \"ulimit -n\" with a higher number",
+                             hub->rank, strerror(error));
+            return;
+        }
+        if (!dtrain__hub_trusts(hub, fd, &hub->listening)) {
+            close(fd);
+            dtrain__hub_turned_away(hub, DTRAIN_ERR_DENIED, "another user's process came, and there is no token", now);
+            continue;
+        }
+        handshake = dtrain__hub_new_handshake(hub, &peer);
+        if (handshake == NULL) {
+            close(fd);
+            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
+            return;
+        }
+        handshake->fd = fd;
+        handshake->expires_ns = hub->polled_ns + DTRAIN__HANDSHAKE_NS;
+        handshake->state = DTRAIN__HANDSHAKE_HELLO;
+        while (*last != NULL)
+            last = &(*last)->next;
+        *last = handshake;
+        if (++hub->inbound > DTRAIN__HANDSHAKES) {
+            handshake = hub->handshakes;
+            hub->handshakes = handshake->next;
+            hub->inbound--;
+            dtrain__hub_free_handshake(hub, handshake);
+        }
+    }
+}
+
+#endif

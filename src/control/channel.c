@@ -1,0 +1,225 @@
+/* ---- >>channel ----
+ * Channels and hubs come and go. A channel is made by every member for itself, under a name that they have agreed
+ * on; connections that a peer makes for it before that wait as handshakes. The hub goes with its last channel, and
+ * that tells the others that this process has left for good. */
+#ifndef DTRAIN__CHANNEL
+#define DTRAIN__CHANNEL
+#include "rendezvous.c"
+
+/* Closes so that what was sent still arrives: an unread byte would make the system drop it. */
+static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
+{
+    unsigned char waste[4096];
+    if (stream->fd < 0 || forked) {
+        dtrain__stream_cut(stream);
+        return;
+    }
+    dtrain__stream_end(stream);
+    for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
+        continue;
+    dtrain__stream_cut(stream);
+}
+
+static void dtrain__channel_free(dtrain__channel *channel)
+{
+    dtrain__hub *hub = channel->hub;
+    int count = channel->lanes != NULL ? channel->size * hub->connections : 0;
+    for (int i = 0; i < count; i++) {
+        dtrain__lane *lane = &channel->lanes[i];
+        dtrain__channel_hang_up(&lane->stream, channel->forked);
+        if (lane->handshake != NULL)
+            dtrain__hub_free_handshake(hub, lane->handshake);
+        dtrain__stream_free(hub->allocator, &lane->stream);
+    }
+    dtrain__free(hub->allocator, channel->lanes, (size_t)count * sizeof(dtrain__lane));
+    for (int rank = 0; channel->members.ranks != NULL && rank < channel->size; rank++) {
+        char *why = (char *)(uintptr_t)channel->members.ranks[rank].why;
+        if (why != NULL)
+            dtrain__free(hub->allocator, why, strlen(why) + 1);
+    }
+    dtrain__free(hub->allocator, channel->members.ranks, (size_t)channel->size * sizeof(dtrain__departure));
+    dtrain__free(hub->allocator, channel->peers, (size_t)channel->size * sizeof(dtrain__peer));
+    dtrain__free(hub->allocator, channel->bound, (size_t)hub->size);
+    for (int i = 0; i < 2; i++)
+        if (channel->wake[i] >= 0)
+            close(channel->wake[i]);
+    dtrain__bytes_free(hub->allocator, &channel->store_value);
+    dtrain__free(hub->allocator, channel, sizeof *channel);
+}
+
+/* Adds a channel of `size` members, of which worlds[i] is the rank in the world (NULL: i itself); the caller holds the
+ * mutex. What is known of its members already counts. */
+static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *hub, uint64_t id, const int *worlds,
+                                            int size, int rank)
+{
+    dtrain__channel *channel = (dtrain__channel *)dtrain__alloc(hub->allocator, sizeof *channel);
+    int error = ENOMEM;
+    if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* what comes over the wire names it so */
+        dtrain__free(hub->allocator, channel, sizeof *channel);
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "rank %d cannot make its end of a group of %d ranks: its members call it %llx, as another "
+                            "group is called",
+                            rank, size, (unsigned long long)id);
+    }
+    if (channel != NULL) {
+        channel->hub = hub;
+        channel->id = id;
+        channel->rank = rank;
+        channel->size = channel->members.size = size;
+        channel->wake[0] = channel->wake[1] = -1;
+        channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
+        channel->members.ranks =
+            (dtrain__departure *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__departure));
+        if (channel->peers != NULL && channel->members.ranks != NULL && (!hub->formed || dtrain__channel_lay(channel)))
+            error = dtrain__net_pipe(channel->wake);
+    }
+    if (error != 0) {
+        if (channel != NULL)
+            dtrain__channel_free(channel);
+        return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
+                            "rank %d cannot make its end of a group of %d ranks: %s", rank, size, strerror(error));
+    }
+    channel->next = hub->channels;
+    hub->channels = channel;
+    for (int i = 0; i < size; i++) {
+        dtrain__peer *peer = &channel->peers[i];
+        peer->world = worlds != NULL ? worlds[i] : i;
+        if (hub->members[peer->world].gone == DTRAIN__LOST)
+            dtrain__channel_lost(channel, i);
+        else if (hub->members[peer->world].gone == DTRAIN__LEFT)
+            dtrain__channel_left(channel, i, hub->members[peer->world].why, 0);
+    }
+    dtrain__hub_kick(hub); /* connections may wait for it */
+    *out = channel;
+    return DTRAIN_OK;
+}
+
+/* Ends the channel whenever one of these ranks of the world is lost; 0: no memory. The caller holds the hub's mutex. */
+static int dtrain__channel_bind(dtrain__channel *channel, const int *worlds, int count)
+{
+    dtrain__hub *hub = channel->hub;
+    channel->bound = (unsigned char *)dtrain__alloc(hub->allocator, (size_t)hub->size);
+    for (int i = 0; channel->bound != NULL && i < count; i++) {
+        channel->bound[worlds[i]] = 1;
+        if (hub->members[worlds[i]].gone == DTRAIN__LOST)
+            dtrain__channel_lost_bound(channel, worlds[i]);
+    }
+    return channel->bound != NULL;
+}
+
+/* From now on what ends the leader ends the channel. The caller holds the hub's mutex. */
+static void dtrain__channel_follow(dtrain__channel *channel, const dtrain__channel *leader)
+{
+    channel->follows = 1;
+    channel->leader = leader->id;
+    const dtrain__error *cause = dtrain__membership_cause(&leader->members);
+    if (cause != NULL)
+        dtrain__channel_break(channel, cause->status, cause->text);
+}
+
+static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
+{
+    for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        dtrain__channel_hang_up(&member->control, forked);
+        if (member->handshake != NULL)
+            dtrain__hub_free_handshake(hub, member->handshake);
+        dtrain__stream_free(hub->allocator, &member->control);
+        dtrain__bytes_free(hub->allocator, &member->in);
+        dtrain__bytes_free(hub->allocator, &member->out);
+    }
+    dtrain__free(hub->allocator, hub->members, (size_t)hub->size * sizeof(dtrain__member));
+}
+
+/* Frees a hub that has no channel any more. */
+static void dtrain__hub_free(dtrain__hub *hub, int forked)
+{
+    dtrain_allocator *allocator = hub->allocator, own;
+    if (hub->listener >= 0) {
+        if (dtrain__net_is_unix(&hub->listening) && !forked) /* while nobody can have another there */
+            unlink(hub->listening.at.local.sun_path);
+        close(hub->listener);
+    }
+    while (hub->handshakes != NULL) {
+        dtrain__handshake *handshake = hub->handshakes;
+        hub->handshakes = handshake->next;
+        dtrain__hub_free_handshake(hub, handshake);
+    }
+    if (hub->root_handshake != NULL)
+        dtrain__hub_free_handshake(hub, hub->root_handshake);
+    dtrain__hub_free_members(hub, forked);
+    for (int i = 0; i < 2; i++)
+        if (hub->kick[i] >= 0)
+            close(hub->kick[i]);
+    for (int rank = 0; rank < hub->size; rank++)
+        dtrain__store_forget(hub, rank, DTRAIN__EVERY_CHANNEL);
+    while (hub->consents != NULL)
+        dtrain__consent_drop(hub, &hub->consents);
+    while (hub->spare_consents != NULL)
+        dtrain__consent_drop(hub, &hub->spare_consents);
+    dtrain__store_free(&hub->store, allocator);
+    dtrain__free(allocator, hub->fds, (size_t)hub->fds_room * sizeof(struct pollfd));
+    memset(&hub->keys, 0, sizeof hub->keys);
+    pthread_mutex_destroy(&hub->mutex);
+    pthread_mutex_destroy(&hub->step_mutex);
+    pthread_mutex_destroy(&hub->origin.mutex);
+    own = hub->own;
+    dtrain__free(allocator == &hub->own ? &own : allocator, hub, sizeof *hub);
+}
+
+/* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its
+ * parent's threads may have held them. */
+static void dtrain__channel_destroy(dtrain__channel *channel)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__channel **at = &hub->channels;
+    int forked = channel->forked, last;
+    if (!forked)
+        pthread_mutex_lock(&hub->mutex);
+    while (*at != channel)
+        at = &(*at)->next;
+    *at = channel->next;
+    dtrain__consent_left(hub, channel->id, hub->rank);
+    for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next)
+        if (handshake->purpose == DTRAIN__PURPOSE_DATA && handshake->channel == channel->id)
+            dtrain__handshake_close(handshake);
+    hub->world = hub->world == channel ? NULL : hub->world;
+    last = hub->channels == NULL;
+    if (!last)
+        dtrain__channel_free(channel);
+    if (!forked)
+        pthread_mutex_unlock(&hub->mutex);
+    if (!last)
+        return;
+    if (!forked)
+        dtrain__origin_stop(&hub->origin);
+    dtrain__channel_free(channel);
+    dtrain__hub_free(hub, forked);
+}
+
+/* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
+ * hub->news was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
+static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
+{
+    dtrain__hub *hub = channel->hub;
+    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
+    if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
+        if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen)
+            dtrain__hub_step(hub, fds, count, until_ns);
+        pthread_mutex_unlock(&hub->step_mutex);
+        return;
+    }
+    __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen) {
+        fds[count].fd = channel->wake[0];
+        fds[count].events = POLLIN;
+        fds[count].revents = 0;
+        dtrain__hub_poll(fds, count + 1, until_ns < soon ? until_ns : soon);
+        if (fds[count].revents != 0)
+            dtrain__net_drain(channel->wake[0]);
+    }
+    __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
+}
+
+#endif

@@ -1,0 +1,525 @@
+/* ---- >>control ----
+ * What comes over the control connections: who joins, where everyone is, who is lost and why, what ranks do, and
+ * requests to the store. Frames come from ranks that have proved themselves, and are checked all the same. */
+#ifndef DTRAIN__CONTROL
+#define DTRAIN__CONTROL
+#include "consent.c"
+
+/* Keeps the answer to a group's own request. */
+static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
+                               size_t bytes)
+{
+    channel->store_value.bytes = 0;
+    channel->store_value.short_of = 0;
+    dtrain__give_bytes(channel->hub, &channel->store_value, data, bytes);
+    channel->store_status = channel->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
+    channel->store_found = found;
+    channel->store_answered = channel->store_id;
+    dtrain__hub_tell(channel->hub);
+}
+
+/* Answers a store request: rank 0's own at once, another's by a frame. */
+static void dtrain__store_answer(dtrain__hub *hub, const dtrain__asker *asker, dtrain_status status, int found,
+                                 const void *data, size_t bytes)
+{
+    dtrain__member *member = &hub->members[asker->rank];
+    dtrain__channel *channel;
+    size_t begin;
+    if (asker->rank == hub->rank) {
+        channel = dtrain__hub_channel(hub, asker->channel);
+        if (channel != NULL && channel->store_id == asker->id)
+            dtrain__store_keep(channel, status, found, data, bytes);
+        return;
+    }
+    begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
+    dtrain__give(hub, &member->out, asker->channel, 8);
+    dtrain__give(hub, &member->out, asker->id, 4);
+    dtrain__give(hub, &member->out, (uint64_t)status, 2);
+    dtrain__give(hub, &member->out, (uint64_t)found, 1);
+    dtrain__give_bytes(hub, &member->out, data, bytes);
+    if (!dtrain__frame_close(member, begin) && bytes > 0)
+        dtrain__store_answer(hub, asker, DTRAIN_ERR_MEMORY, 0, NULL, 0);
+}
+
+/* Answers every get that waited for a key which is there now. */
+static void dtrain__store_wake(dtrain__hub *hub, const char *key, size_t key_bytes)
+{
+    dtrain__entry *entry = *dtrain__store_place(&hub->store, key, key_bytes);
+    for (dtrain__asker **at = &hub->askers, *asker; entry != NULL && (asker = *at) != NULL;) {
+        if (asker->key_bytes != key_bytes || memcmp(asker->key, key, key_bytes) != 0) {
+            at = &asker->next;
+            continue;
+        }
+        *at = asker->next;
+        dtrain__store_answer(hub, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
+        dtrain__free(hub->allocator, asker, sizeof *asker);
+    }
+}
+
+#define DTRAIN__EVERY_CHANNEL UINT64_MAX
+#define DTRAIN__ASKERS 1024 /* of one rank, a group each */
+
+/* Forgets what a group of a rank waits for: it asks anew, or has left. */
+static void dtrain__store_forget(dtrain__hub *hub, int rank, uint64_t channel)
+{
+    for (dtrain__asker **at = &hub->askers, *asker; (asker = *at) != NULL;) {
+        if (asker->rank != rank || (channel != DTRAIN__EVERY_CHANNEL && asker->channel != channel)) {
+            at = &asker->next;
+            continue;
+        }
+        *at = asker->next;
+        dtrain__free(hub->allocator, asker, sizeof *asker);
+    }
+}
+
+/* Rank 0: one request. */
+static void dtrain__store_serve(dtrain__hub *hub, const dtrain__asker *from, int what, const void *value, size_t bytes)
+{
+    dtrain__entry *entry;
+    dtrain__asker *asker;
+    dtrain__store_forget(hub, from->rank, from->channel);
+    if (what == DTRAIN__STORE_SET) {
+        dtrain_status status = dtrain__store_put(&hub->store, hub->allocator, from->key, from->key_bytes, value, bytes);
+        const char *text = status == DTRAIN_OK ? "" : dtrain__thread_error.text;
+        dtrain__store_answer(hub, from, status, 0, text, strlen(text));
+        dtrain__store_wake(hub, from->key, from->key_bytes);
+        return;
+    }
+    entry = *dtrain__store_place(&hub->store, from->key, from->key_bytes);
+    if (entry != NULL || what == DTRAIN__STORE_GET) {
+        dtrain__store_answer(hub, from, DTRAIN_OK, entry != NULL, entry != NULL ? dtrain__entry_value(entry) : NULL,
+                             entry != NULL ? entry->bytes : 0);
+        return;
+    }
+    int waits = 0;
+    for (asker = hub->askers; asker != NULL; asker = asker->next)
+        waits += asker->rank == from->rank;
+    if (waits < DTRAIN__ASKERS)
+        asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
+    if (asker == NULL) {
+        dtrain__store_answer(hub, from, DTRAIN_ERR_MEMORY, 0, NULL, 0);
+        return;
+    }
+    *asker = *from;
+    asker->next = hub->askers;
+    hub->askers = asker;
+}
+
+static int dtrain__take_ask(dtrain__hub *hub, int rank, dtrain__reader *reader)
+{
+    uint64_t id, what;
+    dtrain__asker asker;
+    if (hub->rank != 0 || !hub->formed || !dtrain__take(reader, &asker.channel, 8) || !dtrain__take(reader, &id, 4) ||
+        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_WAIT ||
+        !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || asker.key[0] == 0 ||
+        reader->left > (what == DTRAIN__STORE_SET ? DTRAIN__STORE_VALUE_BYTES : 0))
+        return 0;
+    asker.rank = rank;
+    asker.id = (uint32_t)id;
+    asker.key_bytes = strlen(asker.key);
+    dtrain__store_serve(hub, &asker, (int)what, reader->at, reader->left);
+    return 1;
+}
+
+static int dtrain__take_answer(dtrain__hub *hub, int from, dtrain__reader *reader)
+{
+    uint64_t group, id, status, found;
+    dtrain__channel *channel;
+    if (hub->rank == 0 || from != 0 || !hub->formed || !dtrain__take(reader, &group, 8) ||
+        !dtrain__take(reader, &id, 4) || !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) ||
+        status > DTRAIN_ERR_ABORTED || found > 1 || reader->left > DTRAIN__STORE_VALUE_BYTES)
+        return 0;
+    channel = dtrain__hub_channel(hub, group);
+    if (channel != NULL && id == channel->store_id) /* else of a request that was given up */
+        dtrain__store_keep(channel, (dtrain_status)status, found != 0, reader->at, reader->left);
+    return 1;
+}
+
+/* What a rank tells of itself when it joins; rank 0 refuses who does not fit. */
+static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
+{
+    dtrain__member *member = &hub->members[rank];
+    char fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400], text[DTRAIN__WHY_BYTES];
+    dtrain__reason refusal = {DTRAIN__FRAME_REFUSE, 0, rank, DTRAIN_ERR_MISMATCH, text, 0};
+    if (hub->rank != 0 || hub->formed || member->joined || !dtrain__take_address(reader, member) ||
+        !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name) ||
+        !dtrain__take_text(reader, 2, fingerprint, sizeof fingerprint) ||
+        !dtrain__take_text(reader, 2, believed, sizeof believed) || reader->left > 0)
+        return 0;
+    if (strcmp(fingerprint, hub->fingerprint) != 0) {
+        snprintf(text, sizeof text,
+                 "rank %d (%.60s) has the fingerprint \"%.120s\", rank 0 \"%.120s\": run the same "
+                 "program and model on every rank",
+                 rank, member->name, fingerprint, hub->fingerprint);
+        member->joined = 1; /* until it has been told */
+        dtrain__frame_reason(hub, rank, &refusal, NULL);
+        member->joined = 0;
+        snprintf(hub->refused, sizeof hub->refused, "%s", text);
+        dtrain__hub_note(hub, "rank 0 sent away %s", text);
+        return 1;
+    }
+    member->joined = 1;
+    return 1;
+}
+
+/* Gives the channel its lanes, as many as the world has connections. Returns 0 when there is no memory. */
+static int dtrain__channel_lay(dtrain__channel *channel)
+{
+    size_t each = (size_t)channel->hub->connections, count = (size_t)channel->size * each;
+    channel->lanes = (dtrain__lane *)dtrain__alloc(channel->hub->allocator, count * sizeof(dtrain__lane));
+    if (channel->lanes == NULL)
+        return 0;
+    for (size_t i = 0; i < count; i++)
+        channel->lanes[i].stream.fd = -1;
+    for (int rank = 0; rank < channel->size; rank++)
+        channel->peers[rank].lanes = channel->lanes + (size_t)rank * each;
+    return 1;
+}
+
+/* All have joined, and this rank knows where they are. */
+static void dtrain__hub_formed(dtrain__hub *hub)
+{
+    int neighbours = 0;
+    hub->formed = 1;
+    for (int rank = 0; rank < hub->size; rank++)
+        hub->members[rank].joined = 1;
+    for (int rank = 0; rank < hub->size; rank++)
+        neighbours += hub->members[rank].host == hub->members[hub->rank].host;
+    hub->crowded = neighbours > dtrain__os_processors();
+    if (hub->world != NULL && !dtrain__channel_lay(hub->world))
+        dtrain__channel_end(hub->world, hub->rank, DTRAIN_ERR_MEMORY, "no memory for connections");
+    dtrain__hub_tell(hub);
+}
+
+static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
+{
+    uint64_t size, connections;
+    if (hub->rank == 0 || hub->formed || !dtrain__take(reader, &size, 4) || size != (uint64_t)hub->size ||
+        !dtrain__take(reader, &connections, 1) || connections < 1 || connections > DTRAIN__MAX_LANES)
+        return 0;
+    hub->connections = (int)connections;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        if ((rank == 0 ? !dtrain__take_text(reader, 1, member->address, 1) : !dtrain__take_address(reader, member)) ||
+            !dtrain__take(reader, &member->host, 8) || !dtrain__take_text(reader, 1, member->name, sizeof member->name))
+            return 0;
+    }
+    if (reader->left > 0)
+        return 0;
+    dtrain__hub_formed(hub);
+    return 1;
+}
+
+/* The leader: whether `from` may say this of the channel. It is a member, of its own end alone says that it left, and
+ * lists all members. */
+static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
+{
+    const dtrain__channel *channel = dtrain__hub_channel(hub, reason->channel);
+    size_t count = list.left / 4;
+    int among = reason->channel == 0;
+    uint64_t rank, about = (uint64_t)reason->about;
+    if (reason->channel == 0 ? count > 0 : !hub->formed || (channel != NULL && count != (size_t)channel->size))
+        return 0;
+    dtrain__hub_list_begin(hub);
+    for (size_t i = 0; dtrain__take(&list, &rank, 4); i++) {
+        if (!dtrain__hub_list_add(hub, rank) || (channel != NULL && rank != (uint64_t)channel->peers[i].world))
+            return 0;
+        among |= (int)rank == from;
+        about = i == (size_t)reason->about ? rank : about;
+    }
+    return among && (size_t)reason->about < (reason->channel == 0 ? (size_t)hub->size : count) &&
+           (reason->type != DTRAIN__FRAME_BYE || about == (uint64_t)from);
+}
+
+/* The leader: sends on what concerns a channel to those whom the sender lists, to all where it lists none. */
+static void dtrain__hub_forward(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
+{
+    uint64_t rank;
+    if (!dtrain__hub_leads(hub))
+        return;
+    if (reason->channel == 0)
+        dtrain__hub_relay(hub, from, reason);
+    while (dtrain__take(&list, &rank, 4))
+        if ((int)rank != from)
+            dtrain__frame_reason(hub, (int)rank, reason, NULL);
+}
+
+/* While the world forms: rank 0 does not want this rank, or fares badly itself. */
+static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
+{
+    if (hub->rank == 0 || hub->formed || hub->world == NULL)
+        return 0;
+    dtrain__fail(&hub->root_error, reason->status, "%s", reason->text);
+    dtrain__channel_break(hub->world, reason->status, hub->root_error.text);
+    return 1;
+}
+
+/* A channel that has ended, or whose member has left. */
+static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain__reason *reason,
+                                       const dtrain__reader *list)
+{
+    dtrain__channel *channel = dtrain__hub_channel(hub, reason->channel);
+    if (dtrain__hub_leads(hub) ? !dtrain__reason_fits(hub, from, reason, *list)
+                               : list->left > 0 || (channel != NULL && reason->about >= channel->size))
+        return 0;
+    if (reason->type == DTRAIN__FRAME_BYE) {
+        if (channel != NULL && reason->about != channel->rank)
+            dtrain__channel_left(channel, reason->about, reason->text, reason->calls);
+        dtrain__store_forget(hub, from, reason->channel);
+        if (channel != NULL || dtrain__hub_leads(hub))
+            dtrain__consent_left(hub, reason->channel, channel != NULL ? channel->peers[reason->about].world : from);
+        dtrain__hub_forward(hub, from, reason, *list);
+    } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
+        dtrain__hub_forward(hub, from, reason, *list);
+    }
+    return 1;
+}
+
+/* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
+static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
+{
+    hub->given_up = 1;
+    snprintf(hub->members[hub->rank].why, sizeof hub->members[hub->rank].why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_lost(channel, channel->rank);
+    dtrain__hub_tell(hub);
+    return 1;
+}
+
+/* A member that has left with all its groups, or that is lost. */
+static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *reason, const dtrain__reader *list)
+{
+    int leads = dtrain__hub_leads(hub);
+    if (reason->channel != 0 || list->left > 0)
+        return 0;
+    if (reason->about == hub->rank && reason->type == DTRAIN__FRAME_LOST)
+        return dtrain__hub_given_up(hub, reason->text);
+    if (reason->about >= hub->size || reason->about == hub->rank ||
+        (leads && (reason->type == DTRAIN__FRAME_LOST || reason->about != from)))
+        return 0;
+    if (leads && !hub->formed) {
+        hub->members[from].joined =
+            0; /* it gave up waiting for others, and may start again; its connection ends next */
+        return 1;
+    }
+    dtrain__store_forget(hub, reason->about, DTRAIN__EVERY_CHANNEL);
+    hub->members[reason->about].silent = reason->type == DTRAIN__FRAME_LOST && reason->status == DTRAIN_ERR_TIMEOUT;
+    dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
+                     reason->text);
+    dtrain__hub_forward(hub, from, reason, *list);
+    return 1;
+}
+
+/* Something that happened to a rank, and why. */
+static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__reader *reader)
+{
+    uint64_t about, status, count;
+    char text[DTRAIN__ERROR_BYTES];
+    dtrain__reason reason;
+    if (!dtrain__take(reader, &reason.channel, 8) || !dtrain__take(reader, &about, 4) || about > INT_MAX ||
+        !dtrain__take(reader, &status, 2) || status > DTRAIN_ERR_ABORTED ||
+        !dtrain__take_text(reader, 2, text, sizeof text) || !dtrain__take(reader, &reason.calls, 8) ||
+        !dtrain__take(reader, &count, 4) || count > (uint64_t)hub->size || reader->left != 4 * (size_t)count)
+        return 0;
+    reason.type = type;
+    reason.about = (int)about;
+    reason.status = (dtrain_status)status;
+    reason.text = text;
+    if (reason.status == DTRAIN_OK && (type == DTRAIN__FRAME_END || type == DTRAIN__FRAME_REFUSE))
+        return 0;
+    switch (type) {
+    case DTRAIN__FRAME_REFUSE: return dtrain__take_refusal(hub, &reason);
+    case DTRAIN__FRAME_BYE:
+    case DTRAIN__FRAME_END: return dtrain__take_channel_reason(hub, from, &reason, reader);
+    case DTRAIN__FRAME_LOST:
+    case DTRAIN__FRAME_GONE: return dtrain__take_gone(hub, from, &reason, reader);
+    default: return 0;
+    }
+}
+
+/* Asks what this rank does now: in the first group that waits for a peer, else in the oldest. */
+static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
+{
+    dtrain__last_heard *own = &hub->members[hub->rank].last;
+    own->awaits = -1;
+    own->bytes = 0;
+    own->heard_ns = now;
+    for (dtrain__channel *channel = hub->channels; channel != NULL && own->awaits < 0; channel = channel->next) {
+        if (channel->last != NULL)
+            own->bytes = channel->last(channel->last_user, own->data, sizeof own->data, &own->awaits);
+        if (own->awaits >= 0)
+            own->awaits = channel->peers[own->awaits].world;
+    }
+}
+
+/* Adds to a heartbeat what is known of a rank; returns the rank that it waits for, or -1. */
+static int dtrain__give_last(dtrain__hub *hub, dtrain__member *to, int about, int64_t now)
+{
+    const dtrain__last_heard *last = &hub->members[about].last;
+    if (last->bytes == 0)
+        return -1;
+    dtrain__give(hub, &to->out, (uint64_t)about, 4);
+    dtrain__give(hub, &to->out, (uint64_t)(last->awaits + 1), 4);
+    dtrain__give(hub, &to->out, (uint64_t)((now - last->heard_ns) / 1000000), 4);
+    dtrain__give(hub, &to->out, last->bytes, 2);
+    dtrain__give_bytes(hub, &to->out, last->data, last->bytes);
+    return last->awaits;
+}
+
+static int dtrain__take_last(dtrain__hub *hub, int from, dtrain__reader *reader)
+{
+    uint64_t about, awaits, age_ms, bytes;
+    if (!dtrain__take(reader, &about, 4) || !dtrain__take(reader, &awaits, 4) || !dtrain__take(reader, &age_ms, 4) ||
+        !dtrain__take(reader, &bytes, 2) || about >= (uint64_t)hub->size || awaits > (uint64_t)hub->size ||
+        bytes > DTRAIN__LAST_BYTES || bytes > reader->left || (dtrain__hub_leads(hub) && (int)about != from) ||
+        (int)about == hub->rank)
+        return 0;
+    dtrain__last_heard *last = &hub->members[about].last;
+    memcpy(last->data, reader->at, (size_t)bytes);
+    last->bytes = (size_t)bytes;
+    last->awaits = (int)awaits - 1;
+    last->heard_ns = dtrain__os_now_ns() - (int64_t)age_ms * 1000000;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+static int dtrain__take_beat(dtrain__hub *hub, int from, dtrain__reader *reader)
+{
+    uint64_t suspect, ms;
+    if (!dtrain__take(reader, &suspect, 4) || !dtrain__take(reader, &ms, 4) || suspect > (uint64_t)hub->size)
+        return 0;
+    if (!dtrain__hub_leads(hub)) {
+        hub->suspect = (int)suspect - 1;
+        hub->suspect_ns = (int64_t)ms * 1000000;
+    }
+    while (reader->left > 0)
+        if (!dtrain__take_last(hub, from, reader))
+            return 0;
+    return 1;
+}
+
+/* One whole frame from `rank`; returns 0 when it is malformed or out of place. */
+static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigned char *data, size_t bytes)
+{
+    dtrain__reader reader = {data, bytes};
+    switch (type) {
+    case DTRAIN__FRAME_JOIN: return dtrain__take_join(hub, rank, &reader);
+    case DTRAIN__FRAME_TABLE: return dtrain__take_table(hub, &reader);
+    case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, rank, &reader);
+    case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
+    case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, rank, &reader);
+    case DTRAIN__FRAME_CONSENT: return dtrain__take_consent(hub, rank, &reader);
+    default: return dtrain__take_reason(hub, rank, type, &reader);
+    }
+}
+
+/* Whether a frame from `rank` is handled now. The leader handles none of a rank that has much to read first: what it
+ * asks for would only make that more. From a rank that this one has no business with, which knows of another leader
+ * than it, only the losses that explain this; the rest waits until both agree. */
+static int dtrain__hub_hears(const dtrain__hub *hub, int rank, int type)
+{
+    if (!dtrain__hub_linked(hub, rank))
+        return type == DTRAIN__FRAME_LOST && rank < hub->rank;
+    return !dtrain__hub_leads(hub) || hub->members[rank].out.bytes <= DTRAIN__QUEUE_BYTES;
+}
+
+/* Handles the whole frames of a member's input, or holds them; returns 0 when one of them is malformed. Who is gone
+ * says nothing any more. */
+static int dtrain__hub_frames(dtrain__hub *hub, int rank)
+{
+    dtrain__member *member = &hub->members[rank];
+    size_t at = 0;
+    int good = 1;
+    member->held = 0;
+    while (good && member->in.bytes - at >= 6) {
+        uint64_t bytes = dtrain__get_le(member->in.data + at, 4);
+        int type = (int)dtrain__get_le(member->in.data + at + 4, 2), gone = member->gone != DTRAIN__PRESENT;
+        if (bytes > DTRAIN__FRAME_BYTES)
+            good = 0;
+        else if (member->in.bytes - at - 6 < bytes)
+            break;
+        else if (!gone && !dtrain__hub_hears(hub, rank, type)) {
+            member->held = 1;
+            break;
+        } else
+            good = gone || dtrain__hub_frame(hub, rank, type, member->in.data + at + 6, (size_t)bytes);
+        at += good ? 6 + (size_t)bytes : 0;
+    }
+    dtrain__bytes_drop(&member->in, at < member->in.bytes ? at : member->in.bytes);
+    return good;
+}
+
+/* This rank cannot go on for want of memory, and says so rather than fall silent. */
+static void dtrain__hub_short_of_memory(dtrain__hub *hub)
+{
+    dtrain__error cause;
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    dtrain__thread_error = kept;
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        dtrain__channel_end(channel, channel->rank, cause.status, cause.text);
+}
+
+/* Handles what is there of a member, until it is held or nothing more has come. */
+static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
+{
+    dtrain__member *member = &hub->members[rank];
+    while (member->control.fd >= 0) {
+        if (!dtrain__hub_frames(hub, rank)) {
+            dtrain__hub_lost(hub, rank, 0, "it sent what is no control message of dtrain");
+            return;
+        }
+        if (member->held || member->control.fd < 0)
+            return;
+        if (!dtrain__bytes_room(hub->allocator, &member->in, 4096)) {
+            dtrain__hub_short_of_memory(hub);
+            return;
+        }
+        ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
+                                        member->in.capacity - member->in.bytes);
+        if (n < 0)
+            dtrain__hub_control_down(hub, rank, dtrain__hub_ended(hub, rank, errno));
+        if (n <= 0)
+            return;
+        member->in.bytes += (size_t)n;
+        member->heard_ns = dtrain__os_now_ns();
+    }
+}
+
+/* A connection that takes no more may still hold its peer's last words, which say whether it left or died: whoever
+ * reads them finds its end, too, now or when poll() tells of it. What was to go out to a peer that is held is dropped
+ * then, as nobody will read it, unless its connection may come back. */
+static void dtrain__hub_flush(dtrain__hub *hub, int rank)
+{
+    dtrain__member *member = &hub->members[rank];
+    while (member->control.fd >= 0 && (member->out.bytes > 0 || dtrain__stream_owes(&member->control))) {
+        ssize_t n = dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
+        if (n < 0 && member->held && hub->reconnect_ns > 0) {
+            dtrain__hub_control_down(hub, rank, errno);
+        } else if (n < 0) {
+            member->out.bytes = member->held ? 0 : member->out.bytes;
+            dtrain__hub_listen_to(hub, rank);
+        }
+        if (n <= 0)
+            return;
+        dtrain__bytes_drop(&member->out, (size_t)n);
+        if (member->held && member->out.bytes <= DTRAIN__QUEUE_BYTES) {
+            member->held = 0;
+            dtrain__hub_kick(hub); /* for what waits in its input */
+        }
+    }
+}
+
+/* Sends what is to be said, without waiting. Who says it last asks more than once, as the system may refuse a call for
+ * no lasting reason. */
+static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        for (int turn = 0; turn < tries && rank != hub->rank && hub->members[rank].control.fd >= 0 &&
+                           (turn == 0 || hub->members[rank].out.bytes > 0);
+             turn++)
+            dtrain__hub_flush(hub, rank);
+}
+
+#endif

@@ -1,0 +1,618 @@
+/* ---- >>hub ----
+ * The control plane of one process, shared by the groups that come of one world. Every rank keeps one connection
+ * to the leader, rank 0, over which the world forms, hears that its members live, and learns who is lost and why;
+ * connections for data are accepted and made here and handed to the lanes of their channel. A channel is one
+ * group's share: its members, its lanes to them, and its own end. The leader relays what concerns a channel to the
+ * channel's members: the first cause they hear is its own. A lost member ends every channel that has it, no other.
+ *
+ * Ranks are the world's, except where a channel counts its own: `about` in frames, the index of its peers.
+ *
+ * Whoever holds step_mutex may run the hub: the service thread, or where there is none a caller that waits for data
+ * and adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
+ * waits. `news` counts what a waiting caller should look at. */
+#ifndef DTRAIN__HUB
+#define DTRAIN__HUB
+#include "../base/memory.c"
+#include "admission.c"
+#include "../transport/stream.c"
+#include "plane.c"
+
+#define DTRAIN__HANDSHAKES 64 /* unproved peers at once; the oldest is shut out for the next */
+#define DTRAIN__HANDSHAKE_NS DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, to prove itself */
+#define DTRAIN__STRIPE ((size_t)1 << 18) /* of a stream that goes over several lanes, in turn */
+#define DTRAIN__HANDOVER_NS 1000000000   /* after a leader that left */
+#define DTRAIN__CALL_NS 300000000        /* a new leader has to call the others; then they call it */
+#define DTRAIN__FRAME_BYTES ((size_t)1 << 18)
+#define DTRAIN__QUEUE_BYTES ((size_t)1 << 20) /* that wait for a member: the leader reads its requests up to here */
+#define DTRAIN__QUEUE_MOST (8 * DTRAIN__QUEUE_BYTES) /* what others have said to it is dropped from here on */
+#define DTRAIN__WHY_BYTES 480
+#define DTRAIN__LAST_BYTES 192
+
+/* One connection's worth of data to and from a peer. */
+typedef struct dtrain__lane {
+    dtrain__stream stream;
+    dtrain__handshake *handshake; /* a connection that this rank is making */
+    int wanted;                   /* somebody waits for it */
+    uint64_t links;               /* connections that it has had */
+    int why;                      /* the last one ended, as an errno; 0: it was closed */
+    int64_t retry_ns, down_ns;
+} dtrain__lane;
+
+/* One rank of a channel, as this rank sees it. */
+typedef struct dtrain__peer {
+    int world;               /* its rank there */
+    int awaits;              /* POLLIN, POLLOUT: what the service thread could not move */
+    uint64_t sent, received; /* bytes of data to and from it, over all lanes */
+    dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
+} dtrain__peer;
+
+typedef struct dtrain__hub dtrain__hub;
+typedef struct dtrain__consent dtrain__consent;
+
+typedef struct dtrain__channel {
+    struct dtrain__channel *next;
+    dtrain__hub *hub;
+    uint64_t id; /* the same on all members; 0: the world */
+    int rank, size;
+    dtrain__peer *peers;
+    dtrain__membership members; /* written with the hub's mutex held */
+    uint64_t calls;             /* collectives that this end has ended, as it leaves */
+    unsigned char *bound; /* of each rank of the world, 1: its loss ends this channel too; NULL: members alone count */
+    int follows;          /* the channel named `leader` ends this one with itself */
+    uint64_t leader;
+    dtrain__lane *lanes; /* of all peers */
+    int attend;          /* some lane has work for whoever steps */
+    int wake[2];         /* a pipe to the caller that waits */
+    uint32_t waiting;
+    int awaiting;                      /* some peer has awaits */
+    int forked;                        /* the end of a child's copy: touches nothing that the parent still uses */
+    uint32_t store_id, store_answered; /* of this group's last request, and the last one answered */
+    dtrain_status store_status;
+    int store_found;
+    dtrain__bytes store_value;
+    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
+    void *last_user;
+} dtrain__channel;
+
+enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
+
+/* Lines for the log, which may block: whoever steps writes them once it has let the mutex go. */
+typedef struct dtrain__notes {
+    int count, sealed, joined; /* sealed: that traffic is; joined: who came, too */
+    char text[4][DTRAIN__ERROR_BYTES];
+} dtrain__notes;
+
+/* What a rank was doing when it was last heard of: bytes that only the owners of the ends understand. */
+typedef struct dtrain__last_heard {
+    unsigned char data[DTRAIN__LAST_BYTES];
+    size_t bytes; /* 0: never heard of */
+    int awaits;   /* the rank that it waits for, or -1 */
+    int64_t heard_ns;
+} dtrain__last_heard;
+
+typedef struct dtrain__member {
+    char address[DTRAIN__ADDRESS_BYTES / 2]; /* "host:port", "unix:/path", or ":port" on the host of rank 0 */
+    char name[DTRAIN__NAME_BYTES];           /* "pid 4711 (train) on alpha" */
+    char job[DTRAIN__JOB_BYTES];             /* rank 0: the one it came with */
+    char why[DTRAIN__WHY_BYTES];             /* it left or is lost; may be empty */
+    char trouble[160];                       /* of the last try to connect to it for data */
+    uint64_t host;                           /* equal on ranks of one host */
+    int joined, expected;                    /* expected: the control connection may come back */
+    int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
+    int silent;                              /* it is lost, but nothing proves that it is dead */
+    int listed;                              /* in the list that is being read */
+    int held;                                /* a frame of it waits in `in`: see hub_hears() */
+    dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
+    dtrain__bytes in, out;
+    int64_t heard_ns, down_ns;
+    dtrain__handshake *handshake; /* a control connection that this rank is making, after rank 0 is gone */
+    int64_t call_ns;              /* when it tries again */
+    int poll_index;
+    dtrain__last_heard last;
+} dtrain__member;
+
+/* A get that waits at rank 0 for its key. */
+typedef struct dtrain__asker {
+    struct dtrain__asker *next;
+    int rank;
+    uint64_t channel;
+    uint32_t id;
+    size_t key_bytes;
+    char key[DTRAIN__STORE_KEY_BYTES];
+} dtrain__asker;
+
+struct dtrain__hub {
+    dtrain__origin origin; /* first: see socket_step() */
+    dtrain_allocator *allocator, own;
+    dtrain__keys keys;
+    int rank, size, connections, insecure, formed;
+    int crowded;               /* more ranks on this host than processors */
+    int leader;                /* the lowest rank that is not gone, whom this rank keeps its control connection to */
+    int elected;               /* it is new */
+    int handed;                /* it leads as the one before it has left */
+    int given_up;              /* the others say that this rank is lost */
+    int told_sealed;           /* the log has it */
+    dtrain__consent *consents; /* the latest first */
+    dtrain__consent *spare_consents;
+    dtrain__channel *channels, *world; /* world is NULL once its end has left */
+    int leaving;                       /* this process has said goodbye */
+    uint32_t serviced;                 /* a service thread steps */
+    char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
+    int64_t heartbeat_ns, reconnect_ns, period_ns;
+    int64_t patience_ns; /* the greatest of the group's limits: for a member to answer, which may not poll meanwhile */
+    dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
+    int root_count, root_turn, listener, listener_index;
+    dtrain__handshake *root_handshake;
+    int64_t root_retry_ns, root_wait_ns;
+    dtrain__error root_error; /* of the last try to reach rank 0 */
+    pthread_mutex_t step_mutex, mutex;
+    int kick[2]; /* a pipe to whoever steps */
+    uint32_t stepping, kicked;
+    uint64_t news;
+    dtrain__handshake *handshakes;
+    int inbound;
+    dtrain__member *members;
+    struct pollfd *fds;
+    int fds_room;
+    int64_t beat_ns, stepped_ns, accept_ns, told_ns;
+    int64_t polled_ns;               /* a clock that runs while this rank polls */
+    int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
+    int64_t suspect_ns;              /* for how long, when it was last said */
+    char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
+    dtrain__notes notes;
+    dtrain__store store;
+    dtrain__asker *askers;
+    uint32_t asked; /* requests to the store */
+};
+
+enum {
+    DTRAIN__FRAME_JOIN = 1,
+    DTRAIN__FRAME_TABLE,
+    DTRAIN__FRAME_REFUSE,
+    DTRAIN__FRAME_BEAT,
+    DTRAIN__FRAME_END,
+    DTRAIN__FRAME_BYE,
+    DTRAIN__FRAME_ASK,
+    DTRAIN__FRAME_ANSWER,
+    DTRAIN__FRAME_LOST,
+    DTRAIN__FRAME_GONE,
+    DTRAIN__FRAME_CONSENT
+};
+
+/* Something happened that a caller may wait for; the caller of this holds the mutex. */
+static void dtrain__hub_tell(dtrain__hub *hub)
+{
+    __atomic_add_fetch(&hub->news, 1, __ATOMIC_SEQ_CST);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        if (__atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
+            dtrain__net_poke(channel->wake[1]);
+}
+
+/* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
+static void dtrain__hub_kick(dtrain__hub *hub)
+{
+    __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
+        dtrain__net_poke(hub->kick[1]);
+}
+
+/* Has a warning written to the log, soon; the caller holds the mutex. Of many at once the last are left out. */
+__attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *hub, const char *format, ...)
+{
+    va_list arguments;
+    if (hub->notes.count == (int)(sizeof hub->notes.text / sizeof hub->notes.text[0]))
+        return;
+    va_start(arguments, format);
+    vsnprintf(hub->notes.text[hub->notes.count++], DTRAIN__ERROR_BYTES, format, arguments);
+    va_end(arguments);
+}
+
+/* Reading a frame: each take says whether there was enough. */
+typedef struct dtrain__reader {
+    const unsigned char *at;
+    size_t left;
+} dtrain__reader;
+
+static int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
+{
+    if (reader->left < (size_t)bytes)
+        return 0;
+    *value = dtrain__get_le(reader->at, bytes);
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* A text of one length byte or two; what does not fit into out, or holds a zero, is refused. */
+static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
+{
+    uint64_t bytes;
+    if (!dtrain__take(reader, &bytes, length_bytes) || bytes > reader->left || bytes >= capacity ||
+        memchr(reader->at, 0, (size_t)bytes) != NULL)
+        return 0;
+    memcpy(out, reader->at, (size_t)bytes);
+    out[bytes] = 0;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* A member's address: in numbers, as no name is looked up here, ":port", or a unix socket's path. */
+static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
+{
+    dtrain__address address;
+    return dtrain__take_text(reader, 1, member->address, sizeof member->address) &&
+           dtrain__net_parse(member->address, &address) == DTRAIN_OK;
+}
+
+/* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
+static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
+{
+    if (frame->short_of || !dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
+        return;
+    dtrain__put_le(frame->data + frame->bytes, value, bytes);
+    frame->bytes += (size_t)bytes;
+}
+
+static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
+{
+    if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
+        return;
+    memcpy(frame->data + frame->bytes, data, bytes);
+    frame->bytes += bytes;
+}
+
+static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes, const char *text)
+{
+    dtrain__give(hub, frame, strlen(text), length_bytes);
+    dtrain__give_bytes(hub, frame, text, strlen(text));
+}
+
+/* Opens a frame at the end of a member's output; returns where it begins. A member that does not read gets no more than
+ * DTRAIN__QUEUE_MOST, but for who is gone: each rank goes once. */
+static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
+{
+    size_t begin = to->out.bytes;
+    to->out.short_of = begin > DTRAIN__QUEUE_MOST && type != DTRAIN__FRAME_LOST && type != DTRAIN__FRAME_GONE;
+    dtrain__give(hub, &to->out, 0, 4);
+    dtrain__give(hub, &to->out, (uint64_t)type, 2);
+    return begin;
+}
+
+/* Returns 0 when there was no room: then nothing of the frame is left, as a part of one would accuse its sender. */
+static int dtrain__frame_close(dtrain__member *to, size_t begin)
+{
+    if (to->out.short_of) {
+        to->out.bytes = begin;
+        return 0;
+    }
+    dtrain__put_le(to->out.data + begin, to->out.bytes - begin - 6, 4);
+    return 1;
+}
+
+/* What happened to a rank, and to which channel. `about` counts as the channel does; as the world in frames LOST
+ * and GONE, which have no channel. */
+typedef struct dtrain__reason {
+    int type;
+    uint64_t channel;
+    int about;
+    dtrain_status status;
+    const char *text;
+    uint64_t calls; /* in frames BYE */
+} dtrain__reason;
+
+static int dtrain__hub_leads(const dtrain__hub *hub)
+{
+    return hub->rank == hub->leader;
+}
+
+/* Reads a list of ranks of the world: begin, then add each. */
+static void dtrain__hub_list_begin(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        hub->members[rank].listed = 0;
+}
+
+/* Returns 0 for what is no rank, or is in the list already. */
+static int dtrain__hub_list_add(dtrain__hub *hub, uint64_t rank)
+{
+    return rank < (uint64_t)hub->size && hub->members[rank].listed++ == 0;
+}
+
+/* Whether this rank keeps a control connection to `rank`: the leader to all, the others to the leader. */
+static int dtrain__hub_linked(const dtrain__hub *hub, int rank)
+{
+    return rank != hub->rank && (dtrain__hub_leads(hub) || rank == hub->leader);
+}
+
+/* Sends a reason to `to`; with the channel's members, where `to` is to relay it. */
+static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason *reason, const dtrain__channel *channel)
+{
+    dtrain__member *member = &hub->members[to];
+    int count = channel != NULL && channel->id != 0 ? channel->size : 0;
+    if (!dtrain__hub_linked(hub, to) || !member->joined || member->gone != DTRAIN__PRESENT)
+        return;
+    size_t begin = dtrain__frame_open(hub, member, reason->type);
+    dtrain__give(hub, &member->out, reason->channel, 8);
+    dtrain__give(hub, &member->out, (uint64_t)reason->about, 4);
+    dtrain__give(hub, &member->out, (uint64_t)reason->status, 2);
+    dtrain__give_text(hub, &member->out, 2, reason->text);
+    dtrain__give(hub, &member->out, reason->calls, 8);
+    dtrain__give(hub, &member->out, (uint64_t)count, 4);
+    for (int i = 0; i < count; i++)
+        dtrain__give(hub, &member->out, (uint64_t)channel->peers[i].world, 4);
+    dtrain__frame_close(member, begin);
+}
+
+/* Tells all ranks, by way of the leader. */
+static void dtrain__hub_relay(dtrain__hub *hub, int except, const dtrain__reason *reason)
+{
+    for (int peer = 0; peer < hub->size; peer++)
+        if (peer != except)
+            dtrain__frame_reason(hub, peer, reason, NULL);
+}
+
+/* Tells the channel's members, by way of the leader. */
+static void dtrain__channel_relay(const dtrain__channel *channel, int except, const dtrain__reason *reason)
+{
+    dtrain__hub *hub = channel->hub;
+    if (!dtrain__hub_leads(hub) && hub->leader != except)
+        dtrain__frame_reason(hub, hub->leader, reason, channel);
+    for (int i = 0; dtrain__hub_leads(hub) && i < channel->size; i++)
+        if (channel->peers[i].world != except)
+            dtrain__frame_reason(hub, channel->peers[i].world, reason, NULL);
+}
+
+static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
+{
+    dtrain__channel *channel = hub->channels;
+    while (channel != NULL && channel->id != id)
+        channel = channel->next;
+    return channel;
+}
+
+/* The lane that the next bytes to or from a peer take, and how many of them. */
+static dtrain__lane *dtrain__channel_lane(dtrain__channel *channel, int rank, int sending, size_t *room)
+{
+    dtrain__peer *peer = &channel->peers[rank];
+    uint64_t at = sending ? peer->sent : peer->received;
+    int lanes = channel->hub->connections;
+    *room = lanes == 1 ? SIZE_MAX : DTRAIN__STRIPE - (size_t)(at % DTRAIN__STRIPE);
+    return &peer->lanes[at / DTRAIN__STRIPE % (uint64_t)lanes];
+}
+
+/* The connection for a lane that this rank has let in and not yet taken: its last word is still to go out. */
+static dtrain__handshake *dtrain__channel_admitted(const dtrain__channel *channel, int world, int lane)
+{
+    dtrain__handshake *handshake = channel->hub->handshakes;
+    while (handshake != NULL && (handshake->state != DTRAIN__HANDSHAKE_OPEN || handshake->error.status != DTRAIN_OK ||
+                                 handshake->purpose != DTRAIN__PURPOSE_DATA || handshake->channel != channel->id ||
+                                 handshake->peer != world || handshake->lane != lane))
+        handshake = handshake->next;
+    return handshake;
+}
+
+/* The channel's rank of the world's `world`; -1: not a member. */
+static int dtrain__channel_rank(const dtrain__channel *channel, int world)
+{
+    if (channel->id == 0)
+        return world;
+    for (int i = 0; i < channel->size; i++)
+        if (channel->peers[i].world == world)
+            return i;
+    return -1;
+}
+
+/* Ends the channel here; the first cause stays. Returns 0 when it had ended before. */
+static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status, const char *text)
+{
+    dtrain__error cause;
+    cause.status = status;
+    snprintf(cause.text, sizeof cause.text, "%s", text);
+    if (!dtrain__membership_break(&channel->members, &cause))
+        return 0;
+    for (dtrain__channel *other = channel->hub->channels; other != NULL; other = other->next)
+        if (other->follows && other->leader == channel->id)
+            dtrain__channel_break(other, status, cause.text);
+    dtrain__hub_tell(channel->hub);
+    dtrain__hub_kick(channel->hub);
+    return 1;
+}
+
+/* Ends the channel on all its members. */
+static void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status, const char *text)
+{
+    dtrain__reason reason = {DTRAIN__FRAME_END, channel->id, about, status, text, 0};
+    if (dtrain__channel_break(channel, status, text))
+        dtrain__channel_relay(channel, -1, &reason);
+}
+
+/* A member's end of the channel is gone, which had ended so many collectives; operations that need it will fail, others
+ * need not. */
+static void dtrain__channel_left(dtrain__channel *channel, int rank, const char *why, uint64_t calls)
+{
+    size_t bytes = strlen(why) + 1;
+    char *text = NULL;
+    if (dtrain__membership_left(&channel->members, rank))
+        return;
+    if (bytes > 1)
+        text = (char *)dtrain__alloc(channel->hub->allocator, bytes);
+    if (text != NULL)
+        memcpy(text, why, bytes);
+    channel->members.ranks[rank].why = text;
+    channel->members.ranks[rank].calls = calls;
+    dtrain__membership_leave(&channel->members, rank);
+    dtrain__hub_tell(channel->hub);
+}
+
+/* The channel ends because a member of it is lost, unless that has left it before. */
+static void dtrain__channel_lost(dtrain__channel *channel, int rank)
+{
+    int world = channel->peers[rank].world;
+    dtrain__member *member = &channel->hub->members[world];
+    dtrain__error lost, kept = dtrain__thread_error;
+    const char *name = member->name[0] != 0 ? member->name : "unknown process";
+    if (dtrain__membership_left(&channel->members, rank))
+        return;
+    if (channel->id == 0)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank, name, member->why);
+    else
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (rank %d of the world, %s) is lost: %s", rank, world, name,
+                     member->why);
+    dtrain__thread_error = kept;
+    dtrain__channel_break(channel, lost.status, lost.text); /* first: who sees that it has left finds the cause */
+    channel->members.ranks[rank].calls = UINT64_MAX;
+    dtrain__membership_leave(&channel->members, rank);
+}
+
+/* The channel ends because a rank is lost without which its members cannot go on. */
+static void dtrain__channel_lost_bound(dtrain__channel *channel, int world)
+{
+    const dtrain__member *member = &channel->hub->members[world];
+    dtrain__error lost, kept = dtrain__thread_error;
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world (%s), of another group of this mesh, is lost: %s",
+                 world, member->name[0] != 0 ? member->name : "unknown process", member->why);
+    dtrain__thread_error = kept;
+    dtrain__channel_break(channel, lost.status, lost.text);
+}
+
+/* The lowest rank that is not gone leads. Who comes after a rank that left waits a while before it takes over, as the
+ * others may be about to leave as well. */
+static void dtrain__hub_elect(dtrain__hub *hub, int gone)
+{
+    int64_t now = dtrain__os_now_ns(), begin = now + (gone == DTRAIN__LEFT ? DTRAIN__HANDOVER_NS : 0);
+    int leader = 0;
+    while (leader < hub->rank && hub->members[leader].gone != DTRAIN__PRESENT)
+        leader++;
+    if (leader == hub->leader)
+        return;
+    hub->leader = leader;
+    hub->elected = 1;
+    hub->handed = gone == DTRAIN__LEFT;
+    for (int rank = 0; rank < hub->size; rank++) {
+        hub->members[rank].heard_ns = begin;
+        hub->members[rank].call_ns = dtrain__hub_leads(hub) ? begin : begin + DTRAIN__CALL_NS;
+        hub->members[rank].held = 0;
+    }
+    dtrain__hub_kick(hub); /* for what was held */
+    for (int rank = 0; dtrain__hub_leads(hub) && rank < hub->size; rank++) {
+        const dtrain__member *member = &hub->members[rank];
+        dtrain_status status = member->silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST;
+        dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, status, member->why, 0};
+        if (member->gone == DTRAIN__LOST) /* before anything else: nobody shall blame a rank that left because of it */
+            dtrain__hub_relay(hub, -1, &reason);
+    }
+}
+
+/* A member is gone, of its own will or not: every channel that has it hears of it. Who left has said so in each channel
+ * of its own before, unless there is a reason. */
+static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *why)
+{
+    dtrain__member *member = &hub->members[rank];
+    if (member->gone != DTRAIN__PRESENT)
+        return;
+    member->gone = gone;
+    member->expected = 0;
+    snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, why);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next) {
+        int at = dtrain__channel_rank(channel, rank);
+        if (at >= 0 && gone == DTRAIN__LOST)
+            dtrain__channel_lost(channel, at);
+        else if (at >= 0)
+            dtrain__channel_left(channel, at, why, why[0] != 0 ? UINT64_MAX : 0);
+        else if (gone == DTRAIN__LOST && channel->bound != NULL && channel->bound[rank])
+            dtrain__channel_lost_bound(channel, rank);
+    }
+    if (hub->formed && rank == hub->leader)
+        dtrain__hub_elect(hub, gone);
+    dtrain__hub_tell(hub);
+}
+
+/* A member is gone without a word; silent: and without a proof. It is told so, should it only have been stopped: else
+ * it would blame this rank. */
+static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char *how)
+{
+    dtrain__reason reason = {DTRAIN__FRAME_LOST, 0, rank, silent ? DTRAIN_ERR_TIMEOUT : DTRAIN_ERR_PEER_LOST, how, 0};
+    dtrain__member *member = &hub->members[rank];
+    if (hub->leaving) { /* who heard of that says nothing when it goes itself */
+        dtrain__stream_cut(&member->control);
+        return;
+    }
+    dtrain__frame_reason(hub, rank, &reason, NULL);
+    if (dtrain__hub_leads(hub))
+        dtrain__hub_relay(hub, rank, &reason);
+    if (member->control.fd >= 0)
+        dtrain__stream_send(&member->control, member->out.data, member->out.bytes, 0);
+    dtrain__stream_cut(&member->control);
+    member->silent = silent;
+    dtrain__hub_gone(hub, rank, DTRAIN__LOST, how);
+}
+
+/* A rank takes no connection, so its process is gone. Where the leader before has left, it may have left as well, with
+ * nobody there to tell: then who needs it fails, and others go on. */
+static void dtrain__hub_refused(dtrain__hub *hub, int rank)
+{
+    static const char why[] = "it takes no connection since the rank has left that would have told of its end";
+    dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, rank, DTRAIN_OK, why, 0};
+    if (!hub->handed) {
+        dtrain__hub_lost(hub, rank, 0, "it takes no connection; its process has died");
+        return;
+    }
+    if (dtrain__hub_leads(hub))
+        dtrain__hub_relay(hub, rank, &gone);
+    dtrain__hub_gone(hub, rank, DTRAIN__LEFT, why);
+}
+
+/* Stops a member's control connection; where it may come back, the clock runs. One that called as the leader because it
+ * knows of a loss that this rank has not heard of is not judged: it may have left for that loss. */
+static void dtrain__hub_control_down(dtrain__hub *hub, int rank, int error)
+{
+    dtrain__member *member = &hub->members[rank];
+    char how[160];
+    dtrain__stream_cut(&member->control);
+    if (member->gone != DTRAIN__PRESENT || !dtrain__hub_linked(hub, rank))
+        return;
+    member->down_ns = dtrain__os_now_ns();
+    member->expected = hub->reconnect_ns > 0 && hub->formed;
+    if (member->expected)
+        return;
+    if (!hub->formed && hub->rank == 0) {
+        /* The rank may start again and join anew. */
+        member->joined = 0;
+        member->in.bytes = member->out.bytes = 0;
+        return;
+    }
+    snprintf(how, sizeof how, "its connection to rank %d ended (%s); its process has died or was cut off", hub->rank,
+             dtrain__net_why(error));
+    dtrain__hub_lost(hub, rank, 0, how);
+}
+
+/* Why a member's connection ended, as an errno. Where somebody tampered with it the log says so, as it may come back.
+ */
+static int dtrain__hub_ended(dtrain__hub *hub, int rank, int error)
+{
+    if (error == EBADMSG)
+        dtrain__hub_note(hub, "rank %d: its connection to rank %d (%s) ends: %s", hub->rank, rank,
+                         hub->members[rank].name, dtrain__net_why(error));
+    return error;
+}
+
+/* The stream goes on over a connection that was just admitted. It cannot without memory for its records
+ * (DTRAIN_ERR_MEMORY), or when more was lost than can be sent again (DTRAIN_ERR_PEER_LOST). */
+static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream, dtrain__handshake *handshake,
+                                        int same_host)
+{
+    if (hub->reconnect_ns > 0 && stream->replay == NULL && stream->sent == 0) /* it must hold all */
+        stream->replay = (unsigned char *)dtrain__alloc(hub->allocator, DTRAIN__REPLAY_BYTES);
+    if (!dtrain__stream_seal(stream, hub->allocator, handshake, &hub->keys))
+        return DTRAIN_ERR_MEMORY;
+    if (!dtrain__stream_resume(stream, handshake->fd, handshake->peer_received))
+        return DTRAIN_ERR_PEER_LOST;
+    dtrain__net_tune(handshake->fd, same_host, hub->reconnect_ns > 0 ? DTRAIN__SOCKET_BUFFER : 0);
+    handshake->fd = -1;
+    hub->notes.sealed |= stream->seal != NULL && !hub->told_sealed;
+    hub->told_sealed |= stream->seal != NULL;
+    return DTRAIN_OK;
+}
+
+#endif

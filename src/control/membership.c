@@ -1,0 +1,97 @@
+/* ---- >>membership ----
+ * What is known of the ranks of a group: which of them have left, in which order, after how many collectives and why;
+ * and what has broken the group. Every transport keeps one for each of its groups.
+ *
+ * Invariants: any thread breaks the group, and the first cause stays. Whoever keeps the membership marks one rank at a
+ * time as left. Any thread reads without a lock: what is said of a rank is whole once its `left` is set. */
+#ifndef DTRAIN__MEMBERSHIP
+#define DTRAIN__MEMBERSHIP
+#include "../base/os.c"
+#include "../base/status.c"
+
+/* The end of one rank in the group. */
+typedef struct dtrain__departure {
+    uint32_t left;   /* it is gone: 1 of the first rank to leave */
+    uint64_t calls;  /* collectives that it had ended by then */
+    const char *why; /* NULL: all was well */
+} dtrain__departure;
+
+typedef struct dtrain__membership {
+    uint32_t broken;  /* 0 whole, 1 the cause is being written, 2 broken, cause readable */
+    uint32_t leavers; /* ranks that have left */
+    int size;
+    dtrain__departure *ranks; /* size of them; NULL where nobody tells who has left */
+    dtrain__error cause;
+} dtrain__membership;
+
+static int dtrain__membership_broken(const dtrain__membership *members)
+{
+    return __atomic_load_n(&members->broken, __ATOMIC_SEQ_CST) != 0;
+}
+
+/* What has broken the group; NULL: nothing. */
+static const dtrain__error *dtrain__membership_cause(const dtrain__membership *members)
+{
+    if (!dtrain__membership_broken(members))
+        return NULL;
+    while (__atomic_load_n(&members->broken, __ATOMIC_ACQUIRE) != 2)
+        sched_yield();
+    return &members->cause;
+}
+
+/* Returns 0 where the group was broken before. */
+static int dtrain__membership_break(dtrain__membership *members, const dtrain__error *cause)
+{
+    uint32_t whole = 0;
+    if (!__atomic_compare_exchange_n(&members->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        return 0;
+    members->cause = *cause;
+    __atomic_store_n(&members->broken, 2, __ATOMIC_SEQ_CST);
+    return 1;
+}
+
+static int dtrain__membership_left(const dtrain__membership *members, int rank)
+{
+    return __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST) > 0 &&
+           __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST) != 0;
+}
+
+/* Marks the rank as left. */
+static void dtrain__membership_leave(dtrain__membership *members, int rank)
+{
+    uint32_t turn = __atomic_add_fetch(&members->leavers, 1, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&members->ranks[rank].left, turn, __ATOMIC_SEQ_CST);
+}
+
+/* Of the ranks that left before they came to collective `number` the first to leave; -1: none. Looks again where ranks
+ * have left meanwhile: it may have seen one of them and not the one before. */
+static int dtrain__membership_misses(const dtrain__membership *members, uint64_t number)
+{
+    uint32_t leavers, seen = 0;
+    int missing = -1;
+    while ((leavers = __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST)) != seen) {
+        uint32_t first = UINT32_MAX;
+        seen = leavers;
+        missing = -1;
+        for (int rank = 0; rank < members->size; rank++) {
+            uint32_t left = __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST);
+            if (left == 0 || left >= first || members->ranks[rank].calls >= number)
+                continue;
+            first = left;
+            missing = rank;
+        }
+    }
+    return missing;
+}
+
+/* Says that `rank`, which an operation needs, has left. Where it did so with an error, the group is to be broken by
+ * *lost; returns whether. */
+static int dtrain__membership_lost(const dtrain__membership *members, int rank, dtrain__error *lost)
+{
+    const char *why = members->ranks[rank].why;
+    dtrain__fail(lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank, why != NULL ? ": " : "",
+                 why != NULL ? why : "");
+    return why != NULL;
+}
+
+#endif

@@ -1,0 +1,42 @@
+/* ---- >>no-sockets ----
+ * What stands in for worlds of processes in a program that defines DTRAIN_NO_SOCKETS: a world of one forms as ever, a
+ * larger one is refused, whether its root is given or is to be found. */
+#ifndef DTRAIN__NO_SOCKETS
+#define DTRAIN__NO_SOCKETS
+#include "plane.c"
+
+static dtrain_status dtrain__no_sockets(void)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "comm_create: a world of several processes, and this program was built with "
+                        "DTRAIN_NO_SOCKETS: remove that macro");
+}
+
+static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
+                                                 const dtrain__hub_desc *desc, dtrain_allocator *allocator)
+{
+    (void)end, (void)keys, (void)desc, (void)allocator;
+    return dtrain__no_sockets();
+}
+
+static int dtrain__net_has(int family)
+{
+    (void)family;
+    return 1;
+}
+
+static dtrain_status dtrain__net_directory(char *out, size_t capacity)
+{
+    (void)out, (void)capacity;
+    return dtrain__no_sockets();
+}
+
+/* Takes any root, so that the world is refused for the macro's sake. */
+static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES], char port[8])
+{
+    (void)text;
+    memcpy(host, "any", 4), memcpy(port, "1", 2);
+    return 1;
+}
+
+#endif

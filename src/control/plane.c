@@ -1,0 +1,244 @@
+/* ---- >>control_plane ----
+ * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
+ * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
+ * functions; nobody above asks which transport a group runs on. A transport of the user's own has the table at the end
+ * of this file. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a
+ * call of the group, except where they say more. */
+#ifndef DTRAIN__PLANE
+#define DTRAIN__PLANE
+#include "../base/worker.c"
+#include "../transport/shared.c"
+#include "../transport/transport.h"
+#include "../comm/groups.h"
+#include "store.c"
+
+#define DTRAIN__RUN_BYTES 16
+#define DTRAIN__JOB_BYTES 64
+#define DTRAIN__NAME_BYTES 96
+#define DTRAIN__FINGERPRINT_BYTES 128
+#define DTRAIN__MAX_LANES 8
+#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
+#define DTRAIN__ADDRESS_BYTES 256
+
+/* What the groups that come of one world have in common in this process. */
+typedef struct dtrain__origin {
+    uint64_t serial;                                               /* counts the groups that were begun */
+    pthread_mutex_t mutex;                                         /* guards service */
+    void *service;                                                 /* the thread that drives these groups */
+    void (*last_gone)(void *service);                              /* stops it, before the last group is gone */
+    dtrain__bell *bell;                                            /* it waits for this; NULL: it calls step */
+    void (*step)(struct dtrain__origin *origin, int64_t until_ns); /* looks after connections, on that thread alone */
+    void (*kick)(struct dtrain__origin *origin);                   /* cuts step short */
+} dtrain__origin;
+
+typedef struct dtrain__plane dtrain__plane;
+
+/* One rank's end of a group, as its transport gives it out. */
+typedef struct dtrain__end {
+    dtrain_transport transport;
+    const dtrain__plane *plane;
+    dtrain__origin *origin;      /* NULL: of a transport of the user's own */
+    dtrain__membership *members; /* NULL: the group keeps it */
+    dtrain__shared *shared;      /* NULL: ranks do not read each other's buffers */
+    dtrain_allocator *allocator; /* NULL: the group has one of its own */
+} dtrain__end;
+
+/* What both sides of every handshake of one rank share. */
+typedef struct dtrain__keys {
+    unsigned char token[256];
+    size_t token_bytes;                   /* 0: the proof is made with an empty key */
+    unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on others until it told them */
+    int rank, world_size;
+    int secure;                    /* as in dtrain_comm_desc */
+    char job[DTRAIN__JOB_BYTES];   /* the launcher's id of it; empty: it gave none */
+    char name[DTRAIN__NAME_BYTES]; /* of this process: "pid 4711 (train) on alpha" */
+} dtrain__keys;
+
+/* How a world of processes forms. */
+typedef struct dtrain__hub_desc {
+    const char *root, *listen_on, *fingerprint, *believed;
+    int insecure, listen_fd, connections;
+    int64_t heartbeat_ms, reconnect_ms, timeout_ms;
+    void (*on_address)(void *user, const char *address);
+    void *on_address_user;
+} dtrain__hub_desc;
+
+/* A group that is to be made of ranks of another one. */
+typedef struct dtrain__group_desc {
+    uint64_t id;       /* its name: the same on all members, and no other group's */
+    const int *worlds; /* of each member the rank in the world */
+    int size, rank;
+} dtrain__group_desc;
+
+/* A vote of the ranks that are left, and what came of it. */
+typedef struct dtrain__agreement {
+    int kind;  /* of the call that votes */
+    int voted; /* in: this rank's vote of an earlier call stands */
+    uint64_t number;
+    uint64_t flags;       /* in: this rank's; out: the AND of all */
+    uint64_t id;          /* out: the name of the group of those that go on */
+    uint64_t *goes_on;    /* out: of each rank, whether */
+    dtrain_status status; /* out */
+    int awaited;          /* out: a rank that has not voted, or -1 */
+    int given_up;         /* out: by the others */
+    int starved;          /* out: no memory for this rank's vote: there is none */
+} dtrain__agreement;
+
+/* Writes what a rank does, which its owner understands; *awaits: the rank that it waits for, or -1. */
+typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
+
+struct dtrain__plane {
+    int knows;      /* it hears of what breaks the group and of who leaves, at any time */
+    int in_process; /* ranks are threads of one process */
+    int keeps;      /* it owns what was given to publish, for as long as a peer may read it */
+    /* Makes this rank's end. NULL: there are no groups. */
+    dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end);
+    int (*world)(void *self, int rank);     /* the rank in the world */
+    uint64_t (*host)(void *self, int rank); /* equal where ranks share a host */
+    int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
+    /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
+     * many there may be at most. */
+    int (*bound)(void *self, int *worlds);
+    int (*bind)(void *self, const int *worlds, int count); /* sets them; 0: no memory */
+    void (*follow)(void *self, void *leader);              /* what ends the group of `leader` ends this one */
+    /* Whether all ranks have come; wait: until they have, or deadline_ns. */
+    dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
+    /* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
+    void (*lost)(void *self, int rank);
+    void (*skipped)(void *self, int rank, uint64_t calls); /* a peer says that it left after so many collectives */
+    /* Votes until a decision or deadline_ns; returns whether there is one. NULL: there are no votes. */
+    int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
+    dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns); /* NULL: there is none */
+    /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
+    void (*publish)(void *self, dtrain__tell tell, void *record, size_t bytes);
+    /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
+    size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
+    void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
+    void (*rest)(void *self); /* the service thread is about to look at this group's work */
+    /* The end is about to leave, having ended so many collectives; forked: it is a child's copy. why: may be NULL. */
+    void (*leaving)(void *self, int forked, const dtrain__error *why, uint64_t calls);
+};
+
+/* A number that this process gives to no other group. */
+static uint64_t dtrain__origin_serial(dtrain__origin *origin)
+{
+    return __atomic_add_fetch(&origin->serial, 1, __ATOMIC_SEQ_CST);
+}
+
+/* The last group is gone: stops the service. */
+static void dtrain__origin_stop(dtrain__origin *origin)
+{
+    if (origin->last_gone != NULL)
+        origin->last_gone(origin->service);
+}
+
+/* The name of a group, unlike any other's: a count that `rank` keeps, and rank itself. */
+static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
+{
+    return serial << 10 | (uint64_t)rank;
+}
+
+/* ---- a transport that has none of it ---- */
+
+static int dtrain__plane_world(void *self, int rank)
+{
+    (void)self;
+    return rank;
+}
+
+static uint64_t dtrain__plane_host(void *self, int rank)
+{
+    (void)self, (void)rank;
+    return 0;
+}
+
+static int dtrain__plane_node_ranks(void *self)
+{
+    (void)self;
+    return 0;
+}
+
+static int dtrain__plane_bound(void *self, int *worlds)
+{
+    (void)self, (void)worlds;
+    return 0;
+}
+
+static int dtrain__plane_bind(void *self, const int *worlds, int count)
+{
+    (void)self, (void)worlds, (void)count;
+    return 1;
+}
+
+static void dtrain__plane_follow(void *self, void *leader)
+{
+    (void)self, (void)leader;
+}
+
+static dtrain_status dtrain__plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait)
+{
+    (void)self, (void)started_ns, (void)deadline_ns, (void)wait;
+    *formed = 1;
+    return DTRAIN_OK;
+}
+
+static void dtrain__plane_lost(void *self, int rank)
+{
+    (void)self, (void)rank;
+}
+
+static void dtrain__plane_skipped(void *self, int rank, uint64_t calls)
+{
+    (void)self, (void)rank, (void)calls;
+}
+
+static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record, size_t bytes)
+{
+    (void)self, (void)tell, (void)record, (void)bytes;
+}
+
+static size_t dtrain__plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
+{
+    (void)self, (void)rank, (void)after_ns, (void)out, (void)capacity, (void)age_ns;
+    return 0;
+}
+
+static void dtrain__plane_suspect(void *self, int awaited, char *text, size_t capacity)
+{
+    (void)self, (void)awaited, (void)text, (void)capacity;
+}
+
+static void dtrain__plane_rest(void *self)
+{
+    (void)self;
+}
+
+static void dtrain__plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
+{
+    (void)self, (void)forked, (void)why, (void)calls;
+}
+
+static const dtrain__plane dtrain__plane_own = {
+    0,
+    0,
+    0,
+    NULL,
+    dtrain__plane_world,
+    dtrain__plane_host,
+    dtrain__plane_node_ranks,
+    dtrain__plane_bound,
+    dtrain__plane_bind,
+    dtrain__plane_follow,
+    dtrain__plane_form,
+    dtrain__plane_lost,
+    dtrain__plane_skipped,
+    NULL,
+    NULL,
+    dtrain__plane_publish,
+    dtrain__plane_last,
+    dtrain__plane_suspect,
+    dtrain__plane_rest,
+    dtrain__plane_leaving,
+};
+
+#endif

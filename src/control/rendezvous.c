@@ -1,0 +1,510 @@
+/* ---- >>rendezvous ----
+ * How a group forms, and what there is to do afterwards. Rank 0 listens at the root address. Every other rank reaches
+ * it, proves itself, listens on the way that led there, and tells its own address. When all have come, rank 0 sends the
+ * table of all. Whoever first needs a connection for data makes it. hub_step() is all of it: one poll(), then whatever
+ * can be done at once. */
+#ifndef DTRAIN__RENDEZVOUS
+#define DTRAIN__RENDEZVOUS
+#include "admit.c"
+
+/* Whether a name for the root means loopback on this host alone, as a host's own name often does, so that others are
+ * expected from elsewhere; where only this host may come, it does not matter. */
+static int dtrain__hub_more_than_loopback(const dtrain__hub *hub, const dtrain__address *address)
+{
+    return dtrain__net_is_local(address) && !dtrain__net_is_unix(address) &&
+           (hub->keys.token_bytes > 0 || hub->insecure) && strncmp(hub->root, "127.", 4) != 0 &&
+           strncmp(hub->root, "[::1]", 5) != 0 && strncmp(hub->root, "localhost:", 10) != 0;
+}
+
+/* Where this rank listens: on the way that its control connection went out, at a port of its own. *local: only
+ * ranks that reach rank 0 as this one does can come there. */
+static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
+{
+    dtrain__address *here = &hub->listening;
+    char path[DTRAIN__ADDRESS_BYTES];
+    here->bytes = (socklen_t)sizeof here->at.storage;
+    if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
+    *local = dtrain__net_is_local(here);
+    if (dtrain__net_is_unix(&hub->reached)) {
+        *local = 0;
+        snprintf(path, sizeof path, "%.200s.%d", hub->reached.at.local.sun_path, hub->rank);
+        return dtrain__net_unix_address(here, path);
+    }
+    if (hub->listen_on[0] != 0) {
+        int family = here->at.any.sa_family;
+        *local = 0;
+        dtrain_status status = dtrain__net_interface(hub->listen_on, family, here);
+        if (status != DTRAIN_OK)
+            return status;
+    } else if (dtrain__hub_more_than_loopback(hub, here)) {
+        dtrain__net_set_any(here);
+    }
+    dtrain__net_set_port(here, 0);
+    return DTRAIN_OK;
+}
+
+/* Opens this rank's own listener, and says to rank 0 where it is. */
+static dtrain_status dtrain__hub_join(dtrain__hub *hub)
+{
+    dtrain__member *root = &hub->members[0], *self = &hub->members[hub->rank];
+    int local, error;
+    dtrain_status status = dtrain__hub_own_address(hub, &local);
+    if (status != DTRAIN_OK)
+        return status;
+    error = dtrain__hub_listen(hub);
+    if (error != 0)
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot listen on %s: %s", hub->rank,
+                            dtrain__net_text(&hub->listening).text, strerror(error));
+    if (local)
+        snprintf(self->address, sizeof self->address, ":%d", dtrain__net_port(&hub->listening));
+    else
+        snprintf(self->address, sizeof self->address, "%.120s", dtrain__net_text(&hub->listening).text);
+    root->joined = 1;
+    size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_JOIN);
+    dtrain__give_text(hub, &root->out, 1, self->address);
+    dtrain__give(hub, &root->out, self->host, 8);
+    dtrain__give_text(hub, &root->out, 1, self->name);
+    dtrain__give_text(hub, &root->out, 2, hub->fingerprint);
+    dtrain__give_text(hub, &root->out, 2, hub->believed);
+    return dtrain__frame_close(root, begin)
+               ? DTRAIN_OK
+               : dtrain__fail(&hub->root_error, DTRAIN_ERR_MEMORY, "rank %d has no memory to join", hub->rank);
+}
+
+/* Rank 0: when all have joined, tells everyone where everyone is. */
+static void dtrain__hub_complete(dtrain__hub *hub)
+{
+    for (int rank = 0; rank < hub->size; rank++)
+        if (!hub->members[rank].joined)
+            return;
+    for (int to = 1; to < hub->size; to++) {
+        dtrain__member *member = &hub->members[to];
+        size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_TABLE);
+        dtrain__give(hub, &member->out, (uint64_t)hub->size, 4);
+        dtrain__give(hub, &member->out, (uint64_t)hub->connections, 1);
+        for (int rank = 0; rank < hub->size; rank++) {
+            dtrain__give_text(hub, &member->out, 1, hub->members[rank].address);
+            dtrain__give(hub, &member->out, hub->members[rank].host, 8);
+            dtrain__give_text(hub, &member->out, 1, hub->members[rank].name);
+        }
+        if (!dtrain__frame_close(member, begin)) {
+            dtrain__hub_short_of_memory(hub);
+            return;
+        }
+    }
+    dtrain__hub_formed(hub);
+    hub->notes.joined = 1;
+}
+
+/* Other ranks than 0: reaches rank 0, as often as it takes. */
+static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
+{
+    dtrain__member *root = &hub->members[0];
+    dtrain__handshake *handshake = hub->root_handshake;
+    if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
+        (!hub->formed && (hub->world == NULL || dtrain__membership_broken(&hub->world->members))))
+        return;
+    if (handshake == NULL && now >= hub->root_retry_ns) {
+        dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
+        hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
+        hub->root_retry_ns = now + hub->root_wait_ns;
+        handshake = hub->root_handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
+        if (handshake == NULL)
+            dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
+                         strerror(errno));
+        else
+            handshake->received = root->control.received, hub->reached = *address;
+    }
+    if (handshake == NULL)
+        return;
+    dtrain__handshake_step(handshake, &hub->keys);
+    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes) {
+        if (!hub->formed)
+            memcpy(hub->keys.run, handshake->challenge + 16, DTRAIN__RUN_BYTES);
+        dtrain__hub_adopt_control(hub, handshake);
+        if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
+            dtrain__channel_end(hub->world, hub->rank, dtrain__thread_error.status, dtrain__thread_error.text);
+    } else if (handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now)) {
+        return;
+    } else {
+        if (handshake->state != DTRAIN__HANDSHAKE_CLOSED)
+            dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", handshake->peer_name);
+        hub->root_error = handshake->error;
+        if (hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST)
+            dtrain__hub_lost(hub, 0, 0, handshake->error.text);
+        else if (!hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST &&
+                 handshake->error.status != DTRAIN_ERR_ABORTED)
+            dtrain__channel_break(hub->world, handshake->error.status, handshake->error.text);
+    }
+    dtrain__hub_free_handshake(hub, handshake);
+    hub->root_handshake = NULL;
+    dtrain__hub_tell(hub);
+}
+
+static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index, int64_t now)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__peer *peer = &channel->peers[rank];
+    dtrain__member *member = &hub->members[peer->world];
+    dtrain__lane *lane = &peer->lanes[index];
+    dtrain__handshake *handshake = lane->handshake;
+    dtrain__address address;
+    if (handshake == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns &&
+        !dtrain__membership_left(&channel->members, rank) &&
+        dtrain__channel_admitted(channel, peer->world, index) == NULL) { /* or each would drop the other's choice */
+        lane->retry_ns = now + 50000000;
+        if (!dtrain__hub_peer_address(hub, peer->world, &address))
+            return;
+        handshake = lane->handshake = dtrain__hub_connect(hub, peer->world, DTRAIN__PURPOSE_DATA, &address);
+        if (handshake != NULL) {
+            handshake->channel = channel->id;
+            handshake->lane = index;
+            handshake->received = lane->stream.received;
+            handshake->links = lane->links;
+        } else
+            snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
+                     strerror(errno));
+    }
+    if (handshake == NULL)
+        return;
+    dtrain__handshake_step(handshake, &hub->keys);
+    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
+        dtrain__hub_adopt_data(channel, rank, handshake);
+    else if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
+        dtrain__hub_given_up(hub, handshake->error.text);
+    else if (handshake->error.status == DTRAIN_ERR_ABORTED && handshake->peer_received > lane->links)
+        lane->links = handshake->peer_received;
+    else if (handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now))
+        return;
+    else
+        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
+                 handshake->state == DTRAIN__HANDSHAKE_CLOSED ? handshake->error.text : handshake->peer_name,
+                 handshake->state == DTRAIN__HANDSHAKE_CLOSED ? "" : ": no answer");
+    lane->handshake = NULL;
+    dtrain__hub_free_handshake(hub, handshake);
+    dtrain__hub_tell(hub);
+}
+
+static int dtrain__lane_busy(const dtrain__lane *lane)
+{
+    return lane->handshake != NULL || (lane->wanted && lane->stream.fd < 0) ||
+           (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream));
+}
+
+/* Calls a rank to which this one has no control connection, after rank 0 is gone. */
+static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
+{
+    dtrain__member *member = &hub->members[rank];
+    dtrain__address address;
+    int error = 0;
+    if (member->handshake == NULL) {
+        if (now < member->call_ns || !dtrain__hub_peer_address(hub, rank, &address))
+            return;
+        member->call_ns = now + DTRAIN__CALL_NS / 3;
+        member->handshake = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
+        error = member->handshake == NULL ? errno : 0;
+        if (member->handshake != NULL)
+            member->handshake->received = member->control.received;
+    }
+    dtrain__handshake *handshake = member->handshake;
+    if (handshake != NULL) {
+        dtrain__handshake_step(handshake, &hub->keys);
+        if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
+            dtrain__hub_adopt_control(hub, handshake);
+        else if (handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now))
+            return;
+        error = handshake->system_error;
+        if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
+            dtrain__hub_given_up(hub, handshake->error.text);
+        dtrain__hub_free_handshake(hub, handshake);
+        member->handshake = NULL;
+    }
+    if (error == ECONNREFUSED || error == ENOENT)
+        dtrain__hub_refused(hub, rank);
+}
+
+/* After rank 0 is gone the leader calls the others, who call it when they have waited for that. */
+static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
+{
+    if (hub->elected)
+        dtrain__consent_resend(hub);
+    hub->elected = 0;
+    for (int rank = 0; hub->leader != 0 && !hub->leaving && !hub->given_up && rank < hub->size; rank++)
+        if (dtrain__hub_linked(hub, rank) && hub->members[rank].gone == DTRAIN__PRESENT &&
+            hub->members[rank].control.fd < 0)
+            dtrain__hub_call(hub, rank, now);
+    dtrain__consent_step(hub);
+}
+
+/* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
+static void dtrain__hub_step_again(dtrain__lane *lane, int64_t now)
+{
+    if (lane->stream.fd < 0 || !dtrain__stream_owes(&lane->stream) ||
+        dtrain__stream_send(&lane->stream, NULL, 0, 0) >= 0)
+        return;
+    dtrain__stream_cut(&lane->stream);
+    lane->down_ns = now;
+    lane->wanted = 1;
+}
+
+/* One heartbeat: who is silent, and what this rank does; rank 0 tells a rank what the one does that it waits for, and
+ * the one that that one waits for. */
+static void dtrain__hub_beat(dtrain__hub *hub, int to, int suspect, int64_t silent_ns, int64_t now)
+{
+    int leads = dtrain__hub_leads(hub);
+    dtrain__member *member = &hub->members[to];
+    size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_BEAT);
+    dtrain__give(hub, &member->out, leads ? (uint64_t)(suspect + 1) : 0, 4);
+    dtrain__give(hub, &member->out, (uint64_t)(silent_ns / 1000000), 4);
+    if (!leads)
+        dtrain__give_last(hub, member, hub->rank, now);
+    for (int i = 0, about = member->last.awaits; leads && i < DTRAIN__LAST_CHAIN; i++)
+        if (about < 0 || about == to)
+            break;
+        else
+            about = dtrain__give_last(hub, member, about, now);
+    dtrain__frame_close(member, begin);
+}
+
+/* Heartbeats: sends this rank's, and judges the silence of others. */
+static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
+{
+    int64_t longest = 1200000000;
+    int suspect = -1;
+    int slept = hub->stepped_ns > 0 && hub->heartbeat_ns > 0 && now - hub->stepped_ns > hub->heartbeat_ns / 2;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        int64_t silent = now - member->heard_ns;
+        char how[96];
+        if (!dtrain__hub_linked(hub, rank) || member->gone != DTRAIN__PRESENT || member->heard_ns == 0)
+            continue;
+        if (slept) /* this process was stopped, and cannot tell */
+            member->heard_ns = now;
+        else if (member->expected && now - member->down_ns > hub->reconnect_ns)
+            dtrain__hub_lost(hub, rank, 1, "its connection was reset and has not come back within reconnect_ms");
+        else if (hub->formed && hub->heartbeat_ns > 0 && silent > hub->heartbeat_ns) {
+            snprintf(how, sizeof how, "not heard for %.1f s (heartbeat_ms); stopped, or its host is gone%s",
+                     (double)silent * 1e-9, member->held ? "; it does not read either" : "");
+            dtrain__hub_lost(hub, rank, 1, how);
+        } else if (hub->formed && silent > longest) {
+            longest = silent;
+            suspect = rank;
+        }
+    }
+    if (dtrain__hub_leads(hub) || suspect == hub->leader) {
+        hub->suspect = suspect;
+        hub->suspect_ns = longest;
+    }
+    hub->stepped_ns = now;
+    if (now < hub->beat_ns)
+        return;
+    hub->beat_ns = now + hub->period_ns;
+    dtrain__hub_look(hub, now);
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        if (dtrain__hub_linked(hub, rank) && member->joined && member->gone == DTRAIN__PRESENT &&
+            member->control.fd >= 0 && member->out.bytes == 0) /* what waits to go out is a sign of life as well */
+            dtrain__hub_beat(hub, rank, suspect, longest, now);
+    }
+}
+
+/* Makes the connections that the channel wants. */
+static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
+{
+    int busy = 0;
+    for (int rank = 0; rank < channel->size; rank++)
+        for (int i = 0; i < channel->hub->connections; i++) {
+            dtrain__lane *lane = &channel->peers[rank].lanes[i];
+            dtrain__hub_step_lane(channel, rank, i, now);
+            dtrain__hub_step_again(lane, now);
+            busy |= dtrain__lane_busy(lane);
+        }
+    channel->attend = busy;
+}
+
+/* Everything that can be done without waiting; the caller holds both mutexes. */
+static void dtrain__hub_work(dtrain__hub *hub)
+{
+    int64_t now = dtrain__os_now_ns(), most = DTRAIN__HANDSHAKE_NS / 5;
+    int64_t away = hub->stepped_ns > 0 ? now - hub->stepped_ns : 0;
+    hub->polled_ns += away < most ? away : most;
+    dtrain__hub_accept(hub, now);
+    dtrain__hub_step_handshakes(hub, now);
+    dtrain__hub_step_root(hub, now);
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        int ready = member->poll_index > 0 && hub->fds[member->poll_index].revents != 0;
+        if (!member->held && (ready || member->in.bytes > 0)) /* of what was held, too */
+            dtrain__hub_listen_to(hub, rank);
+    }
+    if (hub->rank == 0 && !hub->formed && hub->world != NULL && !dtrain__membership_broken(&hub->world->members))
+        dtrain__hub_complete(hub);
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        if (channel->attend)
+            dtrain__hub_step_channel(channel, now);
+    dtrain__hub_step_calls(hub, now);
+    dtrain__hub_step_hearts(hub, now);
+    dtrain__hub_flush_all(hub, 1);
+}
+
+/* Adds to the poll list; what finds no memory there is looked at when something else is due. */
+static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
+{
+    size_t bytes = (size_t)hub->fds_room * sizeof(struct pollfd);
+    if (*count == hub->fds_room) {
+        void *larger = dtrain__resize(hub->allocator, hub->fds, bytes, bytes > 0 ? 2 * bytes : 4096);
+        if (larger == NULL)
+            return;
+        hub->fds = (struct pollfd *)larger;
+        hub->fds_room = bytes > 0 ? 2 * hub->fds_room : (int)(4096 / sizeof(struct pollfd));
+    }
+    hub->fds[*count].fd = fd;
+    hub->fds[*count].events = (short)events;
+    hub->fds[(*count)++].revents = 0;
+}
+
+/* Adds the channel's connections that are being made or made good. */
+static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, int64_t due)
+{
+    for (int i = 0; i < channel->size * channel->hub->connections; i++) {
+        dtrain__lane *lane = &channel->lanes[i];
+        if (lane->handshake != NULL)
+            dtrain__hub_watch(channel->hub, count, lane->handshake->fd,
+                              dtrain__handshake_writes(lane->handshake) ? POLLOUT : POLLIN);
+        else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
+            due = lane->retry_ns;
+        if (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream))
+            dtrain__hub_watch(channel->hub, count, lane->stream.fd, POLLOUT);
+    }
+    return due;
+}
+
+/* Fills the poll list; returns when something is due without any event. */
+static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
+{
+    int64_t due = hub->beat_ns, now = dtrain__os_now_ns();
+    *count = 0;
+    dtrain__hub_watch(hub, count, hub->kick[0], POLLIN);
+    if (hub->listener >= 0 && now >= hub->accept_ns)
+        dtrain__hub_watch(hub, count, hub->listener, POLLIN);
+    for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next) {
+        dtrain__hub_watch(hub, count, handshake->fd, dtrain__handshake_writes(handshake) ? POLLOUT : POLLIN);
+        int64_t late = now + handshake->expires_ns - hub->polled_ns;
+        due = late < due && handshake->state != DTRAIN__HANDSHAKE_PROVED ? late : due;
+    }
+    if (hub->root_handshake != NULL)
+        dtrain__hub_watch(hub, count, hub->root_handshake->fd,
+                          dtrain__handshake_writes(hub->root_handshake) ? POLLOUT : POLLIN);
+    else if (hub->rank != 0 && hub->members[0].control.fd < 0 && hub->members[0].gone == DTRAIN__PRESENT &&
+             hub->root_retry_ns < due)
+        due = hub->root_retry_ns;
+    for (int rank = 0; rank < hub->size; rank++) {
+        dtrain__member *member = &hub->members[rank];
+        member->poll_index = 0;
+        if (member->handshake != NULL)
+            dtrain__hub_watch(hub, count, member->handshake->fd,
+                              dtrain__handshake_writes(member->handshake) ? POLLOUT : POLLIN);
+        else if (hub->leader != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
+                 member->control.fd < 0 && member->call_ns < due)
+            due = member->call_ns;
+        int writes = member->out.bytes > 0 || dtrain__stream_owes(&member->control);
+        if (rank == hub->rank || member->control.fd < 0 || (member->held && !writes))
+            continue;
+        member->poll_index = *count;
+        dtrain__hub_watch(hub, count, member->control.fd, (member->held ? 0 : POLLIN) | (writes ? POLLOUT : 0));
+        if (member->poll_index == *count)
+            member->poll_index = 0;
+    }
+    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+        if (channel->attend)
+            due = dtrain__hub_watch_channel(channel, count, due);
+    return due;
+}
+
+/* Adds what the service thread could not move in the channel. Returns whether some of it is here already. */
+static int dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
+{
+    size_t room;
+    int here = 0;
+    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+        for (int sending = 0; sending < 2; sending++) {
+            int event = sending ? POLLOUT : POLLIN;
+            if ((channel->peers[rank].awaits & event) == 0)
+                continue;
+            dtrain__lane *lane = dtrain__channel_lane(channel, rank, sending, &room);
+            if (lane->stream.fd >= 0)
+                dtrain__hub_watch(channel->hub, count, lane->stream.fd, event);
+            here |= !sending && dtrain__stream_holds(&lane->stream);
+        }
+    return here;
+}
+
+/* poll() until an event or until_ns; restarted signals and rounding are harmless, callers look again. */
+static void dtrain__hub_poll(struct pollfd *fds, int count, int64_t until_ns)
+{
+    int64_t span = until_ns - dtrain__os_now_ns();
+    int ms = span <= 0 ? 0 : span > 60000000000 ? 60000 : (int)((span + 999999) / 1000000);
+    poll(fds, (nfds_t)count, ms);
+}
+
+/* Rank 0: names who has joined where not both sides had a job's id to compare. */
+static void dtrain__hub_log_joined(const dtrain__hub *hub)
+{
+    const char *own = hub->keys.job;
+    for (int rank = 1; rank < hub->size; rank++) {
+        const dtrain__member *member = &hub->members[rank];
+        if (own[0] == 0 && member->job[0] == 0)
+            dtrain__log(DTRAIN_LOG_INFO, "rank 0: rank %d is %s; no launcher's job was compared (see DTRAIN_JOB)", rank,
+                        member->name);
+        else if (own[0] == 0 || member->job[0] == 0)
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "rank 0: rank %d is %s, of %s%s, and rank 0 of %s%s; is it of this job? DTRAIN_JOB, the same "
+                        "on every rank, keeps other jobs' ranks out",
+                        rank, member->name, member->job[0] != 0 ? "job " : "no launcher's job", member->job,
+                        own[0] != 0 ? "job " : "none", own);
+    }
+}
+
+/* One turn of the control plane; waits until until_ns at most, or until one of extra is ready. The caller holds
+ * step_mutex. */
+static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int extra_count, int64_t until_ns)
+{
+    int count;
+    dtrain__notes notes;
+    notes.count = notes.sealed = notes.joined = 0;
+    pthread_mutex_lock(&hub->mutex);
+    int64_t due = dtrain__hub_prepare(hub, &count);
+    for (int i = 0; i < extra_count; i++)
+        dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
+    int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
+    for (dtrain__channel *channel = hub->channels; serviced && channel != NULL; channel = channel->next)
+        if (dtrain__hub_watch_awaited(channel, &count))
+            until_ns = 0;
+    __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&hub->mutex);
+    if (__atomic_load_n(&hub->kicked, __ATOMIC_SEQ_CST))
+        until_ns = 0;
+    dtrain__hub_poll(hub->fds, count, due < until_ns ? due : until_ns);
+    __atomic_store_n(&hub->stepping, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&hub->kicked, 0, __ATOMIC_SEQ_CST);
+    if (hub->fds[0].revents != 0)
+        dtrain__net_drain(hub->kick[0]);
+    pthread_mutex_lock(&hub->mutex);
+    dtrain__hub_work(hub);
+    if (hub->notes.count > 0 || hub->notes.sealed || hub->notes.joined)
+        notes = hub->notes;
+    hub->notes.count = hub->notes.sealed = hub->notes.joined = 0;
+    pthread_mutex_unlock(&hub->mutex);
+    for (int i = 0; i < notes.count; i++)
+        dtrain__log(DTRAIN_LOG_WARN, "%s", notes.text[i]);
+    if (notes.joined)
+        dtrain__hub_log_joined(hub);
+    if (notes.sealed) /* once a job where it can be seen, unless it was asked for */
+        dtrain__log(hub->rank == 0 && hub->keys.secure == 0 ? DTRAIN_LOG_WARN : DTRAIN_LOG_INFO,
+                    "rank %d: connections are sealed (ChaCha20-Poly1305), as %s; on a network that is yours alone, "
+                    "DTRAIN_SECURE=0 or desc.secure = -1 on every rank turns that off",
+                    hub->rank, hub->keys.secure > 0 ? "was asked for" : "they leave the host");
+}
+
+#endif

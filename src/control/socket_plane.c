@@ -1,0 +1,358 @@
+/* ---- >>socket_plane ----
+ * The control plane of ranks of several processes: a channel of the hub (see >>hub). Rank 0 serves the store itself;
+ * the others ask it over their control connection and wait for the answer. */
+#ifndef DTRAIN__SOCKET_PLANE
+#define DTRAIN__SOCKET_PLANE
+#include "../transport/socket.c"
+
+static const dtrain__plane *dtrain__socket_plane_table(void);
+
+static void dtrain__socket_plane_end(dtrain__end *end, dtrain__channel *channel)
+{
+    memset(end, 0, sizeof *end);
+    dtrain__socket_transport(&end->transport, channel);
+    end->plane = dtrain__socket_plane_table();
+    end->origin = &channel->hub->origin;
+    end->members = &channel->members;
+    end->allocator = channel->hub->allocator;
+}
+
+/* Makes this process's end of a new world, which is still to form. */
+static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
+                                                 const dtrain__hub_desc *desc, dtrain_allocator *allocator)
+{
+    dtrain__channel *channel;
+    dtrain_status status = dtrain__socket_create(&channel, keys, desc, allocator);
+    if (status == DTRAIN_OK)
+        dtrain__socket_plane_end(end, channel);
+    return status;
+}
+
+static dtrain_status dtrain__socket_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
+{
+    dtrain__hub *hub = ((dtrain__channel *)self)->hub;
+    dtrain__channel *channel = NULL;
+    pthread_mutex_lock(&hub->mutex);
+    dtrain_status status = dtrain__channel_create(&channel, hub, desc->id, desc->worlds, desc->size, desc->rank);
+    pthread_mutex_unlock(&hub->mutex);
+    if (status == DTRAIN_OK)
+        dtrain__socket_plane_end(end, channel);
+    return status;
+}
+
+static int dtrain__socket_plane_world(void *self, int rank)
+{
+    return ((dtrain__channel *)self)->peers[rank].world;
+}
+
+static uint64_t dtrain__socket_plane_host(void *self, int rank)
+{
+    const dtrain__channel *channel = (dtrain__channel *)self;
+    return channel->hub->members[channel->peers[rank].world].host;
+}
+
+static int dtrain__socket_plane_node_ranks(void *self)
+{
+    const dtrain__channel *channel = (dtrain__channel *)self;
+    int n = 1;
+    while (n < channel->size && dtrain__socket_plane_host(self, n) == dtrain__socket_plane_host(self, 0))
+        n++;
+    for (int rank = 0; rank < channel->size; rank++) {
+        uint64_t host = dtrain__socket_plane_host(self, rank);
+        if (host != dtrain__socket_plane_host(self, rank - rank % n) ||
+            (rank >= n && rank % n == 0 && host == dtrain__socket_plane_host(self, rank - 1)))
+            return 0;
+    }
+    return n;
+}
+
+static int dtrain__socket_plane_bound(void *self, int *worlds)
+{
+    const dtrain__channel *channel = (dtrain__channel *)self;
+    int count = 0;
+    if (worlds == NULL)
+        return channel->hub->size;
+    for (int rank = 0; channel->bound != NULL && rank < channel->hub->size; rank++)
+        if (channel->bound[rank])
+            worlds[count++] = rank;
+    return count;
+}
+
+static int dtrain__socket_plane_bind(void *self, const int *worlds, int count)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    pthread_mutex_lock(&channel->hub->mutex);
+    int good = dtrain__channel_bind(channel, worlds, count);
+    pthread_mutex_unlock(&channel->hub->mutex);
+    return good;
+}
+
+static void dtrain__socket_plane_follow(void *self, void *leader)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__channel_follow(channel, (dtrain__channel *)leader);
+    pthread_mutex_unlock(&channel->hub->mutex);
+}
+
+static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns,
+                                               int wait)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    for (;;) {
+        uint64_t seen = __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST);
+        struct pollfd none[1];
+        dtrain_status status = dtrain__socket_formed(channel, formed, started_ns, deadline_ns);
+        if (*formed || status != DTRAIN_OK || !wait)
+            return status;
+        dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
+    }
+}
+
+static void dtrain__socket_plane_lost(void *self, int rank)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__socket_left(channel, rank);
+    pthread_mutex_unlock(&channel->hub->mutex);
+}
+
+static void dtrain__socket_plane_skipped(void *self, int rank, uint64_t calls)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    pthread_mutex_lock(&channel->hub->mutex);
+    dtrain__channel_left(channel, rank, "", calls);
+    pthread_mutex_unlock(&channel->hub->mutex);
+}
+
+/* Whether the hub has heard of the decision; then takes it over. */
+static int dtrain__socket_plane_decided(dtrain__channel *channel, dtrain__agreement *agreement)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__consent *consent;
+    int done;
+    pthread_mutex_lock(&hub->mutex);
+    consent = dtrain__consent_find(channel, agreement->number);
+    if (consent != NULL && !consent->decided)
+        agreement->awaited = dtrain__hub_leads(hub) ? dtrain__consent_awaits(hub, consent) : -1;
+    agreement->given_up = hub->given_up;
+    done = (consent != NULL && consent->decided) || hub->given_up;
+    agreement->status = hub->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
+    if (done && consent != NULL) {
+        agreement->flags = consent->flags;
+        agreement->id = consent->id;
+    }
+    for (int rank = 0; rank < channel->size; rank++)
+        agreement->goes_on[rank] = done && consent != NULL && consent->votes[rank].vote == DTRAIN__VOTE_YES;
+    pthread_mutex_unlock(&hub->mutex);
+    return done;
+}
+
+static int dtrain__socket_plane_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    struct pollfd none[1];
+    int good = 1, late = 0;
+    pthread_mutex_lock(&hub->mutex);
+    if (!agreement->voted)
+        good = dtrain__consent_vote(channel, agreement->number, agreement->kind, agreement->flags);
+    pthread_mutex_unlock(&hub->mutex);
+    agreement->starved = !good;
+    while (good) {
+        uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
+        if (dtrain__socket_plane_decided(channel, agreement))
+            return 1;
+        if (late)
+            break;
+        dtrain__hub_wait(channel, none, 0, deadline_ns, seen); /* once at least, so that a short call gets on */
+        late = dtrain__os_now_ns() >= deadline_ns;
+    }
+    return 0;
+}
+
+/* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
+static uint32_t dtrain__socket_plane_ask(dtrain__channel *channel, const dtrain__store_call *call)
+{
+    dtrain__hub *hub = channel->hub;
+    dtrain__member *root = &hub->members[0];
+    uint32_t id = channel->store_id = ++hub->asked != 0 ? hub->asked : ++hub->asked;
+    size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
+    dtrain__asker asker;
+    if (hub->rank == 0) {
+        asker.next = NULL;
+        asker.rank = 0;
+        asker.channel = channel->id;
+        asker.id = id;
+        asker.key_bytes = strlen(call->key);
+        snprintf(asker.key, sizeof asker.key, "%s", call->key);
+        dtrain__store_serve(hub, &asker, call->what, call->value, bytes);
+        return id;
+    }
+    size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_ASK);
+    dtrain__give(hub, &root->out, channel->id, 8);
+    dtrain__give(hub, &root->out, id, 4);
+    dtrain__give(hub, &root->out, (uint64_t)call->what, 1);
+    dtrain__give_text(hub, &root->out, 2, call->key);
+    dtrain__give_bytes(hub, &root->out, call->value, bytes);
+    if (!dtrain__frame_close(root, begin))
+        return 0;
+    dtrain__hub_flush(hub, 0);
+    return id;
+}
+
+/* Looks for the answer to `id`; 0 while there is none. The caller holds the hub's mutex. */
+static int dtrain__socket_plane_answered(dtrain__channel *channel, uint32_t id, dtrain__store_call *call,
+                                         dtrain_status *status)
+{
+    const dtrain__hub *hub = channel->hub;
+    const dtrain__error *cause = dtrain__membership_cause(&channel->members);
+    const char *name = dtrain__store_names[call->what];
+    if (channel->store_answered == id) {
+        *status = channel->store_status;
+        if (*status != DTRAIN_OK && channel->store_value.bytes == 0)
+            dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0", name,
+                         channel->rank);
+        else if (*status != DTRAIN_OK)
+            dtrain__fail(call->error, *status, "%s on rank %d: rank 0 says: %.*s", name, channel->rank,
+                         (int)(channel->store_value.bytes < 300 ? channel->store_value.bytes : 300),
+                         (const char *)channel->store_value.data);
+        else if (call->what != DTRAIN__STORE_SET)
+            dtrain__store_copy(call, channel->store_value.data, channel->store_value.bytes);
+        if (*status == DTRAIN_OK && call->what == DTRAIN__STORE_GET && !channel->store_found)
+            *call->bytes = DTRAIN_STORE_ABSENT;
+        return 1;
+    }
+    if (cause != NULL) {
+        *status = dtrain__fail(call->error, cause->status, "%s on rank %d: %.480s", name, channel->rank, cause->text);
+        return 1;
+    }
+    if (hub->rank == 0 || hub->members[0].gone == DTRAIN__PRESENT)
+        return 0;
+    *status = dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
+                           "%s on rank %d: rank 0, which keeps the store, has left the group", name, channel->rank);
+    return 1;
+}
+
+static dtrain_status dtrain__socket_plane_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    struct pollfd none[1];
+    dtrain_status status;
+    pthread_mutex_lock(&hub->mutex);
+    uint32_t id = dtrain__socket_plane_ask(channel, call);
+    pthread_mutex_unlock(&hub->mutex);
+    if (id == 0)
+        return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
+                            "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read them",
+                            dtrain__store_names[call->what], channel->rank, call->key);
+    dtrain__hub_kick(hub);
+    for (;;) {
+        uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
+        pthread_mutex_lock(&hub->mutex);
+        int answered = dtrain__socket_plane_answered(channel, id, call, &status);
+        pthread_mutex_unlock(&hub->mutex);
+        if (answered)
+            return status;
+        if (dtrain__os_now_ns() >= deadline_ns)
+            break;
+        dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
+    }
+    return dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT,
+                        call->what == DTRAIN__STORE_WAIT
+                            ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
+                            : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
+                        dtrain__store_names[call->what], channel->rank, call->key);
+}
+
+/* Heartbeats carry what `tell` writes, which is called with the hub's mutex held. */
+static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record, size_t bytes)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    (void)bytes;
+    pthread_mutex_lock(&channel->hub->mutex);
+    channel->last_user = record;
+    channel->last = tell;
+    pthread_mutex_unlock(&channel->hub->mutex);
+}
+
+static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity,
+                                        int64_t *age_ns)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    const dtrain__last_heard *last = &channel->hub->members[channel->peers[rank].world].last;
+    size_t bytes = 0;
+    pthread_mutex_lock(&channel->hub->mutex);
+    if (last->bytes <= capacity && last->heard_ns > after_ns) {
+        bytes = last->bytes;
+        memcpy(out, last->data, bytes);
+        *age_ns = dtrain__os_now_ns() - last->heard_ns;
+    }
+    pthread_mutex_unlock(&channel->hub->mutex);
+    return bytes;
+}
+
+/* This rank cannot connect to it, as behind a firewall; or which rank has been silent for longest, if one has:
+ * "; rank 3 has been silent for 2.1 s". */
+static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, size_t capacity)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__hub *hub = channel->hub;
+    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->peers[awaited].world] : NULL;
+    pthread_mutex_lock(&hub->mutex);
+    int silent = hub->suspect >= 0 ? dtrain__channel_rank(channel, hub->suspect) : -1;
+    if (member != NULL && member->trouble[0] != 0)
+        snprintf(text, capacity, "; no connection to it: %s", member->trouble);
+    else if (silent >= 0)
+        snprintf(text, capacity, "; rank %d has been silent for %.1f s", silent, (double)hub->suspect_ns * 1e-9);
+    pthread_mutex_unlock(&hub->mutex);
+}
+
+/* What it could not move before is not awaited now. */
+static void dtrain__socket_plane_rest(void *self)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    pthread_mutex_lock(&channel->hub->mutex);
+    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+        channel->peers[rank].awaits = 0;
+    channel->awaiting = 0;
+    pthread_mutex_unlock(&channel->hub->mutex);
+}
+
+static void dtrain__socket_plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
+{
+    dtrain__channel *channel = (dtrain__channel *)self;
+    (void)why; /* dtrain_transport.leave tells */
+    channel->forked = forked;
+    channel->calls = calls;
+}
+
+static const dtrain__plane *dtrain__socket_plane_table(void)
+{
+    static const dtrain__plane table = {
+        1,
+        0,
+        0,
+        dtrain__socket_plane_group,
+        dtrain__socket_plane_world,
+        dtrain__socket_plane_host,
+        dtrain__socket_plane_node_ranks,
+        dtrain__socket_plane_bound,
+        dtrain__socket_plane_bind,
+        dtrain__socket_plane_follow,
+        dtrain__socket_plane_form,
+        dtrain__socket_plane_lost,
+        dtrain__socket_plane_skipped,
+        dtrain__socket_plane_agree,
+        dtrain__socket_plane_store,
+        dtrain__socket_plane_publish,
+        dtrain__socket_plane_last,
+        dtrain__socket_plane_suspect,
+        dtrain__socket_plane_rest,
+        dtrain__socket_plane_leaving,
+    };
+    return &table;
+}
+
+#endif

@@ -1,0 +1,424 @@
+/* ---- >>device_async ----
+ * Calls on memory of devices that go on beside the caller's queue. A group that has them has a queue of its own, in
+ * whose order it works, and a thread that makes the calls there, blocking, in the order in which they were started. The
+ * caller records an event in its queue when it starts one, which the group's queue awaits; the thread records another
+ * behind the call, which the caller's queue awaits when it waits for the work. The caller's queue is touched by the
+ * caller alone, the group's and its comm by the thread alone. Where there is no second queue, or may be no thread, a
+ * call is made by whoever starts it. */
+#ifndef DTRAIN__DEVICE_ASYNC
+#define DTRAIN__DEVICE_ASYNC
+#include "device_call.c"
+#include "staged.c"
+#include "events.c"
+#include "flags.c"
+#include "hosts.c"
+#include "../comm/cancel.c"
+#include "../base/worker.c"
+
+#define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* for calls under way when their group is destroyed */
+
+typedef struct dtrain__async dtrain__async;
+
+struct dtrain_device_work {
+    dtrain__worker_job job;
+    dtrain__async *async;
+    dtrain_device_work *next;           /* spare, too */
+    dtrain_device_work *older;          /* of all that were made */
+    dtrain__op op;                      /* its counts are behind this struct */
+    uint64_t told;                      /* failures that the caller knew of when it started this */
+    uint64_t failure;                   /* the number of the one that this ended with */
+    dtrain_device_event *begun, *ended; /* of the caller's queue and of the group's; made when first needed */
+    int ordered;                        /* ended is recorded */
+    int64_t begin_ns, end_ns;
+    dtrain__error error; /* also before the call is made: of the caller's device */
+};
+
+struct dtrain__async {
+    dtrain_device_group *group;
+    dtrain_device *caller;
+    dtrain_comm shell; /* what checks read of the group's comm, whose error text is the thread's to write */
+    dtrain_device_work *spare, *newest; /* the caller's */
+    uint64_t told;                      /* failures that the caller has been told of */
+    uint64_t failures;                  /* of whoever makes the calls, as what follows */
+    dtrain__error error;                /* the last that was not of an earlier one's making */
+    int broken;                         /* it has ended the group */
+    dtrain__worker worker;
+    pid_t process;
+};
+
+/* Makes a checked call in the group's way. */
+static dtrain_status dtrain__async_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    if (group->no_devices) {
+        dtrain__op all = *op;
+        return dtrain__device_step(group, op, 0, &all);
+    }
+    if (op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__ALL_GATHER)
+        dtrain__op_extents(group->comm, op, op->counts, NULL, group->shards);
+    if (group->mode == DTRAIN_DEVICE_FLAGS)
+        return dtrain__flags_run(group, op);
+    if (group->mode == DTRAIN_DEVICE_HOSTS)
+        return dtrain__hosts_run(group, op);
+    return group->mode == DTRAIN_DEVICE_EVENTS ? dtrain__events_run(group, op) : dtrain__staged_run(group, op);
+}
+
+/* ---- whoever makes the calls ---- */
+
+/* Ends a work as an earlier one has ended, that its caller had not heard of when it started this: made now, it could
+ * take the place of that one in a peer's eyes. */
+static dtrain_status dtrain__async_follow(dtrain__async *async, const dtrain_device_work *work)
+{
+    const dtrain_comm *comm = async->group->comm;
+    return dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %s",
+                        dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank,
+                        dtrain__status_cause(&async->error));
+}
+
+/* Has the group's queue wait for what the caller's held when it started the work. */
+static dtrain_status dtrain__async_enter(dtrain__async *async, dtrain_device_work *work)
+{
+    dtrain_device *device = async->group->device;
+    dtrain_status status = dtrain__report(&work->error);
+    if (status == DTRAIN_OK && device != async->caller)
+        status = dtrain_device_event_await(device, work->begun);
+    if (status == DTRAIN_OK && work->ended == NULL)
+        status = dtrain_device_event_create(device, &work->ended);
+    return status;
+}
+
+/* Makes a call. Whatever became of it, what it has queued ends before its second event. */
+static dtrain_status dtrain__async_make(dtrain__async *async, dtrain_device_work *work)
+{
+    dtrain_device_group *group = async->group;
+    dtrain_status status = dtrain__async_enter(async, work);
+    if (status != DTRAIN_OK) {
+        status = dtrain__device_failed(group, &work->op, group->comm->number + 1, status);
+    } else {
+        status = dtrain__device_begin(group, &work->op);
+        if (status == DTRAIN_OK)
+            status = dtrain__async_run(group, &work->op);
+    }
+    dtrain__error kept = dtrain__thread_error;
+    dtrain_status recorded = work->ended != NULL ? dtrain_device_event_record(group->device, work->ended) : status;
+    work->ordered = recorded == DTRAIN_OK;
+    if (!work->ordered)
+        dtrain__events_wait(group);
+    if (status == DTRAIN_OK && recorded != DTRAIN_OK)
+        return dtrain__device_failed(group, &work->op, group->comm->number, recorded);
+    dtrain__thread_error = kept;
+    return status;
+}
+
+/* Makes a work's call and hands it over to the caller. */
+static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
+{
+    dtrain__async *async = (dtrain__async *)owner;
+    dtrain_device_work *work = (dtrain_device_work *)(void *)job;
+    dtrain_status status;
+    int follows = async->broken || work->told < async->failures;
+    work->begin_ns = dtrain__os_now_ns();
+    if (follows)
+        status = dtrain__async_follow(async, work);
+    else
+        status = dtrain__async_make(async, work);
+    work->error.status = status;
+    if (status != DTRAIN_OK)
+        memcpy(work->error.text, dtrain__thread_error.text, sizeof work->error.text);
+    if (status != DTRAIN_OK && !follows) {
+        async->error = work->error;
+        async->failures++;
+        async->broken = dtrain__group_is_broken(async->group->comm);
+    }
+    work->failure = async->failures;
+    work->end_ns = dtrain__os_now_ns();
+}
+
+/* ---- the caller ---- */
+
+static dtrain_status dtrain__async_forked(const dtrain__async *async, const char *call)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                        "%s: process %ld made this group of devices, and this is its forked child %ld; make one after "
+                        "the fork",
+                        call, (long)async->process, (long)getpid());
+}
+
+static size_t dtrain__async_work_bytes(const dtrain__async *async)
+{
+    return sizeof(dtrain_device_work) + (size_t)async->group->comm->size * sizeof(size_t);
+}
+
+/* A work that is free, or a new one. */
+static dtrain_device_work *dtrain__async_take(dtrain__async *async)
+{
+    dtrain_device_work *work = async->spare;
+    if (work != NULL) {
+        async->spare = work->next;
+        return work;
+    }
+    work = (dtrain_device_work *)dtrain__alloc(async->group->comm->allocator, dtrain__async_work_bytes(async));
+    if (work == NULL) {
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device group on rank %d: no memory for another call beside the device",
+                     async->shell.rank);
+        return NULL;
+    }
+    work->async = async;
+    work->older = async->newest;
+    async->newest = work;
+    return work;
+}
+
+/* Marks in the caller's queue what the call comes after. An error is for the thread to tell the others. */
+static void dtrain__async_mark(dtrain__async *async, dtrain_device_work *work)
+{
+    dtrain_status status = DTRAIN_OK;
+    work->error.status = DTRAIN_OK;
+    if (async->group->device == async->caller)
+        return;
+    if (work->begun == NULL)
+        status = dtrain_device_event_create(async->caller, &work->begun);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_event_record(async->caller, work->begun);
+    if (status != DTRAIN_OK) {
+        work->error = dtrain__thread_error;
+        work->error.status = status;
+    }
+}
+
+/* Starts a call. */
+static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrain__op *op, dtrain_device_work **made)
+{
+    dtrain__async *async = group->async;
+    *made = NULL;
+    if (async->process != getpid())
+        return dtrain__async_forked(async, dtrain__op_kind_name((uint64_t)op->kind));
+    dtrain_status status = dtrain__op_check(&async->shell, op);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_device_work *work = dtrain__async_take(async);
+    if (work == NULL)
+        return DTRAIN_ERR_MEMORY;
+    memcpy(&work->op, op, offsetof(dtrain__op, error));
+    if (op->counts != NULL) {
+        size_t *counts = (size_t *)(void *)(work + 1);
+        memcpy(counts, op->counts, (size_t)async->shell.size * sizeof *counts);
+        work->op.counts = counts;
+    }
+    work->ordered = 0;
+    work->told = async->told;
+    dtrain__async_mark(async, work);
+    dtrain__worker_post(&async->worker, &work->job);
+    if (!async->worker.threaded)
+        dtrain__worker_wait(&async->worker, work->job.number, INT64_MAX);
+    *made = work;
+    return DTRAIN_OK;
+}
+
+/* Waits until so many works have been handed over, or until then; returns whether they have. */
+static int dtrain__async_wait(dtrain__async *async, uint64_t number, int64_t until_ns)
+{
+    int64_t began = dtrain__os_now_ns();
+    int over = dtrain__worker_wait(&async->worker, number, until_ns);
+    if (async->group->comm->apart)
+        dtrain__work_blocked(async->group->comm, began);
+    return over;
+}
+
+DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device)
+{
+    if (work == NULL)
+        return DTRAIN_OK;
+    dtrain__async *async = work->async;
+    dtrain_device *own = async->group->device;
+    if (async->process != getpid())
+        return dtrain__async_forked(async, "device_work_wait");
+    device = device != NULL ? device : async->caller;
+    if (own != NULL && device->ops != own->ops)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_work_wait on rank %d: device %s is of another kind than the group's, %s; wait on a "
+                            "queue of the group's, and copy from there",
+                            async->shell.rank, dtrain_device_name(device), dtrain_device_name(own));
+    dtrain__async_wait(async, work->job.number, INT64_MAX);
+    dtrain__error ended = work->error;
+    if (ended.status != DTRAIN_OK && work->failure > async->told)
+        async->told = work->failure;
+    if (own != device && own != NULL && work->ordered) {
+        dtrain_status status = dtrain_device_event_await(device, work->ended);
+        if (status != DTRAIN_OK && ended.status == DTRAIN_OK)
+            ended.status = dtrain__fail(&ended, status, "device_work_wait on rank %d: the device %s failed: %.400s",
+                                        async->shell.rank, dtrain_device_name(device), dtrain__thread_error.text);
+    }
+    work->next = async->spare;
+    async->spare = work;
+    return dtrain__report(&ended);
+}
+
+DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work)
+{
+    return work == NULL || work->async->process != getpid() ||
+           dtrain__worker_is_done(&work->async->worker, work->job.number);
+}
+
+static void dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
+{
+    int done = work != NULL && dtrain_device_work_done(work);
+    if (begin_ns != NULL)
+        *begin_ns = done ? work->begin_ns : 0;
+    if (end_ns != NULL)
+        *end_ns = done ? work->end_ns : 0;
+}
+
+/* A blocking call takes its turn among those that were started. */
+static dtrain_status dtrain__async_call(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_device_work *work;
+    dtrain_status status = dtrain__async_start(group, op, &work);
+    return status == DTRAIN_OK ? dtrain_device_work_wait(work, group->async->caller) : status;
+}
+
+/* ---- create and destroy ---- */
+
+/* Gives the group its queue and its thread, where there can be both. */
+static dtrain_status dtrain__async_create(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain_device *own = NULL;
+    dtrain__async *async = (dtrain__async *)dtrain__alloc(comm->allocator, sizeof *async);
+    group->async = async;
+    if (async == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *async);
+    async->group = group;
+    async->caller = group->device;
+    async->shell.rank = comm->rank;
+    async->shell.size = comm->size;
+    async->process = getpid();
+    async->worker.owner = async;
+    async->worker.perform = dtrain__async_perform;
+    if (comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_device_queue_create(group->device, &own);
+    if (status == DTRAIN_ERR_UNSUPPORTED)
+        return DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return status;
+    group->device = own;
+    int error = dtrain__worker_start(&async->worker);
+    if (error == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "the system refused a thread (%s): leave desc.async 0, or set progress to "
+                        "DTRAIN_PROGRESS_POLL to do without",
+                        strerror(error));
+}
+
+static void dtrain__async_abort(dtrain_device_group *group)
+{
+    const char *why = "it has destroyed its group of devices while this was under way";
+    DTRAIN_IGNORE(dtrain_comm_abort(group->comm, why));
+    if (group->hosts == NULL)
+        return;
+    DTRAIN_IGNORE(dtrain_comm_abort(group->hosts->near_ranks, why));
+    DTRAIN_IGNORE(dtrain_comm_abort(group->hosts->far_ranks, why));
+}
+
+/* Ends the thread: what is under way is given a second to end, and is broken off after that. Returns 0 in a forked
+ * child, which has no thread, and whose devices are its parent's. */
+static int dtrain__async_stop(dtrain_device_group *group)
+{
+    dtrain__async *async = group->async;
+    if (async == NULL)
+        return 1;
+    if (async->process != getpid())
+        return 0;
+    if (async->worker.threaded &&
+        !dtrain__async_wait(async, async->worker.posted, dtrain__os_now_ns() + DTRAIN__ASYNC_GRACE_NS))
+        dtrain__async_abort(group);
+    dtrain__worker_end(&async->worker);
+    return 1;
+}
+
+/* Frees what a stopped end has left, works that nobody has waited for too. */
+static void dtrain__async_destroy(dtrain_device_group *group, int here)
+{
+    dtrain__async *async = group->async;
+    if (async == NULL)
+        return;
+    while (async->newest != NULL) {
+        dtrain_device_work *work = async->newest;
+        async->newest = work->older;
+        if (here) {
+            dtrain_device_event_destroy(async->caller, work->begun);
+            dtrain_device_event_destroy(group->device, work->ended);
+        }
+        dtrain__free(group->comm->allocator, work, dtrain__async_work_bytes(async));
+    }
+    if (here && group->device != async->caller)
+        dtrain_device_queue_destroy(group->device);
+    dtrain__free(group->comm->allocator, async, sizeof *async);
+}
+
+/* ---- the calls ---- */
+
+/* A call on shards of the caller's lengths. */
+static dtrain_status dtrain__async_op_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
+                                        const size_t *counts, dtrain_dtype dtype, dtrain__op *op)
+{
+    *op = dtrain__op_of_parts(group != NULL ? group->comm : NULL, kind, in, out, counts, NULL, dtype);
+    if (counts != NULL || group == NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(group->async != NULL ? NULL : &group->comm->error, DTRAIN_ERR_INVALID,
+                        "device_group_%s_v on rank %d: the array of counts, one for each rank, is NULL",
+                        dtrain__op_kind_name((uint64_t)kind), group->comm->rank);
+}
+
+static dtrain_status dtrain__async_begin(dtrain_device_group *group, const dtrain__op *op, dtrain_device_work **work)
+{
+    const char *kind = dtrain__op_kind_name((uint64_t)op->kind);
+    if (work != NULL)
+        *work = NULL;
+    if (group == NULL)
+        return dtrain__device_begin(NULL, op);
+    if (work == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_group_%s_async on rank %d: nowhere to put the handle (work is NULL)", kind,
+                            group->comm->rank);
+    if (group->async == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "device_group_%s_async on rank %d: the group was made without desc.async", kind,
+                            group->comm->rank);
+    return dtrain__async_start(group, op, work);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *group, const void *in, void *out,
+                                                              size_t count, dtrain_dtype dtype, dtrain_op op,
+                                                              dtrain_device_work **work)
+{
+    dtrain__op call = dtrain__op_of(DTRAIN__ALL_REDUCE, in, out, count, dtype);
+    call.op = op;
+    return dtrain__async_begin(group, &call, work);
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in,
+                                                                    void *out, const size_t *counts, dtrain_dtype dtype,
+                                                                    dtrain_op op, dtrain_device_work **work)
+{
+    dtrain__op call;
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, dtype, &call);
+    call.op = op;
+    if (status != DTRAIN_OK && work != NULL)
+        *work = NULL;
+    return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in, void *out,
+                                                                const size_t *counts, dtrain_dtype dtype,
+                                                                dtrain_device_work **work)
+{
+    dtrain__op call;
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, dtype, &call);
+    if (status != DTRAIN_OK && work != NULL)
+        *work = NULL;
+    return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
+}
+
+#endif

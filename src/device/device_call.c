@@ -1,0 +1,186 @@
+/* ---- >>device_call ----
+ * A rank's end of a group of devices, and what its calls share: each is checked as the CPU's is, and made of the CPU's
+ * collectives, its steps, which say in their headers what they are steps of. So deadlines, lost ranks and calls that
+ * differ are found as they are between CPUs. Calls devices through >>device_calls only. */
+#ifndef DTRAIN__DEVICE_STEPS
+#define DTRAIN__DEVICE_STEPS
+#include "device_group.h"
+#include "../tensor/device.c"
+#include "../comm/op.c"
+#include "../comm/work.c"
+#include "../comm/collectives.c"
+
+#define DTRAIN__DEVICE_NOTE_TEXT 256
+#define DTRAIN__DEVICE_SLOTS 64 /* at most */
+
+typedef struct dtrain__flags_state dtrain__flags_state; /* see >>device_flags */
+
+/* What a rank tells the others while the group is made, in whole 64-bit words. */
+typedef struct dtrain__device_note {
+    uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
+    uint64_t mode, chunk_bytes, slots, async;
+    uint64_t host;            /* equal on ranks of one */
+    uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
+    dtrain_device_event *events[2] __attribute__((aligned(8))); /* see >>device_events */
+    unsigned char *probe __attribute__((aligned(8)));
+    char handles[32]
+        __attribute__((aligned(8))); /* of the device's table: see >>device_processes, as of the next ones */
+    uint64_t process, page_fd, page_key[2];
+    dtrain_device_shared shared_probe;
+    uint64_t identity, blocks, block_bytes; /* FLAGS: see dtrain_device_flag_traits; blocks 0: it cannot */
+    dtrain__flags_state *flags __attribute__((aligned(8)));
+    dtrain_device_shared shared_words;
+    char text[DTRAIN__DEVICE_NOTE_TEXT] __attribute__((aligned(8)));
+} dtrain__device_note;
+
+#define DTRAIN__DEVICE_NOTE_WORDS (sizeof(dtrain__device_note) / sizeof(uint64_t))
+
+/* Where a rank's buffers of a call are. */
+typedef struct dtrain__device_buffers {
+    const void *in __attribute__((aligned(8)));
+    void *out __attribute__((aligned(8)));
+} dtrain__device_buffers;
+
+#define DTRAIN__DEVICE_BUFFER_WORDS (sizeof(dtrain__device_buffers) / sizeof(uint64_t))
+
+typedef struct dtrain__processes dtrain__processes;
+typedef struct dtrain__hosts dtrain__hosts;
+
+struct dtrain_device_group {
+    dtrain_comm *comm;
+    dtrain_device *device;       /* its queue is the caller's, or the group's own: see >>device_async */
+    struct dtrain__async *async; /* NULL: all calls are blocking ones */
+    dtrain_device_mode mode;
+    size_t chunk_bytes; /* 0: by the size of each call */
+    int slots;
+    int no_devices;                   /* no rank has one: calls are the CPU's */
+    size_t bytes;                     /* of the block that this is at the start of, with all arrays */
+    dtrain__device_note mine, *notes; /* notes: of every rank */
+    dtrain__device_buffers *buffers;  /* of every rank, of the call under way */
+    dtrain__extent *shards;           /* of every rank, of the call under way */
+    size_t *counts;                   /* of every rank's part of a chunk */
+    const void **ins;
+    void **outs;
+    dtrain__processes *processes;      /* what ranks share that are processes of one host; NULL: they are not */
+    unsigned char *pinned;             /* slots of chunk_bytes; 0: of the largest chunk */
+    dtrain_device_event **slot_events; /* each says when the copies to and from its slot are done */
+    dtrain__hosts *hosts;              /* HOSTS: the groups that its calls are made of; else NULL */
+    const dtrain__extent *pieces;      /* in a group of HOSTS: of a vector, that make up this rank's shard */
+    int piece_count;                   /* 0: the shard is in one piece */
+    int mean_of;                       /* likewise: ranks whose sum the results are divided by; 0: not */
+    dtrain__flags_state *flags;        /* FLAGS, as all that follows; else NULL */
+    uint32_t *words;                   /* this rank's, of its device */
+    uint64_t *failure;                 /* what a kernel has left for the CPU, or a peer; 0: nothing */
+    uint32_t epoch;                    /* of the call under way, or the last */
+    int blocks;                        /* that run at the same time on every device */
+    size_t block_bytes;                /* that one holds of an array at a time */
+    int part_blocks, part_at_once, part_queued; /* of the call under way */
+};
+
+/* One block for a rank's end and its arrays, those of the strictest alignment first. */
+static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
+{
+    size_t size = (size_t)comm->size, header = (sizeof(dtrain_device_group) + 63) / 64 * 64;
+    size_t each = sizeof(dtrain__device_note) + sizeof(dtrain__device_buffers) + sizeof(dtrain__extent) +
+                  sizeof(size_t) + 2 * sizeof(void *);
+    size_t bytes = header + size * each + DTRAIN__DEVICE_SLOTS * sizeof(void *);
+    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    dtrain_device_group *group = (dtrain_device_group *)(void *)block;
+    if (group == NULL) {
+        dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "device_group_create on rank %d: no memory for %zu bytes",
+                     comm->rank, bytes);
+        return NULL;
+    }
+    group->comm = comm;
+    group->bytes = bytes;
+    group->notes = (dtrain__device_note *)(void *)(block + header);
+    group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
+    group->shards = (dtrain__extent *)(void *)(group->buffers + size);
+    group->counts = (size_t *)(void *)(group->shards + size);
+    group->ins = (const void **)(void *)(group->counts + size);
+    group->outs = (void **)(void *)(group->ins + size);
+    group->slot_events = (dtrain_device_event **)(void *)(group->outs + size);
+    return group;
+}
+
+/* The call on memory of devices that an operation is a step of, and which step: see dtrain__op_call_whole. */
+static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
+{
+    return (uint64_t)whole->kind | (uint64_t)(whole->counts != NULL) << 7 | (uint64_t)whole->op << 8 |
+           (uint64_t)whole->root << 24 | (uint64_t)whole->dtype << 40 | (uint64_t)step << 56;
+}
+
+/* A call as error texts have it. */
+static dtrain__text dtrain__device_text(const dtrain_comm *comm, const dtrain__op *whole, uint64_t number)
+{
+    dtrain__op op = dtrain__op_of(whole->kind, NULL, NULL, 0, DTRAIN_U8);
+    op.form = DTRAIN__ON_DEVICE;
+    op.first = whole->count;
+    op.digest = dtrain__device_digest(whole, 0);
+    op.number = number;
+    return dtrain__op_text(comm, &op);
+}
+
+/* Queues this rank's part of a call under FLAGS; what it is made of stands before it. */
+static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
+                                          size_t begin, size_t count);
+
+/* Queues this rank's share of a call, of the first n inputs and m outputs of the group's arrays. */
+static dtrain_status dtrain__device_share(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
+                                          size_t begin, size_t count)
+{
+    if (group->flags != NULL)
+        return dtrain__flags_reduce(group, dtype, op, n, m, begin, count);
+    return dtrain_device_reduce(group->device, dtype, op, group->ins, n, group->outs, m, begin, count);
+}
+
+/* Runs one of the CPU's collectives as a step of a call. */
+static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrain__op *whole, int step, dtrain__op *op)
+{
+    op->op = dtrain__op_reduces(op) ? whole->op : (dtrain_op)0;
+    op->root = op->kind == DTRAIN__BROADCAST ? whole->root : 0;
+    op->form = DTRAIN__ON_DEVICE;
+    op->first = whole->count;
+    op->digest = dtrain__device_digest(whole, step);
+    op->whole_parts = whole->counts != NULL ? dtrain__op_parts_hash(group->comm, whole) : 0;
+    return dtrain__work_call(group->comm, op, NULL);
+}
+
+/* Ends the group on every rank with this thread's last error, unless it is broken already; returns that error. */
+static dtrain_status dtrain__device_break(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__error mine = dtrain__thread_error, cause = mine;
+    if (!comm->plane->knows)
+        cause.status = DTRAIN_ERR_ABORTED; /* the one that a transport of the user's own is asked for at every turn */
+    dtrain__group_break(comm, &cause);
+    comm->error = mine;
+    return dtrain__report(&mine);
+}
+
+/* A device has failed in a call, whose step under way or next has that number, and has said why: ends the group. */
+static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtrain__op *whole, uint64_t number,
+                                           dtrain_status status)
+{
+    const dtrain_comm *comm = group->comm;
+    dtrain__error said = dtrain__thread_error;
+    dtrain__fail(NULL, status, "%s on rank %d: its device %s failed: %s", dtrain__device_text(comm, whole, number).text,
+                 comm->rank, dtrain_device_name(group->device), dtrain__status_cause(&said));
+    return dtrain__device_break(group);
+}
+
+/* Checks a call as the CPU's is checked, before anything of it is seen by a peer. */
+static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtrain__op *whole)
+{
+    const char *kind = dtrain__op_kind_name((uint64_t)whole->kind);
+    if (group == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_group_%s: the group is NULL; was its creation checked?",
+                            kind);
+    if (group->comm->fusing)
+        return dtrain__fail(&group->comm->error, DTRAIN_ERR_INVALID,
+                            "device_group_%s on rank %d: it cannot be fused; call fuse_end first", kind,
+                            group->comm->rank);
+    return dtrain__op_check(group->comm, whole);
+}
+
+#endif

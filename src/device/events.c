@@ -1,0 +1,354 @@
+/* ---- >>device_events ----
+ * Collectives of devices on each other's memory, between threads or processes of one host. Each rank records an event
+ * after what its queue holds, and tells the others where its buffers are. Each queue awaits the others' events, folds
+ * or copies its rank's share of all inputs to all outputs, and records a second event. When all have recorded theirs,
+ * each queue awaits those. Events are recorded before the exchange and awaited after it, so no queue awaits what was
+ * never recorded. An event is recorded again when all ranks have named it: the first after the exchange that ends a
+ * call, the second after the one that begins the next. Between processes, numbers in their page serve as events. */
+#ifndef DTRAIN__DEVICE_EVENTS_C
+#define DTRAIN__DEVICE_EVENTS_C
+#include "device_call.c"
+#include "processes.c"
+
+#define DTRAIN__EVENTS_LINE 256 /* bytes: shares of vectors begin at multiples of so many */
+
+/* ---- a group that breaks in a call ----
+ * A device may then be inside another rank's memory. So a rank raises `inside` in its word before it queues anything
+ * there, unless the group is broken. A rank that fails breaks the group before it looks at the others' words. It
+ * returns when no device is in its memory, nor its device in theirs. `turn` counts the calls whose second event a rank
+ * has recorded. Words, and what says that the group is broken, are in >>shared between threads, and in
+ * >>device_processes between processes. */
+
+enum { DTRAIN__EVENTS_FREE = 0, DTRAIN__EVENTS_NAMED, DTRAIN__EVENTS_INSIDE };
+
+static dtrain__device_word *dtrain__events_word(dtrain_device_group *group, int rank)
+{
+    return group->processes != NULL ? &group->processes->page->ranks[rank].device
+                                    : &group->comm->shared->slots[rank].device;
+}
+
+static void dtrain__events_set(dtrain_device_group *group, uint32_t inside)
+{
+    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->inside, inside, __ATOMIC_SEQ_CST);
+}
+
+/* Whether nobody may go into the others' memory any more. */
+static int dtrain__events_ended(dtrain_device_group *group)
+{
+    return group->processes != NULL ? __atomic_load_n(&group->processes->page->broken, __ATOMIC_SEQ_CST) != 0
+                                    : dtrain__membership_broken(group->comm->members);
+}
+
+static dtrain__error dtrain__events_cause(dtrain_device_group *group)
+{
+    if (group->processes == NULL)
+        return *dtrain__group_cause(group->comm);
+    dtrain__processes_page *page = group->processes->page;
+    dtrain__error why =
+        page->ranks[dtrain__processes_named(group, __atomic_load_n(&page->broken, __ATOMIC_SEQ_CST))].why;
+    why.status = dtrain__status_told((uint64_t)why.status);
+    why.text[sizeof why.text - 1] = 0;
+    return why;
+}
+
+/* Sees to it that no rank enters after this; the group is broken, and this thread's last error says why. */
+static void dtrain__events_end(dtrain_device_group *group)
+{
+    if (group->processes != NULL)
+        dtrain__processes_break(group, &dtrain__thread_error);
+}
+
+/* Waits until no peer is further in than `inside`; what they do meanwhile waits for nobody. */
+static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
+{
+    const dtrain_comm *comm = group->comm;
+    for (int rank = 0; rank < comm->size; rank++)
+        if (rank != comm->rank && group->processes != NULL)
+            dtrain__processes_settle(group, rank, inside);
+        else
+            while (rank != comm->rank &&
+                   __atomic_load_n(&dtrain__events_word(group, rank)->inside, __ATOMIC_SEQ_CST) > inside)
+                sched_yield();
+}
+
+/* Records the first (0) or second (1) event of a call, this rank's turn'th. */
+static dtrain_status dtrain__events_record(dtrain_device_group *group, uint64_t turn, int second)
+{
+    if (group->processes == NULL)
+        return dtrain_device_event_record(group->device, group->mine.events[second]);
+    return second ? dtrain__processes_mark_second(group, turn) : dtrain__processes_mark(group);
+}
+
+/* Waits for this rank's queue. */
+static dtrain_status dtrain__events_wait(dtrain_device_group *group)
+{
+    return group->processes != NULL ? dtrain__processes_wait(group) : dtrain_device_wait(group->device);
+}
+
+/* Queues the wait for the first (0) or second (1) events of a call, of all peers that have begun its turn'th. */
+static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t turn, int second)
+{
+    const dtrain_comm *comm = group->comm;
+    dtrain_status status = DTRAIN_OK;
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        uint64_t theirs = __atomic_load_n(&dtrain__events_word(group, rank)->turn, __ATOMIC_SEQ_CST);
+        int gone = group->processes != NULL && group->processes->peers[rank].gone;
+        if (rank == comm->rank || (second && theirs < turn) || gone)
+            continue;
+        status = group->processes != NULL ? dtrain__processes_await(group, rank, second, turn)
+                                          : dtrain_device_event_await(group->device, group->notes[rank].events[second]);
+    }
+    return status;
+}
+
+/* Ends a call that has failed after this rank's buffers were known to others: waits until its own device has left their
+ * memory, and theirs its own. Peers that have ended the call well left work behind that their second event ends; they
+ * can have only where this rank has recorded its own, and else may have destroyed theirs before it says that it names
+ * them. */
+static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t turn, dtrain_status status)
+{
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__events_end(group);
+    dtrain__events_wait(group);
+    dtrain__events_set(group, DTRAIN__EVENTS_NAMED);
+    dtrain__events_settle(group, DTRAIN__EVENTS_NAMED);
+    if (group->processes != NULL)
+        dtrain__processes_look(group);
+    int recorded = dtrain__events_word(group, group->comm->rank)->turn == turn;
+    if (recorded && dtrain__events_await(group, turn, 1) == DTRAIN_OK)
+        dtrain__events_wait(group);
+    dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+    dtrain__thread_error = cause;
+    return status;
+}
+
+/* Makes ready to queue work on peers' memory, INSIDE; an error, as the group is broken. */
+static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain_comm *comm = group->comm;
+    if (!dtrain__events_ended(group))
+        return group->processes != NULL ? dtrain__processes_reach(group, whole) : DTRAIN_OK;
+    dtrain__error cause = dtrain__events_cause(group);
+    dtrain_status status =
+        dtrain__fail(&comm->error, cause.status, "%s on rank %d: %s",
+                     dtrain__device_text(comm, whole, comm->number).text, comm->rank, dtrain__status_cause(&cause));
+    return group->processes != NULL ? dtrain__device_break(group) : status;
+}
+
+/* This rank's share of a vector that every rank has whole, in elements. */
+static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t width, size_t *begin)
+{
+    size_t line = DTRAIN__EVENTS_LINE / width;
+    size_t lines = dtrain_split(count / line + 1, comm->size, comm->rank, begin);
+    size_t end = (*begin + lines) * line;
+    *begin *= line;
+    end = end < count ? end : count;
+    return end > *begin ? end - *begin : 0;
+}
+
+/* This rank's shard of a call that has shards, in elements. */
+static size_t dtrain__events_shard(const dtrain_device_group *group, size_t *begin)
+{
+    const dtrain__extent *shard = &group->shards[group->comm->rank];
+    *begin = shard->begin;
+    return shard->count;
+}
+
+/* Queues this rank's share of a reduction: shares are apart, so that outputs may be inputs. */
+static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, offset = 0;
+    int whole = op->kind == DTRAIN__ALL_REDUCE;
+    size_t n = whole ? dtrain__events_share(comm, op->count, width, &begin) : dtrain__events_shard(group, &begin);
+    if (n == 0)
+        return DTRAIN_OK;
+    if (!whole) {
+        offset = begin * width; /* the output begins with this rank's shard */
+        begin = 0;
+    }
+    for (int rank = 0; rank < comm->size; rank++) {
+        group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
+        group->outs[rank] = group->buffers[rank].out;
+    }
+    if (!whole)
+        group->outs[0] = op->out;
+    return dtrain__device_share(group, op->dtype, op->op, comm->size, whole ? comm->size : 1, begin, n);
+}
+
+/* The same of a shard in pieces: each is folded or, for a gather, copied from this rank's output to the others'. */
+static dtrain_status dtrain__events_pieces(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, done = 0;
+    int folds = dtrain__op_reduces(op);
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; i < group->piece_count && status == DTRAIN_OK; i++) {
+        size_t offset = group->pieces[i].begin * width, bytes = group->pieces[i].count * width;
+        int m = 0;
+        if (bytes == 0)
+            continue;
+        for (int rank = 0; rank < comm->size; rank++)
+            if (folds)
+                group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
+            else if (rank != comm->rank)
+                group->outs[m++] = (unsigned char *)group->buffers[rank].out + offset;
+        if (folds)
+            group->outs[0] = (unsigned char *)op->out + done;
+        else
+            group->ins[0] = (const unsigned char *)op->out + offset;
+        status = folds ? dtrain__device_share(group, op->dtype, op->op, comm->size, 1, 0, bytes / width)
+                       : dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, bytes);
+        done += bytes;
+    }
+    return status;
+}
+
+/* Queues this rank's share of a copy to all: of one input, as bytes, which an or of one leaves as they are. */
+static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, n;
+    int m = 0, gathers = op->kind == DTRAIN__ALL_GATHER;
+    if (gathers) {
+        n = dtrain__events_shard(group, &begin) * width;
+        begin *= width;
+    } else {
+        n = dtrain__events_share(comm, op->count * width, 1, &begin);
+    }
+    for (int rank = 0; rank < comm->size && n > 0; rank++)
+        if (gathers || rank != op->root)
+            group->outs[m++] = (unsigned char *)group->buffers[rank].out + begin;
+    if (m == 0)
+        return DTRAIN_OK;
+    group->ins[0] = gathers ? op->in : (const unsigned char *)group->buffers[op->root].in + begin;
+    return dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, n);
+}
+
+/* All that a queue is given between the two exchanges. */
+static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op, uint64_t turn)
+{
+    dtrain_status status = dtrain__events_await(group, 0, 0);
+    if (status == DTRAIN_OK && group->piece_count > 0)
+        status = dtrain__events_pieces(group, op);
+    else if (status == DTRAIN_OK)
+        status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
+    if (status == DTRAIN_OK)
+        status = dtrain__events_record(group, turn, 1);
+    return status;
+}
+
+/* Tells the others where this rank's buffers are, and hears where theirs are. */
+static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain__device_buffers mine;
+    dtrain__op op;
+    if (group->processes != NULL)
+        return dtrain__processes_meet(group, whole);
+    memset(&mine, 0, sizeof mine);
+    mine.in = whole->in;
+    mine.out = whole->out;
+    op = dtrain__op_of(DTRAIN__ALL_GATHER, &mine, group->buffers,
+                       DTRAIN__DEVICE_BUFFER_WORDS * (size_t)group->comm->size, DTRAIN_U64);
+    return dtrain__device_step(group, whole, 0, &op);
+}
+
+/* Waits until every rank has recorded its second event. A deadline that passes here finds work on all sides. */
+static dtrain_status dtrain__events_part(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
+    dtrain_status status = dtrain__device_step(group, whole, 1, &op);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_break(group);
+}
+
+/* Whether a step that has failed has left the group usable. */
+static int dtrain__events_whole(dtrain_device_group *group)
+{
+    return group->processes != NULL ? !dtrain__group_is_broken(group->comm) : !dtrain__events_ended(group);
+}
+
+static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__device_word *word = dtrain__events_word(group, comm->rank);
+    uint64_t turn = word->turn + 1;
+    dtrain_status status = dtrain__events_record(group, turn, 0);
+    if (status != DTRAIN_OK)
+        return dtrain__device_failed(group, op, comm->number + 1, status);
+    status = dtrain__events_meet(group, op);
+    if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
+        return dtrain__events_whole(group) ? status : dtrain__events_retreat(group, turn, status);
+    dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
+    status = dtrain__events_enter(group, op);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, status);
+    status = dtrain__events_work(group, op, turn);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
+    __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
+    status = dtrain__events_part(group, op);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, status);
+    status = dtrain__events_await(group, turn, 1);
+    if (status != DTRAIN_OK)
+        return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
+    dtrain__events_set(group, DTRAIN__EVENTS_FREE);
+    return DTRAIN_OK;
+}
+
+/* ---- whether it can be done ---- */
+
+#define DTRAIN__EVENTS_PROBE_BYTES                                                                                     \
+    256 /* of which each rank reads its own from every block, and writes the one after 128 */
+
+static int dtrain__events_has_all(const dtrain_device *device)
+{
+    const dtrain_device_ops *ops = device->ops;
+    return ops != NULL && ops->allocate != NULL && ops->release != NULL && ops->wait != NULL && ops->reduce != NULL &&
+           ops->event_create != NULL && ops->event_destroy != NULL && ops->event_record != NULL &&
+           ops->event_await != NULL;
+}
+
+static dtrain_status dtrain__events_make(dtrain_device_group *group)
+{
+    dtrain_device *device = group->device;
+    void *probe = NULL;
+    int threads = group->comm->plane->in_process;
+    dtrain_status status = threads ? DTRAIN_OK : dtrain__processes_join(group);
+    for (int i = 0; i < 2 && threads && status == DTRAIN_OK; i++)
+        status = dtrain_device_event_create(device, &group->mine.events[i]);
+    if (!threads && status == DTRAIN_OK)
+        status = dtrain__processes_open_page(group);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, DTRAIN__EVENTS_PROBE_BYTES, &probe);
+    group->mine.probe = (unsigned char *)probe;
+    if (status == DTRAIN_OK && !threads)
+        status = device->ops->memory_share(device, probe, &group->mine.shared_probe);
+    if (status == DTRAIN_OK)
+        status = dtrain__events_record(group, 0, 0);
+    return status;
+}
+
+/* Reads and writes a byte of every rank's probe, as the calls will of buffers, and waits for it. */
+static dtrain_status dtrain__events_try(dtrain_device_group *group)
+{
+    const dtrain_comm *comm = group->comm;
+    size_t own = (size_t)comm->rank;
+    dtrain_status status = group->processes != NULL ? dtrain__processes_open_peers(group) : DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__events_await(group, 0, 0);
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        unsigned char *probe =
+            group->processes != NULL ? group->processes->peers[rank].probe : group->notes[rank].probe;
+        group->ins[rank] = probe + own;
+        group->outs[rank] = probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + own;
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, comm->size, group->outs,
+                                      comm->size, 0, 1);
+    dtrain__error said = dtrain__thread_error;
+    dtrain_status waited = group->processes != NULL ? dtrain__processes_try(group) : dtrain_device_wait(group->device);
+    return status == DTRAIN_OK ? waited : dtrain__report(&said);
+}
+
+#endif

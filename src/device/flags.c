@@ -1,0 +1,382 @@
+/* ---- >>device_flags ----
+ * Collectives of devices that wait for each other themselves. Each rank has a device of its own, and the ranks are
+ * threads or processes of one host. One kernel a rank does all of a call, between two rounds of flags. A flag is in the
+ * memory of the rank that waits for it. The CPU's part is one exchange, of where buffers are, as in >>device_events.
+ *
+ * Between processes only the page of >>device_processes is shared. It has `inside`, which is INSIDE or FREE, the number
+ * that a rank's queue writes when its kernel has ended, and the error words, by which a CPU ends the waits for a killed
+ * process. Flags are opened as buffers are. Each process has a state of its own, with where they are. */
+#ifndef DTRAIN__DEVICE_FLAGS_C
+#define DTRAIN__DEVICE_FLAGS_C
+#include "device_call.c"
+#include "events.c"
+
+#define DTRAIN__FLAGS_EPOCH 0xfffffff0u             /* the one before the first */
+#define DTRAIN__FLAGS_ALL 4096                      /* one call in so many uses all blocks */
+#define DTRAIN__FLAGS_BLOCKS 256                    /* at most */
+#define DTRAIN__FLAGS_AT_ONCE ((size_t)256 << 10)   /* bytes, up to which every rank may fold all for itself, */
+#define DTRAIN__FLAGS_AT_ONCE_ALL ((size_t)2 << 20) /* and what all ranks' inputs have together: 8 ranks of 256 KiB */
+
+/* ---- what ranks are at ----
+ * A device may be at a call, and so inside another rank's memory, long after the CPU has returned from it. The group's
+ * state says what each rank was last seen at. All ranks share it, and the last to leave frees it.
+ *
+ *   INSIDE   the rank gives its device something to do there; not while the communicator is broken
+ *   LEFT     the rank's event marks the end of that
+ *   NAMED    the rank asks for events of ranks that have LEFT
+ *   FREE     none of these
+ *
+ * A rank that fails breaks the communicator before it looks at the others. It returns when its device is done and no
+ * peer is INSIDE, nor has LEFT something that goes on. */
+
+enum { DTRAIN__FLAGS_FREE = 0, DTRAIN__FLAGS_NAMED, DTRAIN__FLAGS_INSIDE, DTRAIN__FLAGS_LEFT };
+
+struct dtrain__flags_state {
+    int members;
+    uint32_t state[DTRAIN__DEVICE_MOST];
+    dtrain_device_event *event[DTRAIN__DEVICE_MOST];
+    uint32_t *words[DTRAIN__DEVICE_MOST];
+    uint64_t *errors[DTRAIN__DEVICE_MOST];
+};
+
+static void dtrain__flags_set(dtrain_device_group *group, uint32_t state)
+{
+    if (group->processes != NULL)
+        dtrain__events_set(group, state);
+    else
+        __atomic_store_n(&group->flags->state[group->comm->rank], state, __ATOMIC_SEQ_CST);
+}
+
+/* This rank's call, which its queue has been given. */
+static uint64_t dtrain__flags_turn(const dtrain_device_group *group)
+{
+    return (uint64_t)(uint32_t)(group->epoch - DTRAIN__FLAGS_EPOCH);
+}
+
+/* Has given its device what there is to do: the end of that is for all to see. */
+static void dtrain__flags_left(dtrain_device_group *group)
+{
+    if (group->processes == NULL) {
+        dtrain__flags_set(group, DTRAIN__FLAGS_LEFT);
+        return;
+    }
+    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group), __ATOMIC_SEQ_CST);
+    dtrain__flags_set(group, DTRAIN__FLAGS_FREE);
+}
+
+/* Is a rank's device, or about to be, in others' memory? Its event is there while this rank is NAMED. */
+static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
+{
+    if (group->processes != NULL)
+        return dtrain__processes_is_in(group, rank);
+    uint32_t state = __atomic_load_n(&group->flags->state[rank], __ATOMIC_SEQ_CST);
+    int done = 0;
+    if (state != DTRAIN__FLAGS_LEFT)
+        return state == DTRAIN__FLAGS_INSIDE;
+    return dtrain_device_event_done(group->device, group->flags->event[rank], &done) == DTRAIN_OK && !done;
+}
+
+/* Waits until this rank's device has left the others' memory, and theirs its own. */
+static void dtrain__flags_settle(dtrain_device_group *group)
+{
+    dtrain__error kept = dtrain__thread_error;
+    dtrain__events_wait(group);
+    dtrain__flags_set(group, group->processes == NULL ? DTRAIN__FLAGS_NAMED : DTRAIN__FLAGS_FREE);
+    for (int rank = 0; rank < group->comm->size; rank++)
+        for (unsigned turn = 0; rank != group->comm->rank && dtrain__flags_is_in(group, rank); turn++)
+            dtrain__processes_sleep(group->comm, turn);
+    dtrain__flags_set(group, DTRAIN__FLAGS_FREE);
+    dtrain__thread_error = kept;
+}
+
+/* Ends a call that has failed, and so the group. */
+static dtrain_status dtrain__flags_retreat(dtrain_device_group *group, dtrain_status status)
+{
+    if (group->processes != NULL) {
+        dtrain__events_end(group);
+        dtrain__processes_stop(group, group->comm->rank);
+    }
+    dtrain__flags_settle(group);
+    return status;
+}
+
+/* ---- making and leaving ---- */
+
+/* Fills in what the others must know of this rank's device; leaves blocks 0 where it lacks something. */
+static dtrain_status dtrain__flags_note(dtrain_device_group *group)
+{
+    dtrain_device_flag_traits traits;
+    const dtrain_device_ops *ops = group->device != NULL ? group->device->ops : NULL;
+    if (ops == NULL || ops->flags == NULL || ops->flag_traits == NULL || ops->fill == NULL || ops->event_done == NULL)
+        return DTRAIN_OK;
+    memset(&traits, 0, sizeof traits);
+    dtrain_status status = dtrain__device_flag_traits(group->device, &traits);
+    if (status != DTRAIN_OK || traits.blocks < 1)
+        return status;
+    group->mine.identity = traits.identity;
+    group->mine.blocks = (uint64_t)traits.blocks;
+    group->mine.block_bytes = (uint64_t)traits.block_bytes;
+    return DTRAIN_OK;
+}
+
+/* Why there can be no FLAGS where there could be EVENTS; NULL: there can. */
+static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int *rank)
+{
+    for (*rank = 0; *rank < group->comm->size; ++*rank) {
+        if (group->notes[*rank].blocks == 0)
+            return "its device's table lacks flags, flag_traits, fill or event_done";
+        for (int other = 0; other < *rank; other++)
+            if (group->notes[other].identity == group->notes[*rank].identity)
+                return "another rank has a queue on the same physical device, where kernels that wait for each other "
+                       "may never run side by side";
+    }
+    return NULL;
+}
+
+static dtrain_status dtrain__flags_new(dtrain_device_group *group)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    group->flags = (dtrain__flags_state *)dtrain__resize(&heap, NULL, 0, sizeof *group->flags);
+    if (group->flags == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *group->flags);
+    memset(group->flags, 0, sizeof *group->flags);
+    group->flags->members = 1;
+    return DTRAIN_OK;
+}
+
+/* Makes this rank's flags, and between threads its error word, and on rank 0 the state that all share. The
+ * communicator's first note of all ranks is in. */
+static dtrain_status dtrain__flags_make(dtrain_device_group *group)
+{
+    const uint32_t before = DTRAIN__FLAGS_EPOCH;
+    size_t count, size = (size_t)group->comm->size;
+    void *words = NULL, *error = NULL;
+    group->blocks = DTRAIN__FLAGS_BLOCKS;
+    group->block_bytes = SIZE_MAX;
+    for (size_t rank = 0; rank < size; rank++) {
+        const dtrain__device_note *note = &group->notes[rank];
+        group->blocks = note->blocks < (uint64_t)group->blocks ? (int)note->blocks : group->blocks;
+        group->block_bytes = note->block_bytes < group->block_bytes ? (size_t)note->block_bytes : group->block_bytes;
+    }
+    group->epoch = before;
+    count = (size_t)group->blocks * 2 * size;
+    dtrain_status status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_DEVICE, count * sizeof before, &words);
+    group->words = (uint32_t *)words;
+    if (status == DTRAIN_OK)
+        status = dtrain_device_fill(group->device, words, &before, sizeof before, count);
+    if (status == DTRAIN_OK && !group->comm->plane->in_process)
+        return group->device->ops->memory_share(group->device, words, &group->mine.shared_words);
+    if (status == DTRAIN_OK)
+        status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, sizeof *group->failure, &error);
+    group->failure = (uint64_t *)error;
+    if (status != DTRAIN_OK)
+        return status;
+    *group->failure = 0;
+    if (group->comm->rank == 0)
+        status = dtrain__flags_new(group);
+    group->mine.flags = group->flags;
+    return status;
+}
+
+/* Makes this process' state: of flags that it opens, and of error words in the page. */
+static dtrain_status dtrain__flags_open(dtrain_device_group *group)
+{
+    dtrain_status status = dtrain__flags_new(group);
+    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
+        void *words = group->words;
+        if (rank != group->comm->rank)
+            status = dtrain__processes_open(group, rank, &group->notes[rank].shared_words, &words);
+        group->flags->words[rank] = (uint32_t *)words;
+        group->flags->errors[rank] =
+            (uint64_t *)dtrain__processes_queued(group, &group->processes->page->ranks[rank].failure);
+    }
+    group->failure = &group->processes->page->ranks[group->comm->rank].failure;
+    return status;
+}
+
+/* Joins rank 0's state, which is there as long as this rank is inside: see dtrain__device_try_events. */
+static dtrain_status dtrain__flags_join(dtrain_device_group *group)
+{
+    int rank = group->comm->rank;
+    if (group->processes != NULL)
+        return dtrain__flags_open(group);
+    if (rank != 0) {
+        group->flags = group->notes[0].flags;
+        __atomic_add_fetch(&group->flags->members, 1, __ATOMIC_SEQ_CST);
+    }
+    group->flags->event[rank] = group->mine.events[1];
+    group->flags->words[rank] = group->words;
+    group->flags->errors[rank] = group->failure;
+    return DTRAIN_OK;
+}
+
+/* Frees this rank's flags, before its events are destroyed. */
+static void dtrain__flags_leave(dtrain_device_group *group)
+{
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain__flags_state *shared = group->flags;
+    if (shared != NULL) {
+        dtrain__flags_settle(group);
+        for (int rank = 0; rank < group->comm->size; rank++)
+            while (__atomic_load_n(&shared->state[rank], __ATOMIC_SEQ_CST) == DTRAIN__FLAGS_NAMED)
+                sched_yield();
+        if (__atomic_sub_fetch(&shared->members, 1, __ATOMIC_SEQ_CST) == 0)
+            dtrain__resize(&heap, shared, sizeof *shared, 0);
+        group->flags = NULL;
+    }
+    dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, group->words);
+    if (group->processes == NULL)
+        dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->failure);
+}
+
+/* ---- calls ----
+ * Epochs number a group's calls. They begin a little before they wrap, so that every long run has seen it. A call for
+ * which few blocks are enough uses no more. One call in DTRAIN__FLAGS_ALL uses all blocks, so that no flag's epoch is
+ * older than a difference of 32 bits can tell. */
+
+/* Can every rank fold all of a call for itself? The same answer on all ranks: allocations begin at multiples of 256
+ * bytes in every process. */
+static int dtrain__flags_at_once(const dtrain_device_group *group, const dtrain__op *op)
+{
+    size_t size = (size_t)group->comm->size, width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t room = (size_t)group->blocks * group->block_bytes, most = DTRAIN__FLAGS_AT_ONCE_ALL / size;
+    uintptr_t first = (uintptr_t)group->buffers[0].in, differ = 0;
+    most = most < DTRAIN__FLAGS_AT_ONCE ? most : DTRAIN__FLAGS_AT_ONCE;
+    if (op->kind != DTRAIN__ALL_REDUCE || op->count == 0 || op->count > (most < room ? most : room) / width)
+        return 0;
+    for (size_t rank = 0; rank < size; rank++)
+        differ |= (first ^ (uintptr_t)group->buffers[rank].in) | (first ^ (uintptr_t)group->buffers[rank].out);
+    return differ % 16 == 0 && first % width == 0;
+}
+
+/* How many blocks a call uses, the same on all ranks. */
+static int dtrain__flags_blocks(const dtrain_device_group *group, const dtrain__op *op, int at_once)
+{
+    size_t bytes = op->count * (dtrain_dtype_bits(op->dtype) / 8);
+    size_t enough = (at_once ? bytes : bytes / (size_t)group->comm->size) / group->block_bytes + 1;
+    if (group->epoch % DTRAIN__FLAGS_ALL == 0 || enough > (size_t)group->blocks)
+        return group->blocks;
+    return (int)enough;
+}
+
+/* Queues this rank's part of the call under way, of n inputs and m outputs in the group's arrays; both may be 0. */
+static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dtype dtype, dtrain_op op, int n, int m,
+                                          size_t begin, size_t count)
+{
+    const dtrain_comm *comm = group->comm;
+    dtrain_device_flags part;
+    memset(&part, 0, sizeof part);
+    part.words = group->flags->words;
+    part.errors = group->flags->errors;
+    part.deadline_ns = comm->desc.timeout_ms < 0 ? 0 : (uint64_t)dtrain__os_ms_to_ns(comm->desc.timeout_ms);
+    part.epoch = group->epoch;
+    part.rank = comm->rank;
+    part.ranks = comm->size;
+    part.blocks = group->part_blocks;
+    part.at_once = group->part_at_once;
+    part.dtype = dtype;
+    part.op = op;
+    part.in = group->ins;
+    part.out = group->outs;
+    part.n = n;
+    part.m = m;
+    part.begin = begin;
+    part.count = count;
+    group->part_queued = 1;
+    return dtrain__device_flags(group->device, &part);
+}
+
+/* Queues this rank's part of a call, and what marks its end. Peers' queues have taken up theirs, or will. */
+static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_status status;
+    int size = group->comm->size;
+    group->epoch++;
+    if (group->processes != NULL)
+        dtrain__processes_expect(group, dtrain__flags_turn(group));
+    group->part_at_once = dtrain__flags_at_once(group, op);
+    group->part_blocks = dtrain__flags_blocks(group, op, group->part_at_once);
+    group->part_queued = 0;
+    if (group->part_at_once) {
+        for (int rank = 0; rank < size; rank++)
+            group->ins[rank] = group->buffers[rank].in;
+        group->outs[0] = op->out;
+        status = dtrain__flags_reduce(group, op->dtype, op->op, size, 1, 0, op->count);
+    } else {
+        status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
+        if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits as the others do */
+            status = dtrain__flags_reduce(group, DTRAIN_U8, DTRAIN_OR, 0, 0, 0, 0);
+    }
+    return status == DTRAIN_OK ? dtrain__events_record(group, dtrain__flags_turn(group), 1) : status;
+}
+
+/* Makes an error of what a kernel or a peer has left, which ends the group on every rank: the first cause is all
+ * ranks'.
+ */
+static dtrain_status dtrain__flags_check(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    uint64_t failure = group->failure != NULL ? __atomic_load_n(group->failure, __ATOMIC_ACQUIRE) : 0;
+    int rank = dtrain__processes_named(group, failure >> 16 & 0xffff);
+    int peer = dtrain__processes_named(group, failure & 0xffff);
+    if (failure == 0)
+        return DTRAIN_OK;
+    if (dtrain__events_ended(group)) {
+        dtrain__error cause = dtrain__events_cause(group);
+        dtrain__fail(&comm->error, cause.status, "device_group on rank %d: %.400s", comm->rank, cause.text);
+    } else if (group->processes != NULL && dtrain__processes_missed(group, peer)) {
+        return dtrain__processes_check(group);
+    } else if (rank == peer) {
+        dtrain__fail(&comm->error, DTRAIN_ERR_IO,
+                     "device_group on rank %d: the device of rank %d failed in an earlier call; results since are "
+                     "undefined, that rank's error says why",
+                     comm->rank, rank);
+    } else {
+        dtrain__fail(&comm->error, DTRAIN_ERR_TIMEOUT,
+                     "device_group on rank %d: in an earlier call the device of rank %d waited %lld ms for that of "
+                     "rank %d, whose queue did not get there; results since are undefined, make a new group",
+                     comm->rank, rank, (long long)comm->desc.timeout_ms, peer);
+    }
+    return dtrain__device_break(group);
+}
+
+/* Tells the devices that wait for this rank's that it does not come; why is said by the communicator, broken by now. A
+ * rank that is out may be gone; one that is in stays there until this one, INSIDE, is out. */
+static void dtrain__flags_give_up(dtrain_device_group *group)
+{
+    uint64_t rank = (uint64_t)group->comm->rank + 1, failure = (uint64_t)group->epoch << 32 | rank << 16 | rank;
+    for (int other = 0; other < group->comm->size && group->processes == NULL; other++) {
+        uint64_t none = 0;
+        if (__atomic_load_n(&group->flags->state[other], __ATOMIC_SEQ_CST) >= DTRAIN__FLAGS_INSIDE)
+            __atomic_compare_exchange_n(group->flags->errors[other], &none, failure, 0, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST);
+    }
+}
+
+static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    dtrain_status status = dtrain__flags_check(group);
+    if (status != DTRAIN_OK)
+        return dtrain__flags_retreat(group, status);
+    status = dtrain__events_meet(group, op);
+    dtrain_status earlier = status != DTRAIN_OK ? dtrain__flags_check(group) : DTRAIN_OK;
+    if (earlier != DTRAIN_OK) /* what the others may have left for */
+        return dtrain__flags_retreat(group, earlier);
+    if (status != DTRAIN_OK) /* unless the group is whole: then no rank went on */
+        return dtrain__events_whole(group) ? status : dtrain__flags_retreat(group, status);
+    dtrain__flags_set(group, DTRAIN__FLAGS_INSIDE);
+    status = dtrain__events_enter(group, op);
+    if (status == DTRAIN_OK) {
+        status = dtrain__flags_work(group, op);
+        if (status != DTRAIN_OK)
+            status = dtrain__device_failed(group, op, group->comm->number, status);
+    }
+    if (status != DTRAIN_OK) {
+        dtrain__flags_give_up(group);
+        return dtrain__flags_retreat(group, status);
+    }
+    dtrain__flags_left(group);
+    return DTRAIN_OK;
+}
+
+#endif

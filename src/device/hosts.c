@@ -1,0 +1,366 @@
+/* ---- >>device_hosts ----
+ * Collectives of devices across hosts that have equally many ranks, neighbours in rank order. Two groups do the work.
+ * `inside` holds the ranks of a host and uses EVENTS. `between` holds the ranks that have the same place in every host
+ * and is STAGED.
+ *
+ * Every rank first takes part in a step of the whole group. It finds calls that differ, memory that cannot be shared
+ * and ranks that do not come before anything is done. A later failure breaks all three groups. Every rank waits for
+ * ranks of its host and of every other host in each call, so nobody is left waiting. */
+#ifndef DTRAIN__DEVICE_HOSTS
+#define DTRAIN__DEVICE_HOSTS
+#include "../comm/step.c"
+#include "../comm/split.c"
+#include "device_call.c"
+#include "staged.c"
+#include "processes.c"
+#include "events.c"
+
+/* What a rank says before a call begins, in whole 64-bit words. */
+typedef struct dtrain__hosts_word {
+    uint64_t status; /* not DTRAIN_OK: its buffers cannot be shared, and text says why */
+    char text[DTRAIN__DEVICE_NOTE_TEXT];
+} dtrain__hosts_word;
+
+#define DTRAIN__HOSTS_WORDS (sizeof(dtrain__hosts_word) / sizeof(uint64_t))
+
+struct dtrain__hosts {
+    dtrain_comm *near_ranks, *far_ranks; /* of this host; of this rank's place in every host */
+    dtrain_device_group *inside, *between;
+    int each, count, place;    /* ranks of a host; hosts; this rank's among its host's */
+    dtrain__hosts_word *words; /* of every rank */
+    dtrain__extent *pieces;    /* one for each host at most */
+    void *scratch;             /* of the device: a reduce-scatter's sums of this host */
+    size_t scratch_bytes;
+    size_t bytes; /* of the block that this is at the start of */
+};
+
+/* ---- who is where ---- */
+
+#ifndef DTRAIN__DEVICE_HOST /* tests of hosts that are one say which is which */
+#define DTRAIN__DEVICE_HOST(rank, host) (host)
+#endif
+
+static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
+{
+    return DTRAIN__DEVICE_HOST(dtrain__group_world(comm, comm->rank),
+                               comm->plane->host(comm->transport.self, comm->rank));
+}
+
+static int dtrain__hosts_differ(const dtrain_device_group *group)
+{
+    for (int rank = 1; rank < group->comm->size; rank++)
+        if (group->notes[rank].host != group->notes[0].host)
+            return 1;
+    return 0;
+}
+
+/* Ranks of the first host. */
+static int dtrain__hosts_each(const dtrain_device_group *group)
+{
+    int each = 1;
+    while (each < group->comm->size && group->notes[each].host == group->notes[0].host)
+        each++;
+    return each;
+}
+
+/* Whether a rank is on the host that it has to be on, where hosts are alike. */
+static int dtrain__hosts_fits(const dtrain_device_group *group, int each, int rank)
+{
+    const dtrain__device_note *notes = group->notes;
+    int first = rank - rank % each;
+    if (first + each > group->comm->size || notes[rank].host != notes[first].host)
+        return 0;
+    for (int other = 0; rank == first && other < first; other += each)
+        if (notes[other].host == notes[rank].host)
+            return 0;
+    return 1;
+}
+
+/* Why hosts are no way to go, where their devices could; NULL: they are one. */
+static const char *dtrain__hosts_hindrance(const dtrain_device_group *group, int *rank)
+{
+    int each = dtrain__hosts_each(group);
+    *rank = 0;
+    if (each == group->comm->size)
+        return "all ranks are on its host, where DTRAIN_DEVICE_EVENTS does";
+    if (each == 1)
+        return "it is the only one of its host, or its neighbour in rank order is on another";
+    if (each > DTRAIN__DEVICE_MOST)
+        return "its host has more than 64 ranks";
+    if (group->comm->desc.order != DTRAIN_ORDER_ANY && !dtrain__step_power_of_two(each))
+        return "its host has a number of ranks that is no power of two, and sums are of the tree order";
+    for (*rank = each; *rank < group->comm->size; ++*rank)
+        if (!dtrain__hosts_fits(group, each, *rank))
+            return "its host has not as many ranks as that of rank 0, or they are no neighbours in rank order";
+    return NULL;
+}
+
+/* ---- making ---- */
+
+static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
+{
+    dtrain_comm *comm = group->comm;
+    int each = dtrain__hosts_each(group), count = comm->size / each;
+    size_t header = (sizeof(dtrain__hosts) + 63) / 64 * 64;
+    size_t bytes = header + (size_t)comm->size * sizeof(dtrain__hosts_word) + (size_t)count * sizeof(dtrain__extent);
+    unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    if (block == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
+    group->hosts = (dtrain__hosts *)(void *)block;
+    group->hosts->bytes = bytes;
+    group->hosts->each = each;
+    group->hosts->count = count;
+    group->hosts->place = comm->rank % each;
+    group->hosts->words = (dtrain__hosts_word *)(void *)(block + header);
+    group->hosts->pieces = (dtrain__extent *)(void *)(group->hosts->words + comm->size);
+    return DTRAIN_OK;
+}
+
+/* A part of the group that ends when the whole does: of processes, whatever ends it. */
+static dtrain_status dtrain__hosts_part(dtrain_comm *whole, int color, dtrain_comm **part)
+{
+    dtrain_status status = dtrain__split_by_color(whole, color, whole->rank, 1, part, "device_group_create");
+    if (status == DTRAIN_OK)
+        whole->plane->follow((*part)->transport.self, whole->transport.self);
+    return status;
+}
+
+/* Makes the two parts that this rank is in. */
+static dtrain_status dtrain__hosts_split(dtrain_device_group *group)
+{
+    dtrain__hosts *hosts = group->hosts;
+    dtrain_status status = dtrain__hosts_part(group->comm, group->comm->rank / hosts->each, &hosts->near_ranks);
+    return status == DTRAIN_OK ? dtrain__hosts_part(group->comm, hosts->place, &hosts->far_ranks) : status;
+}
+
+/* Makes this rank's ends of the groups of devices. UNSUPPORTED: the devices of its host do not reach each other. */
+static dtrain_status dtrain__hosts_make(dtrain_device_group *group)
+{
+    dtrain__hosts *hosts = group->hosts;
+    dtrain_device_group_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.mode = DTRAIN_DEVICE_EVENTS;
+    dtrain_status status = dtrain_device_group_create(&hosts->inside, hosts->near_ranks, group->device, &desc);
+    if (status != DTRAIN_OK)
+        return status;
+    hosts->between = dtrain__device_group_new(hosts->far_ranks);
+    if (hosts->between == NULL)
+        return DTRAIN_ERR_MEMORY;
+    hosts->between->device = group->device;
+    hosts->between->mode = DTRAIN_DEVICE_STAGED;
+    hosts->between->chunk_bytes = group->chunk_bytes;
+    hosts->between->slots = group->slots;
+    hosts->scratch_bytes = (size_t)group->slots * dtrain__staged_slot_bytes(group);
+    return dtrain_device_alloc(group->device, DTRAIN_MEMORY_DEVICE, hosts->scratch_bytes, &hosts->scratch);
+}
+
+static void dtrain__hosts_free(dtrain_device_group *group)
+{
+    dtrain__hosts *hosts = group->hosts;
+    if (hosts == NULL)
+        return;
+    dtrain_device_group_destroy(hosts->inside);
+    if (hosts->between != NULL)
+        dtrain__free(hosts->far_ranks->allocator, hosts->between, hosts->between->bytes);
+    dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, hosts->scratch);
+    dtrain_comm_destroy(hosts->far_ranks);
+    dtrain_comm_destroy(hosts->near_ranks);
+    dtrain__free(group->comm->allocator, hosts, hosts->bytes);
+    group->hosts = NULL;
+}
+
+/* ---- a call ----
+ * A sum is folded inside each host, a share of it by each rank. The CPU's code adds the hosts' sums of a share between
+ * hosts, and each rank hands its share to all of its host. Over hosts of a power of two of ranks, the tree of >>order
+ * is the tree over the hosts' trees, so the bits are the same. A mean is the sum, divided once, where the hosts' sums
+ * are added. Partial sums of 16-bit floats are float32, for which no buffer has room: they go STAGED among all
+ * ranks. */
+
+/* A call that goes among all ranks as one of STAGED. */
+static int dtrain__hosts_stages(const dtrain__op *op)
+{
+    return dtrain__op_reduces(op) && dtrain__fold_partial(op->dtype) != op->dtype &&
+           (op->op == DTRAIN_SUM || op->op == DTRAIN_MEAN || op->op == DTRAIN_PROD);
+}
+
+/* A phase has failed, and this thread's last error says why: nothing of the group goes on. */
+static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int far,
+                                          dtrain_status status)
+{
+    dtrain_comm *comm = group->comm;
+    const dtrain__hosts *hosts = group->hosts;
+    int first = far ? hosts->place : comm->rank - hosts->place;
+    dtrain__error said = dtrain__thread_error, cause;
+    dtrain__fail(&comm->error, status, "%s on rank %d, %s (whose ranks 0, 1 are ranks %d, %d of the group): %s",
+                 dtrain__device_text(comm, whole, comm->number).text, comm->rank,
+                 far ? "between hosts" : "inside its host", first, first + (far ? hosts->each : 1),
+                 dtrain__status_cause(&said));
+    cause = dtrain__thread_error;
+    status = dtrain__device_break(group);
+    dtrain__group_break(hosts->near_ranks, &cause);
+    dtrain__group_break(hosts->far_ranks, &cause);
+    dtrain__events_end(hosts->inside);
+    return status;
+}
+
+static dtrain_op dtrain__hosts_op(const dtrain__op *whole)
+{
+    return whole->op == DTRAIN_MEAN ? DTRAIN_SUM : whole->op;
+}
+
+/* A step inside the host, on this rank's share, which is in pieces; 0 of them: on all. */
+static dtrain_status dtrain__hosts_inside(dtrain_device_group *group, const dtrain__op *whole, dtrain__op *op,
+                                          int pieces)
+{
+    dtrain_device_group *inside = group->hosts->inside;
+    op->op = dtrain__op_reduces(op) ? dtrain__hosts_op(whole) : (dtrain_op)0;
+    inside->pieces = group->hosts->pieces;
+    inside->piece_count = pieces;
+    dtrain_status status = dtrain__events_run(inside, op);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__hosts_failed(group, whole, 0, status);
+}
+
+/* A step between hosts. The slots, and the queue that they are filled by, are the whole group's. */
+static dtrain_status dtrain__hosts_between(dtrain_device_group *group, const dtrain__op *whole, dtrain__op *op)
+{
+    dtrain_device_group *between = group->hosts->between;
+    int reduces = dtrain__op_reduces(op);
+    op->op = reduces ? dtrain__hosts_op(whole) : (dtrain_op)0;
+    between->pinned = group->pinned;
+    between->slot_events = group->slot_events;
+    between->mean_of = reduces && whole->op == DTRAIN_MEAN ? group->comm->size : 0;
+    dtrain_status status = dtrain__staged_run(between, op);
+    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__hosts_failed(group, whole, 1, status);
+}
+
+/* Hands this rank's share of the result, which is in its output, to all of its host. */
+static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dtrain__op *whole, int pieces)
+{
+    dtrain__op op = dtrain__op_of(DTRAIN__ALL_GATHER, NULL, whole->out, whole->count, whole->dtype);
+    return dtrain__hosts_inside(group, whole, &op, pieces);
+}
+
+/* Hears that all ranks make this call, and can. */
+static dtrain_status dtrain__hosts_meet(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain_comm *comm = group->comm;
+    dtrain__hosts_word mine, *words = group->hosts->words;
+    dtrain__processes_buffers its;
+    dtrain__op op = *whole;
+    memset(&mine, 0, sizeof mine);
+    op.kind = whole->kind == DTRAIN__BROADCAST ? DTRAIN__ALL_REDUCE : whole->kind; /* whose buffers all are shared */
+    if (group->hosts->inside->processes != NULL)
+        mine.status = (uint64_t)dtrain__processes_pack(group->hosts->inside, &op, &its);
+    if (mine.status != DTRAIN_OK)
+        snprintf(mine.text, sizeof mine.text, "%.255s", dtrain__thread_error.text);
+    op = dtrain__op_of(DTRAIN__ALL_GATHER, &mine, words, DTRAIN__HOSTS_WORDS * (size_t)comm->size, DTRAIN_U64);
+    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        words[rank].text[sizeof words[rank].text - 1] = 0;
+        if (words[rank].status != DTRAIN_OK)
+            status = dtrain__fail(
+                &comm->error, dtrain__status_told(words[rank].status), "%s on rank %d: rank %d's memory: %s",
+                dtrain__device_text(comm, whole, comm->number).text, comm->rank, rank, words[rank].text);
+    }
+    return status;
+}
+
+/* Makes the one piece of this rank's share of a vector that every rank has whole; returns where in `out` it is. */
+static unsigned char *dtrain__hosts_share(dtrain_device_group *group, const dtrain__op *whole)
+{
+    size_t width = dtrain_dtype_bits(whole->dtype) / 8;
+    dtrain__extent *piece = &group->hosts->pieces[0];
+    piece->count = dtrain__events_share(group->hosts->near_ranks, whole->count, width, &piece->begin);
+    piece->begin = piece->count > 0 ? piece->begin : 0;
+    return (unsigned char *)whole->out + piece->begin * width;
+}
+
+static dtrain_status dtrain__hosts_all_reduce(dtrain_device_group *group, const dtrain__op *whole)
+{
+    unsigned char *share = dtrain__hosts_share(group, whole);
+    size_t n = group->hosts->pieces[0].count;
+    dtrain__op fold = dtrain__op_of(DTRAIN__REDUCE_SCATTER, whole->in, share, whole->count, whole->dtype);
+    dtrain__op add = dtrain__op_of(DTRAIN__ALL_REDUCE, share, share, n, whole->dtype);
+    dtrain_status status = dtrain__hosts_inside(group, whole, &fold, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__hosts_between(group, whole, &add);
+    return status == DTRAIN_OK ? dtrain__hosts_hand_out(group, whole, 1) : status;
+}
+
+/* The root's host has all of it first; each of its ranks sends a share to every host. */
+static dtrain_status dtrain__hosts_broadcast(dtrain_device_group *group, const dtrain__op *whole)
+{
+    const dtrain__hosts *hosts = group->hosts;
+    unsigned char *share = dtrain__hosts_share(group, whole);
+    int home = whole->root / hosts->each, here = group->comm->rank / hosts->each == home;
+    dtrain__op all = dtrain__op_of(DTRAIN__BROADCAST, whole->in, whole->out, whole->count, whole->dtype);
+    dtrain__op some = dtrain__op_of(DTRAIN__BROADCAST, share, share, hosts->pieces[0].count, whole->dtype);
+    all.root = whole->root % hosts->each;
+    some.root = home;
+    dtrain_status status = here ? dtrain__hosts_inside(group, whole, &all, 0) : DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__hosts_between(group, whole, &some);
+    return status == DTRAIN_OK && !here ? dtrain__hosts_hand_out(group, whole, 1) : status;
+}
+
+/* The shards of this rank's place in every host come to it, into the whole vector; then to all of its host. */
+static dtrain_status dtrain__hosts_all_gather(dtrain_device_group *group, const dtrain__op *whole)
+{
+    const dtrain__hosts *hosts = group->hosts;
+    dtrain__op some = dtrain__op_of(DTRAIN__ALL_GATHER, whole->in, whole->out, 0, whole->dtype);
+    for (int host = 0; host < hosts->count; host++) {
+        hosts->pieces[host] = group->shards[host * hosts->each + hosts->place];
+        hosts->between->shards[host] = hosts->pieces[host];
+        some.count += hosts->pieces[host].count;
+    }
+    dtrain_status status = dtrain__hosts_between(group, whole, &some);
+    return status == DTRAIN_OK ? dtrain__hosts_hand_out(group, whole, hosts->count) : status;
+}
+
+/* The host's sums of the shards of this rank's place go to the scratch, as much as it holds at a time, and from there
+ * each to its owner. */
+static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, const dtrain__op *whole)
+{
+    const dtrain__hosts *hosts = group->hosts;
+    size_t width = dtrain_dtype_bits(whole->dtype) / 8, longest = 0;
+    size_t room = hosts->scratch_bytes / width / (size_t)hosts->count;
+    dtrain_status status = DTRAIN_OK;
+    for (int rank = 0; rank < group->comm->size; rank++)
+        longest = group->shards[rank].count > longest ? group->shards[rank].count : longest;
+    for (size_t at = 0; at < longest && status == DTRAIN_OK; at += room) {
+        size_t sum = 0, own = group->shards[group->comm->rank].count > at ? at * width : 0;
+        for (int host = 0; host < hosts->count; host++) {
+            dtrain__extent shard = group->shards[host * hosts->each + hosts->place];
+            size_t n = shard.count > at ? shard.count - at : 0;
+            n = n < room ? n : room;
+            hosts->pieces[host].begin = n > 0 ? shard.begin + at : 0;
+            hosts->pieces[host].count = hosts->between->shards[host].count = n;
+            hosts->between->shards[host].begin = sum;
+            sum += n;
+        }
+        dtrain__op fold = dtrain__op_of(DTRAIN__REDUCE_SCATTER, whole->in, hosts->scratch, whole->count, whole->dtype);
+        dtrain__op add =
+            dtrain__op_of(DTRAIN__REDUCE_SCATTER, hosts->scratch, (unsigned char *)whole->out + own, sum, whole->dtype);
+        status = dtrain__hosts_inside(group, whole, &fold, hosts->count);
+        if (status == DTRAIN_OK)
+            status = dtrain__hosts_between(group, whole, &add);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__hosts_run(dtrain_device_group *group, const dtrain__op *op)
+{
+    if (dtrain__hosts_stages(op))
+        return dtrain__staged_run(group, op);
+    dtrain_status status = dtrain__hosts_meet(group, op);
+    if (status != DTRAIN_OK || op->count == 0)
+        return status;
+    switch (op->kind) {
+    case DTRAIN__ALL_REDUCE: return dtrain__hosts_all_reduce(group, op);
+    case DTRAIN__REDUCE_SCATTER: return dtrain__hosts_reduce_scatter(group, op);
+    case DTRAIN__ALL_GATHER: return dtrain__hosts_all_gather(group, op);
+    default: return dtrain__hosts_broadcast(group, op);
+    }
+}
+
+#endif

@@ -1,0 +1,539 @@
+/* ---- >>file ----
+ * Files and directories as checkpoints need them: whole reads and writes, names relative to an open directory, what is
+ * written brought to the disk, and a file or directory put in the place of another at once. Every system call that can
+ * fail goes through the few functions at the top, where a test may make it fail: DTRAIN__FILE_FAULT(call) gives an
+ * errno, or 0 to go on; DTRAIN__FILE_LIMIT(call, bytes) the most that one read or write moves.
+ * DTRAIN__FILE_SWAP says that the machine stores numbers the other way round than files do.
+ *
+ * Functions return DTRAIN_OK or a reported error that names the path; `what` in their texts is the caller's prefix. */
+#ifndef DTRAIN__FILE
+#define DTRAIN__FILE
+#include "../base/status.c"
+#include "../base/memory.c"
+#include "../base/json.c"
+
+#ifndef DTRAIN__FILE_FAULT
+#define DTRAIN__FILE_FAULT(call) 0
+#endif
+#ifndef DTRAIN__FILE_LIMIT
+#define DTRAIN__FILE_LIMIT(call, bytes) (bytes)
+#endif
+#ifndef DTRAIN__FILE_SWAP
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+#define DTRAIN__FILE_SWAP 1
+#else
+#define DTRAIN__FILE_SWAP 0
+#endif
+#endif
+
+#define DTRAIN__FILE_MOST                                                                                              \
+    ((size_t)1 << 30) /* bytes of one read or write: systems stop at 2 GiB, some with an error                         \
+                       */
+#define DTRAIN__FILE_HERE AT_FDCWD
+
+/* ---- the system's calls ---- */
+
+#define DTRAIN__FILE_TRY(call)                                                                                         \
+    do {                                                                                                               \
+        int dtrain__fault_ = DTRAIN__FILE_FAULT(call);                                                                 \
+        if (dtrain__fault_ != 0) {                                                                                     \
+            errno = dtrain__fault_;                                                                                    \
+            return -1;                                                                                                 \
+        }                                                                                                              \
+    } while (0)
+
+static int dtrain__file_sys_open(int directory, const char *name, int flags)
+{
+    DTRAIN__FILE_TRY("open");
+    return openat(directory, name, flags | O_CLOEXEC, 0666);
+}
+
+/* Makes an empty file beside one that it is to replace; `beside` gets its name. */
+static int dtrain__file_sys_open_beside(int directory, const char *name, char beside[256])
+{
+    DTRAIN__FILE_TRY("open");
+    return dtrain__os_open_beside(directory, name, beside, 256);
+}
+
+static int dtrain__file_sys_dup(int fd)
+{
+    DTRAIN__FILE_TRY("dup");
+    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
+}
+
+static int dtrain__file_sys_stat(int fd, struct stat *status)
+{
+    DTRAIN__FILE_TRY("stat");
+    return fstat(fd, status);
+}
+
+/* follow = 0: of a link itself. */
+static int dtrain__file_sys_stat_at(int directory, const char *name, struct stat *status, int follow)
+{
+    DTRAIN__FILE_TRY("stat");
+    return fstatat(directory, name, status, follow ? 0 : AT_SYMLINK_NOFOLLOW);
+}
+
+static ssize_t dtrain__file_sys_pread(int fd, void *out, size_t bytes, uint64_t offset)
+{
+    DTRAIN__FILE_TRY("read");
+    if (offset > (uint64_t)INT64_MAX || (uint64_t)(off_t)offset != offset) {
+        errno = EOVERFLOW;
+        return -1;
+    }
+    return pread(fd, out, DTRAIN__FILE_LIMIT("read", bytes), (off_t)offset);
+}
+
+static ssize_t dtrain__file_sys_write(int fd, const void *data, size_t bytes)
+{
+    DTRAIN__FILE_TRY("write");
+    return write(fd, data, DTRAIN__FILE_LIMIT("write", bytes));
+}
+
+/* Brings what was written to the disk itself: fsync leaves it in the drive's cache on macOS. */
+static int dtrain__file_sys_sync(int fd)
+{
+    DTRAIN__FILE_TRY("sync");
+#ifdef F_FULLFSYNC
+    if (fcntl(fd, F_FULLFSYNC) == 0)
+        return 0;
+#endif
+    return fsync(fd);
+}
+
+static int dtrain__file_sys_rename(int from_directory, const char *from, int to_directory, const char *to)
+{
+    DTRAIN__FILE_TRY("rename");
+    return renameat(from_directory, from, to_directory, to);
+}
+
+static int dtrain__file_sys_unlink(int directory, const char *name, int flags)
+{
+    DTRAIN__FILE_TRY("unlink");
+    return unlinkat(directory, name, flags);
+}
+
+static int dtrain__file_sys_mkdir(int directory, const char *name)
+{
+    DTRAIN__FILE_TRY("mkdir");
+    return mkdirat(directory, name, 0777);
+}
+
+/* Takes, or gives back, a lock of a range of a file; never waits. */
+static int dtrain__file_sys_lock(int fd, int command, struct flock *range)
+{
+    DTRAIN__FILE_TRY("lock");
+    return fcntl(fd, command, range);
+}
+
+/* A descriptor is gone whatever close says; what it says, on NFS, is that earlier writes were lost. */
+static int dtrain__file_sys_close(int fd)
+{
+    int result = close(fd);
+    DTRAIN__FILE_TRY("close");
+    return result == 0 || errno == EINTR ? 0 : -1;
+}
+
+static DIR *dtrain__file_sys_list(int fd)
+{
+    int fault = DTRAIN__FILE_FAULT("list");
+    errno = fault;
+    return fault == 0 ? fdopendir(fd) : NULL;
+}
+
+static void *dtrain__file_sys_map(int fd, size_t bytes)
+{
+    int fault = DTRAIN__FILE_FAULT("map");
+    errno = fault;
+    return fault == 0 ? mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0) : MAP_FAILED;
+}
+
+/* ---- reading ---- */
+
+static void dtrain__file_close(int fd)
+{
+    if (fd >= 0)
+        dtrain__file_sys_close(fd);
+}
+
+/* Opens a directory, "." for that of the descriptor itself. */
+static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
+{
+    do
+        *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
+    while (*fd < 0 && errno == EINTR);
+    if (*fd >= 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\": %s", what, name, strerror(errno));
+}
+
+/* Gives the size of an open file, if it is a regular one. */
+static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name, const char *what)
+{
+    struct stat status;
+    if (dtrain__file_sys_stat(fd, &status) != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+    if (!S_ISREG(status.st_mode))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "%s: \"%s\" is no regular file, which is what can be read at any place: copy it to one",
+                            what, name);
+    *bytes = (uint64_t)status.st_size;
+    return DTRAIN_OK;
+}
+
+/* Opens a regular file for reading and gives its size. */
+static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, const char *name, const char *what)
+{
+    do /* a pipe without a writer would block: it is opened, looked at, and refused */
+        *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    while (*fd < 0 && errno == EINTR);
+    if (*fd < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+    dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
+    if (status != DTRAIN_OK) {
+        dtrain__file_close(*fd);
+        *fd = -1;
+    }
+    return status;
+}
+
+/* Reads exactly bytes bytes from offset on. */
+static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uint64_t offset, const char *name,
+                                          const char *what)
+{
+    unsigned char *to = (unsigned char *)out;
+    while (bytes > 0) {
+        ssize_t n =
+            dtrain__file_sys_pread(fd, to, bytes < DTRAIN__FILE_MOST ? (size_t)bytes : DTRAIN__FILE_MOST, offset);
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n < 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\" at byte %llu: %s", what, name,
+                                (unsigned long long)offset, strerror(errno));
+        if (n == 0)
+            return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                "%s: \"%s\" ends at byte %llu or before, at least %llu bytes short: it was cut after "
+                                "it was opened",
+                                what, name, (unsigned long long)offset, (unsigned long long)bytes);
+        to += n;
+        offset += (uint64_t)n;
+        bytes -= (uint64_t)n;
+    }
+    return DTRAIN_OK;
+}
+
+/* Reads text, `bytes` bytes from an offset on, into memory that grows with what came: a file may claim gigabytes and
+ * hold none. No text has a zero byte, which is what holes read as: reading stops behind the first. *have: bytes read.
+ * dtrain__free(allocator, *data, *room), also after an error. */
+static dtrain_status dtrain__file_read_text(int fd, uint64_t offset, uint64_t bytes, dtrain_allocator *allocator,
+                                            unsigned char **data, size_t *room, size_t *have, const char *name,
+                                            const char *what)
+{
+    const unsigned char *zero = NULL;
+    dtrain_status status = DTRAIN_OK;
+    *data = NULL;
+    *room = *have = 0;
+    while (status == DTRAIN_OK && zero == NULL && (*have < bytes || *data == NULL)) {
+        uint64_t wanted = *have > 0 ? 2 * (uint64_t)*have : 1 << 18;
+        wanted = wanted < bytes ? wanted : bytes > 0 ? bytes : 1;
+        void *larger = wanted <= SIZE_MAX ? dtrain__resize(allocator, *data, *room, (size_t)wanted) : NULL;
+        if (larger == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for the %llu bytes of \"%s\"", what,
+                                (unsigned long long)bytes, name);
+        *data = (unsigned char *)larger;
+        *room = (size_t)wanted;
+        wanted = wanted < bytes ? wanted : bytes;
+        status = dtrain__file_read_at(fd, *data + *have, wanted - *have, offset + *have, name, what);
+        zero = status == DTRAIN_OK ? (const unsigned char *)memchr(*data + *have, 0, (size_t)wanted - *have) : NULL;
+        *have = zero != NULL ? (size_t)(zero - *data) + 1 : (size_t)wanted;
+    }
+    return status;
+}
+
+/* Reads a whole file of text, of at most `most` bytes, into memory of the allocator; dtrain__free(allocator, *data,
+ * *bytes). */
+static dtrain_status dtrain__file_read_all(int directory, const char *name, uint64_t most, dtrain_allocator *allocator,
+                                           void **data, size_t *bytes, const char *what)
+{
+    uint64_t size = 0;
+    size_t room = 0, have = 0;
+    unsigned char *text = NULL;
+    int fd;
+    *data = NULL;
+    *bytes = 0;
+    dtrain_status status = dtrain__file_open(&fd, &size, directory, name, what);
+    if (status != DTRAIN_OK)
+        return status;
+    if (size > most)
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s: \"%s\" has %llu bytes, expected at most %llu", what, name,
+                              (unsigned long long)size, (unsigned long long)most);
+    if (status == DTRAIN_OK)
+        status = dtrain__file_read_text(fd, 0, size, allocator, &text, &room, &have, name, what);
+    if (status == DTRAIN_OK && have > 0 && text[have - 1] == 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                              "%s: \"%s\" is no text: its byte %zu of %llu is zero; it was damaged, or a part was "
+                              "never written",
+                              what, name, have - 1, (unsigned long long)size);
+    dtrain__file_close(fd);
+    if (status != DTRAIN_OK) {
+        dtrain__free(allocator, text, room);
+        return status;
+    }
+    *data = text;
+    *bytes = have;
+    return DTRAIN_OK;
+}
+
+/* ---- writing ---- */
+
+/* A write to a pipe that nobody reads, and one beyond the file-size limit, also raise a signal in the thread; the
+ * library raises none. Both are held back around the write, and taken away if the write brought them. */
+typedef struct dtrain__file_signals {
+    sigset_t before, held, pending;
+} dtrain__file_signals;
+
+static void dtrain__file_hold_signals(dtrain__file_signals *signals)
+{
+    sigemptyset(&signals->held);
+    sigaddset(&signals->held, SIGPIPE);
+    sigaddset(&signals->held, SIGXFSZ);
+    pthread_sigmask(SIG_BLOCK, &signals->held, &signals->before);
+    sigpending(&signals->pending);
+}
+
+static void dtrain__file_release_signals(dtrain__file_signals *signals, int error)
+{
+    int number = error == EPIPE ? SIGPIPE : error == EFBIG ? SIGXFSZ : 0, taken;
+    sigset_t now, one;
+    if (number != 0 && !sigismember(&signals->pending, number) && sigpending(&now) == 0 && sigismember(&now, number)) {
+        sigemptyset(&one);
+        sigaddset(&one, number);
+        sigwait(&one, &taken);
+    }
+    pthread_sigmask(SIG_SETMASK, &signals->before, NULL);
+}
+
+/* Writes all bytes at the descriptor's offset; returns 0 or an errno. */
+static int dtrain__file_write_all(int fd, const void *data, size_t bytes)
+{
+    const unsigned char *from = (const unsigned char *)data;
+    dtrain__file_signals signals;
+    int error = 0;
+    dtrain__file_hold_signals(&signals);
+    while (bytes > 0 && error == 0) {
+        ssize_t n = dtrain__file_sys_write(fd, from, bytes < DTRAIN__FILE_MOST ? bytes : DTRAIN__FILE_MOST);
+        if (n < 0 && errno != EINTR)
+            error = errno;
+        else if (n == 0)
+            error = EIO; /* no system does it for bytes > 0; to try again for ever is worse */
+        from += n > 0 ? n : 0;
+        bytes -= n > 0 ? (size_t)n : 0;
+    }
+    dtrain__file_release_signals(&signals, error);
+    return error;
+}
+
+static int dtrain__file_sync(int fd)
+{
+    int result;
+    do
+        result = dtrain__file_sys_sync(fd);
+    while (result != 0 && errno == EINTR);
+    return result == 0 ? 0 : errno;
+}
+
+/* The same of a directory, whose entries some file systems keep safe by themselves and say EINVAL. */
+static int dtrain__file_sync_directory(int fd)
+{
+    int error = dtrain__file_sync(fd);
+    return error == EINVAL || error == ENOTSUP ? 0 : error;
+}
+
+/* ---- names ---- */
+
+/* Whether a name from outside is that of a file in the directory itself, and nothing else on any system: no separator,
+ * no drive, no "." or "..", no control character, at most 255 bytes. */
+static int dtrain__file_plain_name(const char *name, size_t length)
+{
+    if (length == 0 || length > 255 || (length <= 2 && name[0] == '.' && name[length - 1] == '.'))
+        return 0;
+    for (size_t i = 0; i < length; i++)
+        if ((unsigned char)name[i] < 0x20 || name[i] == 0x7f || name[i] == '/' || name[i] == '\\' || name[i] == ':')
+            return 0;
+    return 1;
+}
+
+/* Opens the directory that a path's last part is in; `last` points into path. A path that ends in a slash has none. */
+static dtrain_status dtrain__file_open_parent(int *fd, const char **last, const char *path, const char *what)
+{
+    const char *slash = strrchr(path, '/');
+    char parent[4096];
+    size_t length = slash == NULL ? 0 : slash == path ? 1 : (size_t)(slash - path);
+    *last = slash == NULL ? path : slash + 1;
+    if (length >= sizeof parent || **last == '\0')
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" %s", what, path,
+                            **last == '\0' ? "ends without a name" : "is too long a path");
+    memcpy(parent, path, length);
+    parent[length] = '\0';
+    return dtrain__file_open_directory(fd, DTRAIN__FILE_HERE, length > 0 ? parent : ".", what);
+}
+
+/* ---- replacing ---- */
+
+/* A file that is being written beside its place. */
+typedef struct dtrain__file_temp {
+    int directory; /* not owned */
+    int fd;        /* -1: none */
+    const char *what;
+    const char *name; /* the place; not owned */
+    char temporary[256];
+} dtrain__file_temp;
+
+static dtrain_status dtrain__file_temp_fail(dtrain__file_temp *temp, const char *step, int error)
+{
+    return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
+                        "%s: %s \"%s\": %s; what was there "
+                        "before is untouched",
+                        temp->what, step, temp->name, strerror(error));
+}
+
+/* Refuses a place where something stands that is no file, before gigabytes are written: the rename would fail, or put a
+ * file where a device or a pipe was. */
+static dtrain_status dtrain__file_place(int directory, const char *name, const char *what)
+{
+    struct stat status;
+    if (dtrain__file_sys_stat_at(directory, name, &status, 0) != 0)
+        return errno == ENOENT ? DTRAIN_OK
+                               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+    if (S_ISREG(status.st_mode))
+        return DTRAIN_OK;
+    if (S_ISLNK(status.st_mode) && (dtrain__file_sys_stat_at(directory, name, &status, 1) != 0 ||
+                                    S_ISREG(status.st_mode) || S_ISDIR(status.st_mode)))
+        return DTRAIN_OK; /* the link alone is replaced */
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" is %s", what, name,
+                        S_ISDIR(status.st_mode)
+                            ? "a directory: give the name of a file"
+                            : "a device or a pipe, which a file would replace: write to its descriptor, or give "
+                              "the name of a file");
+}
+
+/* Makes an empty file beside `name` in a directory; both must last until commit or abandon. */
+static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int directory, const char *name, const char *what)
+{
+    temp->directory = directory;
+    temp->name = name;
+    temp->what = what;
+    do
+        temp->fd = dtrain__file_sys_open_beside(directory, name, temp->temporary);
+    while (temp->fd < 0 && errno == EINTR);
+    if (temp->fd >= 0)
+        return DTRAIN_OK;
+    return dtrain__file_temp_fail(temp, "making a file beside", errno);
+}
+
+static dtrain_status dtrain__file_temp_write(dtrain__file_temp *temp, const void *data, size_t bytes)
+{
+    int error = dtrain__file_write_all(temp->fd, data, bytes);
+    return error == 0 ? DTRAIN_OK : dtrain__file_temp_fail(temp, "writing", error);
+}
+
+/* Removes the temporary file; keeps the thread's last error. */
+static void dtrain__file_temp_abandon(dtrain__file_temp *temp)
+{
+    if (temp->fd < 0)
+        return;
+    dtrain__file_close(temp->fd);
+    temp->fd = -1;
+    dtrain__file_sys_unlink(temp->directory, temp->temporary, 0);
+}
+
+/* Brings it to the disk (unless no_sync) and puts it in its place; on an error it is removed. An error of the
+ * last sync is that of the directory: the new file is then in place, and may be gone after a power failure. */
+static dtrain_status dtrain__file_temp_commit(dtrain__file_temp *temp, int no_sync)
+{
+    int error = no_sync ? 0 : dtrain__file_sync(temp->fd), fd = temp->fd;
+    if (error != 0) {
+        dtrain_status status = dtrain__file_temp_fail(temp, "bringing to the disk", error);
+        dtrain__file_temp_abandon(temp);
+        return status;
+    }
+    temp->fd = -1;
+    if (dtrain__file_sys_close(fd) != 0 ||
+        dtrain__file_sys_rename(temp->directory, temp->temporary, temp->directory, temp->name) != 0) {
+        error = errno;
+        dtrain__file_sys_unlink(temp->directory, temp->temporary, 0);
+        return dtrain__file_temp_fail(temp, "putting in place", error);
+    }
+    error = no_sync ? 0 : dtrain__file_sync_directory(temp->directory);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\" is in place, but its directory did not reach the disk: %s",
+                            temp->what, temp->name, strerror(error));
+    return DTRAIN_OK;
+}
+
+/* Writes a small file whole: begin, write and commit. */
+static dtrain_status dtrain__file_put(int directory, const char *name, const void *data, size_t bytes, int no_sync,
+                                      const char *what)
+{
+    dtrain__file_temp temp;
+    dtrain_status status = dtrain__file_temp_begin(&temp, directory, name, what);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__file_temp_write(&temp, data, bytes);
+    if (status == DTRAIN_OK)
+        return dtrain__file_temp_commit(&temp, no_sync);
+    dtrain__file_temp_abandon(&temp);
+    return status;
+}
+
+/* Calls visit with every name of a directory but . and .., until it returns nonzero; nothing is sorted. Returns 0 or an
+ * errno. */
+static int dtrain__file_list(int directory, int (*visit)(void *user, const char *name), void *user)
+{
+    int fd = dtrain__file_sys_open(directory, ".", O_RDONLY | O_DIRECTORY), error;
+    DIR *list = fd >= 0 ? dtrain__file_sys_list(fd) : NULL;
+    struct dirent *entry;
+    if (list == NULL) {
+        error = errno;
+        dtrain__file_close(fd);
+        return error;
+    }
+    for (;;) {
+        errno = 0;
+        entry = readdir(list);
+        error = errno;
+        if (entry == NULL)
+            break;
+        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 && visit(user, entry->d_name) != 0)
+            break;
+    }
+    error = entry == NULL ? error : 0;
+    closedir(list);
+    return error;
+}
+
+static int dtrain__file_remove_one(void *user, const char *name)
+{
+    /* of several errors the last one is seen, by the directory that is then not empty */
+    dtrain__file_sys_unlink(*(const int *)user, name, 0);
+    return 0;
+}
+
+/* Removes a directory that holds files alone. Returns 0 or an errno; ENOENT: there was none. */
+static int dtrain__file_remove_directory(int directory, const char *name)
+{
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), error = 0;
+    if (fd < 0)
+        return errno;
+    for (int round = 0; round < 4; round++) { /* some systems skip entries when others go while they list */
+        error = dtrain__file_list(fd, dtrain__file_remove_one, &fd);
+        if (error == 0 && dtrain__file_sys_unlink(directory, name, AT_REMOVEDIR) != 0)
+            error = errno;
+        if (error != ENOTEMPTY && error != EEXIST)
+            break;
+    }
+    dtrain__file_close(fd);
+    return error;
+}
+
+#endif

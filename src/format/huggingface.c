@@ -1,0 +1,467 @@
+/* ---- >>huggingface ----
+ * Models as Hugging Face keeps them: one file, or several and an index that maps each tensor's name to its file. What
+ * an index says is checked against the files, both ways (S6): loaders that take whatever a file holds load tensors that
+ * the index does not know. S1 to S6 in texts are the rules of that layout. */
+#ifndef DTRAIN__HUGGINGFACE
+#define DTRAIN__HUGGINGFACE
+#include "safetensors_write.c"
+
+#define DTRAIN__HUGGINGFACE_FILE "model.safetensors"
+#define DTRAIN__HUGGINGFACE_INDEX "model.safetensors.index.json"
+#define DTRAIN__HUGGINGFACE_MOST 5000000000u /* bytes of tensors a file */
+
+/* One line of an index's map. The name comes first, as the table of names wants it. */
+typedef struct dtrain__huggingface_line {
+    dtrain__names_text name, file;
+    size_t shard;
+} dtrain__huggingface_line;
+
+typedef struct dtrain__huggingface_shard {
+    dtrain__names_text name;
+    dtrain_safetensors *file;
+    size_t first; /* of the model's tensors */
+    size_t lines; /* of the map that name it */
+} dtrain__huggingface_shard;
+
+struct dtrain_safetensors_model {
+    dtrain_allocator *allocator, own;
+    char label[256];
+    void *index; /* the index, its texts unescaped; NULL: there is one file and no index */
+    size_t index_bytes;
+    dtrain__huggingface_line *lines;
+    size_t line_count, line_room;
+    dtrain_safetensors_pair *pairs; /* of the index */
+    size_t pair_count, pair_room;
+    dtrain__huggingface_shard *shards; /* in the order of their names */
+    size_t shard_count, shard_room, count;
+    dtrain__names names, keys;
+    uint64_t total_size;
+    int has_total;
+};
+
+__attribute__((format(printf, 4, 5))) static dtrain_status
+dtrain__huggingface_broken(const dtrain_safetensors_model *model, const char *rule, const dtrain__names_text *name,
+                           const char *format, ...)
+{
+    char text[300], quoted[64];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    if (name == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s breaks %s: %s", model->label, rule, text);
+    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s breaks %s: \"%s\" %s", model->label, rule,
+                        dtrain__safetensors_quote(quoted, name->text, name->length), text);
+}
+
+static dtrain_status dtrain__huggingface_memory(const dtrain_safetensors_model *model)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for an index of %zu bytes", model->label,
+                        model->index_bytes);
+}
+
+/* ---- the index ---- */
+
+static dtrain_status dtrain__huggingface_json(const dtrain_safetensors_model *model, const dtrain__json_reader *json)
+{
+    return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s", json->offset, json->error);
+}
+
+static dtrain_status dtrain__huggingface_line_read(dtrain_safetensors_model *model, dtrain__json_reader *json,
+                                                   const dtrain__json_token *key)
+{
+    dtrain__json_token value;
+    unsigned char *all = (unsigned char *)model->index;
+    void *lines = model->lines;
+    int grown = dtrain__safetensors_grow(model->allocator, json, &lines, model->line_count, &model->line_room,
+                                         sizeof *model->lines);
+    model->lines = (dtrain__huggingface_line *)lines;
+    if (!grown)
+        return dtrain__huggingface_memory(model);
+    dtrain__huggingface_line *line = &model->lines[model->line_count++];
+    memset(line, 0, sizeof *line);
+    line->name = dtrain__safetensors_text(json, all, key);
+    if (dtrain__json_next(json, &value) == DTRAIN__JSON_ERROR)
+        return dtrain__huggingface_json(model, json);
+    if (value.kind != DTRAIN__JSON_STRING)
+        return dtrain__huggingface_broken(model, "S1", &line->name, "at byte %zu: its file is no string", value.begin);
+    line->file = dtrain__safetensors_text(json, all, &value);
+    if (line->file.length <= 12 || memcmp(line->file.text + line->file.length - 12, ".safetensors", 12) != 0 ||
+        !dtrain__file_plain_name(line->file.text, line->file.length))
+        return dtrain__huggingface_broken(model, "S5", &line->file,
+                                          "at byte %zu: expected the plain name of a .safetensors file", value.begin);
+    return DTRAIN_OK;
+}
+
+/* Keeps texts; total_size is the one number that is looked at. */
+static dtrain_status dtrain__huggingface_pair_read(dtrain_safetensors_model *model, dtrain__json_reader *json,
+                                                   const dtrain__json_token *key)
+{
+    dtrain__json_token value;
+    unsigned char *all = (unsigned char *)model->index;
+    dtrain__names_text name = dtrain__safetensors_text(json, all, key), text;
+    if (dtrain__json_next(json, &value) == DTRAIN__JSON_ERROR || !dtrain__json_skip(json, &value))
+        return dtrain__huggingface_json(model, json);
+    if (name.length == 10 && memcmp(name.text, "total_size", 10) == 0)
+        model->has_total = dtrain__json_u64(json, &value, &model->total_size);
+    if (value.kind != DTRAIN__JSON_STRING)
+        return DTRAIN_OK;
+    void *pairs = model->pairs;
+    int grown = dtrain__safetensors_grow(model->allocator, json, &pairs, model->pair_count, &model->pair_room,
+                                         sizeof *model->pairs);
+    model->pairs = (dtrain_safetensors_pair *)pairs;
+    if (!grown)
+        return dtrain__huggingface_memory(model);
+    text = dtrain__safetensors_text(json, all, &value);
+    dtrain_safetensors_pair *pair = &model->pairs[model->pair_count++];
+    pair->key = name.text;
+    pair->key_length = name.length;
+    pair->value = text.text;
+    pair->value_length = text.length;
+    return DTRAIN_OK;
+}
+
+/* Reads one value of the index's object, whose key is given. */
+static dtrain_status dtrain__huggingface_part(dtrain_safetensors_model *model, dtrain__json_reader *json,
+                                              const dtrain__json_token *key, int *has)
+{
+    dtrain__json_token value, token;
+    dtrain_status status = DTRAIN_OK;
+    int part = dtrain__json_is(json, key, "metadata") ? 1 : dtrain__json_is(json, key, "weight_map") ? 2 : 0;
+    if ((*has & part) != 0)
+        return dtrain__huggingface_broken(model, "S6", NULL, "at byte %zu: a key comes twice", key->begin);
+    *has |= part;
+    if (dtrain__json_next(json, &value) == DTRAIN__JSON_ERROR)
+        return dtrain__huggingface_json(model, json);
+    if (part == 0 || (part == 1 && value.kind == DTRAIN__JSON_NULL))
+        return dtrain__json_skip(json, &value) ? DTRAIN_OK : dtrain__huggingface_json(model, json);
+    if (value.kind != DTRAIN__JSON_OBJECT)
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s is no object", value.begin,
+                                          part == 1 ? "metadata" : "weight_map");
+    while (status == DTRAIN_OK && dtrain__json_next(json, &token) == DTRAIN__JSON_KEY)
+        status = part == 1 ? dtrain__huggingface_pair_read(model, json, &token)
+                           : dtrain__huggingface_line_read(model, json, &token);
+    if (status == DTRAIN_OK && token.kind == DTRAIN__JSON_ERROR)
+        status = dtrain__huggingface_json(model, json);
+    return status;
+}
+
+static dtrain_status dtrain__huggingface_index(dtrain_safetensors_model *model)
+{
+    dtrain__json_reader json;
+    dtrain__json_token token;
+    dtrain_status status = DTRAIN_OK;
+    size_t twice;
+    int has = 0;
+    dtrain__json_open(&json, model->index, model->index_bytes);
+    if (dtrain__json_next(&json, &token) == DTRAIN__JSON_ERROR)
+        return dtrain__huggingface_json(model, &json);
+    if (token.kind != DTRAIN__JSON_OBJECT)
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is no object", token.begin);
+    while (status == DTRAIN_OK && dtrain__json_next(&json, &token) == DTRAIN__JSON_KEY)
+        status = dtrain__huggingface_part(model, &json, &token, &has);
+    if (status != DTRAIN_OK)
+        return status;
+    if (token.kind == DTRAIN__JSON_ERROR || dtrain__json_next(&json, &token) != DTRAIN__JSON_END)
+        return dtrain__huggingface_json(model, &json);
+    if (model->line_count == 0)
+        return dtrain__huggingface_broken(model, "S6", NULL, "its weight_map is %s",
+                                          (has & 2) == 0 ? "missing" : "empty");
+    if (!dtrain__names_build(&model->names, model->allocator, model->lines, sizeof *model->lines, model->line_count,
+                             &twice))
+        return dtrain__huggingface_memory(model);
+    if (twice < model->line_count)
+        return dtrain__huggingface_broken(model, "S6", &model->lines[twice].name, "comes twice in its weight_map");
+    if (!dtrain__names_build(&model->keys, model->allocator, model->pairs, sizeof *model->pairs, model->pair_count,
+                             &twice))
+        return dtrain__huggingface_memory(model);
+    if (twice < model->pair_count) {
+        dtrain__names_text key = dtrain__names_at(&model->keys, twice);
+        return dtrain__huggingface_broken(model, "S6", &key, "comes twice in its metadata");
+    }
+    return DTRAIN_OK;
+}
+
+/* ---- the files ---- */
+
+static int dtrain__huggingface_compare_lines(const void *left, const void *right)
+{
+    const dtrain__huggingface_line *const *a = (const dtrain__huggingface_line *const *)left;
+    const dtrain__huggingface_line *const *b = (const dtrain__huggingface_line *const *)right;
+    return dtrain__safetensors_compare_text((*a)->file.text, (*a)->file.length, (*b)->file.text, (*b)->file.length);
+}
+
+/* Gives each line of the map the number of its file, in the order of the files' names. */
+static dtrain_status dtrain__huggingface_number(dtrain_safetensors_model *model)
+{
+    size_t bytes = model->line_count * sizeof(dtrain__huggingface_line *), files = 1;
+    dtrain__huggingface_line **sorted = (dtrain__huggingface_line **)dtrain__alloc(model->allocator, bytes);
+    if (sorted == NULL)
+        return dtrain__huggingface_memory(model);
+    for (size_t i = 0; i < model->line_count; i++)
+        sorted[i] = &model->lines[i];
+    qsort(sorted, model->line_count, sizeof *sorted, dtrain__huggingface_compare_lines);
+    for (size_t i = 1; i < model->line_count; i++)
+        files += dtrain__huggingface_compare_lines(&sorted[i - 1], &sorted[i]) != 0;
+    model->shards = (dtrain__huggingface_shard *)dtrain__alloc(model->allocator, files * sizeof *model->shards);
+    model->shard_room = model->shards != NULL ? files : 0;
+    for (size_t i = 0; i < model->line_count && model->shards != NULL; i++) {
+        model->shard_count += i == 0 || dtrain__huggingface_compare_lines(&sorted[i - 1], &sorted[i]) != 0;
+        sorted[i]->shard = model->shard_count - 1;
+        model->shards[model->shard_count - 1].name = sorted[i]->file;
+        model->shards[model->shard_count - 1].lines++;
+    }
+    dtrain__free(model->allocator, sorted, bytes);
+    return model->shards != NULL ? DTRAIN_OK : dtrain__huggingface_memory(model);
+}
+
+/* Finds what one file holds that is not its own. */
+static dtrain_status dtrain__huggingface_stray(const dtrain_safetensors_model *model, size_t shard)
+{
+    const dtrain_safetensors *file = model->shards[shard].file;
+    size_t line;
+    for (size_t i = 0; i < file->count; i++) {
+        dtrain__names_text name = dtrain__names_at(&file->names, i);
+        if (!dtrain__names_find(&model->names, name.text, name.length, &line))
+            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, and not in the index",
+                                              (int)model->shards[shard].name.length, model->shards[shard].name.text);
+        if (model->lines[line].shard != shard)
+            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, and the index says %.*s",
+                                              (int)model->shards[shard].name.length, model->shards[shard].name.text,
+                                              (int)model->lines[line].file.length, model->lines[line].file.text);
+    }
+    return DTRAIN_OK;
+}
+
+/* Checks the files against the map. */
+static dtrain_status dtrain__huggingface_agree(dtrain_safetensors_model *model)
+{
+    uint64_t total = 0;
+    for (size_t i = 0; i < model->line_count; i++) {
+        const dtrain__huggingface_line *line = &model->lines[i];
+        if (dtrain_safetensors_find(model->shards[line->shard].file, line->name.text, line->name.length) == NULL)
+            return dtrain__huggingface_broken(model, "S6", &line->name, "is not in %.*s, as the index says",
+                                              (int)line->file.length, line->file.text);
+    }
+    for (size_t i = 0; i < model->shard_count; i++) {
+        const dtrain__huggingface_shard *shard = &model->shards[i];
+        dtrain_status status = shard->file->count != shard->lines ? dtrain__huggingface_stray(model, i) : DTRAIN_OK;
+        if (status != DTRAIN_OK)
+            return status;
+        total += shard->file->file_bytes - shard->file->header_bytes;
+    }
+    if (model->has_total && model->total_size != total)
+        dtrain__log(DTRAIN_LOG_WARN, "%s: total_size is %llu, and its files hold %llu bytes of tensors (S3)",
+                    model->label, (unsigned long long)model->total_size, (unsigned long long)total);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__huggingface_open_shards(dtrain_safetensors_model *model, int directory,
+                                                     const dtrain_safetensors_desc *desc)
+{
+    for (size_t i = 0; i < model->shard_count; i++) {
+        dtrain__huggingface_shard *shard = &model->shards[i];
+        dtrain_status status =
+            dtrain__safetensors_open_at(&shard->file, directory, shard->name.text, desc, shard->name.text);
+        if (status != DTRAIN_OK)
+            return status;
+        shard->first = model->count;
+        model->count += shard->file->count;
+    }
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__huggingface_open_index(dtrain_safetensors_model *model, int directory, const char *name,
+                                                    const dtrain_safetensors_desc *desc)
+{
+    dtrain_status status = dtrain__file_read_all(directory, name, DTRAIN__SAFETENSORS_HEADER_MOST, model->allocator,
+                                                 &model->index, &model->index_bytes, "safetensors_model_open");
+    if (status == DTRAIN_OK)
+        status = dtrain__huggingface_index(model);
+    if (status == DTRAIN_OK)
+        status = dtrain__huggingface_number(model);
+    if (status == DTRAIN_OK)
+        status = dtrain__huggingface_open_shards(model, directory, desc);
+    return status == DTRAIN_OK ? dtrain__huggingface_agree(model) : status;
+}
+
+static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *model, int directory, const char *name,
+                                                  const dtrain_safetensors_desc *desc)
+{
+    model->shards = (dtrain__huggingface_shard *)dtrain__alloc(model->allocator, sizeof *model->shards);
+    if (model->shards == NULL)
+        return dtrain__huggingface_memory(model);
+    model->shard_room = model->shard_count = 1;
+    dtrain_status status = dtrain__safetensors_open_at(&model->shards[0].file, directory, name, desc, model->label);
+    model->count = status == DTRAIN_OK ? model->shards[0].file->count : 0;
+    return status;
+}
+
+/* Whether a directory has a file, or what a link of that name points to. */
+static int dtrain__huggingface_has(int directory, const char *name)
+{
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK), there = fd >= 0 || errno != ENOENT;
+    dtrain__file_close(fd);
+    return there;
+}
+
+static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *model, const char *path,
+                                                   const dtrain_safetensors_desc *desc)
+{
+    const char *name, *what = "safetensors_model_open";
+    size_t length = strlen(path);
+    dtrain_status status;
+    int directory = dtrain__file_sys_open(DTRAIN__FILE_HERE, path, O_RDONLY | O_DIRECTORY);
+    if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_FILE))
+        status = dtrain__huggingface_open_one(model, directory, DTRAIN__HUGGINGFACE_FILE, desc);
+    else if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX))
+        status = dtrain__huggingface_open_index(model, directory, DTRAIN__HUGGINGFACE_INDEX, desc);
+    else if (directory >= 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\" has neither %s nor %s", what, path,
+                              DTRAIN__HUGGINGFACE_FILE, DTRAIN__HUGGINGFACE_INDEX);
+    else if (length <= 5 || strcmp(path + length - 5, ".json") != 0)
+        return dtrain__huggingface_open_one(model, DTRAIN__FILE_HERE, path, desc);
+    else {
+        status = dtrain__file_open_parent(&directory, &name, path, what);
+        if (status == DTRAIN_OK)
+            status = dtrain__huggingface_open_index(model, directory, name, desc);
+    }
+    dtrain__file_close(directory);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model **model, const char *path,
+                                                       const dtrain_safetensors_desc *desc)
+{
+    dtrain_allocator own, *allocator = desc != NULL ? desc->allocator : NULL;
+    dtrain_safetensors_model *made;
+    if (model == NULL || path == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_open: %s is NULL",
+                            model == NULL ? "model" : "path");
+    *model = NULL;
+    memset(&own, 0, sizeof own);
+    made = (dtrain_safetensors_model *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", path);
+    made->own = own;
+    made->allocator = allocator != NULL ? allocator : &made->own;
+    snprintf(made->label, sizeof made->label, "%.255s", path);
+    dtrain_status status = dtrain__huggingface_open_path(made, path, desc);
+    if (status == DTRAIN_OK)
+        *model = made;
+    else
+        dtrain_safetensors_model_close(made);
+    return status;
+}
+
+DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model)
+{
+    if (model == NULL)
+        return;
+    dtrain_allocator *allocator = model->allocator, own;
+    for (size_t i = 0; i < model->shard_count; i++)
+        dtrain_safetensors_close(model->shards[i].file);
+    dtrain__names_free(&model->names, allocator);
+    dtrain__names_free(&model->keys, allocator);
+    dtrain__free(allocator, model->shards, model->shard_room * sizeof *model->shards);
+    dtrain__free(allocator, model->pairs, model->pair_room * sizeof *model->pairs);
+    dtrain__free(allocator, model->lines, model->line_room * sizeof *model->lines);
+    dtrain__free(allocator, model->index, model->index_bytes);
+    if (allocator == &model->own) { /* it counts to the last, and lies in what is freed */
+        own = model->own;
+        allocator = &own;
+    }
+    dtrain__free(allocator, model, sizeof *model);
+}
+
+/* ---- lookup ---- */
+
+DTRAIN_API size_t dtrain_safetensors_model_files(const dtrain_safetensors_model *model)
+{
+    return model != NULL ? model->shard_count : 0;
+}
+
+static dtrain_safetensors *dtrain__huggingface_file(const dtrain_safetensors_model *model, size_t i)
+{
+    return model != NULL && i < model->shard_count ? model->shards[i].file : NULL;
+}
+
+DTRAIN_API size_t dtrain_safetensors_model_count(const dtrain_safetensors_model *model)
+{
+    return model != NULL ? model->count : 0;
+}
+
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_tensor(const dtrain_safetensors_model *model,
+                                                                            size_t i, dtrain_safetensors **file)
+{
+    size_t low = 0, high = model != NULL ? model->shard_count : 0;
+    if (file != NULL)
+        *file = NULL;
+    if (model == NULL || i >= model->count)
+        return NULL;
+    while (high - low > 1) { /* the last file that begins at i or before; empty ones begin where the next does */
+        size_t middle = low + (high - low) / 2;
+        if (model->shards[middle].first <= i)
+            low = middle;
+        else
+            high = middle;
+    }
+    if (file != NULL)
+        *file = model->shards[low].file;
+    return dtrain_safetensors_tensor_at(model->shards[low].file, i - model->shards[low].first);
+}
+
+static const dtrain_safetensors_tensor *dtrain__huggingface_find(const dtrain_safetensors_model *model,
+                                                                 const char *name, size_t length,
+                                                                 dtrain_safetensors **file)
+{
+    size_t line, shard = 0;
+    if (model->index != NULL) {
+        if (!dtrain__names_find(&model->names, name, length, &line))
+            return NULL;
+        shard = model->lines[line].shard;
+    }
+    const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(model->shards[shard].file, name, length);
+    if (file != NULL)
+        *file = tensor != NULL ? model->shards[shard].file : NULL;
+    return tensor;
+}
+
+static const dtrain_safetensors_pair *dtrain__huggingface_pair(const dtrain_safetensors_model *model, const char *key,
+                                                               size_t length)
+{
+    size_t pair;
+    if (model->index == NULL)
+        return dtrain__safetensors_metadata_find(model->shards[0].file, key, length);
+    return dtrain__names_find(&model->keys, key, length, &pair) ? &model->pairs[pair] : NULL;
+}
+
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_find(const dtrain_safetensors_model *model,
+                                                                          const char *name, size_t length,
+                                                                          dtrain_safetensors **file)
+{
+    if (file != NULL)
+        *file = NULL;
+    if (model == NULL || name == NULL)
+        return NULL;
+    const dtrain_safetensors_tensor *tensor = dtrain__huggingface_find(model, name, length, file);
+    const dtrain_safetensors_pair *tied = tensor == NULL ? dtrain__huggingface_pair(model, name, length) : NULL;
+    return tied != NULL ? dtrain__huggingface_find(model, tied->value, tied->value_length, file) : tensor;
+}
+
+DTRAIN_API size_t dtrain_safetensors_model_metadata_count(const dtrain_safetensors_model *model)
+{
+    if (model == NULL)
+        return 0;
+    return model->index != NULL ? model->pair_count : dtrain__safetensors_metadata_count(model->shards[0].file);
+}
+
+DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_model_metadata(const dtrain_safetensors_model *model,
+                                                                            size_t i)
+{
+    if (model == NULL || i >= dtrain_safetensors_model_metadata_count(model))
+        return NULL;
+    return model->index != NULL ? &model->pairs[i] : dtrain__safetensors_metadata(model->shards[0].file, i);
+}
+
+#endif

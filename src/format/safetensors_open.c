@@ -1,0 +1,248 @@
+/* ---- >>safetensors opening ----
+ * Where a file's bytes come from (a path, a descriptor, memory), its first eight bytes (R1 to R3), the order in which
+ * all is checked, and looking up what it holds. */
+#ifndef DTRAIN__SAFETENSORS_OPEN
+#define DTRAIN__SAFETENSORS_OPEN
+#include "safetensors.c"
+
+static dtrain_status dtrain__safetensors_fetch(dtrain_safetensors *file, uint64_t offset, void *out, size_t bytes)
+{
+    if (file->fd >= 0)
+        return dtrain__file_read_at(file->fd, out, bytes, offset, file->label, "reading");
+    memcpy(out, file->memory + offset, bytes);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
+{
+    unsigned char first[8];
+    uint64_t length = 0;
+    dtrain_status status;
+    if (file->file_bytes < 8)
+        return dtrain__safetensors_broken(file, 1, 0, NULL, "%llu bytes, expected at least 8",
+                                          (unsigned long long)file->file_bytes);
+    status = dtrain__safetensors_fetch(file, 0, first, 8);
+    if (status != DTRAIN_OK)
+        return status;
+    for (int i = 7; i >= 0; i--)
+        length = length << 8 | first[i];
+    if (length > DTRAIN__SAFETENSORS_HEADER_MOST)
+        return dtrain__safetensors_broken(file, 2, 0, NULL, "a header of %llu bytes, expected at most 100000000",
+                                          (unsigned long long)length);
+    if (length > file->file_bytes - 8)
+        return dtrain__safetensors_broken(file, 3, 0, NULL, "a header of %llu bytes in a file of %llu: it was cut",
+                                          (unsigned long long)length, (unsigned long long)file->file_bytes);
+    file->header_bytes = length + 8;
+    if (file->fd >= 0) /* up to a zero byte, which the parser refuses */
+        return dtrain__file_read_text(file->fd, 8, length, file->allocator, &file->header, &file->header_room,
+                                      &file->header_have, file->label, "reading");
+    file->header_room = length > 0 ? (size_t)length : 1;
+    file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, 0, file->header_room);
+    if (file->header == NULL)
+        return dtrain__safetensors_memory(file);
+    memcpy(file->header, file->memory + 8, (size_t)length);
+    file->header_have = (size_t)length;
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__safetensors_names(dtrain_safetensors *file)
+{
+    dtrain__safetensors_parser parser;
+    size_t twice = 0;
+    if (!dtrain__names_build(&file->names, file->allocator, file->entries, sizeof *file->entries, file->count, &twice))
+        return dtrain__safetensors_memory(file);
+    if (twice == file->count)
+        return DTRAIN_OK;
+    memset(&parser, 0, sizeof parser);
+    parser.file = file;
+    return dtrain__safetensors_twice(&parser, dtrain__names_at(&file->names, twice));
+}
+
+/* Maps the file, so that its data can be read in place. */
+static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
+{
+    file->mapping =
+        file->file_bytes <= SIZE_MAX ? dtrain__file_sys_map(file->fd, (size_t)file->file_bytes) : MAP_FAILED;
+    if (file->mapping == MAP_FAILED) {
+        file->mapping = NULL;
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: it cannot be mapped: %s; open it without map",
+                            file->label, strerror(errno));
+    }
+    file->memory = (const unsigned char *)file->mapping;
+    return DTRAIN_OK;
+}
+
+/* Reads and checks the header of a file whose source and size are set; closes it on an error. */
+static dtrain_status dtrain__safetensors_finish(dtrain_safetensors **out, dtrain_safetensors *file, int map)
+{
+    dtrain_status (*const steps[])(dtrain_safetensors *) = {
+        dtrain__safetensors_frame, dtrain__safetensors_parse, dtrain__safetensors_sort,
+        dtrain__safetensors_names, dtrain__safetensors_check, dtrain__safetensors_store_shapes};
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < sizeof steps / sizeof *steps && status == DTRAIN_OK; i++)
+        status = steps[i](file);
+    if (status == DTRAIN_OK && map && file->fd >= 0)
+        status = dtrain__safetensors_map(file);
+    if (status == DTRAIN_OK)
+        *out = file;
+    else
+        dtrain_safetensors_close(file);
+    return status;
+}
+
+static dtrain_status dtrain__safetensors_new(dtrain_safetensors **file, const dtrain_safetensors_desc *desc,
+                                             const char *label)
+{
+    dtrain_allocator own, *allocator = desc != NULL ? desc->allocator : NULL;
+    memset(&own, 0, sizeof own);
+    *file = (dtrain_safetensors *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof **file);
+    if (*file == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
+    (*file)->own = own;
+    (*file)->allocator = allocator != NULL ? allocator : &(*file)->own;
+    (*file)->fd = -1;
+    snprintf((*file)->label, sizeof(*file)->label, "%s", label);
+    return DTRAIN_OK;
+}
+
+/* Opens a file of a directory; label is what texts call it. */
+static dtrain_status dtrain__safetensors_open_at(dtrain_safetensors **file, int directory, const char *name,
+                                                 const dtrain_safetensors_desc *desc, const char *label)
+{
+    dtrain_safetensors *made;
+    *file = NULL;
+    dtrain_status status = dtrain__safetensors_new(&made, desc, label);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__file_open(&made->fd, &made->file_bytes, directory, name, "safetensors_open");
+    if (status != DTRAIN_OK) {
+        dtrain_safetensors_close(made);
+        return status;
+    }
+    return dtrain__safetensors_finish(file, made, desc != NULL && desc->map);
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, const char *path,
+                                                 const dtrain_safetensors_desc *desc)
+{
+    if (file == NULL || path == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open: %s is NULL", file == NULL ? "file" : "path");
+    return dtrain__safetensors_open_at(file, DTRAIN__FILE_HERE, path, desc, path);
+}
+
+/* The same of a descriptor, which is duplicated and whose offset is neither used nor moved. The file begins at its
+ * first byte. */
+static dtrain_status dtrain__safetensors_open_fd(dtrain_safetensors **file, int fd, const dtrain_safetensors_desc *desc)
+{
+    char label[64];
+    dtrain_safetensors *made;
+    if (file == NULL || fd < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_fd: %s",
+                            file == NULL ? "file is NULL" : "fd is negative");
+    *file = NULL;
+    snprintf(label, sizeof label, "descriptor %d", fd);
+    dtrain_status status = dtrain__safetensors_new(&made, desc, label);
+    if (status != DTRAIN_OK)
+        return status;
+    made->fd = dtrain__file_sys_dup(fd);
+    if (made->fd < 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_open_fd: %s: %s", label, strerror(errno));
+    else
+        status = dtrain__file_size(made->fd, &made->file_bytes, label, "safetensors_open_fd");
+    if (status != DTRAIN_OK) {
+        dtrain_safetensors_close(made);
+        return status;
+    }
+    return dtrain__safetensors_finish(file, made, desc != NULL && desc->map);
+}
+
+DTRAIN_API dtrain_status dtrain_safetensors_open_memory(dtrain_safetensors **file, const void *data, size_t bytes,
+                                                        const dtrain_safetensors_desc *desc)
+{
+    dtrain_safetensors *made;
+    if (file == NULL || (data == NULL && bytes > 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_memory: %s is NULL",
+                            file == NULL ? "file" : "data");
+    *file = NULL;
+    dtrain_status status = dtrain__safetensors_new(&made, desc, "memory");
+    if (status != DTRAIN_OK)
+        return status;
+    made->memory = (const unsigned char *)data;
+    made->file_bytes = bytes;
+    return dtrain__safetensors_finish(file, made, 0);
+}
+
+DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
+{
+    if (file == NULL)
+        return;
+    dtrain_allocator *allocator = file->allocator, own;
+    if (file->mapping != NULL)
+        munmap(file->mapping, (size_t)file->file_bytes);
+    dtrain__file_close(file->fd);
+    dtrain__names_free(&file->names, allocator);
+    dtrain__names_free(&file->keys, allocator);
+    dtrain__free(allocator, file->shapes, file->shape_count * sizeof *file->shapes);
+    dtrain__free(allocator, file->pairs, file->pair_room * sizeof *file->pairs);
+    dtrain__free(allocator, file->entries, file->room * sizeof *file->entries);
+    dtrain__free(allocator, file->header, file->header_room);
+    if (allocator == &file->own) { /* it counts to the last, and lies in what is freed */
+        own = file->own;
+        allocator = &own;
+    }
+    dtrain__free(allocator, file, sizeof *file);
+}
+
+/* ---- lookup ---- */
+
+DTRAIN_API size_t dtrain_safetensors_count(const dtrain_safetensors *file)
+{
+    return file != NULL ? file->count : 0;
+}
+
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_tensor_at(const dtrain_safetensors *file, size_t i)
+{
+    return file != NULL && i < file->count ? &file->entries[i].tensor : NULL;
+}
+
+DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_find(const dtrain_safetensors *file, const char *name,
+                                                                    size_t length)
+{
+    size_t index;
+    if (file == NULL || !dtrain__names_find(&file->names, name, length, &index))
+        return NULL;
+    return &file->entries[index].tensor;
+}
+
+static size_t dtrain__safetensors_metadata_count(const dtrain_safetensors *file)
+{
+    return file != NULL ? file->pair_count : 0;
+}
+
+/* Returns pair i of the metadata, in the order of the header; NULL beyond the last. Key and value are UTF-8, and a zero
+ * byte follows each. */
+static const dtrain_safetensors_pair *dtrain__safetensors_metadata(const dtrain_safetensors *file, size_t i)
+{
+    return file != NULL && i < file->pair_count ? &file->pairs[i] : NULL;
+}
+
+static const dtrain_safetensors_pair *dtrain__safetensors_metadata_find(const dtrain_safetensors *file, const char *key,
+                                                                        size_t length)
+{
+    size_t index;
+    if (file == NULL || !dtrain__names_find(&file->keys, key, length, &index))
+        return NULL;
+    return &file->pairs[index];
+}
+
+DTRAIN_API uint64_t dtrain_safetensors_header_bytes(const dtrain_safetensors *file)
+{
+    return file != NULL ? file->header_bytes : 0;
+}
+
+DTRAIN_API uint64_t dtrain_safetensors_bytes_read(const dtrain_safetensors *file)
+{
+    return file != NULL ? __atomic_load_n(&file->read_bytes, __ATOMIC_RELAXED) : 0;
+}
+
+#endif

@@ -1,0 +1,168 @@
+/* ---- >>local-sgd ----
+ * Local SGD and DiLoCo: each rank trains by itself for many steps with any optimizer, then the ranks average how far
+ * they have come, and make one outer step with it. Each object has a thread of its own that carries the rounds; a
+ * training step never waits for the network, and a round happens on all members that are left, or on none.
+ *
+ * A round is opened by the first member that hands in its difference, and waits up to window_ms for the others. All
+ * members that are left take part in its sums, those that have handed nothing in with a weight of 0, so that every one
+ * has the newest outer weights and nobody ever has to catch up. Sums are all-reduces, or go through a server. */
+#ifndef DTRAIN__LOCAL_SGD_H
+#define DTRAIN__LOCAL_SGD_H
+#include "../train/train.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct dtrain_local_sgd dtrain_local_sgd;
+
+/* How rounds are made. Zero means the default, which is the paper's where it has one. */
+typedef struct dtrain_local_sgd_desc {
+    int steps;            /* inner steps a round; 0: 500 */
+    float outer_lr;       /* 0: 0.7 */
+    float outer_momentum; /* Nesterov's, as dtrain_sgd; 0: 0.9, which is much for a run of few rounds, and for rounds
+                             of few steps: there 0.5 trains better */
+    int no_momentum;      /* 1: the outer step is outer_lr times the mean difference; with outer_lr 1 an average */
+    int warmup_rounds;    /* so many rounds of each fragment have no momentum at first; 0: 2; negative: none */
+    int fragments;        /* the table is cut in so many, unit u in fragment u % fragments, each with rounds of its own,
+                             evenly spread over the steps; 0: 1; at most as many as units */
+    int overlap;          /* steps that are made before what a round brings is applied, at least; below steps */
+    float mixing;         /* share of the outer weights where steps were made since the snapshot, the rest is what this
+                             rank has; 0: 0.5. Without such steps the outer weights are taken as they are */
+    int blocking;         /* 1: the overlap-th step after a snapshot waits for its round, up to window_ms and the
+                             group's timeout_ms: the same bits in every run in which nobody is late or lost */
+    const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN or OWN that
+                                           * packs. NULL: as float32 */
+    int64_t window_ms;  /* how long a round waits, from the first that has come; 0: 10,000; negative: for all */
+    size_t max_bytes;   /* of this object, see dtrain_local_sgd_plan; 0: no limit */
+    int no_broadcast;   /* 1: parameters are the same on all ranks already */
+    int through_server; /* 1: rounds go through one rank, see dtrain_local_sgd_create, in place of an all-reduce */
+    int server;         /* that rank, which trains too; 0 */
+} dtrain_local_sgd_desc;
+
+/* Says how many bytes dtrain_local_sgd_create takes from the group's allocator and keeps: the outer weights, their
+ * momentum, the weights that this rank started from, and its difference, a float an element each; what a round needs of
+ * the largest fragment besides; the residuals, where differences are compressed. Nothing is allocated later. The two
+ * groups that it makes, and what their calls need, are not in it.
+ *
+ *   ranks    of the group
+ *   bytes    out; of rounds through a server those of the server, the others need fewer
+ *   errors   as dtrain_local_sgd_create; max_bytes is not looked at
+ *
+ * any thread */
+DTRAIN_API_MUST dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t count, int ranks,
+                                                    const dtrain_local_sgd_desc *desc, size_t *bytes);
+
+/* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
+ *
+ * Through a server, differences and sums travel between that rank and each member alone: it opens the rounds, folds
+ * what those bring that have handed in, in the order of >>order, and sends the sum to all. Who has handed nothing in
+ * sends nothing, who has is waited for until its difference is there, or it is lost. The bits are those of the
+ * all-reduce, but where packing loses something and keeps it (feedback): what the packing of the sum loses is kept by
+ * the server, not a part by each. When the server is lost, every other member trains on alone, and the log
+ * says so. A server that makes no steps holds up every round for window_ms.
+ *
+ *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
+ *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the
+ *             thread; the same on every rank but for addresses
+ *   desc      NULL: all defaults; the same on every rank
+ *   errors    DTRAIN_ERR_INVALID      a bad table or one without gradients; constants or server out of range
+ *             DTRAIN_ERR_MEMORY       also when max_bytes is too few: the text has the number needed
+ *             DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32; a compressor that does not pack; a group that the
+ *                                     program polls, or over a transport of its own
+ *             DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the parameter or field, and who gave what
+ *             DTRAIN_ERR_ABORTED      another rank could not create it; the text has its number and why
+ *             those of dtrain_comm_duplicate
+ *   source    Douillard and others, DiLoCo, arXiv:2311.08105, 2023; fragments, overlap and mixing: Douillard and
+ *             others, Streaming DiLoCo, arXiv:2501.18512, 2025
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrain_comm *comm,
+                                                      const dtrain_param *table, size_t count,
+                                                      const dtrain_local_sgd_desc *desc);
+
+/* Tells that the program has made an inner step; called after each.
+ *
+ * After every steps-th it notes how far the parameters are from the outer weights that they started from, which the
+ * thread hands to the next round; and it applies what has come in. The outer step is that of dtrain_sgd on the outer
+ * weights, whose gradient is the sum over the members of weight times difference, over the sum of the weights.
+ *
+ * A member that a round did not wait for trains on. Its difference, from the outer weights that it started from, counts
+ * in the next round. Lost members are no error: rounds go on with those left, and a member that is alone makes its
+ * outer steps alone.
+ *
+ *   weight   of the step's examples on this rank, usually their number or that of their tokens
+ *   errors   DTRAIN_ERR_INVALID  NULL, or weight negative or not finite: nothing was done
+ *
+ * one thread per object; never blocks, unless desc.blocking; allocates nothing */
+DTRAIN_API_MUST dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double weight);
+
+/* Waits until no round of this rank is under way, and applies what came of them. When every rank has returned from it,
+ * and none has made a step since, checkpoints may be made of dtrain_local_sgd_state.
+ *
+ *   errors   DTRAIN_ERR_TIMEOUT  a round did not come within window_ms and timeout_ms: the others are not there yet.
+ *                                It can be called again, and training can go on
+ *
+ * one thread per object; blocks up to timeout_ms and window_ms */
+DTRAIN_API_MUST dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local);
+
+/* Ends training: takes part in rounds until every member that is left has called it. Then all have the same
+ * parameters, bit for bit, in which all their steps are. Training may go on afterwards.
+ *
+ *   errors   DTRAIN_ERR_TIMEOUT  no round was made within timeout_ms. It can be called again; the parameters are the
+ *                                newest outer weights that came
+ *
+ * collective: every member that is left; blocks up to timeout_ms after each round that is made meanwhile */
+DTRAIN_API_MUST dtrain_status dtrain_local_sgd_finish(dtrain_local_sgd *local);
+
+typedef struct dtrain_local_sgd_stats {
+    uint64_t steps;       /* inner steps of this rank */
+    uint64_t rounds;      /* that were made, of all fragments, with or without this rank */
+    uint64_t taken;       /* of them with this rank */
+    uint64_t missed;      /* of them without it */
+    uint64_t undone;      /* attempts that were not made on any member, as one was lost in them; they are made again */
+    uint64_t applied;     /* how often this rank's parameters were changed */
+    int members;          /* that had handed in, in the last round */
+    int left;             /* members that are left */
+    uint64_t sent_bytes;  /* by this rank in rounds */
+    uint64_t dense_bytes; /* that it would have sent, had it all-reduced gradients in every step:
+                             2 (ranks - 1) / ranks a table */
+} dtrain_local_sgd_stats;
+
+/* Returns the counters; zeroes for NULL.
+ *
+ * any thread */
+DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *local);
+
+/* Lists the ranks, as comm had them, that had handed in for the last round.
+ *
+ *   ranks     out: room for as many as comm has
+ *   returns   how many
+ *
+ * any thread */
+DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
+
+/* Lists what a checkpoint keeps besides the parameters. It is read, or written after a new object was made from the
+ * same table and desc, as dtrain_local_sgd_sync says; parameters and these give the same bits as a run never stopped.
+ *
+ *   index     0, 1, ...
+ *   name      out: "outer", "momentum", "base" (what this rank started from), "residual.0", ...: DTRAIN_F32;
+ *             "weights" of the steps since the last snapshots: DTRAIN_F64; "counters" (steps, then the rounds of each
+ *             fragment): DTRAIN_U64. "outer", "momentum" and counters but the first are the same on every rank
+ *   returns   1; 0 where index is beyond the last
+ *
+ * one thread per object */
+DTRAIN_API int dtrain_local_sgd_state(dtrain_local_sgd *local, int index, const char **name, void **data,
+                                      dtrain_dtype *dtype, size_t *count);
+
+/* Leaves, ends the thread and frees; NULL is legal. Unless all have finished (dtrain_local_sgd_finish), the others log
+ * that they go on without this rank; a round that it has handed in for may count it or not, for all alike.
+ *
+ * one thread per object; never waits for a peer */
+DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,478 @@
+/* ---- >>rounds-calls ----
+ * The calls of local SGD: making the object, the step of the training thread, waiting for rounds, and the end. */
+#ifndef DTRAIN__ROUNDS_CALLS
+#define DTRAIN__ROUNDS_CALLS
+#include "rounds_thread.c"
+
+DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t count, int ranks,
+                                               const dtrain_local_sgd_desc *desc, size_t *bytes)
+{
+    dtrain_allocator own = {NULL, NULL, 0, 0};
+    dtrain_local_sgd_desc full = dtrain__rounds_defaults(desc);
+    dtrain__rounds_sizes sizes;
+    dtrain__params params;
+    if (bytes == NULL || ranks < 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_local_sgd_plan: needs bytes and at least 1 rank, got %s and %d",
+                            bytes == NULL ? "NULL" : "bytes", ranks);
+    dtrain_status status = dtrain__params_create(&params, table, count, &own);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__rounds_check(&full, &params);
+    if (status == DTRAIN_OK)
+        status = dtrain__rounds_plan(&sizes, &params, ranks, full.server, &full);
+    if (status == DTRAIN_OK)
+        *bytes = sizes.all;
+    dtrain__params_destroy(&params, &own);
+    return status;
+}
+
+/* Frees everything but the groups. */
+static void dtrain__rounds_free(dtrain_local_sgd *local)
+{
+    dtrain_allocator *allocator = local->allocator;
+    const dtrain__rounds_sizes *sizes = &local->sizes;
+    for (int i = 0; local->fragments != NULL && i < local->desc.fragments; i++)
+        if (local->fragments[i].pack != NULL) {
+            local->fragments[i].pack->ranks = local->ranks; /* as its arrays are long */
+            dtrain_compressed_destroy(local->fragments[i].pack);
+        }
+    for (int i = 0; i < 3; i++)
+        dtrain__feedback_buffer_free(&local->rooms[i], allocator);
+    dtrain__free(allocator, local->outer, sizes->floats);
+    dtrain__free(allocator, local->weights, sizes->weights);
+    dtrain__free(allocator, local->counters, sizes->counters);
+    dtrain__free(allocator, local->fragments, sizes->fragments);
+    dtrain__free(allocator, local->works, sizes->works);
+    dtrain__free(allocator, local->words, sizes->words);
+    dtrain__free(allocator, local->parts, sizes->told);
+    dtrain__free(allocator, local->hellos, sizes->hellos);
+    dtrain__params_destroy(&local->params, allocator);
+    pthread_mutex_destroy(&local->mutex);
+    dtrain__free(allocator, local, sizeof *local);
+}
+
+/* Gives the fragments their places, and those that travel packed their state. */
+static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm *comm)
+{
+    int64_t n = local->desc.fragments, steps = local->desc.steps;
+    size_t at = 0;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        dtrain_compressor q;
+        f->begin = at;
+        f->count = dtrain__rounds_count(&local->params, local->desc.fragments, i);
+        f->boundary = (int)((i + 1) * steps / n % steps);
+        snprintf(f->residual, sizeof f->residual, "residual.%d", i);
+        at += f->count;
+        if (!dtrain__rounds_packs(&local->desc, local->ranks, f->count))
+            continue;
+        dtrain_status status = dtrain__rounds_compressor(&local->compress, local->allocator, &q);
+        if (status == DTRAIN_OK)
+            status = dtrain_compressed_create(&f->pack, comm, f->count, &q, &local->compress.feedback);
+        if (status != DTRAIN_OK)
+            return status;
+    }
+    return DTRAIN_OK;
+}
+
+/* Allocates what the plan says. */
+static dtrain_status dtrain__rounds_allocate(dtrain_local_sgd *local, dtrain_comm *comm)
+{
+    dtrain_allocator *allocator = local->allocator;
+    const dtrain__rounds_sizes *sizes = &local->sizes;
+    int good = 1;
+    local->outer = (float *)dtrain__alloc(allocator, sizes->floats);
+    local->weights = (double *)dtrain__alloc(allocator, sizes->weights);
+    local->counters = (uint64_t *)dtrain__alloc(allocator, sizes->counters);
+    local->fragments = (dtrain__rounds_fragment *)dtrain__alloc(allocator, sizes->fragments);
+    local->works = (dtrain_work **)dtrain__alloc(allocator, sizes->works);
+    local->words = (uint64_t *)dtrain__alloc(allocator, sizes->words);
+    local->parts = (const void **)dtrain__alloc(allocator, sizes->told);
+    local->hellos = (uint64_t *)dtrain__alloc(allocator, sizes->hellos);
+    for (int i = 0; i < 3; i++) {
+        local->rooms[i].bytes = sizes->rooms[i];
+        local->rooms[i].data = sizes->rooms[i] > 0 ? (unsigned char *)dtrain__alloc(allocator, sizes->rooms[i]) : NULL;
+        good &= sizes->rooms[i] == 0 || local->rooms[i].data != NULL;
+    }
+    if (!good || local->outer == NULL || local->weights == NULL || local->counters == NULL ||
+        local->fragments == NULL || local->works == NULL || local->words == NULL || local->parts == NULL ||
+        local->hellos == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes", sizes->all);
+    float *next = local->outer + sizes->total;
+    local->velocity = local->desc.outer_momentum != 0.0f ? next : NULL;
+    local->base = local->velocity != NULL ? next + sizes->total : next;
+    local->diff = local->base + sizes->total;
+    local->sum = local->diff + sizes->total;
+    local->saved = local->sum + sizes->largest;
+    local->inbox = local->words + (size_t)local->ranks * (size_t)local->desc.fragments;
+    local->last = (int *)(void *)(local->parts + local->ranks);
+    return dtrain__rounds_lay_out(local, comm);
+}
+
+static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *comm, const dtrain_param *table,
+                                         size_t count, const dtrain_local_sgd_desc *desc)
+{
+    local->desc = dtrain__rounds_defaults(desc);
+    if (local->desc.compress != NULL) {
+        local->compress = *local->desc.compress;
+        local->desc.compress = &local->compress;
+    }
+    dtrain_status status = dtrain__params_create(&local->params, table, count, local->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, count, "dtrain_local_sgd_create");
+    if (status == DTRAIN_OK)
+        status = dtrain__rounds_check(&local->desc, &local->params);
+    if (status == DTRAIN_OK)
+        status = dtrain__rounds_plan(&local->sizes, &local->params, local->ranks, local->rank, &local->desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if (local->desc.through_server)
+        local->server_origin = dtrain__group_world(comm, local->desc.server);
+    if (local->ranks > 1 && comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "dtrain_local_sgd_create: the group's progress is DTRAIN_PROGRESS_POLL; rounds need a "
+                            "service thread");
+    if (local->desc.max_bytes > 0 && local->sizes.all > local->desc.max_bytes)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "dtrain_local_sgd_create: max_bytes is %zu, %zu bytes are needed: more fragments, or no "
+                            "momentum, need fewer",
+                            local->desc.max_bytes, local->sizes.all);
+    return dtrain__rounds_allocate(local, comm);
+}
+
+static const dtrain__alike_field dtrain__rounds_fields[] = {
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, steps, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, outer_lr, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, outer_momentum, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, no_momentum, OWN), /* has set outer_momentum */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, warmup_rounds, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, fragments, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, overlap, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, mixing, OWN),   /* of this rank's weights */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, blocking, OWN), /* this rank waits, or not */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, compress, OWN), /* by its own table */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, window_ms, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, max_bytes, OWN), /* of this rank's memory */
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, no_broadcast, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, through_server, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, server, NUMBER)};
+
+/* Gives all ranks the same parameters, and the object its groups and its thread. */
+static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *comm, const dtrain_param *table,
+                                         size_t count)
+{
+    dtrain_status status = DTRAIN_OK;
+    dtrain_comm *group = NULL, *up = NULL, *down = NULL;
+    for (size_t i = 0; status == DTRAIN_OK && i < count && !local->desc.no_broadcast; i++)
+        status = dtrain_broadcast(comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, 0);
+    if (status == DTRAIN_OK && local->ranks > 1)
+        status = dtrain_comm_duplicate(comm, &group);
+    if (group != NULL)
+        group->apart = 1; /* the thread's, and so are the groups made from it */
+    if (status == DTRAIN_OK && local->ranks > 1)
+        status = dtrain__rounds_talk(local, group, &up, &down);
+    if (status != DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_comm_destroy(group);
+        return dtrain__report(&cause);
+    }
+    dtrain__rounds_set_groups(local, group, up, down);
+    local->made_ns = dtrain__os_now_ns();
+    for (int i = 0; i < local->desc.fragments; i++)
+        dtrain__rounds_walk(local, i, dtrain__rounds_start);
+    local->worker.owner = local;
+    local->worker.turn = dtrain__rounds_turn;
+    int error = dtrain__worker_start(&local->worker);
+    if (error != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_local_sgd_create: the system gives no thread: %s",
+                            strerror(error));
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrain_comm *comm, const dtrain_param *table,
+                                                 size_t count, const dtrain_local_sgd_desc *desc)
+{
+    if (local == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_create: local and comm are needed, got NULL");
+    *local = NULL;
+    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
+    dtrain_local_sgd *made = (dtrain_local_sgd *)dtrain__alloc(allocator, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes", sizeof *made);
+    made->allocator = allocator;
+    made->rank = dtrain_comm_rank(comm);
+    made->ranks = dtrain_comm_size(comm);
+    made->timeout_ms = comm->desc.timeout_ms;
+    made->server = -1;
+    pthread_mutex_init(&made->mutex, NULL);
+    dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
+    dtrain_compress_desc compress;
+    if (made->desc.compress != NULL)
+        compress = dtrain__compression_defaults(made->desc.compress);
+    dtrain__params_given given = {table,
+                                  count,
+                                  0,
+                                  &made->desc,
+                                  dtrain__rounds_fields,
+                                  sizeof dtrain__rounds_fields / sizeof dtrain__rounds_fields[0],
+                                  made->desc.compress != NULL ? &compress : NULL};
+    dtrain__alike alike = {"dtrain_local_sgd_create",
+                           &given,
+                           dtrain__params_given_line,
+                           "give all ranks the same table, and the same desc but for mixing, blocking and max_bytes",
+                           0,
+                           {0},
+                           0};
+    status = dtrain__alike_meet(comm, &alike, status);
+    if (status == DTRAIN_OK)
+        status = dtrain__rounds_join(made, comm, table, count);
+    if (status == DTRAIN_OK) {
+        *local = made;
+        return DTRAIN_OK;
+    }
+    dtrain__error cause = dtrain__thread_error;
+    dtrain_local_sgd_destroy(made);
+    return dtrain__report(&cause);
+}
+
+/* Something that a training thread waits for. */
+typedef struct dtrain__rounds_wait {
+    dtrain_local_sgd *local;
+    uint32_t news;
+} dtrain__rounds_wait;
+
+static int dtrain__rounds_has_news(void *pointer)
+{
+    const dtrain__rounds_wait *wait = (const dtrain__rounds_wait *)pointer;
+    return __atomic_load_n(&wait->local->news, __ATOMIC_SEQ_CST) != wait->news;
+}
+
+/* Whether a fragment's difference is handed in or in a round; fragment -1: any one's. *news: as it was then. */
+static int dtrain__rounds_under_way(dtrain_local_sgd *local, int fragment, uint32_t *news)
+{
+    int under_way = 0;
+    *news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        under_way |= (fragment < 0 || i == fragment) && (local->fragments[i].state == DTRAIN__ROUNDS_READY ||
+                                                         local->fragments[i].state == DTRAIN__ROUNDS_FLYING);
+    pthread_mutex_unlock(&local->mutex);
+    return under_way;
+}
+
+static void dtrain__rounds_wait_for_news(dtrain_local_sgd *local, uint32_t news, int64_t until_ns)
+{
+    dtrain__rounds_wait wait = {local, news};
+    int64_t began = dtrain__os_now_ns();
+    for (unsigned turn = 0; !dtrain__rounds_has_news(&wait) && dtrain__os_now_ns() < until_ns; turn++)
+        dtrain__bell_wait(&local->to_caller, turn, until_ns, dtrain__rounds_has_news, &wait);
+    pthread_mutex_lock(&local->mutex);
+    if (local->group != NULL)
+        dtrain__work_blocked(local->group, began);
+    pthread_mutex_unlock(&local->mutex);
+}
+
+/* How long a round may take from now on, with its window or without. */
+static int64_t dtrain__rounds_deadline(const dtrain_local_sgd *local, int window)
+{
+    int64_t now = dtrain__os_now_ns();
+    if (local->timeout_ms < 0 || (window && local->desc.window_ms < 0))
+        return INT64_MAX;
+    now += dtrain__os_ms_to_ns(local->timeout_ms);
+    return window ? now + dtrain__os_ms_to_ns(local->desc.window_ms) : now;
+}
+
+/* Waits until the rounds of a fragment, or of all, are over, or for too long; then 0. */
+static int dtrain__rounds_wait_round(dtrain_local_sgd *local, int fragment)
+{
+    int64_t until = dtrain__rounds_deadline(local, 1);
+    uint32_t news;
+    while (dtrain__rounds_under_way(local, fragment, &news)) {
+        if (dtrain__os_now_ns() >= until)
+            return 0;
+        dtrain__rounds_wait_for_news(local, news, until);
+    }
+    return 1;
+}
+
+/* A fragment's part of a step: what has come and may be applied; a snapshot at its boundary. Returns 1 when this step
+ * is to wait for the fragment's round. */
+static int dtrain__rounds_step_fragment(dtrain_local_sgd *local, int fragment)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    uint64_t step = local->counters[0], overlap = (uint64_t)local->desc.overlap;
+    int waits;
+    pthread_mutex_lock(&local->mutex);
+    if (step >= f->snapshot + overlap)
+        dtrain__rounds_apply(local, fragment);
+    f->due |= step % (uint64_t)local->desc.steps == (uint64_t)f->boundary;
+    if (f->due && (f->state == DTRAIN__ROUNDS_IDLE || f->state == DTRAIN__ROUNDS_READY))
+        dtrain__rounds_snapshot(local, fragment, 0);
+    waits = local->desc.blocking && f->state != DTRAIN__ROUNDS_IDLE && step == f->snapshot + overlap;
+    pthread_mutex_unlock(&local->mutex);
+    return waits;
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double weight)
+{
+    if (local == NULL || !dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(local != NULL ? &local->error : NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_local_sgd_step: needs an object and a weight of at least 0, got %s and %g",
+                            local == NULL ? "NULL" : "one", weight);
+    pthread_mutex_lock(&local->mutex);
+    local->counters[0]++;
+    local->stats.steps++;
+    local->stats.dense_bytes += dtrain__plan_sent_bytes(local->sizes.total, local->ranks);
+    for (int i = 0; i < local->desc.fragments; i++)
+        local->weights[i] += weight;
+    pthread_mutex_unlock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++) {
+        if (!dtrain__rounds_step_fragment(local, i))
+            continue;
+        if (!dtrain__rounds_wait_round(local, i))
+            dtrain__log(DTRAIN_LOG_WARN,
+                        "local_sgd: rank %d goes on without a round of fragment %d, which did not come within "
+                        "window_ms and timeout_ms",
+                        local->rank, i);
+        pthread_mutex_lock(&local->mutex);
+        dtrain__rounds_apply(local, i);
+        pthread_mutex_unlock(&local->mutex);
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__rounds_apply_all(dtrain_local_sgd *local)
+{
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        dtrain__rounds_apply(local, i);
+    pthread_mutex_unlock(&local->mutex);
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
+{
+    if (local == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_sync: the object is NULL: create it first");
+    int over = dtrain__rounds_wait_round(local, -1);
+    dtrain__rounds_apply_all(local);
+    return over ? DTRAIN_OK
+                : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
+                               "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; the "
+                               "other members are not there yet, and it can be called again",
+                               local->rank);
+}
+
+/* Applies what has come, and hands everything in for the last time. Returns 1 when all members have finished. *made:
+ * the number of rounds so far. */
+static int dtrain__rounds_close(dtrain_local_sgd *local, uint64_t *made)
+{
+    int closed = 1;
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        dtrain__rounds_apply(local, i);
+        int all = f->state == DTRAIN__ROUNDS_IDLE && f->closed && f->snapshot == local->counters[0];
+        if (!all && (f->state == DTRAIN__ROUNDS_IDLE ||
+                     (f->state == DTRAIN__ROUNDS_READY && (f->flags & DTRAIN__ROUNDS_FINAL) == 0)))
+            dtrain__rounds_snapshot(local, i, 1);
+        closed &= all;
+    }
+    *made = local->stats.rounds;
+    pthread_mutex_unlock(&local->mutex);
+    return closed;
+}
+
+DTRAIN_API dtrain_status dtrain_local_sgd_finish(dtrain_local_sgd *local)
+{
+    uint64_t before = 0, made = 0;
+    if (local == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_finish: the object is NULL: create it first");
+    int64_t until = dtrain__rounds_deadline(local, 0);
+    for (;;) {
+        uint32_t news = __atomic_load_n(&local->news, __ATOMIC_SEQ_CST);
+        if (dtrain__rounds_close(local, &made))
+            return DTRAIN_OK;
+        until = made != before ? dtrain__rounds_deadline(local, 0) : until;
+        before = made;
+        if (dtrain__os_now_ns() >= until)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_TIMEOUT,
+                "dtrain_local_sgd_finish on rank %d: no round was made within timeout_ms: other members "
+                "have neither finished nor handed in; it can be called again",
+                local->rank);
+        dtrain__rounds_wait_for_news(local, news, until);
+    }
+}
+
+DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *local)
+{
+    dtrain_local_sgd_stats stats;
+    memset(&stats, 0, sizeof stats);
+    if (local == NULL)
+        return stats;
+    pthread_mutex_lock(&local->mutex);
+    stats = local->stats;
+    pthread_mutex_unlock(&local->mutex);
+    return stats;
+}
+
+DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
+{
+    int count = 0;
+    if (local == NULL || ranks == NULL)
+        return 0;
+    pthread_mutex_lock(&local->mutex);
+    for (; count < local->stats.members; count++)
+        ranks[count] = local->last[count];
+    pthread_mutex_unlock(&local->mutex);
+    return count;
+}
+
+DTRAIN_API int dtrain_local_sgd_state(dtrain_local_sgd *local, int index, const char **name, void **data,
+                                      dtrain_dtype *dtype, size_t *count)
+{
+    static const char *const names[] = {"outer", "momentum", "base", "weights", "counters"};
+    if (local == NULL || index < 0)
+        return 0;
+    void *datas[5];
+    datas[0] = local->outer;
+    datas[1] = local->velocity;
+    datas[2] = local->base;
+    datas[3] = local->weights;
+    datas[4] = local->counters;
+    for (int i = 0; i < 5 + local->desc.fragments; i++) {
+        dtrain_compressed *pack = i < 5 ? NULL : local->fragments[i - 5].pack;
+        void *what = i < 5 ? datas[i] : pack != NULL ? pack->residual : NULL;
+        if (what == NULL || index-- > 0)
+            continue;
+        *name = i < 5 ? names[i] : local->fragments[i - 5].residual;
+        *data = what;
+        *dtype = i == 3 ? DTRAIN_F64 : i == 4 ? DTRAIN_U64 : DTRAIN_F32;
+        *count = i < 3    ? local->sizes.total
+                 : i == 3 ? (size_t)local->desc.fragments
+                 : i == 4 ? (size_t)local->desc.fragments + 1
+                          : pack->count;
+        return 1;
+    }
+    return 0;
+}
+
+DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)
+{
+    if (local == NULL)
+        return;
+    if (dtrain__worker_runs(&local->worker)) {
+        pthread_mutex_lock(&local->mutex);
+        dtrain__worker_stop(&local->worker);
+        dtrain__rounds_cut(local);
+        pthread_mutex_unlock(&local->mutex);
+        dtrain__worker_end(&local->worker);
+    }
+    dtrain_comm_destroy(local->up);
+    dtrain_comm_destroy(local->down);
+    dtrain_comm_destroy(local->group);
+    dtrain__rounds_free(local);
+}
+
+#endif

@@ -1,0 +1,218 @@
+/* ---- >>rounds-groups ----
+ * The groups of a local SGD object: made, and made anew from those left when a member is gone. A broken group is left
+ * in one order by all: abort all three, agree (on nothing, where no round was under way), shrink. A member whose others
+ * are lost, or have given it up, is alone: its groups are NULL. */
+#ifndef DTRAIN__ROUNDS_GROUPS
+#define DTRAIN__ROUNDS_GROUPS
+#include "rounds_state.c"
+#include "../comm/survive.c"
+
+#define DTRAIN__ROUNDS_SLICE_MS 100 /* of waits that end when the object is destroyed */
+
+static int dtrain__rounds_stopping(const dtrain_local_sgd *local)
+{
+    return dtrain__worker_stopping(&local->worker);
+}
+
+/* Says to the training thread that something has changed. */
+static void dtrain__rounds_tell(dtrain_local_sgd *local)
+{
+    __atomic_add_fetch(&local->news, 1, __ATOMIC_SEQ_CST);
+    dtrain__bell_ring(&local->to_caller);
+}
+
+static void dtrain__rounds_sent(dtrain_local_sgd *local, uint64_t bytes)
+{
+    pthread_mutex_lock(&local->mutex);
+    local->stats.sent_bytes += bytes;
+    pthread_mutex_unlock(&local->mutex);
+}
+
+/* Who destroys the object does not wait for what the thread waits for. The mutex is held. */
+static void dtrain__rounds_cut(dtrain_local_sgd *local)
+{
+    dtrain_comm *groups[3];
+    groups[0] = local->up;
+    groups[1] = local->down;
+    groups[2] = local->group;
+    for (int i = 0; i < 3; i++)
+        if (local->busy && dtrain__rounds_stopping(local) && groups[i] != NULL)
+            DTRAIN_IGNORE(dtrain_comm_abort(groups[i], "it leaves local SGD"));
+}
+
+/* The thread may wait for others from here on, or no more. */
+static void dtrain__rounds_busy(dtrain_local_sgd *local, int busy)
+{
+    pthread_mutex_lock(&local->mutex);
+    local->busy = busy;
+    dtrain__rounds_cut(local);
+    pthread_mutex_unlock(&local->mutex);
+}
+
+/* Agrees with all that are left whether each of them can. Returns 1 or 0, or -1 when the others go on without this
+ * rank, or it leaves. */
+static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
+{
+    uint64_t flags = can != 0;
+    dtrain_status status;
+    local->group->desc.timeout_ms = DTRAIN__ROUNDS_SLICE_MS;
+    do /* a late one counts: the vote stands, and what is decided stays so */
+        status = dtrain_comm_agree(local->group, &flags);
+    while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
+    local->group->desc.timeout_ms = local->timeout_ms;
+    return status == DTRAIN_OK ? flags == 1 : -1;
+}
+
+/* The server's rank in a group; -1: it is not in it, or there is none. */
+static int dtrain__rounds_find_server(const dtrain_local_sgd *local, const dtrain_comm *group)
+{
+    int server = local->desc.through_server && group != NULL ? dtrain_comm_size(group) - 1 : -1;
+    while (server >= 0 && dtrain__group_world(group, server) != local->server_origin)
+        server--;
+    return server;
+}
+
+static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm *up, dtrain_comm *down)
+{
+    dtrain_comm *old = local->group, *old_up = local->up, *old_down = local->down;
+    pthread_mutex_lock(&local->mutex);
+    local->group = group;
+    local->up = up;
+    local->down = down;
+    local->stats.left = dtrain_comm_size(group);
+    pthread_mutex_unlock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        local->fragments[i].opened_ns = 0;
+    local->told = 0;
+    memset(local->works, 0, local->sizes.works); /* handles die with their group */
+    if (old_up != up)
+        dtrain_comm_destroy(old_up);
+    if (old_down != down)
+        dtrain_comm_destroy(old_down);
+    if (old != group)
+        dtrain_comm_destroy(old);
+    local->server = dtrain__rounds_find_server(local, group);
+    for (int i = 0; group != NULL && i < local->desc.fragments; i++)
+        if (local->fragments[i].pack != NULL) {
+            local->fragments[i].pack->comm = group;
+            local->fragments[i].pack->rank = dtrain_comm_rank(group);
+            local->fragments[i].pack->ranks = dtrain_comm_size(group);
+        }
+}
+
+/* Makes the two groups over which rounds are opened; a server is rank 0 of them. Collective; on an error there is
+ * none. */
+static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_comm *group, dtrain_comm **up,
+                                         dtrain_comm **down)
+{
+    int server = dtrain__rounds_find_server(local, group), key = dtrain_comm_rank(group) != server;
+    *down = NULL;
+    dtrain_status status = dtrain_comm_split(group, 0, key, up);
+    if (status == DTRAIN_OK)
+        status = dtrain_comm_split(group, 0, key, down);
+    if (status != DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_comm_destroy(*up);
+        *up = NULL;
+        return dtrain__report(&cause);
+    }
+    (*up)->desc.timeout_ms = -1; /* who has nothing to say is silent for as long as it trains */
+    (*down)->desc.timeout_ms = -1;
+    return DTRAIN_OK;
+}
+
+/* From here on this rank makes its rounds alone. */
+static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
+{
+    pthread_mutex_lock(&local->mutex);
+    if (!dtrain__rounds_stopping(local)) {
+        dtrain__fail(&local->error, DTRAIN_ERR_PEER_LOST, "local_sgd: rank %d goes on alone: %.500s", local->rank, why);
+        dtrain__log(DTRAIN_LOG_WARN, "%s", local->error.text);
+    }
+    pthread_mutex_unlock(&local->mutex);
+    dtrain__rounds_set_groups(local, NULL, NULL, NULL);
+}
+
+/* Whether every fragment's last round was the last of all members: who leaves then is no loss. */
+static int dtrain__rounds_closed(dtrain_local_sgd *local)
+{
+    int closed = 1;
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        closed &= local->fragments[i].closed;
+    pthread_mutex_unlock(&local->mutex);
+    return closed;
+}
+
+/* One attempt at groups of those left. Returns 1: made; 0: others were lost meanwhile; -1: this rank is alone. */
+static int dtrain__rounds_shrink(dtrain_local_sgd *local)
+{
+    dtrain_comm *group = NULL, *up = NULL, *down = NULL;
+    dtrain_status status;
+    do {
+        local->group->desc.timeout_ms = DTRAIN__ROUNDS_SLICE_MS;
+        status = dtrain_comm_shrink(local->group, &group);
+    } while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
+    if (status != DTRAIN_OK)
+        return -1;
+    group->desc.timeout_ms = local->timeout_ms;
+    dtrain__rounds_set_groups(local, group, NULL, NULL);
+    if (dtrain_comm_size(group) == 1)
+        return 1;
+    if (local->desc.through_server && local->server < 0) {
+        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "rank %d, the server of its rounds, is lost", local->desc.server);
+        return -1;
+    }
+    dtrain__rounds_busy(local, 1);
+    status = dtrain__rounds_talk(local, group, &up, &down);
+    dtrain__rounds_busy(local, 0);
+    if (status != DTRAIN_OK)
+        DTRAIN_IGNORE(dtrain_comm_abort(group, dtrain_last_error()));
+    int all = dtrain__rounds_agree(local, status == DTRAIN_OK); /* one without would never be heard */
+    if (all == 1) {
+        dtrain__rounds_set_groups(local, group, up, down);
+    } else {
+        dtrain_comm_destroy(up);
+        dtrain_comm_destroy(down);
+    }
+    return all;
+}
+
+/* Goes on with those that are left; agreed: all have agreed already that the group is to be left. */
+static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const char *why)
+{
+    dtrain__error cause;
+    int before = dtrain_comm_size(local->group), made = 0, closed = dtrain__rounds_closed(local);
+    dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "%.500s", why);
+    DTRAIN_IGNORE(dtrain_comm_abort(local->up, cause.text));
+    DTRAIN_IGNORE(dtrain_comm_abort(local->down, cause.text));
+    DTRAIN_IGNORE(dtrain_comm_abort(local->group, cause.text));
+    if (!agreed && dtrain__rounds_agree(local, 0) < 0)
+        made = -1;
+    while (made == 0 && !dtrain__rounds_stopping(local))
+        made = dtrain__rounds_shrink(local);
+    if (dtrain__rounds_stopping(local))
+        return;
+    if (made < 0 || dtrain_comm_size(local->group) == 1) {
+        if (made < 0)
+            snprintf(cause.text, sizeof cause.text, "%.500s", dtrain_last_error());
+        if (!closed)
+            dtrain__rounds_alone(local, cause.text);
+        else
+            dtrain__rounds_set_groups(local, NULL, NULL, NULL);
+    } else {
+        dtrain__log(closed ? DTRAIN_LOG_INFO : DTRAIN_LOG_WARN,
+                    "local_sgd: rank %d goes on with %d of %d members: %.400s", local->rank,
+                    dtrain_comm_size(local->group), before, cause.text);
+    }
+    dtrain__rounds_tell(local);
+}
+
+/* Whether a member is gone, or the group broken: rank 0 may have received all that it waits for, and would not hear of
+ * it. Then the text says who. */
+static int dtrain__rounds_torn(const dtrain_comm *comm)
+{
+    return dtrain__group_gone(comm) != DTRAIN_OK;
+}
+
+#endif

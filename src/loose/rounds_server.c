@@ -1,0 +1,274 @@
+/* ---- >>rounds-server ----
+ * The transfers of a round that goes through a server: one member that leads the rounds, hears of all what they bring,
+ * folds it in the order of ranks, and sends the sum to all. Members speak with it alone, and who brings nothing only
+ * receives; all make the outer step themselves, so that they have the same bits as by an all-reduce.
+ *
+ * Pieces follow each other, DTRAIN__ROUNDS_WAYS of them under way in either direction. What is packed is cut as an
+ * all-reduce cuts it, for its blocks to be the same. */
+#ifndef DTRAIN__ROUNDS_SERVER
+#define DTRAIN__ROUNDS_SERVER
+#include "rounds_groups.c"
+
+/* The transfer of one fragment. */
+typedef struct dtrain__rounds_transfer {
+    dtrain_local_sgd *local;
+    const dtrain__rounds_fragment *f;
+    dtrain_compressed *pack;
+    const float
+        *in; /* what this rank brings, elements or, where they are packed, the sign that it does; NULL: nothing */
+    int n, server;
+    size_t pieces;
+    uint64_t sent;
+} dtrain__rounds_transfer;
+
+/* Where a piece is, and how long. */
+static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, size_t *begin)
+{
+    if (t->pack != NULL)
+        return dtrain_split(t->f->count, t->n, (int)p, begin);
+    *begin = p * DTRAIN__ROUNDS_PIECE;
+    return t->f->count - *begin < DTRAIN__ROUNDS_PIECE ? t->f->count - *begin : DTRAIN__ROUNDS_PIECE;
+}
+
+static size_t dtrain__rounds_slice_bytes(const dtrain__rounds_transfer *t, size_t p)
+{
+    size_t begin, count = dtrain__rounds_slice(t, p, &begin);
+    return t->pack != NULL ? t->pack->compressor.bytes(&t->pack->compressor, count) : count * sizeof(float);
+}
+
+/* Whether another rank of the group brings something, by what it said. */
+static int dtrain__rounds_brings(const dtrain__rounds_transfer *t, int rank)
+{
+    const uint64_t *said = t->local->hellos + DTRAIN__ROUNDS_WORDS * (rank + 1);
+    double weight;
+    memcpy(&weight, &said[2], sizeof weight);
+    return (said[0] >> 32) != 0 && weight > 0.0;
+}
+
+/* What a piece is sent from: this rank's or, on the server, the sum. */
+static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t p, const float *values)
+{
+    size_t begin;
+    dtrain__rounds_slice(t, p, &begin);
+    return t->pack != NULL ? (const void *)(t->pack->out.data + t->pack->numbers[t->n + (int)p]) : values + begin;
+}
+
+/* The handle of what is received from a peer in a piece's turn; after it that of what is sent there. */
+static dtrain_work **dtrain__rounds_work(const dtrain__rounds_transfer *t, int peer, size_t p)
+{
+    size_t turn = p % DTRAIN__ROUNDS_WAYS;
+    return t->local->works + t->local->ranks + 2 * ((size_t)peer * DTRAIN__ROUNDS_WAYS + turn);
+}
+
+static dtrain_status dtrain__rounds_wait_work(dtrain_work **work)
+{
+    dtrain_work *pending = *work;
+    *work = NULL;
+    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
+}
+
+static dtrain_status dtrain__rounds_expect(dtrain__rounds_transfer *t, int peer, size_t p, void *to)
+{
+    return dtrain_recv_async(t->local->group, to, dtrain__rounds_slice_bytes(t, p), DTRAIN_U8, peer,
+                             dtrain__rounds_work(t, peer, p));
+}
+
+static dtrain_status dtrain__rounds_give(dtrain__rounds_transfer *t, int peer, size_t p, const float *values)
+{
+    size_t bytes = dtrain__rounds_slice_bytes(t, p);
+    t->sent += bytes;
+    return dtrain_send_async(t->local->group, dtrain__rounds_from(t, p, values), bytes, DTRAIN_U8, peer,
+                             dtrain__rounds_work(t, peer, p) + 1);
+}
+
+/* ---- a worker ---- */
+
+/* Where a piece of the sum comes in. */
+static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, size_t p)
+{
+    size_t begin;
+    dtrain__rounds_slice(t, p, &begin);
+    return t->pack != NULL ? t->pack->in.data + t->pack->numbers[t->n + (int)p]
+                           : (unsigned char *)(t->local->sum + begin);
+}
+
+static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t p = 0; p < t->pieces + DTRAIN__ROUNDS_WAYS && status == DTRAIN_OK; p++) {
+        dtrain_work **works = dtrain__rounds_work(t, t->server, p);
+        status = dtrain__rounds_wait_work(&works[0]);
+        if (status == DTRAIN_OK)
+            status = dtrain__rounds_wait_work(&works[1]);
+        if (status == DTRAIN_OK && p >= DTRAIN__ROUNDS_WAYS && t->pack != NULL) {
+            size_t begin, back = p - DTRAIN__ROUNDS_WAYS, count = dtrain__rounds_slice(t, back, &begin);
+            t->pack->compressor.unpack(&t->pack->compressor, dtrain__rounds_answer(t, back), t->local->sum + begin,
+                                       count);
+        }
+        if (p >= t->pieces || status != DTRAIN_OK)
+            continue;
+        status = dtrain__rounds_expect(t, t->server, p, dtrain__rounds_answer(t, p));
+        if (status == DTRAIN_OK && t->in != NULL)
+            status = dtrain__rounds_give(t, t->server, p, t->in);
+    }
+    return status;
+}
+
+/* ---- the server ---- */
+
+/* Where a rank's piece comes in on the server: those of all ranks in a row, one row a turn. */
+static unsigned char *dtrain__rounds_inbox(const dtrain__rounds_transfer *t, int rank, size_t p)
+{
+    size_t longest = dtrain__rounds_slice_bytes(t, 0), row = p % DTRAIN__ROUNDS_WAYS * (size_t)t->n;
+    return t->local->rooms[1].data + (row + (size_t)rank) * longest;
+}
+
+static dtrain_status dtrain__rounds_expect_all(dtrain__rounds_transfer *t, size_t p)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int r = 0; r < t->n && status == DTRAIN_OK && p < t->pieces; r++)
+        if (r != t->server && dtrain__rounds_brings(t, r))
+            status = dtrain__rounds_expect(t, r, p, dtrain__rounds_inbox(t, r, p));
+    return status;
+}
+
+/* Everything that is under way in a piece's turn has come to its end. */
+static dtrain_status dtrain__rounds_wait_turn(dtrain__rounds_transfer *t, size_t p)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int r = 0; r < t->n && status == DTRAIN_OK; r++) {
+        dtrain_work **works = dtrain__rounds_work(t, r, p);
+        status = dtrain__rounds_wait_work(&works[0]);
+        if (status == DTRAIN_OK)
+            status = dtrain__rounds_wait_work(&works[1]);
+    }
+    return status;
+}
+
+/* A rank's part of a fold: zeros of those that bring nothing. */
+static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int rank, size_t p)
+{
+    size_t begin, count = dtrain__rounds_slice(t, p, &begin);
+    int brings = rank == t->server ? t->in != NULL : dtrain__rounds_brings(t, rank);
+    const void *from = rank == t->server ? (brings ? dtrain__rounds_from(t, p, t->in) : NULL)
+                                         : (const void *)dtrain__rounds_inbox(t, rank, p);
+    float *wide = t->pack != NULL ? (float *)(void *)t->pack->wide.data + (size_t)rank * count
+                                  : (float *)(void *)dtrain__rounds_inbox(t, rank, p);
+    if (!brings)
+        memset(wide, 0, count * sizeof(float));
+    else if (t->pack != NULL)
+        t->pack->compressor.unpack(&t->pack->compressor, (const unsigned char *)from, wide, count);
+    else
+        return (const float *)from;
+    return wide;
+}
+
+/* Adds up a piece of all ranks, by the tree, and packs the sum, of which all have what that leaves. */
+static void dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
+{
+    size_t begin, count = dtrain__rounds_slice(t, p, &begin);
+    float *sum = t->local->sum + begin;
+    void *outs[1];
+    outs[0] = sum;
+    for (int r = 0; r < t->n; r++)
+        t->local->parts[r] = dtrain__rounds_part(t, r, p);
+    if (count > 0)
+        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, t->local->parts, t->n, outs, 1, 0, count);
+    if (t->pack == NULL)
+        return;
+    dtrain__compressed_pack_sum(t->pack, (int)p, sum, begin, count);
+    t->pack->compressor.unpack(&t->pack->compressor, (const unsigned char *)dtrain__rounds_from(t, p, NULL), sum,
+                               count);
+}
+
+static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t p = 0; p < DTRAIN__ROUNDS_WAYS && status == DTRAIN_OK; p++)
+        status = dtrain__rounds_expect_all(t, p);
+    for (size_t p = 0; p < t->pieces && status == DTRAIN_OK; p++) {
+        status = dtrain__rounds_wait_turn(t, p);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__rounds_fold(t, p);
+        for (int r = 0; r < t->n && status == DTRAIN_OK; r++)
+            if (r != t->server)
+                status = dtrain__rounds_give(t, r, p, t->local->sum);
+        if (status == DTRAIN_OK)
+            status = dtrain__rounds_expect_all(t, p + DTRAIN__ROUNDS_WAYS);
+    }
+    for (size_t p = 0; p < DTRAIN__ROUNDS_WAYS && status == DTRAIN_OK; p++)
+        status = dtrain__rounds_wait_turn(t, p);
+    return status;
+}
+
+/* ---- both ---- */
+
+/* Packs what this rank brings, and notes where each part is. */
+static void dtrain__rounds_pack(dtrain__rounds_transfer *t)
+{
+    dtrain_compressed *c = t->pack;
+    float *scratch = t->local->sum;
+    size_t at = 0;
+    for (int r = 0; r < t->n; r++) {
+        c->numbers[t->n + r] = at;
+        at += dtrain__rounds_slice_bytes(t, (size_t)r);
+    }
+    if (t->in == NULL)
+        return;
+    const float *from = dtrain__compressed_prepare(c, t->in, scratch);
+    if (c->residual != NULL)
+        dtrain__fold_sum_f32(c->residual, from, c->count);
+    dtrain__compressed_pack(c, c->residual != NULL ? c->residual : from, scratch);
+}
+
+/* The sum of what the members bring, in local->sum; in: this rank's, or NULL. */
+static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in)
+{
+    dtrain__rounds_transfer t = {local, f, f->pack, in, dtrain_comm_size(local->group), local->server, 0, 0};
+    t.pieces = t.pack != NULL ? (size_t)t.n : (f->count - 1) / DTRAIN__ROUNDS_PIECE + 1;
+    uint64_t mode = dtrain__fpmode_enter();
+    if (t.pack != NULL)
+        dtrain__rounds_pack(&t);
+    dtrain_status status =
+        dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
+    dtrain__fpmode_restore(mode);
+    if (status != DTRAIN_OK) { /* nothing may be under way when the buffers are used again */
+        dtrain__error cause = dtrain__thread_error;
+        DTRAIN_IGNORE(dtrain_comm_abort(local->group, cause.text));
+        for (size_t p = 0; p < DTRAIN__ROUNDS_WAYS; p++)
+            for (int r = 0; r < t.n; r++) {
+                dtrain_work **works = dtrain__rounds_work(&t, r, p);
+                dtrain__rounds_wait_work(&works[0]);
+                dtrain__rounds_wait_work(&works[1]);
+            }
+        dtrain__report(&cause);
+    }
+    dtrain__rounds_sent(local, t.sent);
+    return status;
+}
+
+/* Exchanges what all members say at the beginning of a round, as an all-gather does. */
+static dtrain_status dtrain__rounds_say_through(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all)
+{
+    const size_t words = DTRAIN__ROUNDS_WORDS;
+    int n = dtrain_comm_size(local->group), serves = dtrain_comm_rank(local->group) == local->server;
+    dtrain_status status = DTRAIN_OK;
+    if (!serves) {
+        dtrain__rounds_sent(local, words * sizeof *mine);
+        status = dtrain_send(local->group, mine, words, DTRAIN_U64, local->server);
+        return status == DTRAIN_OK ? dtrain_recv(local->group, all, words * (size_t)n, DTRAIN_U64, local->server)
+                                   : status;
+    }
+    memcpy(all + words * (size_t)local->server, mine, words * sizeof *mine);
+    for (int r = 0; r < n && status == DTRAIN_OK; r++)
+        if (r != local->server)
+            status = dtrain_recv(local->group, all + words * (size_t)r, words, DTRAIN_U64, r);
+    for (int r = 0; r < n && status == DTRAIN_OK; r++)
+        if (r != local->server)
+            status = dtrain_send(local->group, all, words * (size_t)n, DTRAIN_U64, r);
+    dtrain__rounds_sent(local, words * sizeof *mine * (uint64_t)n * (uint64_t)(n - 1));
+    return status;
+}
+
+#endif

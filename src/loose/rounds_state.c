@@ -1,0 +1,346 @@
+/* ---- >>rounds-state ----
+ * What a local SGD object keeps, how much memory that is, and what a training thread does with it: a snapshot of how
+ * far it has come, and the application of what a round brought. The parameters are touched by the training thread
+ * alone; all else that both threads use is the mutex's, held for as long as it takes to go through memory once. */
+#ifndef DTRAIN__ROUNDS_STATE
+#define DTRAIN__ROUNDS_STATE
+#include "local_sgd.h"
+#include "../train/train_kernels.c"
+#include "../train/params.c"
+#include "../train/optimizer.c"
+#include "../train/compression.c"
+#include "../base/worker.c"
+
+enum {
+    DTRAIN__ROUNDS_IDLE = 0, /* no difference is handed in */
+    DTRAIN__ROUNDS_READY,    /* one is, and may be replaced by a later one */
+    DTRAIN__ROUNDS_FLYING,   /* the thread has it in a round */
+    DTRAIN__ROUNDS_LANDED    /* its round was made, and waits to be applied */
+};
+
+/* What a member says of a fragment to the one that opens rounds. */
+enum { DTRAIN__ROUNDS_IN = 1, DTRAIN__ROUNDS_OPENS = 2, DTRAIN__ROUNDS_FINAL = 4 };
+
+enum { DTRAIN__ROUNDS_WORDS = 4 }; /* that a member says at the beginning of a round */
+
+/* Of rounds through a server: pieces under way to and from each member, and elements of one that is not packed. */
+enum { DTRAIN__ROUNDS_WAYS = 2 };
+#define DTRAIN__ROUNDS_PIECE DTRAIN__TUNED(rounds_piece, (size_t)131072)
+
+typedef struct dtrain__rounds_fragment {
+    size_t begin, count;     /* in the object's own order of elements */
+    int boundary;            /* its snapshots are after steps that leave this rest */
+    int state, flags;        /* flags: of the difference, DTRAIN__ROUNDS_IN and on */
+    int due;                 /* a boundary has passed while a round had the last difference */
+    int behind;              /* a round was made without this rank since it started */
+    int closed;              /* in the last round every member finished */
+    uint64_t snapshot;       /* the step of the difference */
+    double handed;           /* its weight */
+    int64_t opened_ns;       /* when its window was, or will be, opened; 0: nobody has come */
+    dtrain_compressed *pack; /* NULL: as it is */
+    char residual[24];       /* its name */
+} dtrain__rounds_fragment;
+
+/* Everything that is allocated, in bytes. */
+typedef struct dtrain__rounds_sizes {
+    size_t total, largest;    /* elements of all fragments, and of the largest */
+    size_t floats;            /* one block: outer, momentum, base, diff, sum, saved */
+    size_t weights, counters; /* a fragment; counters: and one */
+    size_t fragments, works, words, told, hellos;
+    size_t rooms[3], packs;
+    size_t all;
+} dtrain__rounds_sizes;
+
+struct dtrain_local_sgd {
+    dtrain_allocator *allocator;
+    dtrain_local_sgd_desc desc;
+    dtrain_compress_desc compress;
+    int rank, ranks;   /* in the caller's group */
+    int server;        /* its rank in group; -1: none */
+    int server_origin; /* in the world */
+    int64_t timeout_ms;
+    dtrain__params params;
+    dtrain__rounds_sizes sizes;
+    dtrain__rounds_fragment *fragments;
+    float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity, saved: NULL without */
+    double *weights;                                     /* of the steps since each fragment's snapshot */
+    uint64_t *counters;                                  /* steps, then rounds of each fragment */
+    dtrain_local_sgd_stats stats;
+    pthread_mutex_t mutex;
+    dtrain__worker worker;
+    dtrain__bell to_caller;
+    uint32_t news; /* counts what the caller's bell was rung for */
+    /* the worker's own */
+    unsigned idle;                  /* turns since it did something */
+    dtrain_comm *group, *up, *down; /* for rounds, for handing in, and for opening them; NULL: alone. Replaced under the
+                                       mutex */
+    int busy;                       /* in a call that may wait for others; under the mutex */
+    int told;                       /* this member has handed in since the last round */
+    dtrain_work **works;     /* a rank of up: what receives from it; of others than rank 0 the first is of down; after
+                                these what a server's transfer has under way */
+    uint64_t *words;         /* flags, a fragment each: of every rank that has sent them, the first this one's own */
+    uint64_t *inbox;         /* the same, of those that are being received */
+    uint64_t opening[2];     /* the fragment and its round that rank 0 opens */
+    int64_t recalled_ns;     /* when all were asked to hand in anew */
+    int64_t made_ns, gap_ns; /* when the last round was made, and how long after the one before */
+    uint64_t *hellos;        /* DTRAIN__ROUNDS_WORDS each, this rank's and then those of all */
+    const void **parts;      /* a rank each, for folds */
+    int *last;               /* members of the last round */
+    dtrain__feedback_buffer rooms[3]; /* out, in and wide of the pack under way */
+    dtrain__error error;
+};
+
+static dtrain_local_sgd_desc dtrain__rounds_defaults(const dtrain_local_sgd_desc *given)
+{
+    dtrain_local_sgd_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (given != NULL)
+        desc = *given;
+    desc.steps = desc.steps == 0 ? 500 : desc.steps;
+    desc.outer_lr = desc.outer_lr == 0.0f ? 0.7f : desc.outer_lr;
+    desc.outer_momentum = desc.no_momentum ? 0.0f : desc.outer_momentum == 0.0f ? 0.9f : desc.outer_momentum;
+    desc.warmup_rounds = desc.warmup_rounds == 0 ? 2 : desc.warmup_rounds < 0 ? 0 : desc.warmup_rounds;
+    desc.fragments = desc.fragments == 0 ? 1 : desc.fragments;
+    desc.mixing = desc.mixing == 0.0f ? 0.5f : desc.mixing;
+    desc.window_ms = desc.window_ms == 0 ? 10000 : desc.window_ms;
+    desc.server = desc.through_server ? desc.server : 0;
+    return desc;
+}
+
+/* Checks a full desc against the table. */
+static dtrain_status dtrain__rounds_check(const dtrain_local_sgd_desc *desc, const dtrain__params *params)
+{
+    double lr = (double)desc->outer_lr, momentum = (double)desc->outer_momentum, mixing = (double)desc->mixing;
+    if (desc->steps < 1 || desc->overlap < 0 || desc->overlap >= desc->steps)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: %d steps with an overlap of %d; expected at least 1 step, and an overlap of 0 "
+                            "to below that",
+                            desc->steps, desc->overlap);
+    if (!dtrain__train_finite(lr) || lr <= 0.0 || !dtrain__train_finite(momentum) || momentum < 0.0 || momentum >= 1.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: outer_lr is %g, outer_momentum %g; expected numbers above 0, and of 0 to below "
+                            "1",
+                            lr, momentum);
+    if (!dtrain__train_finite(mixing) || mixing < 0.0 || mixing > 1.0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "local_sgd: mixing is %g, expected above 0 to 1", mixing);
+    if (params->range_count == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: no parameter of the table has a gradient, so there is nothing to average");
+    if (desc->fragments < 1 || desc->fragments > params->units)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "local_sgd: %d fragments of a table of %d units, expected 1 to %d", desc->fragments,
+                            params->units, params->units);
+    return DTRAIN_OK;
+}
+
+/* The compressor of a fragment; it must own nothing and pack. */
+static dtrain_status dtrain__rounds_compressor(const dtrain_compress_desc *desc, dtrain_allocator *allocator,
+                                               dtrain_compressor *made)
+{
+    if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK ||
+        desc->kind == DTRAIN_COMPRESS_POWERSGD)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "local_sgd: compress.kind is %d, which packs no vectors: expected BF16, F16, INT8, FP8, "
+                            "SIGN, or OWN",
+                            (int)desc->kind);
+    if (desc->feedback.start_step > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "local_sgd: compress.feedback.start_step is %llu; rounds are packed from the first on: "
+                            "leave it 0",
+                            (unsigned long long)desc->feedback.start_step);
+    dtrain_status status = dtrain__params_no_adam(desc, "local_sgd");
+    if (status == DTRAIN_OK)
+        status = dtrain__compression_make(desc, 1, 1, allocator, made);
+    if (status == DTRAIN_OK && made->reduce != NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                              "local_sgd: the compressor %s has a reduce of its own; expected one that packs",
+                              made->name != NULL ? made->name : "of compress.own");
+    return status;
+}
+
+static int dtrain__rounds_packs(const dtrain_local_sgd_desc *desc, int ranks, size_t count)
+{
+    size_t least = desc->compress == NULL            ? SIZE_MAX
+                   : desc->compress->least_count > 0 ? desc->compress->least_count
+                                                     : DTRAIN__COMPRESSION_LEAST;
+    return ranks > 1 && count >= least;
+}
+
+static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, int fragment)
+{
+    size_t count = 0;
+    for (int unit = fragment; unit < params->units; unit += fragments)
+        for (size_t i = params->unit_begin[unit]; i < params->unit_begin[unit + 1]; i++)
+            count += params->ranges[i].count;
+    return count;
+}
+
+/* What a pack of count elements needs over any number of members up to ranks, as those may become fewer. */
+static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
+{
+    for (int r = 2; r <= ranks; r++) {
+        size_t part = dtrain_split(count, r, 0, NULL), shorter = dtrain_split(count, r, r - 1, NULL);
+        size_t longer = count - shorter * (size_t)r; /* parts that have one more */
+        size_t need[3];
+        need[0] = longer * q->bytes(q, part) + ((size_t)r - longer) * q->bytes(q, shorter);
+        need[1] = (size_t)r * q->bytes(q, part);
+        need[2] = (size_t)r * part * sizeof(float);
+        for (int i = 0; i < 3; i++)
+            sizes->rooms[i] = need[i] > sizes->rooms[i] ? need[i] : sizes->rooms[i];
+    }
+}
+
+/* What a server needs for the pieces that come in of a fragment; q: NULL: they are not packed. */
+static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
+{
+    for (int r = 2; r <= ranks; r++) {
+        size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE;
+        size_t piece = q != NULL ? q->bytes(q, dtrain_split(count, r, 0, NULL)) : dense * sizeof(float);
+        size_t need = DTRAIN__ROUNDS_WAYS * (size_t)r * piece;
+        sizes->rooms[1] = need > sizes->rooms[1] ? need : sizes->rooms[1];
+    }
+}
+
+/* What a fragment needs that is packed. */
+static void dtrain__rounds_pack_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks,
+                                     int feedback)
+{
+    sizes->packs += sizeof(dtrain_compressed) + (size_t)ranks * (4 * sizeof(size_t) + sizeof(void *));
+    sizes->packs += feedback ? count * sizeof(float) : 0;
+    dtrain__rounds_rooms(sizes, q, count, ranks);
+}
+
+/* Sizes of everything on a rank; the elements are in memory, so that a few times as many bytes need not fit. */
+static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks, int rank,
+                                         const dtrain_local_sgd_desc *desc)
+{
+    size_t fragments = (size_t)desc->fragments, n = (size_t)ranks, packed = 0, copies;
+    int serves = desc->through_server && rank == desc->server;
+    dtrain_compressor q;
+    if (desc->through_server && (desc->server < 0 || desc->server >= ranks))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "local_sgd: the server is rank %d, expected 0 to %d",
+                            desc->server, ranks - 1);
+    memset(sizes, 0, sizeof *sizes);
+    memset(&q, 0, sizeof q);
+    if (desc->compress != NULL && dtrain__rounds_compressor(desc->compress, NULL, &q) != DTRAIN_OK)
+        return dtrain__thread_error.status;
+    for (int f = 0; f < desc->fragments; f++) {
+        size_t count = dtrain__rounds_count(params, desc->fragments, f);
+        sizes->total += count;
+        sizes->largest = count > sizes->largest ? count : sizes->largest;
+        int packs = dtrain__rounds_packs(desc, ranks, count);
+        if (serves)
+            dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
+        if (packs)
+            dtrain__rounds_pack_room(sizes, &q, count, ranks, !desc->compress->feedback.no_feedback);
+        packed = packs && count > packed ? count : packed;
+    }
+    copies = 3 + (desc->outer_momentum != 0.0f);
+    if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &sizes->floats))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "local_sgd: %zu elements are more than memory", sizes->total);
+    sizes->floats = (copies * sizes->total + sizes->largest) * sizeof(float);
+    sizes->floats += packed > 0 && !desc->compress->feedback.no_feedback ? packed * sizeof(float) : 0;
+    sizes->weights = fragments * sizeof(double);
+    sizes->counters = (fragments + 1) * sizeof(uint64_t);
+    sizes->fragments = fragments * sizeof(dtrain__rounds_fragment);
+    sizes->works = n * sizeof(dtrain_work *) * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
+    sizes->words = 2 * n * fragments * sizeof(uint64_t);
+    sizes->told = n * (sizeof(void *) + sizeof(int));
+    sizes->hellos = (n + 1) * DTRAIN__ROUNDS_WORDS * sizeof(uint64_t);
+    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) +
+                 ((size_t)params->units + 1) * sizeof(size_t) + sizes->floats + sizes->weights + sizes->counters +
+                 sizes->fragments + sizes->works + sizes->words + sizes->told + sizes->hellos + sizes->packs +
+                 sizes->rooms[0] + sizes->rooms[1] + sizes->rooms[2];
+    return DTRAIN_OK;
+}
+
+/* Where the fragment's elements and the table's meet: calls piece for each run of them, inside one float mode. */
+typedef void (*dtrain__rounds_piece)(dtrain_local_sgd *local, float *data, size_t at, size_t count);
+
+static void dtrain__rounds_walk(dtrain_local_sgd *local, int fragment, dtrain__rounds_piece piece)
+{
+    const dtrain__params *params = &local->params;
+    size_t at = local->fragments[fragment].begin;
+    uint64_t mode = dtrain__fpmode_enter();
+    for (int unit = fragment; unit < params->units; unit += local->desc.fragments)
+        for (size_t i = params->unit_begin[unit]; i < params->unit_begin[unit + 1]; i++) {
+            piece(local, params->ranges[i].data, at, params->ranges[i].count);
+            at += params->ranges[i].count;
+        }
+    dtrain__fpmode_restore(mode);
+}
+
+/* The first outer weights are the parameters. */
+static void dtrain__rounds_start(dtrain_local_sgd *local, float *data, size_t at, size_t count)
+{
+    if (count > 0)
+        memcpy(local->outer + at, data, count * sizeof(float));
+    if (count > 0)
+        memcpy(local->base + at, data, count * sizeof(float));
+}
+
+/* diff = base - data */
+static void dtrain__rounds_subtract(dtrain_local_sgd *local, float *data, size_t at, size_t count)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    kernels->multiply(local->diff + at, data, -1.0f, count);
+    kernels->add(local->diff + at, local->diff + at, local->base + at, count);
+}
+
+static void dtrain__rounds_adopt(dtrain_local_sgd *local, float *data, size_t at, size_t count)
+{
+    if (count > 0)
+        memcpy(data, local->outer + at, count * sizeof(float));
+}
+
+/* data = (1 - mixing) * data + mixing * outer */
+static void dtrain__rounds_mix(dtrain_local_sgd *local, float *data, size_t at, size_t count)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    float share = local->desc.mixing, rest = 1.0f - share, tile[512];
+    for (size_t i = 0; i < count; i += 512) {
+        size_t n = count - i < 512 ? count - i : 512;
+        kernels->multiply(tile, local->outer + at + i, share, n);
+        kernels->multiply(data + i, data + i, rest, n);
+        kernels->add(data + i, data + i, tile, n);
+    }
+}
+
+/* Takes a fragment's difference, in the place of one that no round has taken. The mutex is held. */
+static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int final)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    f->handed = (f->state == DTRAIN__ROUNDS_READY ? f->handed : 0.0) + local->weights[fragment];
+    f->handed = (double)(float)f->handed; /* as it multiplies */
+    local->weights[fragment] = 0.0;
+    dtrain__rounds_walk(local, fragment, dtrain__rounds_subtract);
+    if (f->count > 0) {
+        uint64_t mode = dtrain__fpmode_enter();
+        dtrain__train_kernels_get()->multiply(local->diff + f->begin, local->diff + f->begin, (float)f->handed,
+                                              f->count);
+        dtrain__fpmode_restore(mode);
+    }
+    /* who was late opens no window, as the others are in the middle of their steps */
+    f->flags = DTRAIN__ROUNDS_IN | (final ? DTRAIN__ROUNDS_FINAL : f->behind ? 0 : DTRAIN__ROUNDS_OPENS);
+    f->state = DTRAIN__ROUNDS_READY;
+    f->due = 0;
+    f->closed = 0;
+    f->snapshot = local->counters[0];
+    dtrain__worker_call(&local->worker);
+}
+
+/* Applies what came of a fragment's round, if something has. The mutex is held. */
+static void dtrain__rounds_apply(dtrain_local_sgd *local, int fragment)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    if (f->state != DTRAIN__ROUNDS_LANDED)
+        return;
+    dtrain__rounds_walk(local, fragment, f->snapshot == local->counters[0] ? dtrain__rounds_adopt : dtrain__rounds_mix);
+    if (f->count > 0)
+        memcpy(local->base + f->begin, local->outer + f->begin, f->count * sizeof(float));
+    f->state = DTRAIN__ROUNDS_IDLE;
+    f->behind = 0;
+    local->stats.applied++;
+}
+
+#endif

@@ -1,0 +1,444 @@
+/* ---- >>rounds-thread ----
+ * The thread that carries the rounds of a local SGD object. It owns three groups: up, over which members hand in to
+ * rank 0 of those left, or to the server, down, over which that opens rounds, and group, over which a round sums.
+ * Between two rounds each member sends up once, at the latest when a round is opened, so that the calls that receive it
+ * all come to an end. All threads always answer, so that a round is collectives over all that are left: who brings what
+ * weight, the sum, and an agreement by which the outer step is made on every survivor or on none. Therefore outer
+ * weights, momentum and round numbers are the same on all members at all times, whoever dies when, and a group of those
+ * left goes on as it is. */
+#ifndef DTRAIN__ROUNDS_THREAD
+#define DTRAIN__ROUNDS_THREAD
+#include "rounds_server.c"
+
+#define DTRAIN__ROUNDS_RECALL_NS 20000000 /* at least between two of these */
+#define DTRAIN__ROUNDS_RECALL UINT64_MAX  /* in a fragment's place: no round, but hand in anew */
+
+/* Makes the outer step of a fragment, whose weighted sum is in sum, and notes who was in it. all: what members said. */
+static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int mine, double total, const uint64_t *all,
+                                  int members)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    dtrain_optimizer_desc outer;
+    memset(&outer, 0, sizeof outer);
+    outer.kind = DTRAIN_SGD;
+    outer.momentum = local->desc.outer_momentum;
+    outer.nesterov = 1;
+    pthread_mutex_lock(&local->mutex);
+    if (local->counters[1 + fragment] < (uint64_t)local->desc.warmup_rounds)
+        outer.momentum = 0.0f; /* which leaves the velocity alone */
+    if (total > 0.0 && f->count > 0) {
+        uint64_t mode = dtrain__fpmode_enter();
+        dtrain__train_kernels_get()->divide(local->sum, local->sum, (float)total, f->count);
+        dtrain__fpmode_restore(mode);
+        dtrain_sgd(local->outer + f->begin, local->sum, local->velocity != NULL ? local->velocity + f->begin : NULL,
+                   f->count, &outer, local->desc.outer_lr);
+    }
+    local->counters[1 + fragment]++;
+    local->stats.members = 0;
+    f->closed = 1;
+    for (int r = 0; r < members; r++) {
+        uint64_t flags = all[DTRAIN__ROUNDS_WORDS * r] >> 32;
+        if (flags & DTRAIN__ROUNDS_IN)
+            local->last[local->stats.members++] = (int)all[DTRAIN__ROUNDS_WORDS * r + 3];
+        f->closed &= (flags & DTRAIN__ROUNDS_FINAL) != 0;
+    }
+    local->stats.rounds++;
+    local->stats.taken += mine != 0;
+    local->stats.missed += mine == 0;
+    if (mine)
+        f->state = DTRAIN__ROUNDS_LANDED;
+    else if (f->state != DTRAIN__ROUNDS_LANDED)
+        f->behind = 1;
+    pthread_mutex_unlock(&local->mutex);
+    int64_t now = dtrain__os_now_ns();
+    local->gap_ns = now - local->made_ns;
+    local->made_ns = now;
+    dtrain__rounds_tell(local);
+}
+
+/* Takes what this rank has handed in, if it has. Returns its flags. */
+static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *weight)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    int flags = 0;
+    *weight = 0.0;
+    pthread_mutex_lock(&local->mutex);
+    if (f->state == DTRAIN__ROUNDS_READY) {
+        f->state = DTRAIN__ROUNDS_FLYING;
+        flags = f->flags;
+        *weight = f->handed;
+    }
+    pthread_mutex_unlock(&local->mutex);
+    return flags;
+}
+
+/* An attempt has come to nothing: what this rank had handed in is handed in again. */
+static void dtrain__rounds_undo(dtrain_local_sgd *local, int fragment, int mine)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    pthread_mutex_lock(&local->mutex);
+    f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
+    local->stats.undone++;
+    pthread_mutex_unlock(&local->mutex);
+}
+
+/* Gathers what all members say at the beginning of a round. */
+static dtrain_status dtrain__rounds_say(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all, int n)
+{
+    if (local->server >= 0)
+        return dtrain__rounds_say_through(local, mine, all);
+    dtrain__rounds_sent(local, DTRAIN__ROUNDS_WORDS * sizeof(uint64_t) * (uint64_t)(n - 1));
+    return dtrain_all_gather(local->group, mine, all, DTRAIN__ROUNDS_WORDS * (size_t)n, DTRAIN_U64);
+}
+
+/* Says what this rank brings, and hears it of all: which fragment and flags, which round, the weight, the rank. Their
+ * sum is added by the tree. */
+static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment, int flags, double weight,
+                                          double *total)
+{
+    uint64_t *mine = local->hellos, *all = mine + DTRAIN__ROUNDS_WORDS;
+    int n = dtrain_comm_size(local->group);
+    void *outs[1];
+    mine[0] = (uint64_t)flags << 32 | (uint64_t)fragment;
+    mine[1] = local->counters[1 + fragment];
+    memcpy(&mine[2], &weight, sizeof weight);
+    mine[3] = (uint64_t)local->rank;
+    dtrain_status status = dtrain__rounds_say(local, mine, all, n);
+    for (int r = 0; status == DTRAIN_OK && r < n; r++) {
+        const uint64_t *said = all + DTRAIN__ROUNDS_WORDS * r;
+        double theirs;
+        memcpy(&theirs, said + 2, sizeof theirs);
+        local->parts[r] = said + 2;
+        if ((said[0] & UINT32_MAX) != (uint64_t)fragment || said[1] != mine[1] || said[3] >= (uint64_t)local->ranks)
+            status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                                  "local_sgd: rank %llu is in round %llu of fragment %llu, rank %d in round %llu of %d",
+                                  (unsigned long long)said[3], (unsigned long long)said[1],
+                                  (unsigned long long)(said[0] & UINT32_MAX), local->rank, (unsigned long long)mine[1],
+                                  fragment);
+        else if (!dtrain__train_finite(theirs) || theirs < 0.0)
+            status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                                  "local_sgd: rank %llu brings a weight of %g, expected a number of at least 0",
+                                  (unsigned long long)said[3], theirs);
+    }
+    outs[0] = total;
+    if (status == DTRAIN_OK)
+        dtrain__fold(DTRAIN_F64, DTRAIN_SUM, 1.0, local->parts, n, outs, 1, 0, 1);
+    return status;
+}
+
+/* The sum over the members of what each brings, in sum; in: this rank's, or NULL, and then sum is zero. */
+static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
+{
+    dtrain_compressed *pack = f->pack;
+    const float *from = in != NULL ? in : local->sum;
+    int n = dtrain_comm_size(local->group);
+    if (pack == NULL && local->server >= 0)
+        return dtrain__rounds_through(local, f, in);
+    if (pack == NULL) {
+        dtrain__rounds_sent(local, dtrain__plan_sent_bytes(f->count, n));
+        return dtrain_all_reduce(local->group, from, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
+    }
+    uint64_t before = pack->stats.sent_bytes;
+    pack->out = local->rooms[0];
+    pack->in = local->rooms[1];
+    pack->wide = local->rooms[2];
+    if (pack->residual != NULL)
+        memcpy(local->saved, pack->residual, f->count * sizeof(float));
+    dtrain_status status = local->server >= 0 ? dtrain__rounds_through(local, f, in)
+                                              : dtrain_compressed_all_reduce(pack, from, local->sum, DTRAIN_SUM);
+    memset(&pack->out, 0, sizeof pack->out);
+    memset(&pack->in, 0, sizeof pack->in);
+    memset(&pack->wide, 0, sizeof pack->wide);
+    if (local->server < 0)
+        dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
+    return status;
+}
+
+/* One attempt at a round with all that are left. Returns 1 when it was made; 0: not, and the group is to be left;
+ * -1: this rank is out. */
+static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
+{
+    dtrain__rounds_fragment *f = &local->fragments[fragment];
+    double weight, total = 0.0;
+    int reduced = 0, mine = dtrain__rounds_take(local, fragment, &weight), members = dtrain_comm_size(local->group);
+    const float *in = mine && weight > 0.0 ? local->diff + f->begin : NULL;
+    dtrain__rounds_busy(local, 1);
+    dtrain_status status = dtrain__rounds_hello(local, fragment, mine, weight, &total);
+    if (status == DTRAIN_OK && total > 0.0 && f->count > 0) {
+        if (in == NULL)
+            memset(local->sum, 0, f->count * sizeof(float));
+        reduced = 1;
+        status = dtrain__rounds_reduce(local, f, in);
+    }
+    dtrain__error cause = dtrain__thread_error;
+    if (status != DTRAIN_OK)
+        DTRAIN_IGNORE(dtrain_comm_abort(local->group, cause.text));
+    int made = dtrain__rounds_agree(local, status == DTRAIN_OK);
+    dtrain__rounds_busy(local, 0);
+    if (made == 1) {
+        dtrain__rounds_commit(local, fragment, mine, total, local->hellos + DTRAIN__ROUNDS_WORDS, members);
+        return 1;
+    }
+    if (reduced && f->pack != NULL && f->pack->residual != NULL)
+        memcpy(f->pack->residual, local->saved, f->count * sizeof(float));
+    dtrain__rounds_undo(local, fragment, mine);
+    if (status != DTRAIN_OK)
+        dtrain__report(&cause);
+    else
+        dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "local_sgd: round %llu was not whole on another member",
+                     (unsigned long long)local->counters[1 + fragment]);
+    return made;
+}
+
+/* Makes a round, and groups anew when it failed. Returns 1 when it was made. */
+static int dtrain__rounds_run(dtrain_local_sgd *local, int fragment)
+{
+    int made = dtrain__rounds_round(local, fragment);
+    if (made == 0)
+        dtrain__rounds_regroup(local, 1, dtrain_last_error());
+    else if (made < 0 && !dtrain__rounds_stopping(local))
+        dtrain__rounds_alone(local, dtrain_last_error());
+    return made == 1;
+}
+
+/* A round of one member: the outer step over its own difference. */
+static int dtrain__rounds_run_alone(dtrain_local_sgd *local)
+{
+    int ran = 0;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        uint64_t said[DTRAIN__ROUNDS_WORDS];
+        double weight;
+        int mine = dtrain__rounds_take(local, i, &weight);
+        if (!mine)
+            continue;
+        if (f->count > 0)
+            memcpy(local->sum, local->diff + f->begin, f->count * sizeof(float));
+        said[0] = (uint64_t)mine << 32 | (uint64_t)i;
+        said[3] = (uint64_t)local->rank;
+        dtrain__rounds_commit(local, i, mine, weight, said, 1);
+        ran = 1;
+    }
+    return ran;
+}
+
+/* What this rank has handed in, a fragment each, into its own words. Returns whether there is anything. */
+static int dtrain__rounds_flags(dtrain_local_sgd *local, uint64_t *words)
+{
+    int any = 0;
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++) {
+        const dtrain__rounds_fragment *f = &local->fragments[i];
+        words[i] = f->state == DTRAIN__ROUNDS_READY ? (uint64_t)f->flags : 0;
+        any |= words[i] != 0;
+    }
+    pthread_mutex_unlock(&local->mutex);
+    return any;
+}
+
+static dtrain_status dtrain__rounds_send(dtrain_local_sgd *local, dtrain_comm *over, int to, const uint64_t *words,
+                                         size_t count)
+{
+    dtrain__rounds_busy(local, 1);
+    dtrain_status status = dtrain_send(over, words, count, DTRAIN_U64, to);
+    dtrain__rounds_busy(local, 0);
+    dtrain__rounds_sent(local, count * sizeof *words);
+    return status;
+}
+
+/* Whether a message has come; -1: the group is broken. A group ends its calls in their order, so that one whose message
+ * has come may have to wait for others before it counts as done: whoever drives the group knows. */
+static int dtrain__rounds_came(dtrain_work *work)
+{
+    dtrain_comm *comm = work->comm;
+    if (pthread_mutex_trylock(&comm->drive_mutex) != 0)
+        return 0; /* asked again soon */
+    int came = work->ended || dtrain_work_done(work);
+    dtrain__error error = work->op.error;
+    pthread_mutex_unlock(&comm->drive_mutex);
+    return came && dtrain__report(&error) != DTRAIN_OK ? -1 : came;
+}
+
+/* The moment a fragment's window opens, by what one member says of it; 0: not by that. Who was late gives the others as
+ * long as lay between the last two rounds. */
+static int64_t dtrain__rounds_opens(const dtrain_local_sgd *local, uint64_t flags, int64_t now)
+{
+    if ((flags & DTRAIN__ROUNDS_IN) == 0 || (flags & DTRAIN__ROUNDS_FINAL) != 0)
+        return 0;
+    return (flags & DTRAIN__ROUNDS_OPENS) != 0 ? now : now + local->gap_ns;
+}
+
+/* The fragment whose round begins: all have handed in, or its window has passed; -1: none yet. *until: when one may.
+ * The words of those whose message has not come are zero. */
+static int dtrain__rounds_choose(dtrain_local_sgd *local, int64_t *until)
+{
+    int n = dtrain_comm_size(local->up), chosen = -1;
+    int64_t now = dtrain__os_now_ns();
+    *until = INT64_MAX;
+    for (int i = 0; i < local->desc.fragments; i++) {
+        dtrain__rounds_fragment *f = &local->fragments[i];
+        int64_t ends = INT64_MAX;
+        int in = 0;
+        for (int r = 0; r < n; r++) {
+            uint64_t flags = local->words[r * local->desc.fragments + i];
+            int64_t opens = dtrain__rounds_opens(local, flags, now);
+            in += (flags & DTRAIN__ROUNDS_IN) != 0;
+            f->opened_ns = opens != 0 && (f->opened_ns == 0 || opens < f->opened_ns) ? opens : f->opened_ns;
+        }
+        if (f->opened_ns != 0 && local->desc.window_ms >= 0)
+            ends = f->opened_ns + dtrain__os_ms_to_ns(local->desc.window_ms);
+        if ((in == n || ends <= now) && (chosen < 0 || f->opened_ns < local->fragments[chosen].opened_ns))
+            chosen = i;
+        *until = ends < *until ? ends : *until;
+    }
+    return chosen;
+}
+
+/* Hears who has handed in since the last round. Returns 0 when up is broken. */
+static int dtrain__rounds_hear(dtrain_local_sgd *local)
+{
+    int n = dtrain_comm_size(local->up), fragments = local->desc.fragments;
+    size_t bytes = (size_t)fragments * sizeof(uint64_t);
+    dtrain__rounds_flags(local, local->words);
+    for (int r = 1; r < n; r++) {
+        uint64_t *words = local->words + r * fragments, *inbox = local->inbox + r * fragments;
+        if (local->works[r] == NULL) {
+            memset(words, 0, bytes);
+            if (dtrain_recv_async(local->up, inbox, (size_t)fragments, DTRAIN_U64, r, &local->works[r]) != DTRAIN_OK)
+                return 0;
+        }
+        int came = dtrain__rounds_came(local->works[r]);
+        if (came < 0)
+            return 0;
+        if (came)
+            memcpy(words, inbox, bytes);
+    }
+    return 1;
+}
+
+/* A round was made: every other member has sent up meanwhile, or is about to. Returns 0 when up is broken. */
+static int dtrain__rounds_heard_all(dtrain_local_sgd *local)
+{
+    dtrain_status status = DTRAIN_OK;
+    dtrain__rounds_busy(local, 1);
+    for (int r = 1; r < dtrain_comm_size(local->up) && status == DTRAIN_OK; r++) {
+        status = dtrain_work_wait(local->works[r]);
+        local->works[r] = NULL;
+    }
+    dtrain__rounds_busy(local, 0);
+    for (int i = 0; i < local->desc.fragments; i++)
+        local->fragments[i].opened_ns = 0;
+    return status == DTRAIN_OK;
+}
+
+/* Tells all others that rank 0 opens a round, and of which fragment. */
+static dtrain_status dtrain__rounds_open(dtrain_local_sgd *local, uint64_t fragment, uint64_t round)
+{
+    dtrain_status status = DTRAIN_OK;
+    local->opening[0] = fragment;
+    local->opening[1] = round;
+    for (int r = 1; r < dtrain_comm_size(local->down) && status == DTRAIN_OK; r++)
+        status = dtrain__rounds_send(local, local->down, r, local->opening, 2);
+    return status;
+}
+
+/* Whether all have handed in, but different fragments, and no window will end that: those who handed in the one before
+ * they had the other must be asked again. *until: when. */
+static int dtrain__rounds_crossed(const dtrain_local_sgd *local, int64_t *until)
+{
+    int n = dtrain_comm_size(local->up), fragments = local->desc.fragments;
+    if (fragments == 1 || *until != INT64_MAX)
+        return 0;
+    for (int r = 0; r < n; r++) {
+        uint64_t any = 0;
+        for (int i = 0; i < fragments; i++)
+            any |= local->words[r * fragments + i];
+        if (any == 0)
+            return 0;
+    }
+    *until = local->recalled_ns + DTRAIN__ROUNDS_RECALL_NS;
+    return dtrain__os_now_ns() >= *until;
+}
+
+/* What rank 0 of those left does: hears who has handed in, and opens rounds. Returns 1 when something was done, 0 when
+ * not, -1 when the groups are broken. */
+static int dtrain__rounds_lead(dtrain_local_sgd *local, int64_t *until)
+{
+    if (!dtrain__rounds_hear(local))
+        return -1;
+    int fragment = dtrain__rounds_choose(local, until);
+    if (fragment < 0 && !dtrain__rounds_crossed(local, until))
+        return 0;
+    if (fragment < 0) {
+        local->recalled_ns = dtrain__os_now_ns();
+        if (dtrain__rounds_open(local, DTRAIN__ROUNDS_RECALL, 0) != DTRAIN_OK)
+            return -1;
+        return dtrain__rounds_heard_all(local) ? 1 : -1;
+    }
+    if (dtrain__rounds_open(local, (uint64_t)fragment, local->counters[1 + fragment]) != DTRAIN_OK)
+        return -1;
+    return !dtrain__rounds_run(local, fragment) || dtrain__rounds_heard_all(local) ? 1 : -1;
+}
+
+/* What the others do: they hand in, and wait until a round is opened. */
+static int dtrain__rounds_follow(dtrain_local_sgd *local)
+{
+    uint64_t *mine = local->words, *opening = local->opening;
+    int any = dtrain__rounds_flags(local, mine);
+    if (local->works[0] == NULL &&
+        dtrain_recv_async(local->down, opening, 2, DTRAIN_U64, 0, &local->works[0]) != DTRAIN_OK)
+        return -1;
+    int opened = dtrain_work_done(local->works[0]);
+    if (opened) {
+        dtrain_status status = dtrain_work_wait(local->works[0]);
+        local->works[0] = NULL;
+        if (status != DTRAIN_OK)
+            return -1;
+    }
+    if (!local->told && (any || opened)) {
+        if (dtrain__rounds_send(local, local->up, 0, mine, (size_t)local->desc.fragments) != DTRAIN_OK)
+            return -1;
+        local->told = 1;
+    }
+    if (!opened)
+        return 0;
+    if (opening[0] == DTRAIN__ROUNDS_RECALL) {
+        local->told = 0;
+        return 1;
+    }
+    if (opening[0] >= (uint64_t)local->desc.fragments || opening[1] != local->counters[1 + opening[0]]) {
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                     "local_sgd: rank 0 of the members opened round %llu of fragment %llu, which rank %d does not have",
+                     (unsigned long long)opening[1], (unsigned long long)opening[0], local->rank);
+        return -1;
+    }
+    if (dtrain__rounds_run(local, (int)opening[0]))
+        local->told = 0;
+    return 1;
+}
+
+/* A turn of the worker. What comes over a group does not call it, so that it looks again soon, and less often the
+ * longer nothing has come. */
+static int64_t dtrain__rounds_turn(void *owner)
+{
+    dtrain_local_sgd *local = (dtrain_local_sgd *)owner;
+    int64_t until = INT64_MAX, wait;
+    int did;
+    if (local->up == NULL) {
+        did = dtrain__rounds_run_alone(local);
+    } else {
+        int leads = dtrain_comm_rank(local->up) == 0;
+        did = dtrain__rounds_torn(local->up) ? -1
+              : leads                        ? dtrain__rounds_lead(local, &until)
+                                             : dtrain__rounds_follow(local);
+        if (did < 0 && !dtrain__rounds_stopping(local))
+            dtrain__rounds_regroup(local, 0, dtrain_last_error());
+    }
+    local->idle = did != 0 ? 0 : local->idle + 1;
+    if (did != 0)
+        return 0;
+    wait = local->up == NULL ? INT64_MAX : dtrain__os_now_ns() + (local->idle < 100 ? 500000 : 5000000);
+    return until < wait ? until : wait;
+}
+
+#endif

@@ -1,0 +1,343 @@
+/* ---- >>server_core ----
+ * What both forms of the parameter server share: the cut of all trained parameters into pieces, packing, top-k
+ * as a packing, and the groups of two with their loss. A link's server is rank 0 of its group, its worker rank 1.
+ * Every buffer that a message is sent from or received into belongs to the object, and a group is destroyed, which
+ * ends its messages, before they are freed. */
+#ifndef DTRAIN__SERVER
+#define DTRAIN__SERVER
+#include "server.h"
+#include "../train/params.c"
+#include "../train/train_kernels.c"
+#include "../train/aggregator.c"
+#include "../train/compression.c"
+#include "../compress/topk.c"
+#include "../compress/sparse.c"
+
+/* ---- top-k ----
+ * Top-k as a compressor that packs: of each piece the k elements of largest magnitude, whose number depends on the
+ * length of the piece alone, and so the bytes do. What is unpacked is checked in full first. */
+
+typedef struct dtrain__server_topk {
+    dtrain_allocator *allocator;
+    double ratio;
+    dtrain_dtype values;
+    dtrain_sparse sparse;
+    dtrain_status status; /* of the last unpacking */
+} dtrain__server_topk;
+
+/* The form of a piece's indices: none where that is shorter. */
+static dtrain_index_form dtrain__server_topk_form(const dtrain__server_topk *topk, size_t count, size_t k)
+{
+    size_t width = dtrain__sparse_width(topk->values), index = count <= 65536 ? 2 : 4;
+    if (k * (index + width) >= count * width)
+        return DTRAIN_INDEX_NONE;
+    return index == 2 ? DTRAIN_INDEX_U16 : DTRAIN_INDEX_U32;
+}
+
+static size_t dtrain__server_topk_bytes(const dtrain_compressor *compressor, size_t count)
+{
+    const dtrain__server_topk *topk = (const dtrain__server_topk *)compressor->self;
+    size_t k = dtrain_topk_count(count, topk->ratio), width = dtrain__sparse_width(topk->values);
+    dtrain_index_form form = dtrain__server_topk_form(topk, count, k);
+    if (form == DTRAIN_INDEX_NONE)
+        return DTRAIN__SPARSE_HEADER + count * width;
+    return DTRAIN__SPARSE_HEADER + k * (width + (form == DTRAIN_INDEX_U16 ? 2 : 4));
+}
+
+/* Without memory it packs what nobody takes for a selection, so that it is not hidden. */
+static void dtrain__server_topk_pack(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
+{
+    dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
+    size_t k = dtrain_topk_count(count, topk->ratio), bytes = dtrain__server_topk_bytes(compressor, count), written;
+    dtrain_status status = dtrain_topk(in, count, k, &topk->sparse);
+    if (status == DTRAIN_OK)
+        status = dtrain__sparse_pack(&topk->sparse, topk->values, dtrain__server_topk_form(topk, count, k), out, bytes,
+                                     &written);
+    if (status != DTRAIN_OK)
+        memset(out, 0, bytes);
+}
+
+static void dtrain__server_topk_unpack(const dtrain_compressor *compressor, const void *in, float *out, size_t count)
+{
+    dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
+    topk->status = dtrain__sparse_unpack(&topk->sparse, in, dtrain__server_topk_bytes(compressor, count), count);
+    if (topk->status == DTRAIN_OK)
+        topk->status = dtrain__sparse_write(&topk->sparse, out, count);
+    if (topk->status != DTRAIN_OK)
+        memset(out, 0, count * sizeof(float));
+}
+
+static void dtrain__server_topk_destroy(void *self)
+{
+    dtrain__server_topk *topk = (dtrain__server_topk *)self;
+    dtrain_sparse_destroy(&topk->sparse);
+    dtrain__free(topk->allocator, topk, sizeof *topk);
+}
+
+static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtrain_topk_desc *desc,
+                                              dtrain_allocator *allocator)
+{
+    double ratio = desc->schedule.ratio != 0.0 ? desc->schedule.ratio : 0.01;
+    dtrain_dtype values = desc->values != 0 ? desc->values : DTRAIN_F32;
+    if (desc->schedule.stage_steps != 0 || desc->threshold != 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "dtrain_server_create: top-k with a %s; a server's selects one ratio throughout",
+                            desc->threshold != 0.0f ? "threshold" : "warm-up");
+    if (!(ratio > 0.0 && ratio <= 1.0) || dtrain__sparse_width(values) == 0)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_server_create: top-k with a ratio of %g as %s; expected above 0 to 1, and F32, BF16 or "
+            "F16",
+            ratio, dtrain_dtype_name(values));
+    dtrain__server_topk *topk = (dtrain__server_topk *)dtrain__alloc(allocator, sizeof *topk);
+    if (topk == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_server_create: no memory for %zu bytes", sizeof *topk);
+    topk->allocator = topk->sparse.allocator = allocator;
+    topk->ratio = ratio;
+    topk->values = values;
+    made->name = "topk";
+    made->self = topk;
+    made->bytes = dtrain__server_topk_bytes;
+    made->pack = dtrain__server_topk_pack;
+    made->unpack = dtrain__server_topk_unpack;
+    made->destroy = dtrain__server_topk_destroy;
+    return DTRAIN_OK;
+}
+
+/* ---- both forms ---- */
+
+#define DTRAIN__SERVER_PIECE DTRAIN__TUNED(server_piece, (size_t)65536) /* elements at most */
+#define DTRAIN__SERVER_WINDOW 4                                         /* pieces under way in one direction */
+#define DTRAIN__SERVER_PREFIX sizeof(double)
+#define DTRAIN__SERVER_HEADER 4 /* words */
+
+/* A part of what all trained parameters are in a row: of one packed parameter, or of several that are not. */
+typedef struct dtrain__server_piece {
+    size_t begin, count; /* elements */
+    size_t param;        /* the first of them is in */
+    size_t at, bytes;    /* in a message of all pieces */
+    int packed;
+} dtrain__server_piece;
+
+typedef struct dtrain__server_link {
+    dtrain_comm *comm; /* NULL: none, left or lost */
+    int rank;          /* of the other end in the whole group */
+    dtrain_work *in[DTRAIN__SERVER_WINDOW], *out[DTRAIN__SERVER_WINDOW];
+    unsigned char *in_frames[DTRAIN__SERVER_WINDOW];
+    float *wide; /* synchronous server: what an incoming piece unpacks to */
+    /* of the asynchronous server */
+    int state, fresh; /* fresh: has pulled since it pushed */
+    uint64_t clock;   /* its gradients that came */
+    uint64_t version; /* updates when it pulled */
+    uint64_t staleness;
+    int64_t held_ns; /* since when its pull waits; 0: it does not */
+    double weight;   /* of the gradient under way */
+    uint64_t header_in[DTRAIN__SERVER_HEADER], header_out[DTRAIN__SERVER_HEADER];
+    unsigned char *message;
+    float *view; /* the parameters that it has, where they travel packed */
+} dtrain__server_link;
+
+struct dtrain_server {
+    dtrain_comm *comm;
+    dtrain_allocator *allocator;
+    dtrain_server_desc desc;
+    dtrain_compressor compressor; /* where packs */
+    int packs, feedback;
+    size_t least; /* elements of a parameter that is packed */
+    int rank, ranks, serves;
+    dtrain_param *table;
+    size_t count, *elements, *begins; /* of each parameter: trained elements, and those before it */
+    size_t total;
+    dtrain__server_piece *pieces;
+    size_t piece_count, largest, message_bytes; /* largest: bytes of a piece and its prefix */
+    dtrain__server_link *links;
+    int link_count;
+    float *residual; /* 2 kinds: a worker's of its gradients, the synchronous server's of its sums */
+    float *own, *wide;
+    unsigned char *out_frames[DTRAIN__SERVER_WINDOW];
+    const void **inputs; /* of a fold, and their weights */
+    double *weights;
+    uint64_t clock; /* a worker's pushes */
+    int fresh, left;
+    int64_t heard_ns; /* when anything last came */
+    int turn;         /* the link that an idle server waits for next */
+    dtrain_server_stats stats;
+    uint64_t dense_bytes; /* sent_bytes, had nothing been packed */
+    dtrain__error broken, error;
+};
+
+DTRAIN__EXACT_BEGIN
+DTRAIN__FOLD_PAIR(dtrain__server_minus, dtrain__f32, a[i] - b[i])
+DTRAIN__EXACT_END
+
+/* Keeps the text of a call's error, whoever wrote it. */
+static dtrain_status dtrain__server_note(dtrain_server *s, dtrain_status status)
+{
+    if (status != DTRAIN_OK && s != NULL)
+        s->error = dtrain__thread_error;
+    return status;
+}
+
+/* Leaves a link; its messages end. */
+static void dtrain__server_close(dtrain__server_link *link)
+{
+    dtrain_comm_destroy(link->comm);
+    link->comm = NULL;
+    memset(link->in, 0, sizeof link->in);
+    memset(link->out, 0, sizeof link->out);
+}
+
+/* A worker no longer counts; the thread's last error says why. */
+static void dtrain__server_drop(dtrain_server *s, dtrain__server_link *link)
+{
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__server_close(link);
+    s->stats.lost++;
+    s->stats.workers--;
+    dtrain__log(DTRAIN_LOG_WARN, "parameter server on rank %d goes on without rank %d, with %d workers: %.500s",
+                s->rank, link->rank, s->stats.workers, cause.text);
+}
+
+/* Nothing can go on: every other end hears why. Returns the cause, the thread's last error. */
+static dtrain_status dtrain__server_break(dtrain_server *s)
+{
+    s->broken = dtrain__thread_error;
+    for (int i = 0; i < s->link_count; i++) {
+        if (s->links[i].comm != NULL && s->serves)
+            DTRAIN_IGNORE(dtrain_comm_abort(s->links[i].comm, s->broken.text));
+        dtrain__server_close(&s->links[i]);
+    }
+    return dtrain__report(&s->broken);
+}
+
+/* A worker's link is of no more use; the thread's last error says why. */
+static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtrain_status status)
+{
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__fail(NULL, status, "%s on rank %d, with rank %d, the parameter server: %.500s", call, s->rank,
+                 s->desc.server, cause.text);
+    return dtrain__server_break(s);
+}
+
+/* Waits for a message, if there is one. */
+static dtrain_status dtrain__server_wait(dtrain_work **work)
+{
+    dtrain_work *pending = *work;
+    *work = NULL;
+    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
+}
+
+/* ---- pieces ---- */
+
+/* The next elements of a piece that are in one parameter, of which *param is the one before or already that; returns
+ * how many, and where in it they begin. */
+static size_t dtrain__server_next(const dtrain_server *s, const dtrain__server_piece *piece, size_t done, size_t *param,
+                                  size_t *from)
+{
+    size_t at = piece->begin + done, n;
+    while (at - s->begins[*param] >= s->elements[*param])
+        ++*param;
+    *from = at - s->begins[*param];
+    n = s->elements[*param] - *from;
+    return n < piece->count - done ? n : piece->count - done;
+}
+
+/* Copies a piece of the gradients, or of the parameters, to one place. */
+static void dtrain__server_take(const dtrain_server *s, const dtrain_param *table, const dtrain__server_piece *piece,
+                                int data, float *to)
+{
+    size_t param = piece->param, from, n;
+    for (size_t done = 0; done < piece->count; done += n) {
+        n = dtrain__server_next(s, piece, done, &param, &from);
+        memcpy(to + done, (const float *)(data ? table[param].data : table[param].grad) + from, n * sizeof(float));
+    }
+}
+
+/* Copies a piece from one place to the gradients, divided unless divisor is 0, or to the parameters. */
+static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table, const dtrain__server_piece *piece,
+                               int data, const float *values, double divisor)
+{
+    size_t param = piece->param, from, n;
+    for (size_t done = 0; done < piece->count; done += n) {
+        n = dtrain__server_next(s, piece, done, &param, &from);
+        float *to = (float *)(data ? table[param].data : table[param].grad) + from;
+        if (divisor > 0.0)
+            dtrain__train_kernels_get()->divide(to, values + done, (float)divisor, n);
+        else
+            memcpy(to, values + done, n * sizeof(float));
+    }
+}
+
+/* Packs a piece with what the last one left, and keeps what this one leaves. Returns what the other end will have:
+ * from, or back. */
+static const float *dtrain__server_pack(dtrain_server *s, const dtrain__server_piece *piece, const float *from,
+                                        unsigned char *to, float *back)
+{
+    const dtrain_compressor *q = &s->compressor;
+    float *residual = s->residual != NULL ? s->residual + piece->begin : NULL;
+    if (!piece->packed) {
+        memcpy(to, from, piece->count * sizeof(float));
+        return from;
+    }
+    if (residual != NULL) {
+        dtrain__fold_sum_f32(residual, from, piece->count);
+        from = residual;
+    }
+    q->pack(q, from, piece->count, to);
+    q->unpack(q, to, back, piece->count);
+    if (residual != NULL)
+        dtrain__feedback_left(residual, back, piece->count);
+    return back;
+}
+
+/* Unpacks what came; only of top-k can it be wrong. */
+static dtrain_status dtrain__server_unpack(const dtrain_server *s, const dtrain__server_piece *piece,
+                                           const unsigned char *from, float *to)
+{
+    if (!piece->packed) {
+        memcpy(to, from, piece->count * sizeof(float));
+        return DTRAIN_OK;
+    }
+    s->compressor.unpack(&s->compressor, from, to, piece->count);
+    return s->compressor.unpack == dtrain__server_topk_unpack
+               ? ((const dtrain__server_topk *)s->compressor.self)->status
+               : DTRAIN_OK;
+}
+
+/* Cuts the parameters into pieces; without s->pieces it only counts them. Returns 0 on an overflow. */
+static int dtrain__server_cut(dtrain_server *s)
+{
+    dtrain__server_piece piece;
+    size_t used = 0, n;
+    int good = 1;
+    memset(&piece, 0, sizeof piece);
+    s->message_bytes = 0;
+    for (size_t i = 0; i < s->count; i++) {
+        int packed = s->packs && s->elements[i] >= s->least && !s->table[i].dense;
+        for (size_t at = 0; at < s->elements[i]; at += n) {
+            int joins = used > 0 && !packed && !piece.packed && piece.count < DTRAIN__SERVER_PIECE;
+            size_t room = joins ? DTRAIN__SERVER_PIECE - piece.count : DTRAIN__SERVER_PIECE;
+            n = s->elements[i] - at < room ? s->elements[i] - at : room;
+            s->message_bytes -= joins ? piece.bytes : 0;
+            used += !joins;
+            if (!joins) {
+                piece.begin = s->begins[i] + at;
+                piece.param = i;
+                piece.count = 0;
+            }
+            piece.count += n;
+            piece.packed = packed;
+            piece.at = s->message_bytes;
+            piece.bytes = packed ? s->compressor.bytes(&s->compressor, piece.count) : piece.count * sizeof(float);
+            good = good && dtrain__add_size(s->message_bytes, piece.bytes, &s->message_bytes) &&
+                   piece.bytes <= SIZE_MAX / 2;
+            s->largest = piece.bytes > s->largest ? piece.bytes : s->largest;
+            if (s->pieces != NULL)
+                s->pieces[used - 1] = piece;
+        }
+    }
+    s->piece_count = used > 0 ? used : 1; /* an empty one carries the weights */
+    return good;
+}
+
+#endif

@@ -1,0 +1,293 @@
+/* ---- >>module-create ----
+ * What a module holds, and making one: parameters are found by name, and layers get the unit that is gathered for them.
+ * What is computed for a micro-batch lies in >>module-memory, the passes are in >>module-run. */
+#ifndef DTRAIN__MODULE
+#define DTRAIN__MODULE
+#include "module.h"
+#include "../shard/fsdp_create.c"
+#include "../tensor/tensor.c"
+
+typedef struct dtrain__module_use {
+    size_t param, offset; /* of the table; elements to the layer's part of a stacked one */
+    size_t count;         /* elements of that part */
+    size_t twin;          /* the first use of the same part */
+    int unit, layer;
+} dtrain__module_use;
+
+typedef struct dtrain__module_layer {
+    dtrain_layer desc; /* its params are not kept */
+    size_t first_use;
+    int unit;        /* that is gathered for it; -1: none */
+    int first, last; /* layers of that unit */
+    int64_t ns;      /* in its callbacks so far */
+    int defers;      /* its weights' gradients are left to the second half where backward comes in halves */
+} dtrain__module_layer;
+
+/* A layer's input, and what the layer saves. */
+typedef struct dtrain__module_value {
+    dtrain_tensor tensor;
+    size_t saved_bytes;
+    void *saved;
+    void *gradient; /* of the tensor, between the halves of a backward pass; NULL: not kept */
+} dtrain__module_value;
+
+enum { DTRAIN__MODULE_FREE, DTRAIN__MODULE_FORWARD, DTRAIN__MODULE_HALF }; /* how far a place's micro-batch is */
+
+typedef struct dtrain__module_place {
+    unsigned char *block, *kept;  /* values and what was saved; what is kept between the halves of a backward pass */
+    size_t bytes, kept_bytes;     /* of these */
+    size_t half;                  /* of the room for one gradient */
+    dtrain__module_value *values; /* of each layer; the last is the output */
+    void *batch;
+    int sized, state;     /* sized: values have shapes and memory */
+    int seeded;           /* the first half of a backward pass was given a d_output */
+    dtrain_status failed; /* why callbacks are left out */
+} dtrain__module_place;
+
+struct dtrain_module {
+    dtrain_allocator own; /* used when the caller gives none */
+    dtrain_allocator *allocator;
+    dtrain__module_layer *layers;
+    int layer_count, place_count; /* the last place is to evaluate */
+    dtrain_param *table;
+    size_t table_count, use_count, text_bytes, text_used, gradient_bytes;
+    char *text; /* names */
+    dtrain__module_use *uses;
+    float **addresses; /* a use: of parameters; of their gradients; of what one micro-batch adds to these */
+    dtrain__module_place *places;
+    dtrain__module_value *values; /* of all places */
+    unsigned char *gradients;
+    unsigned char *again; /* what layers save that recompute */
+    size_t again_bytes;
+    dtrain__error error;
+};
+
+/* ---- making one ---- */
+
+static const char *dtrain__module_keep(dtrain_module *module, const char *name)
+{
+    size_t bytes = strlen(name) + 1;
+    char *kept = module->text + module->text_used;
+    memcpy(kept, name, bytes);
+    module->text_used += bytes;
+    return kept;
+}
+
+static int dtrain__module_has_unit(const dtrain_module *module, int layers, int unit)
+{
+    for (int i = 0; i < layers; i++)
+        if (module->layers[i].unit == unit)
+            return 1;
+    return 0;
+}
+
+/* Finds one parameter of a layer. Layers before it are known; `highest` is the last unit of theirs. */
+static dtrain_status dtrain__module_resolve(dtrain_module *module, int index, const char *name, int highest,
+                                            dtrain__module_use *use)
+{
+    dtrain__module_layer *layer = &module->layers[index];
+    size_t i = 0;
+    while (name != NULL && i < module->table_count && strcmp(module->table[i].name, name) != 0)
+        i++;
+    if (name == NULL || i == module->table_count)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_module_create: layer %s lists parameter %s, which the table does not have",
+                            layer->desc.name, name != NULL ? name : "NULL");
+    const dtrain_param *param = &module->table[i];
+    int steps = layer->desc.unit - param->unit, layers = (int)dtrain__params_layers(param);
+    use->param = i;
+    use->layer = index;
+    use->count = dtrain_param_elements(param) / (size_t)layers;
+    use->unit = param->stacked ? layer->desc.unit : param->unit;
+    if (param->stacked && (steps < 0 || steps >= layers))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_module_create: layer %s has unit %d, but its parameter %s is stacked over units "
+                            "%d to %d: give it one of these",
+                            layer->desc.name, layer->desc.unit, name, param->unit, param->unit + layers - 1);
+    if (param->stacked)
+        use->offset = use->count * (size_t)steps;
+    if (use->unit == layer->desc.unit && use->unit >= highest)
+        layer->unit = use->unit;
+    else if (!param->tied || !dtrain__module_has_unit(module, index, use->unit))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_module_create: layer %s of unit %d, after unit %d, uses parameter %s of unit %d: "
+                            "order layers by unit, or where an earlier layer has that unit too, set tied in the table",
+                            layer->desc.name, layer->desc.unit, highest, name, use->unit);
+    return DTRAIN_OK;
+}
+
+/* Which layers leave their weights to the second half of a backward pass: those that can, unless one that cannot adds
+ * to the same gradient, whose order of sums would be another then. */
+static void dtrain__module_defer(dtrain_module *module)
+{
+    int changes = 1;
+    for (int i = 0; i < module->layer_count; i++)
+        module->layers[i].defers = module->layers[i].desc.backward_weights != NULL;
+    for (size_t i = 0; i < module->use_count; i++) {
+        dtrain__module_use *use = &module->uses[i];
+        while (module->uses[use->twin].param != use->param || module->uses[use->twin].offset != use->offset)
+            use->twin++;
+    }
+    while (changes) {
+        changes = 0;
+        for (size_t i = 0; i < module->use_count; i++) {
+            int *mine = &module->layers[module->uses[i].layer].defers;
+            int *first = &module->layers[module->uses[module->uses[i].twin].layer].defers;
+            if (*mine == *first || module->table[module->uses[i].param].frozen)
+                continue;
+            *mine = *first = 0;
+            changes = 1;
+        }
+    }
+}
+
+static dtrain_status dtrain__module_link(dtrain_module *module, const dtrain_layer *layers)
+{
+    size_t used = 0;
+    int highest = -1;
+    for (int i = 0; i < module->layer_count; i++) {
+        dtrain__module_layer *layer = &module->layers[i];
+        layer->desc = layers[i];
+        layer->desc.name = dtrain__module_keep(module, layers[i].name);
+        layer->desc.params = NULL;
+        layer->first_use = used;
+        layer->unit = -1;
+        for (size_t k = 0; k < layers[i].param_count; k++) {
+            dtrain_status status =
+                dtrain__module_resolve(module, i, layers[i].params[k], highest, &module->uses[used++]);
+            if (status != DTRAIN_OK)
+                return status;
+        }
+        highest = layer->unit > highest ? layer->unit : highest;
+    }
+    for (int i = 0; i < module->layer_count; i++) {
+        dtrain__module_layer *layer = &module->layers[i];
+        layer->first = layer->last = i;
+        for (int k = 0; k < module->layer_count; k++) {
+            if (module->layers[k].unit == layer->unit) {
+                layer->first = k < layer->first ? k : layer->first;
+                layer->last = k > layer->last ? k : layer->last;
+            }
+        }
+    }
+    dtrain__module_defer(module);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__module_check(const dtrain_layer *layers, size_t count, const dtrain_param *table,
+                                          size_t table_count, int micro_batches)
+{
+    if (layers == NULL || count == 0 || count >= INT_MAX || micro_batches < 0 || micro_batches > 1 << 20)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_module_create: %zu layers at %p, micro_batches is %d: expected at least one layer, "
+                            "and 0 to %d micro-batches",
+                            count, (const void *)layers, micro_batches, 1 << 20);
+    for (size_t i = 0; i < count; i++)
+        if (layers[i].name == NULL || layers[i].name[0] == 0 || layers[i].forward == NULL ||
+            layers[i].backward == NULL || (layers[i].param_count > 0 && layers[i].params == NULL))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "dtrain_module_create: layer %zu (%s) needs a name, forward, backward, and as many "
+                                "params as it counts",
+                                i, layers[i].name != NULL ? layers[i].name : "NULL");
+    dtrain_status status = dtrain__params_check_for(table, table_count, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__params_on_cpu(table, table_count, "dtrain_module_create");
+    for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++)
+        if (table[i].dtype != DTRAIN_F32)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "dtrain_module_create: parameter %s is %s: list F32 parameters alone", table[i].name,
+                                dtrain_dtype_name(table[i].dtype));
+    return status;
+}
+
+/* Every array; sizes were counted before. */
+static dtrain_status dtrain__module_allocate(dtrain_module *module)
+{
+    dtrain_allocator *memory = module->allocator;
+    size_t layers = (size_t)module->layer_count, places = (size_t)module->place_count;
+    module->layers = (dtrain__module_layer *)dtrain__alloc(memory, layers * sizeof *module->layers);
+    module->table = (dtrain_param *)dtrain__alloc(memory, module->table_count * sizeof *module->table);
+    module->text = (char *)dtrain__alloc(memory, module->text_bytes);
+    module->uses = (dtrain__module_use *)dtrain__alloc(memory, module->use_count * sizeof *module->uses);
+    module->addresses = (float **)dtrain__alloc(memory, 3 * module->use_count * sizeof *module->addresses);
+    module->places = (dtrain__module_place *)dtrain__alloc(memory, places * sizeof *module->places);
+    module->values = (dtrain__module_value *)dtrain__alloc(memory, places * (layers + 1) * sizeof *module->values);
+    if (module->layers == NULL || module->table == NULL || module->text == NULL || module->uses == NULL ||
+        module->addresses == NULL || module->places == NULL || module->values == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_module_create: no memory for %zu layers", layers);
+    for (size_t i = 0; i < places; i++)
+        module->places[i].values = module->values + i * (layers + 1);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtrain_layer *layers, size_t count,
+                                              const dtrain_param *table, size_t table_count,
+                                              const dtrain_module_desc *desc)
+{
+    dtrain_allocator own = {NULL, NULL, 0, 0};
+    int micro_batches = desc != NULL ? desc->micro_batches : 0;
+    if (module == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_module_create: module is NULL: nowhere to put it");
+    *module = NULL;
+    dtrain_status status = dtrain__module_check(layers, count, table, table_count, micro_batches);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_allocator *memory = desc != NULL && desc->allocator != NULL ? desc->allocator : &own;
+    dtrain_module *made = (dtrain_module *)dtrain__alloc(memory, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_module_create: no memory for %zu bytes", sizeof *made);
+    made->own = own;
+    made->allocator = memory == &own ? &made->own : memory;
+    made->layer_count = (int)count;
+    made->place_count = (micro_batches > 0 ? micro_batches : 1) + 1;
+    made->table_count = table_count;
+    for (size_t i = 0; i < count; i++) {
+        made->use_count += layers[i].param_count;
+        made->text_bytes += strlen(layers[i].name) + 1;
+    }
+    for (size_t i = 0; i < table_count; i++)
+        made->text_bytes += strlen(table[i].name) + 1;
+    status = dtrain__module_allocate(made);
+    for (size_t i = 0; status == DTRAIN_OK && i < table_count; i++) {
+        made->table[i] = table[i];
+        made->table[i].name = dtrain__module_keep(made, table[i].name);
+        made->table[i].part = NULL; /* the caller's, and not needed */
+    }
+    if (status == DTRAIN_OK)
+        status = dtrain__module_link(made, layers);
+    if (status == DTRAIN_OK)
+        *module = made;
+    else
+        dtrain_module_destroy(made);
+    return status;
+}
+
+DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
+{
+    if (module == NULL)
+        return;
+    dtrain_allocator *memory = module->allocator, last;
+    size_t layers = (size_t)module->layer_count, places = (size_t)module->place_count;
+    for (size_t i = 0; module->places != NULL && i < places; i++) {
+        dtrain__free(memory, module->places[i].block, module->places[i].bytes);
+        dtrain__free(memory, module->places[i].kept, module->places[i].kept_bytes);
+    }
+    dtrain__free(memory, module->gradients, module->gradient_bytes);
+    dtrain__free(memory, module->again, module->again_bytes);
+    dtrain__free(memory, module->layers, layers * sizeof *module->layers);
+    dtrain__free(memory, module->table, module->table_count * sizeof *module->table);
+    dtrain__free(memory, module->text, module->text_bytes);
+    dtrain__free(memory, module->uses, module->use_count * sizeof *module->uses);
+    dtrain__free(memory, module->addresses, 3 * module->use_count * sizeof *module->addresses);
+    dtrain__free(memory, module->places, places * sizeof *module->places);
+    dtrain__free(memory, module->values, places * (layers + 1) * sizeof *module->values);
+    last = module->own;
+    dtrain__free(memory == &module->own ? &last : memory, module, sizeof *module);
+}
+
+DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer)
+{
+    return module != NULL && layer >= 0 && layer < module->layer_count ? module->layers[layer].ns : 0;
+}
+
+#endif

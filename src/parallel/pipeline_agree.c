@@ -1,0 +1,284 @@
+/* ---- >>pipeline-agree ----
+ * What the ranks of a pipeline tell each other beside its data: shapes, and at the end of each call who could not go on
+ * and why. What breaks one of the groups that a rank is in is told in all of them, so that nobody waits for a rank that
+ * has left. */
+#ifndef DTRAIN__PIPELINE_AGREE
+#define DTRAIN__PIPELINE_AGREE
+#include "pipeline_route.c"
+#include "../comm/alike.c"
+
+/* Keeps why this rank cannot go on: the first cause. */
+static void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
+{
+    if (pipeline->note.status != 0)
+        return;
+    pipeline->note.status = (uint64_t)status;
+    snprintf(pipeline->note.why, sizeof pipeline->note.why, "%.*s", DTRAIN__PIPELINE_WHY - 1, why);
+}
+
+/* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
+static dtrain_status dtrain__pipeline_told(dtrain_status status)
+{
+    return status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID ? DTRAIN_ERR_ABORTED
+                                                                                                  : status;
+}
+
+/* Ends the operations under way, whose buffers are then free. */
+static dtrain_status dtrain__pipeline_settle(dtrain_pipeline *pipeline)
+{
+    dtrain_status first = DTRAIN_OK, status;
+    for (size_t i = 0; i < pipeline->task_count + pipeline->message_count; i++) {
+        dtrain_work **work = i < pipeline->task_count ? &pipeline->moves[i].sending
+                                                      : &pipeline->messages[i - pipeline->task_count].receiving;
+        if (*work == NULL)
+            continue;
+        status = dtrain_work_wait(*work);
+        *work = NULL;
+        first = first == DTRAIN_OK ? status : first;
+    }
+    return first;
+}
+
+/* The first failure of a group is kept, and told in the others. */
+static dtrain_status dtrain__pipeline_break(dtrain_pipeline *pipeline, dtrain_status status)
+{
+    dtrain__error cause = dtrain__thread_error, told;
+    dtrain__fail(&pipeline->broken, status, "%s on rank %d of the pipeline: %.560s", pipeline->call, pipeline->rank,
+                 cause.text);
+    dtrain__fail(&told, dtrain__pipeline_told(status), "rank %d has broken off: %.560s", pipeline->rank, cause.text);
+    if (pipeline->ranks > 1)
+        dtrain__group_break(pipeline->group, &told);
+    for (int c = 0; c < pipeline->chunks; c++) {
+        dtrain_fsdp *fsdp = pipeline->fsdps[c];
+        if (fsdp == NULL || fsdp->broken.status != DTRAIN_OK)
+            continue;
+        dtrain__fail(&fsdp->broken, dtrain__pipeline_told(status), "%s on rank %d: its pipeline has broken off: %s",
+                     pipeline->call, dtrain__fsdp_rank(fsdp), dtrain__status_cause(&cause));
+        dtrain__fsdp_break_groups(fsdp);
+    }
+    dtrain__pipeline_settle(pipeline);
+    pipeline->error = pipeline->broken;
+    return dtrain__report(&pipeline->broken);
+}
+
+/* Begins a public call. */
+static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const char *call)
+{
+    if (pipeline == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: pipeline is NULL: create it first", call);
+    if (pipeline->broken.status != DTRAIN_OK)
+        return dtrain__report(&pipeline->broken);
+    if (pipeline->group->fusing)
+        return dtrain__fail(&pipeline->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
+                            pipeline->rank);
+    pipeline->call = call;
+    memset(&pipeline->note, 0, sizeof pipeline->note);
+    return DTRAIN_OK;
+}
+
+/* Gives a step up: for the other pipelines too, and micro-batches that are on their way are forgotten. */
+static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *cause)
+{
+    char why[DTRAIN__FSDP_WHY];
+    snprintf(why, sizeof why, "%.*s", DTRAIN__FSDP_WHY - 1, cause);
+    for (int c = 0; c < pipeline->chunks; c++) {
+        dtrain_module *module = pipeline->modules[c];
+        dtrain_fsdp_fail(pipeline->fsdps[c], why);
+        for (int i = 0; i < module->place_count - 1; i++)
+            module->places[i].state = DTRAIN__MODULE_FREE;
+    }
+}
+
+/* The first rank that could not go on; before it one to which a rank is lost, as that is why others could not. */
+static int dtrain__pipeline_first_note(const dtrain_pipeline *pipeline)
+{
+    int first = pipeline->ranks;
+    for (int rank = pipeline->ranks - 1; rank >= 0; rank--)
+        if (pipeline->notes[rank].status != 0 &&
+            (first == pipeline->ranks || pipeline->notes[first].status != DTRAIN_ERR_PEER_LOST ||
+             pipeline->notes[rank].status == DTRAIN_ERR_PEER_LOST))
+            first = rank;
+    return first;
+}
+
+/* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
+static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fails_step)
+{
+    dtrain__pipeline_note *notes = pipeline->notes;
+    notes[pipeline->rank] = pipeline->note;
+    if (pipeline->ranks > 1) {
+        dtrain_status status = dtrain_all_gather(pipeline->group, &pipeline->note, notes,
+                                                 sizeof *notes * (size_t)pipeline->ranks, DTRAIN_U8);
+        if (status != DTRAIN_OK)
+            return dtrain__pipeline_break(pipeline, status);
+    }
+    int rank = dtrain__pipeline_first_note(pipeline);
+    if (rank == pipeline->ranks)
+        return DTRAIN_OK;
+    notes[rank].why[DTRAIN__PIPELINE_WHY - 1] = 0;
+    if (fails_step)
+        dtrain__pipeline_drop(pipeline, notes[rank].why);
+    dtrain_status status = notes[rank].status == DTRAIN_ERR_PEER_LOST ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_ABORTED;
+    return dtrain__fail(&pipeline->error, status, "%s: rank %d of the pipeline could not go on, %s: %s", pipeline->call,
+                        rank, dtrain_status_name((dtrain_status)notes[rank].status), notes[rank].why);
+}
+
+/* ---- shapes ---- */
+
+static void dtrain__pipeline_write_shape(uint64_t *words, const dtrain_tensor *tensor)
+{
+    words[0] = (uint64_t)tensor->dtype;
+    words[1] = (uint64_t)tensor->ndim;
+    for (int i = 0; i < DTRAIN_MAX_DIMS; i++)
+        words[2 + i] = i < tensor->ndim ? tensor->shape[i] : 0;
+}
+
+/* 0: there is none, as a rank before could not make it. */
+static int dtrain__pipeline_read_shape(const uint64_t *words, dtrain_tensor *tensor)
+{
+    size_t shape[DTRAIN_MAX_DIMS];
+    memset(tensor, 0, sizeof *tensor);
+    for (int i = 0; i < DTRAIN_MAX_DIMS; i++)
+        shape[i] = (size_t)words[2 + i];
+    return words[0] != 0 && words[1] <= DTRAIN_MAX_DIMS &&
+           dtrain__tensor_shape(tensor, (dtrain_dtype)words[0], (int)words[1], shape) == DTRAIN_OK;
+}
+
+static int dtrain__pipeline_alike(const dtrain_tensor *a, const dtrain_tensor *b)
+{
+    return a->dtype == b->dtype && a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
+}
+
+/* The shapes of the first stage's inputs. */
+static void dtrain__pipeline_first_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
+{
+    memset(pipeline->shapes, 0, (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
+    if (inputs == NULL)
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID, "inputs is NULL: rank 0 gives the shapes of all");
+    for (int i = 0; inputs != NULL && i < pipeline->micro_batches; i++) {
+        dtrain_tensor checked;
+        if (dtrain__tensor_shape(&checked, inputs[i].dtype, inputs[i].ndim, inputs[i].shape) == DTRAIN_OK)
+            dtrain__pipeline_write_shape(pipeline->shapes + (size_t)i * DTRAIN__PIPELINE_WORDS, &checked);
+        else
+            dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID, dtrain_last_error());
+    }
+}
+
+/* Lets a stage say what it makes of its inputs, in pipeline->shapes. */
+static void dtrain__pipeline_stage_shapes(dtrain_pipeline *pipeline, int chunk)
+{
+    for (int i = 0; i < pipeline->micro_batches; i++) {
+        uint64_t *words = pipeline->shapes + (size_t)i * DTRAIN__PIPELINE_WORDS;
+        size_t cell = dtrain__pipeline_cell(pipeline, chunk, i);
+        dtrain_tensor *input = &pipeline->inputs[cell], *output = &pipeline->outputs[cell];
+        memset(output, 0, sizeof *output);
+        if (!dtrain__pipeline_read_shape(words, input))
+            continue;
+        dtrain_status status = dtrain__module_shape_of(pipeline->modules[chunk], input, output);
+        if (status != DTRAIN_OK) {
+            dtrain__pipeline_note_down(pipeline, status, pipeline->modules[chunk]->error.text);
+            memset(output, 0, sizeof *output);
+        }
+        dtrain__pipeline_write_shape(words, output);
+        output->data = NULL;
+    }
+}
+
+/* Shapes go through the stages as data will. */
+static dtrain_status dtrain__pipeline_pass_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
+{
+    size_t words = (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS;
+    int before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
+    int after = (pipeline->rank + 1) % pipeline->ranks, last = pipeline->rank == pipeline->ranks - 1;
+    dtrain_status status = DTRAIN_OK;
+    for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++) {
+        if (c == 0 && pipeline->rank == 0)
+            dtrain__pipeline_first_shapes(pipeline, inputs);
+        else if (pipeline->ranks > 1)
+            status = dtrain_recv(pipeline->group, pipeline->shapes, words, DTRAIN_U64, before);
+        if (status == DTRAIN_OK)
+            dtrain__pipeline_stage_shapes(pipeline, c);
+        if (status == DTRAIN_OK && pipeline->ranks > 1 && !(last && c == pipeline->chunks - 1))
+            status = dtrain_send(pipeline->group, pipeline->shapes, words, DTRAIN_U64, after);
+    }
+    return status;
+}
+
+/* Takes the slots, each as large as the largest that travels. */
+static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
+{
+    size_t largest = 0, need, line = DTRAIN__CACHE_LINE;
+    for (int c = 0; c < pipeline->chunks; c++)
+        for (int i = 0; i < pipeline->micro_batches; i++) {
+            size_t cell = dtrain__pipeline_cell(pipeline, c, i);
+            int first = c == 0 && pipeline->rank == 0;
+            int last = c == pipeline->chunks - 1 && pipeline->rank == pipeline->ranks - 1;
+            if (!first && pipeline->inputs[cell].bytes > largest)
+                largest = pipeline->inputs[cell].bytes;
+            if (!last && pipeline->outputs[cell].bytes > largest)
+                largest = pipeline->outputs[cell].bytes;
+        }
+    int fits = dtrain__add_size(largest, line - 1, &need);
+    pipeline->slot_bytes = need / line * line;
+    fits = fits && dtrain__mul_size(pipeline->slot_bytes, (size_t)pipeline->slots + 1, &need);
+    if (fits && pipeline->memory != NULL && pipeline->memory_bytes >= need) {
+        memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
+        return;
+    }
+    dtrain__free(pipeline->allocator, pipeline->memory, pipeline->memory_bytes);
+    pipeline->memory = fits ? (unsigned char *)dtrain__alloc(pipeline->allocator, need) : NULL;
+    pipeline->memory_bytes = pipeline->memory != NULL ? need : 0;
+    if (pipeline->memory == NULL)
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
+}
+
+static const dtrain__alike_field dtrain__pipeline_fields[] = {
+    DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, schedule, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, ranks, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, micro_batches, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, chunks, NUMBER),
+    /* what a plan foresees; only its tasks are carried out */
+    DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, forward, OWN),
+    DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, backward_input, OWN),
+    DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, backward_weights, OWN),
+    DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, transfer, OWN),
+    DTRAIN__ALIKE_FIELD(dtrain_pipeline_plan_desc, shares, OWN)};
+
+static int dtrain__pipeline_line(const void *desc, size_t index, dtrain__alike_line *line)
+{
+    return index < sizeof dtrain__pipeline_fields / sizeof dtrain__pipeline_fields[0] &&
+           dtrain__alike_field_line(line, "the plan's ", &dtrain__pipeline_fields[index], desc);
+}
+
+/* Compares the plans of all ranks. */
+static dtrain_status dtrain__pipeline_compare(dtrain_pipeline *pipeline)
+{
+    dtrain__alike alike = {
+        pipeline->call, &pipeline->plan->desc, dtrain__pipeline_line, "give all the same", 0, {0}, 0};
+    dtrain_status status = dtrain__alike_meet(pipeline->group, &alike, DTRAIN_OK);
+    if (alike.unheard || (status != DTRAIN_OK && status != DTRAIN_ERR_MISMATCH))
+        return dtrain__pipeline_break(pipeline, status);
+    return status == DTRAIN_OK ? status : dtrain__fail(&pipeline->error, status, "%s", dtrain__thread_error.text);
+}
+
+DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
+{
+    dtrain_status status = dtrain__pipeline_enter(pipeline, "dtrain_pipeline_agree");
+    if (status != DTRAIN_OK)
+        return status;
+    pipeline->agreed = 0;
+    status = dtrain__pipeline_compare(pipeline);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__pipeline_pass_shapes(pipeline, inputs);
+    if (status != DTRAIN_OK)
+        return dtrain__pipeline_break(pipeline, status);
+    if (pipeline->note.status == 0)
+        dtrain__pipeline_take_memory(pipeline);
+    status = dtrain__pipeline_verdict(pipeline, 0);
+    pipeline->agreed = status == DTRAIN_OK;
+    return status;
+}
+
+#endif

@@ -1,0 +1,170 @@
+/* ---- >>pipeline-create ----
+ * Makes and frees a rank's end of a pipeline. */
+#ifndef DTRAIN__PIPELINE_CREATE
+#define DTRAIN__PIPELINE_CREATE
+#include "pipeline_run.c"
+
+static dtrain_status dtrain__pipeline_check(dtrain_comm *group, const dtrain_pipeline_desc *desc, int chunks)
+{
+    for (int c = 0; group != NULL && desc != NULL && desc->modules != NULL && c < chunks; c++)
+        if (desc->modules[c] == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "dtrain_pipeline_create: the module of chunk %d is NULL: each of the %d chunks of a "
+                                "rank needs one",
+                                c, chunks);
+    if (group == NULL || desc == NULL || desc->modules == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_pipeline_create: %s is NULL: expected a group, and a desc with a module a chunk",
+                            group == NULL  ? "group"
+                            : desc == NULL ? "desc"
+                                           : "modules");
+    return DTRAIN_OK;
+}
+
+/* Every array but what travels, whose size is not known yet. */
+static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
+{
+    dtrain_allocator *memory = pipeline->allocator;
+    size_t chunks = (size_t)pipeline->chunks, micro = (size_t)pipeline->micro_batches, cells = chunks * micro;
+    pipeline->modules = (dtrain_module **)dtrain__alloc(memory, chunks * sizeof *pipeline->modules);
+    pipeline->fsdps = (dtrain_fsdp **)dtrain__alloc(memory, chunks * sizeof *pipeline->fsdps);
+    pipeline->moves = (dtrain__pipeline_move *)dtrain__alloc(memory, pipeline->task_count * sizeof *pipeline->moves);
+    pipeline->messages = (dtrain__pipeline_message *)dtrain__alloc(memory, 2 * cells * sizeof *pipeline->messages);
+    pipeline->places = (int *)dtrain__alloc(memory, cells * sizeof *pipeline->places);
+    pipeline->inputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->inputs);
+    pipeline->outputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->outputs);
+    pipeline->shapes = (uint64_t *)dtrain__alloc(memory, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
+    pipeline->notes = (dtrain__pipeline_note *)dtrain__alloc(memory, (size_t)pipeline->ranks * sizeof *pipeline->notes);
+    return pipeline->modules != NULL && pipeline->fsdps != NULL && pipeline->moves != NULL &&
+           pipeline->messages != NULL && pipeline->places != NULL && pipeline->inputs != NULL &&
+           pipeline->outputs != NULL && pipeline->shapes != NULL && pipeline->notes != NULL;
+}
+
+static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
+{
+    dtrain__pipeline_router router;
+    memset(&router, 0, sizeof router);
+    router.pipeline = pipeline;
+    router.cells = (size_t)pipeline->chunks * (size_t)pipeline->micro_batches;
+    size_t words = (DTRAIN__PIPELINE_WAYS + 4) * router.cells + pipeline->task_count, busy = 4 * router.cells + 1;
+    size_t *block = (size_t *)dtrain__alloc(pipeline->allocator, words * sizeof *block);
+    router.busy = (char *)dtrain__alloc(pipeline->allocator, busy);
+    router.tasks = block;
+    router.arrives = block != NULL ? block + DTRAIN__PIPELINE_WAYS * router.cells : NULL;
+    router.known = block != NULL ? router.arrives + 4 * router.cells : NULL;
+    dtrain_status status = block != NULL && router.busy != NULL
+                               ? dtrain__pipeline_route(&router)
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                              "dtrain_pipeline_create: no memory for %zu tasks", pipeline->task_count);
+    dtrain__free(pipeline->allocator, block, words * sizeof *block);
+    dtrain__free(pipeline->allocator, router.busy, busy);
+    return status;
+}
+
+/* Takes a chunk's module and FSDP over: they go together, and no other chunk has them. */
+static dtrain_status dtrain__pipeline_take_chunk(dtrain_pipeline *pipeline, const dtrain_pipeline_desc *desc, int chunk)
+{
+    dtrain__module_run run;
+    memset(&run, 0, sizeof run);
+    run.call = "dtrain_pipeline_create";
+    run.module = pipeline->modules[chunk] = desc->modules[chunk];
+    run.fsdp = pipeline->fsdps[chunk] = desc->fsdps != NULL ? desc->fsdps[chunk] : NULL;
+    for (int c = 0; c < chunk; c++)
+        if (pipeline->modules[c] == run.module || (run.fsdp != NULL && pipeline->fsdps[c] == run.fsdp))
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "dtrain_pipeline_create: chunks %d and %d have the same %s: each is a stage of its own, "
+                "and needs one of its own",
+                c, chunk, pipeline->modules[c] == run.module ? "module" : "fsdp");
+    return dtrain__module_bind(&run);
+}
+
+/* Fills a pipeline in whose plan is there. */
+static dtrain_status dtrain__pipeline_set_up(dtrain_pipeline *pipeline, dtrain_comm *group,
+                                             const dtrain_pipeline_desc *desc)
+{
+    const dtrain_pipeline_plan *plan = pipeline->plan;
+    pipeline->group = group;
+    pipeline->rank = dtrain_comm_rank(group);
+    pipeline->ranks = plan->desc.ranks;
+    pipeline->chunks = plan->desc.chunks;
+    pipeline->micro_batches = plan->desc.micro_batches;
+    pipeline->task_count = plan->rank_tasks;
+    pipeline->tasks = plan->tasks + (size_t)pipeline->rank * plan->rank_tasks;
+    if (!dtrain__pipeline_allocate(pipeline))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu tasks",
+                            pipeline->task_count);
+    dtrain_status status = dtrain__pipeline_check(group, desc, pipeline->chunks);
+    for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++)
+        status = dtrain__pipeline_take_chunk(pipeline, desc, c);
+    return status == DTRAIN_OK ? dtrain__pipeline_make_route(pipeline) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtrain_comm *group,
+                                                const dtrain_pipeline_desc *desc)
+{
+    dtrain_pipeline_plan_desc plan;
+    dtrain_allocator own;
+    memset(&own, 0, sizeof own);
+    memset(&plan, 0, sizeof plan);
+    if (pipeline == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_pipeline_create: pipeline is NULL: nowhere to put it");
+    *pipeline = NULL;
+    dtrain_status status = dtrain__pipeline_check(group, desc, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_allocator *memory = desc->allocator != NULL ? desc->allocator : &own;
+    dtrain_pipeline *made = (dtrain_pipeline *)dtrain__alloc(memory, sizeof *made);
+    if (made == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu bytes", sizeof *made);
+    made->own = own;
+    made->allocator = memory == &own ? &made->own : memory;
+    plan.schedule = desc->schedule;
+    plan.ranks = dtrain_comm_size(group);
+    plan.micro_batches = desc->micro_batches;
+    plan.chunks = desc->chunks;
+    status = dtrain_pipeline_plan_create(&made->plan, &plan, made->allocator);
+    if (status == DTRAIN_OK)
+        status = dtrain__pipeline_set_up(made, group, desc);
+    if (status == DTRAIN_OK)
+        *pipeline = made;
+    else
+        dtrain_pipeline_destroy(made);
+    return status;
+}
+
+DTRAIN_API const dtrain_pipeline_plan *dtrain_pipeline_get_plan(const dtrain_pipeline *pipeline)
+{
+    return pipeline != NULL ? pipeline->plan : NULL;
+}
+
+DTRAIN_API dtrain_pipeline_stats dtrain_pipeline_get_stats(const dtrain_pipeline *pipeline)
+{
+    dtrain_pipeline_stats none;
+    memset(&none, 0, sizeof none);
+    return pipeline != NULL ? pipeline->stats : none;
+}
+
+DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
+{
+    if (pipeline == NULL)
+        return;
+    dtrain_allocator *memory = pipeline->allocator, last;
+    size_t chunks = (size_t)pipeline->chunks, micro = (size_t)pipeline->micro_batches, cells = chunks * micro;
+    dtrain__free(memory, pipeline->modules, chunks * sizeof *pipeline->modules);
+    dtrain__free(memory, pipeline->fsdps, chunks * sizeof *pipeline->fsdps);
+    dtrain__free(memory, pipeline->moves, pipeline->task_count * sizeof *pipeline->moves);
+    dtrain__free(memory, pipeline->messages, 2 * cells * sizeof *pipeline->messages);
+    dtrain__free(memory, pipeline->places, cells * sizeof *pipeline->places);
+    dtrain__free(memory, pipeline->inputs, cells * sizeof *pipeline->inputs);
+    dtrain__free(memory, pipeline->outputs, cells * sizeof *pipeline->outputs);
+    dtrain__free(memory, pipeline->shapes, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
+    dtrain__free(memory, pipeline->notes, (size_t)pipeline->ranks * sizeof *pipeline->notes);
+    dtrain__free(memory, pipeline->memory, pipeline->memory_bytes);
+    dtrain__free(memory, pipeline->evaluated, pipeline->evaluated_bytes);
+    dtrain_pipeline_plan_destroy(pipeline->plan);
+    last = pipeline->own;
+    dtrain__free(memory == &pipeline->own ? &last : memory, pipeline, sizeof *pipeline);
+}
+
+#endif

@@ -1,0 +1,196 @@
+/* ---- >>tp-call ----
+ * What the calls of split layers share: their arguments checked before anything is communicated, memory for as long as
+ * a call lasts, and operations on rows that are begun, computed beside, and waited for. */
+#ifndef DTRAIN__TP_CALL
+#define DTRAIN__TP_CALL
+#include "tensor_parallel.h"
+#include "../train/train_kernels.c"
+#include "../tensor/gemm.c"
+#include "../comm/work.c"
+#include "../comm/collectives.c"
+
+#define DTRAIN__TP_ROOMS 4
+
+typedef struct dtrain__tp {
+    const char *name; /* of the call, for texts */
+    dtrain_comm *group;
+    int rank, size;
+    dtrain_allocator *memory, own; /* own: without a group */
+    void *rooms[DTRAIN__TP_ROOMS];
+    size_t bytes[DTRAIN__TP_ROOMS];
+    int used;
+} dtrain__tp;
+
+static dtrain__error *dtrain__tp_error(const dtrain__tp *tp)
+{
+    return tp->group != NULL ? &tp->group->error : NULL;
+}
+
+static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_comm *group)
+{
+    memset(tp, 0, sizeof *tp);
+    tp->name = name;
+    tp->group = group;
+    tp->rank = dtrain_comm_rank(group);
+    tp->size = dtrain_comm_size(group);
+    tp->memory = group != NULL ? dtrain_comm_allocator(group) : &tp->own;
+    if (group != NULL && group->fusing)
+        return dtrain__fail(&group->error, DTRAIN_ERR_INVALID,
+                            "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", name,
+                            tp->rank);
+    return DTRAIN_OK;
+}
+
+/* Frees the memory of a call and hands its status on. */
+static dtrain_status dtrain__tp_end(dtrain__tp *tp, dtrain_status status)
+{
+    while (tp->used > 0) {
+        tp->used--;
+        dtrain__free(tp->memory, tp->rooms[tp->used], tp->bytes[tp->used]);
+    }
+    return status;
+}
+
+/* Gives memory until the end of the call, not zeroed; does nothing after an error. */
+static void *dtrain__tp_room(dtrain__tp *tp, size_t rows, size_t row_bytes, dtrain_status *status)
+{
+    size_t bytes;
+    void *room = NULL;
+    if (*status != DTRAIN_OK)
+        return NULL;
+    if (dtrain__mul_size(rows, row_bytes, &bytes))
+        room = dtrain__resize(tp->memory, NULL, 0, bytes > 0 ? bytes : 1);
+    if (room == NULL) {
+        *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu x %zu bytes",
+                               tp->name, tp->rank, rows, row_bytes);
+        return NULL;
+    }
+    tp->rooms[tp->used] = room;
+    tp->bytes[tp->used++] = bytes;
+    return room;
+}
+
+static float *dtrain__tp_floats(dtrain__tp *tp, size_t rows, size_t columns, dtrain_status *status)
+{
+    return (float *)dtrain__tp_room(tp, rows, columns * sizeof(float), status);
+}
+
+/* Refuses a matrix whose bytes are more than memory has, and one that is missing; does nothing after an error. */
+static void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows, size_t columns,
+                            dtrain_status *status)
+{
+    size_t count;
+    if (*status != DTRAIN_OK)
+        return;
+    if (!dtrain__mul_size(rows, columns, &count) || count > SIZE_MAX / 4 / sizeof(double))
+        *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_INVALID,
+                               "%s on rank %d: %s would have %zu x %zu elements, more than memory can hold", tp->name,
+                               tp->rank, what, rows, columns);
+    else if (data == NULL && count > 0)
+        *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_INVALID,
+                               "%s on rank %d: %s is NULL, expected %zu x %zu of it", tp->name, tp->rank, what, rows,
+                               columns);
+}
+
+/* This rank's part of rows that are split. */
+static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
+{
+    return dtrain_split(rows, tp->size, tp->rank, NULL);
+}
+
+/* Sums, gathers or reduce-scatters rows of so many float32; begins it only, where there is a place for the handle. */
+static dtrain_status dtrain__tp_rows_call(dtrain__tp *tp, dtrain__kind kind, const float *in, float *out, size_t rows,
+                                          size_t columns, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, rows * columns, DTRAIN_F32);
+    op.op = kind == DTRAIN__ALL_GATHER ? (dtrain_op)0 : DTRAIN_SUM;
+    op.row = kind == DTRAIN__ALL_REDUCE ? 0 : columns;
+    return dtrain__work_call(tp->group, &op, work);
+}
+
+/* Waits for what was begun, if anything was; an earlier error stays. */
+static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work **work)
+{
+    dtrain_work *waited = *work;
+    dtrain_status ended = DTRAIN_OK;
+    *work = NULL;
+    if (waited != NULL && status != DTRAIN_OK) { /* whose text stays as well */
+        dtrain__error first = dtrain__thread_error;
+        DTRAIN_IGNORE(dtrain_work_wait(waited));
+        dtrain__thread_error = first;
+    } else if (waited != NULL) {
+        ended = dtrain_work_wait(waited);
+    }
+    return status != DTRAIN_OK ? status : ended;
+}
+
+/* out[i] += x[i] */
+static void dtrain__tp_add(float *out, const float *x, size_t count)
+{
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__train_kernels_get()->add(out, out, x, count);
+    dtrain__fpmode_restore(mode);
+}
+
+static void dtrain__tp_add_bias(float *y, const float *bias, size_t rows, size_t columns)
+{
+    if (bias == NULL)
+        return;
+    for (size_t r = 0; r < rows; r++)
+        dtrain__tp_add(y + r * columns, bias, columns);
+}
+
+#define DTRAIN__TP_TILE 512 /* columns that are summed on the stack */
+#define DTRAIN__TP_RUN 64   /* rows that are summed before they are added: a run of runs loses fewer bits than one */
+
+/* sums[columns] += the sum over rows */
+static void dtrain__tp_add_columns(float *sums, const float *x, size_t rows, size_t columns)
+{
+    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
+    float tile[DTRAIN__TP_TILE];
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t at = 0; at < columns; at += DTRAIN__TP_TILE) {
+        size_t n = columns - at < DTRAIN__TP_TILE ? columns - at : DTRAIN__TP_TILE;
+        for (size_t r = 0; r < rows; r++) {
+            if (r % DTRAIN__TP_RUN == 0)
+                memcpy(tile, x + r * columns + at, n * sizeof(float));
+            else
+                kernels->add(tile, tile, x + r * columns + at, n);
+            if (r % DTRAIN__TP_RUN == DTRAIN__TP_RUN - 1 || r == rows - 1)
+                kernels->add(sums + at, sums + at, tile, n);
+        }
+    }
+    dtrain__fpmode_restore(mode);
+}
+
+/* A matrix product, c (+)= op(a) x op(b), of sizes that may be 0, which a product of the program's may not know. */
+static void dtrain__tp_product(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, const float *a,
+                               const float *b, float *c, int accumulate)
+{
+    if (m == 0 || n == 0)
+        return;
+    if (k > 0)
+        dtrain_sgemm(transpose_a, transpose_b, m, n, k, 1.0f, a, transpose_a ? m : k, b, transpose_b ? k : n,
+                     accumulate ? 1.0f : 0.0f, c, n);
+    else if (!accumulate)
+        memset(c, 0, m * n * sizeof(float));
+}
+
+DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const float *part, float *out, size_t count)
+{
+    dtrain__tp tp;
+    dtrain_status status = dtrain__tp_begin(&tp, "sequence_parallel_sum", group);
+    dtrain__tp_need(&tp, "part", part, count, 1, &status);
+    dtrain__tp_need(&tp, "out", out, count, 1, &status);
+    if (tp.size > 1) {
+        float *sum = dtrain__tp_floats(&tp, count, 1, &status);
+        if (status == DTRAIN_OK)
+            status = dtrain__tp_rows_call(&tp, DTRAIN__ALL_REDUCE, part, sum, count, 1, NULL);
+        part = sum;
+    }
+    if (status == DTRAIN_OK)
+        dtrain__tp_add(out, part, count);
+    return dtrain__tp_end(&tp, status);
+}
+
+#endif

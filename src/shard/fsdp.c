@@ -1,0 +1,509 @@
+/* ---- >>fsdp-core ----
+ * What an object of >>fsdp holds, how it fails, waits and keeps account. Units come and go in >>fsdp-gather, gradients
+ * are reduced in >>fsdp-reduce, steps are made in >>fsdp-step, objects in >>fsdp-create.
+ *
+ * Three groups of the same ranks keep gathers, reductions and small agreements from waiting for each other; over a
+ * transport that has no groups, all three are the caller's. What fails breaks the object for good: the first cause is
+ * kept, and buffers stay until destroy has waited for whatever may still be inside them. */
+#ifndef DTRAIN__FSDP
+#define DTRAIN__FSDP
+#include "layout.c"
+#include "pages.c"
+#include "../tensor/norm.c"
+#include "../train/train_kernels.c"
+#include "../train/optimizer.c"
+#include "../comm/op.c"
+#include "../device/device_group.c"
+
+#define DTRAIN__FSDP_LEVELS 32
+#define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
+#define DTRAIN__FSDP_WHY 104
+#define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
+#define DTRAIN__FSDP_BUCKET ((size_t)1 << 20)
+#define DTRAIN__FSDP_GRACE_NS 1000000000 /* for what is under way when an object is destroyed */
+#define DTRAIN__FSDP_STAGES 3            /* of small ranges: of units with even numbers, with odd ones, of gradients */
+
+enum {
+    DTRAIN__FSDP_WEIGHTS_ABSENT,
+    DTRAIN__FSDP_WEIGHTS_GATHERING,
+    DTRAIN__FSDP_WEIGHTS_READY
+}; /* a unit's parameters */
+enum {
+    DTRAIN__FSDP_GRADS_IDLE,
+    DTRAIN__FSDP_GRADS_WAITING,
+    DTRAIN__FSDP_GRADS_SCATTERING,
+    DTRAIN__FSDP_GRADS_COPYING
+}; /* its gradients */
+enum {
+    DTRAIN__FSDP_LANE_COMPUTE,
+    DTRAIN__FSDP_LANE_GATHER,
+    DTRAIN__FSDP_LANE_REDUCE,
+    DTRAIN__FSDP_LANE_WAIT,
+    DTRAIN__FSDP_LANES
+};
+
+typedef struct dtrain__fsdp_unit {
+    int state;
+    int held;     /* gathered, and neither released nor reduced since */
+    int fresh;    /* gathered since it was last reduced */
+    int stale;    /* what is in memory is not what a gather would bring */
+    int backward; /* gathered on the way down, and its gradients not taken over since */
+    int has_pages, has_grads;
+    uint64_t used; /* when it was gathered last */
+    int reduced;   /* in this micro-batch */
+    int stage, level;
+    int lowest;   /* the unit by which the operation goes that adds it over the copies */
+    int highest;  /* of such a unit: the other end of its bucket */
+    uint64_t job; /* of such a unit: what the reducer was given, or 1; 0: nothing that was not waited for */
+} dtrain__fsdp_unit;
+
+/* On a device: where a unit's ranges lie that have no memory of the caller's, one after another. */
+typedef struct dtrain__fsdp_place {
+    float *weights, *grads;   /* NULL: they all have */
+    int shares, shares_grads; /* units of even, or of odd numbers rotate; their gradients lie in one place */
+    int whole, whole_grads;   /* all ranges of the unit are there */
+} dtrain__fsdp_place;
+
+enum { DTRAIN__FSDP_GATHERS, DTRAIN__FSDP_REDUCES, DTRAIN__FSDP_COPIES, DTRAIN__FSDP_WAYS };
+
+/* What an object over memory of a device has besides; see >>fsdp-device. */
+typedef struct dtrain__fsdp_device {
+    dtrain_device *queue; /* NULL: memory of the CPU, and nothing here */
+    dtrain_comm *comms[DTRAIN__FSDP_WAYS];
+    dtrain_device_group *groups[DTRAIN__FSDP_WAYS];
+    dtrain_device_work **works[DTRAIN__FSDP_WAYS]; /* of a unit, of a bucket's lowest */
+    dtrain__fsdp_place *places;                    /* of a unit */
+    float *blocks[2];                              /* where places are: of weights, of gradients */
+    size_t block_floats[2];
+    unsigned char *stages; /* three: of units with even numbers, with odd ones, of gradients */
+    size_t stage_bytes;
+    uint16_t *halves;     /* this rank's part of sums that travel in 16 bits */
+    int64_t *limbs;       /* of the exact sum of squares; then the norm */
+    int64_t *drift;       /* of that of a part of the weights */
+    int64_t *drift_heard; /* the same in pinned memory, once drift_event has passed */
+    dtrain_device_event *drift_event;
+    int drift_queued; /* the sum is on its way, or here; -1: there is none on this device */
+    dtrain__norm drift_sum;
+    dtrain__error refused; /* what the device refused first, since a call began */
+} dtrain__fsdp_device;
+
+typedef struct dtrain__fsdp_event {
+    int lane, unit;
+    int64_t begin_ns, end_ns;
+    uint64_t dense_bytes, sent_bytes; /* of a bucket; 0: of nothing */
+} dtrain__fsdp_event;
+
+typedef struct dtrain__reducer dtrain__reducer;
+typedef struct dtrain__fsdp_debug dtrain__fsdp_debug;
+
+/* What ranks tell each other where one of them begins to reduce every unit once more, and at the end of a step. */
+typedef struct dtrain__fsdp_note {
+    uint64_t rounds; /* reductions of every unit that it has begun */
+    uint64_t begun;  /* micro-batches of which it has reduced something */
+    uint64_t failed;
+    char why[DTRAIN__FSDP_WHY];
+    uint64_t weights; /* a hash of a part of them; 0: it says none */
+} dtrain__fsdp_note;
+
+/* What differs between memory of the CPU and of a device. A unit is given by its number. */
+typedef struct dtrain__fsdp_backend {
+    int queues; /* work is put into a queue: the CPU does not see when it has been done */
+    void *(*alloc)(dtrain_fsdp *fsdp, size_t bytes);
+    void (*release)(dtrain_fsdp *fsdp, void *memory, size_t bytes);
+    dtrain_status (*reserve)(dtrain_fsdp *fsdp); /* memory for units in full */
+    dtrain_status (*broadcast)(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype);
+    dtrain_status (*get)(dtrain_fsdp *fsdp, size_t cut, const float *own, float *out, int root);
+    void (*round)(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage);
+    void (*divide)(dtrain_fsdp *fsdp, float *x, double divisor, size_t count);
+    dtrain_status (*make_room)(dtrain_fsdp *fsdp, int unit, int *room);
+    dtrain_status (*gather)(dtrain_fsdp *fsdp, int unit); /* starts to */
+    dtrain_status (*gathered)(dtrain_fsdp *fsdp, int unit);
+    dtrain_status (*reduce)(dtrain_fsdp *fsdp, int unit, float *sum);              /* starts to: this rank's part */
+    dtrain_status (*add)(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count); /* starts to, over the copies */
+    dtrain_status (*wait)(dtrain_fsdp *fsdp, int way, int lowest, int unit);       /* for a reduction, or an addition */
+    void (*narrow)(dtrain_fsdp *fsdp, int unit, float *sum);                       /* to what travels between copies */
+    void (*widen)(dtrain_fsdp *fsdp, int unit, float *sum);
+    dtrain_status (*squares)(dtrain_fsdp *fsdp); /* of all gradients of a copy, into fsdp->sum */
+    uint64_t (*hash)(dtrain_fsdp *fsdp);         /* of a part of the weights; 0: it is not here yet */
+} dtrain__fsdp_backend;
+
+struct dtrain_fsdp {
+    const char *call; /* the last public one */
+    const dtrain__fsdp_backend *backend;
+    dtrain_comm *comm;              /* the caller's */
+    dtrain_comm *gathers, *reduces; /* of the ranks of one copy; NULL: one rank */
+    dtrain_comm *copies;            /* of the ranks with the same slices; NULL: one rank */
+    dtrain_comm *world;             /* of all; NULL: one rank */
+    int shares_comm;                /* these are the caller's own */
+    dtrain_allocator memory;
+    dtrain_fsdp_desc desc;
+    dtrain_optimizer_desc optimizer;
+    dtrain__layout layout;
+    dtrain__pages weight_pages, grad_pages;
+    dtrain__fsdp_unit *units;
+    unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
+    float *lr_factors, *decays;          /* of a parameter */
+    size_t *counts;                      /* of a cut: every rank's part */
+    size_t *packed_counts;               /* of a unit: every rank's part of its small ranges, then of those trained */
+    float *stages;                       /* where small ranges are packed */
+    int staged[2];                       /* the units whose parameters are there; -1: none */
+    dtrain_work **gathering, **reducing; /* of a cut */
+    dtrain_work **copying;               /* of a unit */
+    size_t *code_counts;                 /* of what is quantised: see >>fsdp-quantise; code_bytes, stages included */
+    size_t code_bytes;
+    float *code_scratch;
+    unsigned char *code_stages;
+    const void **code_parts;  /* of a rank */
+    dtrain__reducer *reducer; /* of what is compressed; NULL: nothing is */
+    dtrain_bucket *buckets;   /* of the last step: twice as many as units */
+    size_t bucket_count;
+    int buckets_old;      /* a bucket of this step replaces them all */
+    dtrain_slice *slices; /* of a cut */
+    float *masters, *state;
+    float *levels[DTRAIN__FSDP_LEVELS];      /* sums of 2^l micro-batches, this rank's parts */
+    float *full_levels[DTRAIN__FSDP_LEVELS]; /* in full, where they are kept */
+    float *grads;                            /* after finish; NULL: not finished */
+    uint64_t clock, step;
+    uint64_t checks;                         /* parts of the weights that were found alike */
+    int last;                                /* the unit gathered last; -1: none in this step */
+    int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
+    int keeps;                               /* nothing is dropped until the step */
+    int prefetched;                          /* a prefetch has been called and not been taken */
+    int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
+    int just_ended;                          /* neither reduced a unit nor begun a pass since the last one was over */
+    int turn;                                /* the unit whose reduction is next */
+    int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
+    int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
+    int round;                               /* reductions of every unit that have begun and ended */
+    int joined;                              /* of those that are over, without data of this rank */
+    int announced;                           /* micro-batches; -1: begin was not called */
+    int begins;                              /* begin was called once */
+    int most;                                /* that one of the ranks has announced */
+    double announcement[2], *announcements, total_weight;
+    int freezes; /* 1-bit Adam's form: after freeze_step steps */
+    uint64_t freeze_step;
+    dtrain_work *announcing;
+    dtrain__fsdp_note note, sent_note, *notes;
+    dtrain_work *exchanging;
+    int called;       /* reductions of every unit of which all ranks have been told whether this one begins them */
+    dtrain__norm sum; /* of squares, where summed says so */
+    int summed;
+    float loss_scale;
+    int good_steps;
+    dtrain_fsdp_stats stats;
+    dtrain__fsdp_event *events;
+    size_t event_count;
+    int64_t left_ns; /* when the caller was given control back */
+    dtrain__fsdp_device device;
+    dtrain__fsdp_debug *debug; /* NULL: nothing is guarded */
+    dtrain__error broken, error;
+};
+
+static int dtrain__fsdp_rank(const dtrain_fsdp *fsdp)
+{
+    return dtrain_comm_rank(fsdp->comm);
+}
+
+static void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns, int64_t end_ns)
+{
+    if (fsdp->desc.trace_events == 0 || end_ns <= begin_ns)
+        return;
+    dtrain__fsdp_event *event = &fsdp->events[fsdp->event_count++ % fsdp->desc.trace_events];
+    event->lane = lane;
+    event->unit = unit;
+    event->begin_ns = begin_ns;
+    event->end_ns = end_ns;
+    event->dense_bytes = event->sent_bytes = 0;
+}
+
+/* Keeps account of a bucket that has been sent; its event is the last one. In a step of several micro-batches it is
+ * sent several times. */
+static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_t dense, uint64_t sent, int64_t ns)
+{
+    dtrain_bucket *bucket = fsdp->buckets, *end;
+    if (fsdp->buckets_old)
+        fsdp->bucket_count = 0;
+    fsdp->buckets_old = 0;
+    for (end = bucket + fsdp->bucket_count; bucket < end; bucket++)
+        if (bucket->first_unit == first && bucket->last_unit == last)
+            break;
+    if (bucket == end) {
+        memset(bucket, 0, sizeof *bucket);
+        bucket->first_unit = first;
+        bucket->last_unit = last;
+        fsdp->bucket_count++;
+    }
+    bucket->dense_bytes += dense;
+    bucket->sent_bytes += sent;
+    bucket->ns += ns;
+    fsdp->stats.dense_bytes += dense;
+    fsdp->stats.sent_bytes += sent;
+    if (fsdp->desc.trace_events == 0 || fsdp->event_count == 0)
+        return;
+    dtrain__fsdp_event *event = &fsdp->events[(fsdp->event_count - 1) % fsdp->desc.trace_events];
+    if (event->lane == DTRAIN__FSDP_LANE_REDUCE) {
+        event->dense_bytes += dense;
+        event->sent_bytes += sent;
+    }
+}
+
+/* Tells the ranks that may wait for this one in a group whose members are all there: where a rank is lost, only those
+ * of its own groups learn it from the system. What is this rank's own trouble is no status of theirs. */
+static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
+{
+    dtrain_comm *groups[] = {fsdp->gathers,
+                             fsdp->reduces,
+                             fsdp->copies,
+                             fsdp->world,
+                             fsdp->device.comms[DTRAIN__FSDP_GATHERS],
+                             fsdp->device.comms[DTRAIN__FSDP_REDUCES],
+                             fsdp->device.comms[DTRAIN__FSDP_COPIES]};
+    dtrain_status status = fsdp->broken.status;
+    dtrain__error cause, kept = dtrain__thread_error;
+    if (status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID)
+        status = DTRAIN_ERR_ABORTED;
+    dtrain__fail(&cause, status, "rank %d has broken off: %.560s", dtrain__fsdp_rank(fsdp), fsdp->broken.text);
+    for (size_t i = 0; i < sizeof groups / sizeof groups[0] && !fsdp->shares_comm; i++)
+        if (groups[i] != NULL)
+            dtrain__group_break(groups[i], &cause);
+    dtrain__thread_error = kept;
+}
+
+/* The first failure is kept: buffers may still be in use, so nothing goes on. */
+static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status, const char *what, int unit)
+{
+    if (fsdp->broken.status == DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        int alone = status == DTRAIN_ERR_TIMEOUT || status == DTRAIN_ERR_MISMATCH;
+        char of[32] = "";
+        if (unit >= 0)
+            snprintf(of, sizeof of, " of unit %d", unit);
+        dtrain__fail(&fsdp->broken, status, "%s on rank %d, %s%s: %s%s", fsdp->call, dtrain__fsdp_rank(fsdp), what, of,
+                     dtrain__status_cause(&cause),
+                     alone ? "; gather and reduce on every rank, also to sample or to validate" : "");
+        dtrain__fsdp_break_groups(fsdp);
+    }
+    fsdp->error = fsdp->broken;
+    return dtrain__report(&fsdp->broken);
+}
+
+/* Begins a public call: says whether the object can be used, and ends the caller's computation in the trace. */
+static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int unit)
+{
+    if (fsdp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the object is NULL: create it first", call);
+    if (fsdp->broken.status != DTRAIN_OK)
+        return dtrain__report(&fsdp->broken);
+    fsdp->call = call;
+    if (unit < 0 || unit >= fsdp->layout.unit_count)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d",
+                            call, unit, fsdp->layout.unit_count - 1);
+    if (fsdp->left_ns != 0)
+        dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_COMPUTE, fsdp->last, fsdp->left_ns, dtrain__os_now_ns());
+    return DTRAIN_OK;
+}
+
+/* Notes what a device's queue has not taken; the call that it is part of ends with that. */
+static void dtrain__fsdp_queued(dtrain_fsdp *fsdp, dtrain_status status)
+{
+    if (status != DTRAIN_OK && fsdp->device.refused.status == DTRAIN_OK)
+        fsdp->device.refused = dtrain__thread_error;
+}
+
+/* Ends a public call. */
+static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
+{
+    if (fsdp->device.refused.status != DTRAIN_OK && fsdp->broken.status == DTRAIN_OK) {
+        dtrain__report(&fsdp->device.refused);
+        status = dtrain__fsdp_break(fsdp, fsdp->device.refused.status, "queueing on its device the work", fsdp->last);
+    }
+    if (fsdp->desc.trace_events > 0)
+        fsdp->left_ns = dtrain__os_now_ns();
+    return status;
+}
+
+/* Counts the time of a wait that has ended, and of what it waited for, which took so long by itself. */
+static void dtrain__fsdp_waited(dtrain_fsdp *fsdp, int unit, int64_t begin_ns, int64_t took_ns)
+{
+    int64_t end_ns = dtrain__os_now_ns();
+    fsdp->stats.waited_ns += end_ns - begin_ns;
+    fsdp->stats.communicated_ns += took_ns;
+    dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_WAIT, unit, begin_ns, end_ns);
+}
+
+/* Waits for one operation and counts the time of both sides. */
+static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, int lane, int unit)
+{
+    dtrain_work *waited = *work;
+    if (waited == NULL)
+        return DTRAIN_OK;
+    const int64_t *ran_ns = waited->comm->waited_ns;
+    int64_t begin_ns = dtrain__os_now_ns();
+    *work = NULL;
+    dtrain_status status = dtrain_work_wait(waited);
+    int ran = ran_ns[0] > 0 && ran_ns[1] > ran_ns[0];
+    dtrain__fsdp_waited(fsdp, unit, begin_ns, ran ? ran_ns[1] - ran_ns[0] : 0);
+    if (ran)
+        dtrain__fsdp_record(fsdp, lane, unit, ran_ns[0], ran_ns[1]);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, lane == DTRAIN__FSDP_LANE_GATHER ? "gathering" : "reducing", unit);
+    return DTRAIN_OK;
+}
+
+/* Waits for all operations of a unit, also after one has failed: their buffers must be free. */
+static dtrain_status dtrain__fsdp_wait_all(dtrain_fsdp *fsdp, dtrain_work **works, int lane, int unit)
+{
+    dtrain_status first = DTRAIN_OK, status;
+    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++) {
+        status = dtrain__fsdp_wait(fsdp, &works[i], lane, unit);
+        first = first == DTRAIN_OK ? status : first;
+    }
+    return first;
+}
+
+static int dtrain__fsdp_all_done(const dtrain_fsdp *fsdp, dtrain_work *const *works, int unit)
+{
+    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++)
+        if (!dtrain_work_done(works[i]))
+            return 0;
+    return 1;
+}
+
+/* This rank's part of a range. */
+static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
+{
+    return fsdp->layout.apart && !cut->home ? fsdp->masters + cut->weight : cut->data + cut->own;
+}
+
+/* Narrows count floats to 16 bits, from the first on, so that `to` may be where they are. */
+static void dtrain__fsdp_narrow(const float *from, unsigned char *to, size_t count, dtrain_dtype dtype)
+{
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
+        DTRAIN_IGNORE(dtrain_convert(from + i, DTRAIN_F32, chunk, dtype, n));
+        memcpy(to + 2 * i, chunk, 2 * n);
+    }
+}
+
+/* Where count numbers of 16 bits wait to be widened: the upper half of the memory of as many floats. */
+static unsigned char *dtrain__fsdp_half(float *floats, size_t count)
+{
+    return (unsigned char *)floats + 2 * count;
+}
+
+/* Widens what waits in the upper half of `floats`. */
+static void dtrain__fsdp_widen(float *floats, size_t count, dtrain_dtype dtype)
+{
+    const unsigned char *from = dtrain__fsdp_half(floats, count);
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
+        memcpy(chunk, from + 2 * i, 2 * n);
+        DTRAIN_IGNORE(dtrain_convert(chunk, dtype, floats + i, DTRAIN_F32, n));
+    }
+}
+
+static unsigned char *dtrain__fsdp_stage(const dtrain_fsdp *fsdp, int number)
+{
+    return (unsigned char *)(fsdp->stages + (size_t)number * fsdp->layout.stage);
+}
+
+/* Every rank's part of a unit's small ranges, or of their gradients; *begin: where this rank's begins among them. */
+static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, int grads, size_t *begin)
+{
+    const size_t *counts = fsdp->packed_counts + (2 * (size_t)number + (size_t)grads) * (size_t)fsdp->layout.shards;
+    *begin = 0;
+    for (int shard = 0; shard < fsdp->layout.shard; shard++)
+        *begin += counts[shard];
+    return counts;
+}
+
+/* Takes or drops the reserved pages of a unit's parameters. */
+static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    if (fsdp->units[number].has_pages == take || fsdp->weight_pages.base == NULL)
+        return;
+    fsdp->units[number].has_pages = take;
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
+        if (fsdp->reserved[cut->param] & 1)
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->weight_pages, begin, cut->count * sizeof(float));
+    }
+}
+
+/* Says whether two units lie in one place of a device: those of even numbers do, and those of odd ones. */
+static int dtrain__fsdp_share_place(const dtrain_fsdp *fsdp, int a, int b, int grads)
+{
+    const dtrain__fsdp_place *places = fsdp->device.places;
+    return places != NULL && a % 2 == b % 2 &&
+           (grads ? places[a].shares_grads && places[b].shares_grads : places[a].shares && places[b].shares);
+}
+
+static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take);
+
+/* Takes the place of a unit's gradients from another that has left it without handing any over. */
+static void dtrain__fsdp_clear_place(dtrain_fsdp *fsdp, int number)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++) {
+        const dtrain__fsdp_unit *other = &fsdp->units[i];
+        if (i == number || !other->has_grads || !dtrain__fsdp_share_place(fsdp, i, number, 1))
+            continue;
+        if (other->held || other->stage == DTRAIN__FSDP_GRADS_WAITING || other->stage == DTRAIN__FSDP_GRADS_SCATTERING)
+            dtrain__fsdp_queued(fsdp, dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                                   "gradients of unit %d lie where those of unit %d do, which are not "
+                                                   "reduced yet: reduce units from the last to the first",
+                                                   number, i));
+        else
+            dtrain__fsdp_page_grads(fsdp, i, 0);
+    }
+}
+
+static void dtrain__fsdp_debug_set(const dtrain_fsdp *fsdp, int number, int grads, int open);
+static int dtrain__fsdp_debug_grads_open(const dtrain_fsdp *fsdp, int number);
+
+/* Takes the reserved pages of a unit's gradients; or sets its gradients to zero, and drops them. A device's memory for
+ * them is zero while no unit has it. */
+static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    const unsigned char zero = 0;
+    int open = take || dtrain__fsdp_debug_grads_open(fsdp, number);
+    if (take)
+        dtrain__fsdp_debug_set(fsdp, number, 1, 1);
+    if (fsdp->units[number].has_grads == take)
+        return;
+    dtrain__fsdp_debug_set(fsdp, number, 1, 1);
+    fsdp->units[number].has_grads = take;
+    if (take)
+        dtrain__fsdp_clear_place(fsdp, number);
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float), bytes = cut->count * sizeof(float);
+        if (!cut->trained || cut->count == 0)
+            continue;
+        if (fsdp->grad_pages.base != NULL && (fsdp->reserved[cut->param] & 2))
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->grad_pages, begin, bytes);
+        else if (!take)
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, cut->grads, &zero, 1, bytes));
+    }
+    dtrain__fsdp_debug_set(fsdp, number, 1, open);
+}
+
+/* A range's full value, of which `own` is this rank's part in the CPU's memory. */
+static dtrain_status dtrain__fsdp_cpu_get(dtrain_fsdp *fsdp, size_t index, const float *own, float *out, int root)
+{
+    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
+    if (fsdp->gathers == NULL) {
+        if (root < 0 || root == rank)
+            memcpy(out, own, fsdp->layout.cuts[index].count * sizeof(float));
+        return DTRAIN_OK;
+    }
+    return root < 0 ? dtrain_all_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32)
+                    : dtrain_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32, root % shards);
+}
+
+#endif

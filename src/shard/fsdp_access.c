@@ -1,0 +1,321 @@
+/* ---- >>fsdp-access ----
+ * Parameters by name: addresses, full values in and out, all of them at once; and the trace file. */
+#ifndef DTRAIN__FSDP_ACCESS
+#define DTRAIN__FSDP_ACCESS
+#include "fsdp_norm.c"
+
+#define DTRAIN__FSDP_STAGE ((size_t)1 << 13) /* elements that are broadcast at once: 32 KiB, beyond the plan */
+
+static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
+{
+    size_t i = 0;
+    while (i < fsdp->layout.table_count && strcmp(fsdp->layout.table[i].name, name) != 0)
+        i++;
+    return i;
+}
+
+/* The cut of a parameter in a unit; NULL: there is none. */
+static const dtrain__layout_cut *dtrain__fsdp_find_cut(const dtrain_fsdp *fsdp, const char *name, int unit)
+{
+    if (fsdp == NULL || name == NULL || unit < 0 || unit >= fsdp->layout.unit_count)
+        return NULL;
+    size_t param = dtrain__fsdp_find(fsdp, name);
+    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++)
+        if (fsdp->layout.cuts[i].param == param)
+            return &fsdp->layout.cuts[i];
+    return NULL;
+}
+
+DTRAIN_API float *dtrain_fsdp_unit_param(const dtrain_fsdp *fsdp, const char *name, int unit)
+{
+    const dtrain__layout_cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
+    return cut != NULL ? cut->data : NULL;
+}
+
+DTRAIN_API float *dtrain_fsdp_unit_grad(const dtrain_fsdp *fsdp, const char *name, int unit)
+{
+    const dtrain__layout_cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
+    return cut != NULL && cut->trained ? cut->grads : NULL;
+}
+
+/* The address of a parameter or of its gradient: on a device of one whose layers do not lie side by side there is none.
+ */
+static float *dtrain__fsdp_address(const dtrain_fsdp *fsdp, const char *name, int grad)
+{
+    size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
+    if (fsdp == NULL || name == NULL || i == fsdp->layout.table_count)
+        return NULL;
+    const dtrain_param *param = &fsdp->layout.table[i];
+    if (!param->stacked)
+        return grad ? dtrain_fsdp_unit_grad(fsdp, name, param->unit) : dtrain_fsdp_unit_param(fsdp, name, param->unit);
+    return (float *)(grad ? param->grad : param->data);
+}
+
+DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name)
+{
+    return dtrain__fsdp_address(fsdp, name, 0);
+}
+
+DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
+{
+    return dtrain__fsdp_address(fsdp, name, 1);
+}
+
+/* What is in memory of a unit is what the caller wrote: keeps this rank's part of it. */
+static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = layout->units[number].first; layout->apart && i < layout->units[number].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        if (!cut->home)
+            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
+    }
+}
+
+/* As a gather would bring it, from full values that are the same on every rank. On a device it takes the stage of a
+ * unit, in which nothing may be under way. */
+static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count, int number)
+{
+    if (fsdp->desc.gather_dtype != DTRAIN_F32)
+        fsdp->backend->round(fsdp, full, count, fsdp->desc.gather_dtype, number & 1);
+}
+
+static dtrain_status dtrain__fsdp_round_unit(dtrain_fsdp *fsdp, int number)
+{
+    int stages = fsdp->device.stage_bytes > 0 && fsdp->desc.gather_dtype != DTRAIN_F32;
+    dtrain_status status = stages ? dtrain__fsdp_gather_stage(fsdp, number) : DTRAIN_OK;
+    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
+        dtrain__fsdp_round(fsdp, fsdp->layout.cuts[i].data, fsdp->layout.cuts[i].count, number);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_put", unit);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!fsdp->units[unit].held)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_put: unit %d is not gathered on rank %d: gather it, write its parameters, "
+                            "then put",
+                            unit, dtrain__fsdp_rank(fsdp));
+    dtrain__fsdp_put_now(fsdp, unit);
+    status = dtrain__fsdp_round_unit(fsdp, unit);
+    fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+/* Keeps elements [at, at + count) of a parameter, whose values all ranks have. */
+static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const float *values, size_t count)
+{
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        size_t low = cut->element + cut->own, high = low + cut->own_count;
+        if (cut->param != param || !fsdp->layout.apart)
+            continue;
+        low = low > at ? low : at;
+        high = high < at + count ? high : at + count;
+        if (low < high)
+            dtrain__fsdp_copy(fsdp, dtrain__fsdp_own(fsdp, cut) + (low - cut->element - cut->own), values + (low - at),
+                              high - low);
+    }
+    for (size_t i = 0; i < fsdp->layout.cut_count && fsdp->layout.resident; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        size_t low = cut->element > at ? cut->element : at, high = cut->element + cut->count;
+        high = high < at + count ? high : at + count;
+        if (cut->param != param || low >= high)
+            continue;
+        float *full = cut->data + (low - cut->element);
+        dtrain__fsdp_copy(fsdp, full, values + (low - at), high - low);
+        dtrain__fsdp_round(fsdp, full, high - low, cut->unit);
+    }
+}
+
+/* Forgets what was gathered before one of its parameters was set. */
+static dtrain_status dtrain__fsdp_forget(dtrain_fsdp *fsdp, size_t param)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < fsdp->layout.cut_count && !fsdp->layout.resident && status == DTRAIN_OK; i++) {
+        dtrain__fsdp_unit *unit = &fsdp->units[fsdp->layout.cuts[i].unit];
+        if (fsdp->layout.cuts[i].param != param || unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+            continue;
+        unit->stale = 1;
+        if (!unit->held)
+            status = dtrain__fsdp_gather_drop(fsdp, fsdp->layout.cuts[i].unit);
+    }
+    return status;
+}
+
+/* Gives a parameter's values, in memory of `device`, to those who keep them, by way of a stage of `most` elements:
+ * those of rank `root`, or each rank's own (-1). */
+static dtrain_status dtrain__fsdp_distribute(dtrain_fsdp *fsdp, size_t param, const float *values,
+                                             dtrain_device *device, float *stage, size_t most, int root)
+{
+    size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
+    int gives = root < 0 || root == dtrain__fsdp_rank(fsdp);
+    dtrain_status status = DTRAIN_OK;
+    for (size_t at = 0; status == DTRAIN_OK && at < count; at += most) {
+        size_t n = count - at < most ? count - at : most;
+        if (gives)
+            status = dtrain_device_copy(device, stage, values + at, n * sizeof(float));
+        if (status == DTRAIN_OK && root >= 0 && fsdp->world != NULL)
+            status = dtrain_broadcast(fsdp->world, stage, n, DTRAIN_F32, root);
+        if (status == DTRAIN_OK)
+            dtrain__fsdp_keep(fsdp, param, at, stage, n);
+    }
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
+}
+
+static dtrain_status dtrain__fsdp_set_now(dtrain_fsdp *fsdp, size_t param, const float *value, int root)
+{
+    size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
+    size_t most = count < DTRAIN__FSDP_STAGE ? count : DTRAIN__FSDP_STAGE;
+    float *stage = (float *)dtrain__alloc(&fsdp->memory, most * sizeof(float));
+    dtrain_status status = stage != NULL
+                               ? dtrain__fsdp_forget(fsdp, param)
+                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", most * sizeof(float));
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_distribute(fsdp, param, value, NULL, stage, most, root);
+    dtrain__free(&fsdp->memory, stage, most * sizeof(float));
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
+}
+
+/* Finds a parameter for a call that takes its name and a rank. */
+static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, const char *name, int root, int lowest,
+                                        size_t *param)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
+    if (status != DTRAIN_OK)
+        return status;
+    *param = name != NULL ? dtrain__fsdp_find(fsdp, name) : fsdp->layout.table_count;
+    if (*param == fsdp->layout.table_count)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
+                            name != NULL ? name : "NULL");
+    if (fsdp->layout.table[*param].dtype != DTRAIN_F32)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call,
+                            name);
+    if (root < lowest || root >= dtrain_comm_size(fsdp->comm))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
+                            dtrain_comm_size(fsdp->comm) - 1);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, const float *value, int root)
+{
+    size_t param;
+    dtrain_status status = dtrain__fsdp_named(fsdp, "dtrain_fsdp_set", name, root, 0, &param);
+    if (status != DTRAIN_OK)
+        return status;
+    if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name, root);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
+}
+
+static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
+{
+    const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
+    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
+    if (cut->count == 0 || (root >= 0 && root / shards != rank / shards))
+        return DTRAIN_OK;
+    return fsdp->backend->get(fsdp, index, dtrain__fsdp_own(fsdp, cut), value != NULL ? value + cut->element : NULL,
+                              root);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root)
+{
+    size_t param;
+    dtrain_status status = dtrain__fsdp_named(fsdp, "dtrain_fsdp_get", name, root, -1, &param);
+    if (status != DTRAIN_OK)
+        return status;
+    if (value == NULL && (root < 0 || root == dtrain__fsdp_rank(fsdp)))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_get: value is NULL on rank %d, which gets %s", dtrain__fsdp_rank(fsdp), name);
+    for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++)
+        if (fsdp->layout.cuts[i].param == param)
+            status = dtrain__fsdp_get_cut(fsdp, i, value, root);
+    if (status != DTRAIN_OK)
+        status = dtrain__fsdp_break(fsdp, status, "getting a parameter", -1);
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_unshard", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    for (int i = 0; i < fsdp->layout.unit_count && !fsdp->layout.resident; i++)
+        if (dtrain__fsdp_share_place(fsdp, i, i, 0) && fsdp->device.places[i].weights != NULL)
+            return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED,
+                                "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
+                                "with dtrain_fsdp_get, or set no_reshard_after_forward",
+                                i, dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue));
+    fsdp->keeps = 1;
+    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && !fsdp->layout.resident; i++) {
+        if (fsdp->units[i].stale)
+            status = dtrain__fsdp_gather_drop(fsdp, i);
+        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+            status = dtrain__fsdp_gather_start(fsdp, i);
+        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+            status = dtrain__fsdp_gather_finish(fsdp, i);
+        if (status == DTRAIN_OK)
+            dtrain__fsdp_debug_set(fsdp, i, 0, 1);
+    }
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+static void dtrain__fsdp_write_events(FILE *file, const void *user)
+{
+    const dtrain_fsdp *fsdp = (const dtrain_fsdp *)user;
+    static const char *const lanes[DTRAIN__FSDP_LANES] = {"compute", "gather", "reduce", "wait"};
+    size_t most = fsdp->desc.trace_events;
+    size_t first = fsdp->event_count > most ? fsdp->event_count - most : 0;
+    int rank = dtrain__fsdp_rank(fsdp);
+    fprintf(file,
+            "{\"traceEvents\":[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":%d,\"args\":{\"name\":\"rank %d\"}}",
+            rank, rank);
+    for (int lane = 0; lane < DTRAIN__FSDP_LANES; lane++)
+        fprintf(file, ",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":%d,\"tid\":%d,\"args\":{\"name\":\"%s\"}}",
+                rank, lane, lanes[lane]);
+    for (size_t i = first; i < fsdp->event_count; i++) {
+        const dtrain__fsdp_event *event = &fsdp->events[i % most];
+        char name[24] = "all units";
+        if (event->unit >= 0)
+            snprintf(name, sizeof name, "unit %d", event->unit);
+        fprintf(file, ",\n{\"name\":\"%s %s\",\"ph\":\"X\",\"pid\":%d,\"tid\":%d,\"ts\":%lld.%03d,\"dur\":%lld.%03d",
+                lanes[event->lane], name, rank, event->lane, (long long)(event->begin_ns / 1000),
+                (int)(event->begin_ns % 1000), (long long)((event->end_ns - event->begin_ns) / 1000),
+                (int)((event->end_ns - event->begin_ns) % 1000));
+        if (event->dense_bytes > 0)
+            fprintf(file, ",\"args\":{\"dense_bytes\":%llu,\"sent_bytes\":%llu}",
+                    (unsigned long long)event->dense_bytes, (unsigned long long)event->sent_bytes);
+        fputc('}', file);
+    }
+    fprintf(file, "\n]}\n");
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
+                                              uint64_t sent_bytes)
+{
+    int64_t now_ns = dtrain__os_now_ns();
+    if (fsdp == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_add_sent: the object is NULL: create it first");
+    begin_ns = begin_ns < now_ns ? begin_ns : now_ns - 1;
+    dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_REDUCE, -1, begin_ns, now_ns);
+    dtrain__fsdp_account(fsdp, 0, fsdp->layout.unit_count - 1, dense_bytes, sent_bytes, now_ns - begin_ns);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *path)
+{
+    if (fsdp == NULL || path == NULL || fsdp->desc.trace_events == 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_trace: needs an object whose desc has trace_events, and a path");
+    int error = dtrain__os_replace_file(path, dtrain__fsdp_write_events, fsdp);
+    if (error == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_fsdp_trace: rank %d cannot write %s: %s", dtrain__fsdp_rank(fsdp),
+                        path, strerror(error));
+}
+
+#endif

@@ -1,0 +1,639 @@
+/* ---- >>fsdp-create ----
+ * Makes and frees an object: its groups, its memory, the first values. Here the two tables are that do what differs
+ * between memory of the CPU and of a device; >>fsdp-core says what is in them. */
+#ifndef DTRAIN__FSDP_CREATE
+#define DTRAIN__FSDP_CREATE
+#include "fsdp_plan.c"
+#include "fsdp_access.c"
+#include "../comm/work.c"
+
+static const char *dtrain__fsdp_strategy_name(int value)
+{
+    static const char *const names[] = {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"};
+    int index = value == DTRAIN_STRATEGY_DEFAULT ? 0 : value - DTRAIN_FULL_SHARD;
+    return index >= 0 && index < 4 ? names[index] : NULL;
+}
+
+static const char *dtrain__fsdp_optimizer_name(int value)
+{
+    static const char *const names[] = {"SGD", "ADAMW", "NONE"};
+    int index = (value == DTRAIN_OPTIMIZER_DEFAULT ? DTRAIN_ADAMW : value) - DTRAIN_SGD;
+    return index >= 0 && index < 3 ? names[index] : NULL;
+}
+
+static const dtrain__alike_field dtrain__fsdp_fields[] = {
+    DTRAIN__ALIKE_CONSTANT(dtrain_fsdp_desc, strategy, dtrain__fsdp_strategy_name),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, shard_size, NUMBER),
+    DTRAIN__ALIKE_CONSTANT(dtrain_fsdp_desc, gather_dtype, dtrain__alike_dtype),
+    DTRAIN__ALIKE_CONSTANT(dtrain_fsdp_desc, reduce_dtype, dtrain__alike_dtype),
+    DTRAIN__ALIKE_CONSTANT(dtrain_fsdp_desc, optimizer.kind, dtrain__fsdp_optimizer_name),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, optimizer.beta1, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, optimizer.beta2, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, optimizer.eps, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, optimizer.weight_decay, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, optimizer.momentum, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, optimizer.nesterov, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, optimizer.decoupled_decay, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, groups, OWN), /* each by its own table */
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, group_count, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, no_reshard_after_forward, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, no_prefetch, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, no_overlap, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, keep_full_grads, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, micro_batches, OWN), /* read by dtrain_fsdp_plan alone */
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, loss_scale, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, loss_scale_steps, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, bucket_bytes, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, no_broadcast, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, trace_events, OWN), /* each rank keeps as many as it likes */
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, quantise_gather, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, quantise_reduce, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, compress, OWN), /* by its own table */
+    DTRAIN__ALIKE_FIELD(dtrain_fsdp_desc, check_every, NUMBER),
+    {"debug (or DTRAIN_DEBUG)", offsetof(dtrain_fsdp_desc, debug), sizeof(int), DTRAIN__ALIKE_NUMBER, NULL}};
+
+static const dtrain__alike_field dtrain__fsdp_group_fields[] = {
+    DTRAIN__ALIKE_FIELD(dtrain_param_group, name, NAME), DTRAIN__ALIKE_FIELD(dtrain_param_group, lr_factor, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_param_group, weight_decay, FLOAT),
+    DTRAIN__ALIKE_FIELD(dtrain_param_group, no_decay, FLAG)};
+
+enum {
+    DTRAIN__FSDP_FIELDS = sizeof dtrain__fsdp_fields / sizeof dtrain__fsdp_fields[0],
+    DTRAIN__FSDP_GROUP_FIELDS = sizeof dtrain__fsdp_group_fields / sizeof dtrain__fsdp_group_fields[0]
+};
+
+/* What must be the same on every rank: the table, the desc, its compression, its groups. */
+static int dtrain__fsdp_line(const void *pointer, size_t index, dtrain__alike_line *line)
+{
+    const dtrain__params_given *given = (const dtrain__params_given *)pointer;
+    const dtrain_fsdp_desc *desc = (const dtrain_fsdp_desc *)given->desc;
+    size_t lines = dtrain__params_given_lines(given), group;
+    char prefix[40];
+    if (index < lines)
+        return dtrain__params_given_line(given, index, line);
+    group = (index - lines) / DTRAIN__FSDP_GROUP_FIELDS;
+    snprintf(prefix, sizeof prefix, "desc.groups[%zu].", group);
+    return group < desc->group_count &&
+           dtrain__alike_field_line(line, prefix,
+                                    &dtrain__fsdp_group_fields[(index - lines) % DTRAIN__FSDP_GROUP_FIELDS],
+                                    &desc->groups[group]);
+}
+
+/* Compares tables and descs on all ranks; a rank whose own is bad takes part, so that the others learn it. */
+static dtrain_status dtrain__fsdp_compare(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count,
+                                          dtrain_status mine)
+{
+    dtrain__params_given given = {
+        table, count, 1, &fsdp->desc, dtrain__fsdp_fields, DTRAIN__FSDP_FIELDS, fsdp->desc.compress};
+    dtrain__alike alike = {fsdp->call, &given, dtrain__fsdp_line, "give all ranks the same table and desc", 0, {0}, 0};
+    return dtrain__alike_meet(fsdp->comm, &alike, mine);
+}
+
+/* Makes what sends compressed, where something does: between copies, or to nobody in a world of one. */
+static dtrain_status dtrain__fsdp_make_sender(dtrain_fsdp *fsdp)
+{
+    int alone = dtrain_comm_size(fsdp->comm) == 1;
+    if (fsdp->desc.compress == NULL || (fsdp->copies == NULL && !alone))
+        return DTRAIN_OK;
+    int threaded = fsdp->copies != NULL && !fsdp->shares_comm && !fsdp->desc.no_overlap &&
+                   fsdp->comm->desc.progress != DTRAIN_PROGRESS_POLL;
+    return dtrain__reducer_create(&fsdp->reducer, alone ? fsdp->comm : fsdp->copies, threaded, &fsdp->layout,
+                                  fsdp->desc.compress, fsdp->desc.bucket_bytes, &fsdp->memory);
+}
+
+/* Makes the groups; where a transport has none, and all ranks are one group, the caller's serves for all. */
+static dtrain_status dtrain__fsdp_groups(dtrain_fsdp *fsdp)
+{
+    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards, copies = fsdp->layout.copies;
+    if (shards * copies == 1)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain_comm_duplicate(fsdp->comm, &fsdp->world);
+    if (status == DTRAIN_ERR_UNSUPPORTED && (shards == 1 || copies == 1)) {
+        fsdp->shares_comm = 1;
+        fsdp->world = fsdp->comm;
+        fsdp->gathers = fsdp->reduces = shards > 1 ? fsdp->comm : NULL;
+        fsdp->copies = copies > 1 ? fsdp->comm : NULL;
+        return DTRAIN_OK;
+    }
+    if (status == DTRAIN_OK && shards > 1)
+        status = dtrain_comm_split(fsdp->comm, rank / shards, rank, &fsdp->gathers);
+    if (status == DTRAIN_OK && shards > 1)
+        status = dtrain_comm_split(fsdp->comm, rank / shards, rank, &fsdp->reduces);
+    if (status == DTRAIN_OK && copies > 1)
+        status = dtrain_comm_split(fsdp->comm, rank % shards, rank, &fsdp->copies);
+    return status;
+}
+
+/* Says whether a group's name fits a parameter's. */
+static int dtrain__fsdp_fits(const char *pattern, const char *name)
+{
+    size_t bytes = strlen(pattern);
+    if (bytes > 0 && pattern[bytes - 1] == '*')
+        return strncmp(pattern, name, bytes - 1) == 0;
+    return strcmp(pattern, name) == 0;
+}
+
+static dtrain_status dtrain__fsdp_check_groups(const dtrain_fsdp_desc *desc, const char *call)
+{
+    if (desc->group_count > 0 && desc->groups == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: groups is NULL, expected %zu of them", call,
+                            desc->group_count);
+    for (size_t i = 0; i < desc->group_count; i++) {
+        const dtrain_param_group *group = &desc->groups[i];
+        if (group->name == NULL || strlen(group->name) > 127 || !dtrain__train_finite((double)group->lr_factor) ||
+            !dtrain__train_finite((double)group->weight_decay) || group->lr_factor < 0.0f || group->weight_decay < 0.0f)
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_INVALID,
+                "%s: group %zu needs a name of at most 127 characters, and lr_factor and weight_decay of at least 0",
+                call, i);
+    }
+    return DTRAIN_OK;
+}
+
+static void dtrain__fsdp_group_params(dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
+        const dtrain_param *param = &fsdp->layout.table[i];
+        const dtrain_param_group *group = NULL;
+        for (size_t k = fsdp->desc.group_count; k-- > 0;)
+            group = dtrain__fsdp_fits(fsdp->desc.groups[k].name, param->name) ? &fsdp->desc.groups[k] : group;
+        fsdp->lr_factors[i] = group != NULL && group->lr_factor > 0.0f ? group->lr_factor : 1.0f;
+        fsdp->decays[i] = fsdp->optimizer.weight_decay;
+        if (group != NULL && group->weight_decay > 0.0f)
+            fsdp->decays[i] = group->weight_decay;
+        if (param->no_decay || (group != NULL && group->no_decay))
+            fsdp->decays[i] = 0.0f;
+    }
+}
+
+/* Fills in what a cut's slice says, once the memory is there. */
+static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
+{
+    const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
+    const dtrain_param *param = &fsdp->layout.table[cut->param];
+    dtrain_slice *slice = &fsdp->slices[index];
+    size_t floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
+    slice->name = param->name;
+    slice->dtype = param->dtype;
+    slice->ndim = dtrain__params_ndim(param);
+    memcpy(slice->shape, param->shape, sizeof slice->shape);
+    slice->layer = cut->layer;
+    slice->unit = cut->unit;
+    slice->begin = cut->own;
+    slice->count = cut->own_count;
+    slice->no_decay = fsdp->decays[cut->param] == 0.0f;
+    slice->weights = dtrain__fsdp_own(fsdp, cut);
+    slice->device = fsdp->device.queue;
+    for (size_t k = 0; cut->trained && k < floats; k++)
+        slice->state[k] = fsdp->state + k * fsdp->layout.grads + cut->grad;
+    for (int shard = 0; shard < fsdp->layout.shards; shard++) {
+        size_t own;
+        fsdp->counts[index * (size_t)fsdp->layout.shards + (size_t)shard] =
+            dtrain__layout_part(&fsdp->layout, cut, shard, &own);
+        for (int grads = 0; grads <= cut->trained && cut->packed; grads++)
+            fsdp->packed_counts[(2 * (size_t)cut->unit + (size_t)grads) * (size_t)fsdp->layout.shards +
+                                (size_t)shard] += dtrain__layout_part(&fsdp->layout, cut, shard, &own);
+    }
+}
+
+/* Takes the pages of a range that are never dropped. */
+static void dtrain__fsdp_settle_in(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
+{
+    for (int grads = 0; grads <= cut->trained; grads++) {
+        size_t at, count = dtrain__layout_staying(cut, grads, &at);
+        size_t begin = fsdp->layout.offsets[cut->param] + (cut->element + at) * sizeof(float);
+        if (fsdp->reserved[cut->param] & (1 << grads))
+            dtrain__pages_take(grads ? &fsdp->grad_pages : &fsdp->weight_pages, begin, count * sizeof(float));
+    }
+}
+
+static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
+{
+    dtrain__layout *layout = &fsdp->layout;
+    dtrain_fsdp_plan_result plan;
+    int any = 0;
+    memset(&plan, 0, sizeof plan);
+    dtrain_status status = dtrain__fsdp_code_create(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_plan_fill(layout, &fsdp->desc, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp),
+                                        &fsdp->memory, &plan);
+    for (size_t i = 0; i < layout->table_count; i++)
+        any |= fsdp->reserved[i];
+    if (status == DTRAIN_OK)
+        status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, plan.full_weights, 0,
+                                      &fsdp->memory);
+    if (status == DTRAIN_OK)
+        status =
+            dtrain__pages_create(&fsdp->grad_pages, any & 2 ? layout->reserved : 0, plan.full_grads, 1, &fsdp->memory);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = 0; i < layout->table_count; i++) {
+        if (fsdp->reserved[i] & 1)
+            layout->table[i].data = fsdp->weight_pages.base + layout->offsets[i];
+        if (fsdp->reserved[i] & 2)
+            layout->table[i].grad = fsdp->grad_pages.base + layout->offsets[i];
+    }
+    for (size_t i = 0; i < layout->cut_count; i++)
+        dtrain__fsdp_settle_in(fsdp, &layout->cuts[i]);
+    return DTRAIN_OK;
+}
+
+/* Gives parameters without memory their addresses. */
+static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
+{
+    dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = 0; i < layout->table_count; i++) {
+        dtrain_param *param = &layout->table[i];
+        param->grad = param->frozen ? NULL : param->grad;
+        fsdp->reserved[i] = (unsigned char)((param->data == NULL) | (!param->frozen && param->grad == NULL) << 1);
+    }
+    dtrain_status status = fsdp->backend->reserve(fsdp);
+    for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
+        dtrain__layout_cut *cut = &layout->cuts[i];
+        const dtrain_param *param = &layout->table[cut->param];
+        cut->data = param->data != NULL ? (float *)param->data + cut->element : cut->data;
+        cut->grads = param->grad != NULL ? (float *)param->grad + cut->element : cut->grads;
+    }
+    return status;
+}
+
+static void *dtrain__fsdp_cpu_alloc(dtrain_fsdp *fsdp, size_t bytes)
+{
+    return dtrain__alloc(&fsdp->memory, bytes);
+}
+
+static void dtrain__fsdp_cpu_release(dtrain_fsdp *fsdp, void *memory, size_t bytes)
+{
+    dtrain__free(&fsdp->memory, memory, bytes);
+}
+
+static dtrain_status dtrain__fsdp_cpu_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
+{
+    return dtrain_broadcast(fsdp->world, data, count, dtype, 0);
+}
+
+static void dtrain__fsdp_cpu_round(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage)
+{
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    (void)fsdp, (void)stage;
+    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
+        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
+        DTRAIN_IGNORE(dtrain_convert(x + i, DTRAIN_F32, chunk, dtype, n));
+        DTRAIN_IGNORE(dtrain_convert(chunk, dtype, x + i, DTRAIN_F32, n));
+    }
+}
+
+#define DTRAIN__FSDP_BACKEND(at, queues)                                                                               \
+    static const dtrain__fsdp_backend dtrain__fsdp_##at##_backend = {queues,                                           \
+                                                                     dtrain__fsdp_##at##_alloc,                        \
+                                                                     dtrain__fsdp_##at##_release,                      \
+                                                                     dtrain__fsdp_##at##_reserve,                      \
+                                                                     dtrain__fsdp_##at##_broadcast,                    \
+                                                                     dtrain__fsdp_##at##_get,                          \
+                                                                     dtrain__fsdp_##at##_round,                        \
+                                                                     dtrain__fsdp_##at##_divide,                       \
+                                                                     dtrain__fsdp_##at##_make_room,                    \
+                                                                     dtrain__fsdp_##at##_gather,                       \
+                                                                     dtrain__fsdp_##at##_gathered,                     \
+                                                                     dtrain__fsdp_##at##_reduce,                       \
+                                                                     dtrain__fsdp_##at##_add,                          \
+                                                                     dtrain__fsdp_##at##_wait,                         \
+                                                                     dtrain__fsdp_##at##_narrow,                       \
+                                                                     dtrain__fsdp_##at##_widen,                        \
+                                                                     dtrain__fsdp_##at##_squares,                      \
+                                                                     dtrain__fsdp_##at##_hash};
+DTRAIN__FSDP_BACKEND(cpu, 0)
+DTRAIN__FSDP_BACKEND(device, 1)
+
+static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    dtrain_allocator *memory = &fsdp->memory;
+    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
+    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
+    fsdp->units = (dtrain__fsdp_unit *)dtrain__alloc(memory, units * sizeof *fsdp->units);
+    fsdp->copying = (dtrain_work **)dtrain__alloc(memory, units * sizeof *fsdp->copying);
+    fsdp->reserved = (unsigned char *)dtrain__alloc(memory, params);
+    fsdp->lr_factors = (float *)dtrain__alloc(memory, 2 * params * sizeof(float));
+    fsdp->counts = (size_t *)dtrain__alloc(memory, cuts * (size_t)layout->shards * sizeof(size_t));
+    fsdp->packed_counts = (size_t *)dtrain__alloc(memory, 2 * units * (size_t)layout->shards * sizeof(size_t));
+    fsdp->stages = (float *)dtrain__alloc(memory, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
+    fsdp->staged[0] = fsdp->staged[1] = -1;
+    fsdp->code_parts = (const void **)dtrain__alloc(memory, (size_t)layout->shards * sizeof(void *));
+    fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
+    fsdp->reducing = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->reducing);
+    fsdp->slices = (dtrain_slice *)dtrain__alloc(memory, cuts * sizeof *fsdp->slices);
+    fsdp->notes = (dtrain__fsdp_note *)dtrain__alloc(memory, world * sizeof *fsdp->notes);
+    fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
+    fsdp->buckets = (dtrain_bucket *)dtrain__alloc(memory, 2 * units * sizeof *fsdp->buckets);
+    fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
+    fsdp->state = (float *)fsdp->backend->alloc(fsdp, floats * layout->grads * sizeof(float));
+    fsdp->masters = (float *)fsdp->backend->alloc(fsdp, dtrain__fsdp_plan_apart(layout));
+    fsdp->levels[0] = (float *)fsdp->backend->alloc(fsdp, layout->grads * sizeof(float));
+    if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
+        fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
+        fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
+        fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL ||
+        fsdp->buckets == NULL || fsdp->code_parts == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "%s: no memory on rank %d's %s for slices of %zu weights and %zu gradients", fsdp->call,
+                            dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue), layout->weights,
+                            layout->grads);
+    fsdp->decays = fsdp->lr_factors + params;
+    return dtrain__fsdp_reserve(fsdp);
+}
+
+/* Gives every rank the first values of parameters that have memory of the caller's. */
+static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
+{
+    dtrain__layout *layout = &fsdp->layout;
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < layout->table_count && fsdp->world != NULL && !fsdp->desc.no_broadcast; i++)
+        if (status == DTRAIN_OK && !(fsdp->reserved[i] & 1))
+            status = fsdp->backend->broadcast(fsdp, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
+                                              layout->table[i].dtype);
+    for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
+            continue;
+        if (layout->apart && !cut->home)
+            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
+        dtrain__fsdp_round(fsdp, cut->data, cut->count, cut->unit);
+    }
+    for (int i = 0; i < layout->unit_count; i++) {
+        fsdp->trained_units += layout->units[i].trained > 0;
+        if (layout->resident)
+            dtrain__fsdp_page_weights(fsdp, i, 1);
+    }
+    return status;
+}
+
+/* Memory for gradients of the caller's may hold anything; reserved pages are zeros. */
+static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
+        const dtrain_param *param = &fsdp->layout.table[i];
+        const float zero = 0.0f;
+        if (param->grad != NULL && !(fsdp->reserved[i] & 2))
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, param->grad, &zero, sizeof zero,
+                                                         dtrain_param_elements(param)));
+    }
+}
+
+static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count, dtrain_status status)
+{
+    const char *bad = dtrain__optimizer_bad(&fsdp->optimizer, 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_groups(&fsdp->desc, fsdp->call);
+    if (status == DTRAIN_OK && bad != NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the optimizer's desc has a bad %s", fsdp->call, bad);
+    if (status == DTRAIN_OK)
+        status = dtrain__layout_create(&fsdp->layout, table, count, &fsdp->desc, dtrain_comm_size(fsdp->comm),
+                                       dtrain__fsdp_rank(fsdp), &fsdp->memory);
+    if (dtrain_comm_size(fsdp->comm) > 1)
+        status = dtrain__fsdp_compare(fsdp, table, count, status);
+    fsdp->device.queue = fsdp->layout.device;
+    fsdp->backend = fsdp->device.queue != NULL ? &dtrain__fsdp_device_backend : &dtrain__fsdp_cpu_backend;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_groups(fsdp);
+    if (status == DTRAIN_OK && fsdp->device.queue != NULL)
+        status = dtrain__fsdp_make_device_groups(fsdp);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_allocate(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_make_sender(fsdp);
+    if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
+        status = dtrain__report(&fsdp->device.refused);
+    if (fsdp->world != NULL)
+        status = dtrain__alike_agree(fsdp->world, fsdp->call, status);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fsdp_group_params(fsdp);
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
+        dtrain__fsdp_describe(fsdp, i);
+    fsdp->desc.groups = NULL;
+    fsdp->desc.compress = NULL;
+    fsdp->scattering = fsdp->bucket = fsdp->at = -1;
+    dtrain__fsdp_debug_share(fsdp);
+    dtrain__fsdp_zero_grads(fsdp);
+    dtrain__fsdp_reset(fsdp);
+    status = dtrain__fsdp_first_values(fsdp);
+    if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
+        status = dtrain__report(&fsdp->device.refused);
+    if (status == DTRAIN_OK && fsdp->desc.debug)
+        dtrain__fsdp_debug_create(fsdp, 0);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    return dtrain__fsdp_break(fsdp, status, "giving every rank the first values", -1);
+}
+
+/* checked: what the caller, which makes it in `call`, found wrong, which the other ranks are to learn. */
+static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table, size_t count,
+                                       const dtrain_fsdp_desc *desc, const char *call, dtrain_status checked)
+{
+    if (fsdp == NULL || comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: fsdp and comm are needed, got NULL", call);
+    *fsdp = NULL;
+    dtrain_allocator memory = {NULL, NULL, 0, 0};
+    memory.resize = dtrain_comm_allocator(comm)->resize;
+    memory.user = dtrain_comm_allocator(comm)->user;
+    dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made), none;
+    if (made == NULL) { /* the others hear of it where they compare */
+        memset(&none, 0, sizeof none);
+        none.comm = comm;
+        none.call = call;
+        checked = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for %zu bytes", call, sizeof *made);
+        return dtrain_comm_size(comm) > 1 ? dtrain__fsdp_compare(&none, table, count, checked) : checked;
+    }
+    made->memory = memory;
+    made->backend = &dtrain__fsdp_cpu_backend;
+    made->comm = comm;
+    made->call = call;
+    if (desc != NULL)
+        made->desc = *desc;
+    made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
+    made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
+    made->desc.keep_full_grads |= made->desc.compress != NULL;
+    made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug); /* -1: DDP's own */
+    made->desc.bucket_bytes = made->desc.bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : made->desc.bucket_bytes;
+    made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
+    made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
+    made->freezes = made->desc.compress != NULL && made->desc.compress->adam;
+    made->freeze_step = made->freezes ? made->desc.compress->feedback.start_step : 0;
+    dtrain_status status = dtrain__fsdp_init(made, table, count, checked);
+    if (status != DTRAIN_OK) {
+        dtrain__error cause = dtrain__thread_error;
+        dtrain_fsdp_destroy(made);
+        return dtrain__report(&cause);
+    }
+    *fsdp = made;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
+                                            size_t count, const dtrain_fsdp_desc *desc)
+{
+    return dtrain__fsdp_make(fsdp, comm, table, count, desc, "dtrain_fsdp_create", DTRAIN_OK);
+}
+
+#define DTRAIN__FSDP_ADOPTS ((size_t)1 << 18) /* elements that are broadcast at once: 1 MiB */
+
+/* Takes the values of a table over. given: of each parameter, whether it has any. */
+static dtrain_status dtrain__fsdp_adopt_values(dtrain_fsdp *fsdp, const dtrain_param *table, unsigned char *given,
+                                               float *stage)
+{
+    size_t count = fsdp->layout.table_count;
+    dtrain_status status = DTRAIN_OK;
+    for (size_t i = 0; i < count; i++)
+        given[i] = table[i].dtype == DTRAIN_F32 && table[i].data != NULL;
+    if (fsdp->world != NULL)
+        status = dtrain_broadcast(fsdp->world, given, count, DTRAIN_U8, 0);
+    for (size_t i = 0; i < count && status == DTRAIN_OK && fsdp->desc.no_broadcast; i++)
+        if (table[i].dtype == DTRAIN_F32 && given[i] != (table[i].data != NULL))
+            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                  "%s has %s on rank 0 and %s here: with no_broadcast every rank brings its values",
+                                  table[i].name, given[i] ? "data" : "none", given[i] ? "none" : "data");
+    for (size_t i = 0; i < count && status == DTRAIN_OK; i++)
+        if (given[i])
+            status = dtrain__fsdp_distribute(fsdp, i, (const float *)table[i].data, fsdp->device.queue, stage,
+                                             DTRAIN__FSDP_ADOPTS, fsdp->desc.no_broadcast ? -1 : 0);
+    if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
+        status = dtrain__report(&fsdp->device.refused);
+    return status;
+}
+
+/* Makes an object of a copy of the table that has no memory, and takes the values over. */
+static dtrain_status dtrain__fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
+                                        dtrain_param *bare, size_t count, const dtrain_fsdp_desc *desc, float *stage)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (bare == NULL || stage == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_adopt: no memory for %zu parameters", count);
+    for (size_t i = 0; bare != NULL && i < count; i++) {
+        bare[i] = table[i];
+        if (table[i].dtype == DTRAIN_F32)
+            bare[i].data = bare[i].grad = NULL;
+    }
+    status = dtrain__fsdp_make(fsdp, comm, bare != NULL ? bare : table, count, desc, "dtrain_fsdp_adopt", status);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_adopt_values(*fsdp, table, (unsigned char *)(bare + count), stage);
+    return (*fsdp)->world != NULL ? dtrain__alike_agree((*fsdp)->world, (*fsdp)->call, status) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, dtrain_param *table, size_t count,
+                                           const dtrain_fsdp_desc *desc)
+{
+    size_t bytes = 0, stage_bytes = DTRAIN__FSDP_ADOPTS * sizeof(float);
+    if (fsdp == NULL || comm == NULL || table == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_adopt: fsdp, comm and table are needed, got NULL");
+    dtrain_allocator *memory = dtrain_comm_allocator(comm);
+    dtrain_param *bare = NULL;
+    if (dtrain__mul_size(count, sizeof *bare + 1, &bytes))
+        bare = (dtrain_param *)dtrain__alloc(memory, bytes);
+    float *stage = (float *)dtrain__alloc(memory, stage_bytes);
+    dtrain_status status = dtrain__fsdp_adopt(fsdp, comm, table, bare, count, desc, stage);
+    dtrain__error cause = dtrain__thread_error;
+    dtrain__free(memory, stage, stage_bytes);
+    dtrain__free(memory, bare, bytes);
+    if (status != DTRAIN_OK) {
+        dtrain_fsdp_destroy(*fsdp);
+        *fsdp = NULL;
+        return dtrain__report(&cause);
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (table[i].dtype != DTRAIN_F32)
+            continue;
+        table[i].data = dtrain_fsdp_param(*fsdp, table[i].name);
+        table[i].grad = dtrain_fsdp_grad(*fsdp, table[i].name);
+    }
+    return DTRAIN_OK;
+}
+
+/* Gives what is under way until then to end; after that, where groups are the object's own, breaks them off. */
+static void dtrain__fsdp_cancel(dtrain_fsdp *fsdp, dtrain_work **work, int64_t until_ns)
+{
+    dtrain_comm *groups[] = {fsdp->gathers, fsdp->reduces, fsdp->copies, fsdp->world};
+    int ended;
+    if (*work == NULL)
+        return;
+    dtrain__work_end(*work, fsdp->shares_comm ? INT64_MAX : until_ns, &ended);
+    for (size_t i = 0; !ended && i < sizeof groups / sizeof groups[0]; i++)
+        if (groups[i] != NULL)
+            DTRAIN_IGNORE(dtrain_comm_abort(groups[i], "it has destroyed its dtrain_fsdp while this was under way"));
+    if (!ended)
+        DTRAIN_IGNORE(dtrain_work_wait(*work));
+    *work = NULL;
+}
+
+static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
+{
+    int64_t until_ns = dtrain__os_now_ns() + DTRAIN__FSDP_GRACE_NS;
+    dtrain__fsdp_cancel(fsdp, &fsdp->announcing, until_ns);
+    dtrain__fsdp_cancel(fsdp, &fsdp->exchanging, until_ns);
+    for (size_t i = 0; fsdp->gathering != NULL && fsdp->reducing != NULL && i < fsdp->layout.cut_count; i++) {
+        dtrain__fsdp_cancel(fsdp, &fsdp->gathering[i], until_ns);
+        dtrain__fsdp_cancel(fsdp, &fsdp->reducing[i], until_ns);
+    }
+    for (int i = 0; fsdp->copying != NULL && i < fsdp->layout.unit_count; i++)
+        dtrain__fsdp_cancel(fsdp, &fsdp->copying[i], until_ns);
+    dtrain__reducer_stop(fsdp->reducer, until_ns);
+}
+
+static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    dtrain_allocator *memory = &fsdp->memory, last;
+    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
+    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
+    dtrain__free(memory, fsdp->units, units * sizeof *fsdp->units);
+    dtrain__free(memory, fsdp->copying, units * sizeof *fsdp->copying);
+    dtrain__free(memory, fsdp->reserved, params);
+    dtrain__free(memory, fsdp->lr_factors, 2 * params * sizeof(float));
+    dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
+    dtrain__free(memory, fsdp->packed_counts, 2 * units * (size_t)layout->shards * sizeof(size_t));
+    dtrain__free(memory, fsdp->stages, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
+    dtrain__free(memory, fsdp->code_parts, (size_t)layout->shards * sizeof(void *));
+    dtrain__free(memory, fsdp->code_counts, fsdp->code_bytes);
+    dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
+    dtrain__free(memory, fsdp->reducing, cuts * sizeof *fsdp->reducing);
+    dtrain__free(memory, fsdp->slices, cuts * sizeof *fsdp->slices);
+    dtrain__free(memory, fsdp->notes, world * sizeof *fsdp->notes);
+    dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
+    dtrain__free(memory, fsdp->buckets, 2 * units * sizeof *fsdp->buckets);
+    dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
+    fsdp->backend->release(fsdp, fsdp->state, floats * layout->grads * sizeof(float));
+    fsdp->backend->release(fsdp, fsdp->masters, dtrain__fsdp_plan_apart(layout));
+    for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
+        fsdp->backend->release(fsdp, fsdp->levels[i], layout->grads * sizeof(float));
+        fsdp->backend->release(fsdp, fsdp->full_levels[i], layout->trained * sizeof(float));
+    }
+    dtrain__fsdp_free_places(fsdp);
+    dtrain__pages_destroy(&fsdp->weight_pages);
+    dtrain__pages_destroy(&fsdp->grad_pages);
+    dtrain__layout_destroy(&fsdp->layout, memory);
+    last = *memory;
+    dtrain__free(&last, fsdp, sizeof *fsdp);
+}
+
+DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
+{
+    if (fsdp == NULL)
+        return;
+    dtrain__error kept = dtrain__thread_error; /* why it is destroyed, perhaps: what was under way has its own */
+    dtrain__fsdp_quiesce(fsdp);
+    dtrain__thread_error = kept;
+    dtrain__reducer_destroy(fsdp->reducer);
+    dtrain__fsdp_debug_destroy(fsdp);
+    dtrain__fsdp_end_device_groups(fsdp);
+    if (!fsdp->shares_comm) {
+        dtrain_comm_destroy(fsdp->gathers);
+        dtrain_comm_destroy(fsdp->reduces);
+        dtrain_comm_destroy(fsdp->copies);
+        dtrain_comm_destroy(fsdp->world);
+    }
+    dtrain__fsdp_free(fsdp);
+}
+
+#endif

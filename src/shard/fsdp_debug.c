@@ -1,0 +1,222 @@
+/* ---- >>fsdp-debug ----
+ * What an object does besides when its caller is being debugged (DTRAIN_DEBUG=1, or desc.debug). FSDP guards memory: a
+ * unit's parameters are open from its gather to its release, its gradients until they have been taken over, and again
+ * from its next gather on. Where the library itself has to get at them it opens them for as long. Units are not
+ * gathered ahead, as one that is on its way cannot be closed. DDP has no gathers: it compares.
+ *
+ * Nothing is guarded on a device, nor parameters that are kept in full: there they can be read at any time. */
+#ifndef DTRAIN__FSDP_DEBUG
+#define DTRAIN__FSDP_DEBUG
+#include "fsdp.c"
+#include "guard.c"
+
+enum { DTRAIN__FSDP_LEFT_NOT, DTRAIN__FSDP_LEFT_AS_IT_IS, DTRAIN__FSDP_LEFT_ZERO };
+
+/* DDP: how a unit's reduce has left the gradients of a cut, which are not to be written until the step ends. */
+typedef struct dtrain__fsdp_debug_left {
+    int how; /* waiting for their turn as they are, or taken and set to zero; or they may be written */
+    uint64_t hash;
+} dtrain__fsdp_debug_left;
+
+struct dtrain__fsdp_debug {
+    dtrain__guard *guard;          /* FSDP */
+    dtrain__fsdp_debug_left *left; /* DDP: of a cut */
+};
+
+static int dtrain__fsdp_debug_asked(int desc)
+{
+    const char *text = getenv("DTRAIN_DEBUG");
+    return desc != 0 || (text != NULL && text[0] != 0 && strcmp(text, "0") != 0);
+}
+
+/* ---- FSDP: memory that is guarded ---- */
+
+static dtrain__guard *dtrain__fsdp_debug_guard(const dtrain_fsdp *fsdp)
+{
+    return fsdp->debug != NULL ? fsdp->debug->guard : NULL;
+}
+
+/* Opens or closes a unit's parameters, or its gradients. */
+static void dtrain__fsdp_debug_set(const dtrain_fsdp *fsdp, int number, int grads, int open)
+{
+    dtrain__guard *guard = dtrain__fsdp_debug_guard(fsdp);
+    const dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = layout->units[number].first; guard != NULL && i < layout->units[number].end; i++)
+        dtrain__guard_set(guard, i + (grads ? layout->cut_count : 0), open);
+}
+
+/* Says whether a unit that is not held stays readable. */
+static int dtrain__fsdp_debug_stays(const dtrain_fsdp *fsdp)
+{
+    return fsdp->keeps || fsdp->desc.no_reshard_after_forward;
+}
+
+/* Says whether a unit's gradients are open. */
+static int dtrain__fsdp_debug_grads_open(const dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__guard *guard = dtrain__fsdp_debug_guard(fsdp);
+    int open = guard == NULL;
+    for (size_t i = fsdp->layout.units[number].first; guard != NULL && i < fsdp->layout.units[number].end; i++)
+        open |= guard->ranges[i + fsdp->layout.cut_count].open;
+    return open;
+}
+
+/* Describes the range of a cut, of its parameter or its gradient. */
+static void dtrain__fsdp_debug_range(const dtrain_fsdp *fsdp, size_t index, int grad)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    const dtrain__layout_cut *cut = &layout->cuts[index];
+    const dtrain_param *param = &layout->table[cut->param];
+    dtrain__guard_range *range = &fsdp->debug->guard->ranges[index + (grad ? layout->cut_count : 0)];
+    range->name = param->name;
+    range->unit = cut->unit;
+    range->grad = grad;
+    if (cut->count == 0 || (grad ? !cut->trained : layout->resident))
+        return;
+    range->begin = (uintptr_t)(grad ? cut->grads : cut->data);
+    range->end = range->cover = range->begin + cut->count * sizeof(float);
+    if (!(fsdp->reserved[cut->param] & (1 << grad)) || cut->element + cut->count < dtrain_param_elements(param))
+        return;
+    /* what lies between two reserved parameters, and behind the last, is nobody's */
+    size_t next = cut->param + 1 < layout->table_count ? layout->offsets[cut->param + 1] : fsdp->grad_pages.bytes;
+    if (!grad && cut->param + 1 == layout->table_count)
+        next = fsdp->weight_pages.bytes;
+    range->cover = (uintptr_t)(grad ? fsdp->grad_pages.base : fsdp->weight_pages.base) + next;
+}
+
+/* Begins to guard the memory of an object. */
+static int dtrain__fsdp_debug_start(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    dtrain__guard *guard = dtrain__guard_create(2 * layout->cut_count, dtrain__fsdp_rank(fsdp), &fsdp->memory);
+    fsdp->debug->guard = guard;
+    for (size_t i = 0; guard != NULL && i < layout->cut_count; i++) {
+        dtrain__fsdp_debug_range(fsdp, i, 0);
+        dtrain__fsdp_debug_range(fsdp, i, 1);
+    }
+    if (guard == NULL || !dtrain__guard_start(guard))
+        return 0;
+    fsdp->weight_pages.few = fsdp->grad_pages.few = SIZE_MAX; /* pages that are closed do not move */
+    for (size_t i = 0; i < layout->cut_count; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        uintptr_t own = guard->ranges[i].begin + cut->own * sizeof(float);
+        if (cut->home && !layout->resident)
+            dtrain__guard_keep(guard, i, own, own + cut->own_count * sizeof(float));
+    }
+    for (int i = 0; i < layout->unit_count; i++)
+        dtrain__fsdp_debug_set(fsdp, i, 1, 1);
+    return 1;
+}
+
+/* Memory that an object has may be guarded for another, which a program destroys after it has made this one. */
+static void dtrain__fsdp_debug_share(const dtrain_fsdp *fsdp)
+{
+    for (size_t i = 0; i < fsdp->layout.table_count && fsdp->device.queue == NULL; i++) {
+        const dtrain_param *param = &fsdp->layout.table[i];
+        uintptr_t data = (uintptr_t)param->data, grad = (uintptr_t)param->grad;
+        size_t count = dtrain_param_elements(param);
+        if (data != 0 && !(fsdp->reserved[i] & 1))
+            dtrain__guard_share(data, data + count * dtrain_dtype_bits(param->dtype) / 8);
+        if (grad != 0 && !(fsdp->reserved[i] & 2))
+            dtrain__guard_share(grad, grad + count * sizeof(float));
+    }
+}
+
+static void dtrain__fsdp_debug_destroy(dtrain_fsdp *fsdp)
+{
+    dtrain__fsdp_debug *debug = fsdp->debug;
+    dtrain_allocator memory = {fsdp->memory.resize, fsdp->memory.user, 0, 0};
+    fsdp->debug = NULL;
+    if (debug == NULL)
+        return;
+    dtrain__guard_destroy(debug->guard);
+    if (debug->left != NULL)
+        dtrain__free(&memory, debug->left, fsdp->layout.cut_count * sizeof *debug->left);
+    dtrain__free(&memory, debug, sizeof *debug);
+}
+
+/* Makes what an object needs for it. Without it training goes on as well. */
+static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp, int compares)
+{
+    dtrain_allocator memory = {fsdp->memory.resize, fsdp->memory.user, 0, 0};
+    dtrain__fsdp_debug *debug;
+    int done = 0;
+    if (fsdp->device.queue != NULL) {
+        dtrain__log(DTRAIN_LOG_INFO, "DTRAIN_DEBUG: parameters on %s are not watched on rank %d",
+                    dtrain_device_name(fsdp->device.queue), dtrain__fsdp_rank(fsdp));
+        fsdp->desc.debug = 0;
+        return;
+    }
+    fsdp->debug = debug = (dtrain__fsdp_debug *)dtrain__alloc(&memory, sizeof *debug);
+    if (debug != NULL && compares) {
+        debug->left = (dtrain__fsdp_debug_left *)dtrain__alloc(&memory, fsdp->layout.cut_count * sizeof *debug->left);
+        done = debug->left != NULL;
+    } else if (debug != NULL) {
+        done = dtrain__fsdp_debug_start(fsdp);
+    }
+    if (done)
+        return;
+    dtrain__fsdp_debug_destroy(fsdp);
+    dtrain__log(DTRAIN_LOG_WARN, "DTRAIN_DEBUG: rank %d has no memory for it: nothing is watched, training goes on",
+                dtrain__fsdp_rank(fsdp));
+}
+
+/* ---- DDP: gradients that are compared ---- */
+
+/* A hash of a range's gradients. */
+static uint64_t dtrain__fsdp_debug_hash(const dtrain__layout_cut *cut)
+{
+    const unsigned char *at = (const unsigned char *)cut->grads;
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < cut->count; i++) {
+        uint32_t word;
+        memcpy(&word, at + i * sizeof word, sizeof word);
+        hash = (hash ^ word) * 0x100000001b3u; /* by an odd number: one word that differs gives another hash */
+    }
+    return hash;
+}
+
+/* Fails the step where a unit's gradients are not as their reduce has left them. */
+static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_debug_left *left = fsdp->debug != NULL ? fsdp->debug->left : NULL;
+    char why[160];
+    for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        int how = left[i].how, same = 1;
+        if (how == DTRAIN__FSDP_LEFT_AS_IT_IS)
+            same = dtrain__fsdp_debug_hash(cut) == left[i].hash;
+        else if (how == DTRAIN__FSDP_LEFT_ZERO)
+            same = dtrain__pages_are_zero((const unsigned char *)cut->grads, cut->count * sizeof(float));
+        left[i].how = how == DTRAIN__FSDP_LEFT_NOT ? how : DTRAIN__FSDP_LEFT_ZERO; /* its turn comes now */
+        if (same)
+            continue;
+        snprintf(why, sizeof why, "the gradient of %.40s (unit %d) was written after dtrain_ddp_reduce",
+                 fsdp->layout.table[cut->param].name, number);
+        dtrain_fsdp_fail(fsdp, why);
+    }
+}
+
+/* Notes how a unit's last reduce of a step has left its gradients. */
+static void dtrain__fsdp_debug_note(const dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_debug_left *left = fsdp->debug != NULL ? fsdp->debug->left : NULL;
+    int waits = fsdp->units[number].stage == DTRAIN__FSDP_GRADS_WAITING;
+    for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
+        if (!fsdp->layout.cuts[i].trained)
+            continue;
+        left[i].how = waits ? DTRAIN__FSDP_LEFT_AS_IT_IS : DTRAIN__FSDP_LEFT_ZERO;
+        left[i].hash = waits ? dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]) : 0;
+    }
+}
+
+/* Compares all units where a step ends. */
+static void dtrain__fsdp_debug_compare_all(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++)
+        dtrain__fsdp_debug_compare(fsdp, i);
+    if (fsdp->debug != NULL && fsdp->debug->left != NULL)
+        memset(fsdp->debug->left, 0, fsdp->layout.cut_count * sizeof *fsdp->debug->left);
+}
+
+#endif

@@ -1,0 +1,332 @@
+/* ---- >>fsdp-gather ----
+ * Units in full: gathered, kept while there is room, dropped. What is started when depends on the caller's gathers and
+ * releases alone, so that all ranks start the same operations in the same order. */
+#ifndef DTRAIN__FSDP_GATHER
+#define DTRAIN__FSDP_GATHER
+#include "fsdp_debug.c"
+#include "fsdp_device.c"
+#include "fsdp_quantise.c"
+
+static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit);
+static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit);
+
+/* Starts to gather one range. */
+static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
+{
+    const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
+    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    dtrain_dtype dtype = fsdp->desc.gather_dtype;
+    float *full = cut->data;
+    unsigned char *half = dtrain__fsdp_half(full, cut->count);
+    if (cut->count == 0)
+        return DTRAIN_OK;
+    if (cut->codes)
+        return dtrain__fsdp_code_gather(fsdp, index);
+    if (dtype == DTRAIN_F32)
+        return dtrain_all_gather_v_async(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
+                                         &fsdp->gathering[index]);
+    dtrain__fsdp_narrow(fsdp->masters + cut->weight, half + 2 * cut->own, cut->own_count, dtype);
+    if (fsdp->gathers == NULL)
+        return DTRAIN_OK;
+    return dtrain_all_gather_v_async(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype,
+                                     &fsdp->gathering[index]);
+}
+
+static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
+
+/* Takes the stages of a unit, which may be those of another, which is ended first. */
+static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
+{
+    int other = fsdp->staged[number % 2];
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->layout.units[number].packed == 0 && fsdp->layout.code_stage == 0 && fsdp->device.stage_bytes == 0)
+        return DTRAIN_OK;
+    if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        status = dtrain__fsdp_gather_finish(fsdp, other);
+    fsdp->staged[number % 2] = number;
+    return status;
+}
+
+/* Starts to gather the small ranges of a unit as one. */
+static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+    dtrain_dtype dtype = fsdp->desc.gather_dtype;
+    size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin, first = unit->end;
+    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
+    unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
+    if (unit->packed == 0)
+        return DTRAIN_OK;
+    for (size_t i = unit->end; i-- > unit->first;) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        first = cut->packed ? i : first;
+        if (cut->packed && cut->own_count > 0)
+            DTRAIN_IGNORE(dtrain_convert(dtrain__fsdp_own(fsdp, cut), DTRAIN_F32,
+                                         stage + (cut->stage + cut->own) * width, dtype, cut->own_count));
+    }
+    return dtrain_all_gather_v_async(fsdp->gathers, stage + begin * width, stage, counts, NULL, dtype,
+                                     &fsdp->gathering[first]);
+}
+
+static dtrain_status dtrain__fsdp_cpu_gather(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_status status = dtrain__fsdp_gather_packed(fsdp, number);
+    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
+        if (!fsdp->layout.cuts[i].packed)
+            status = dtrain__fsdp_gather_cut(fsdp, i);
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_debug_set(fsdp, number, 0, 1);
+    dtrain__fsdp_page_weights(fsdp, number, 1);
+    fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_GATHERING;
+    dtrain_status status = dtrain__fsdp_gather_stage(fsdp, number);
+    if (status == DTRAIN_OK)
+        status = fsdp->backend->gather(fsdp, number);
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "starting to gather", number);
+}
+
+static dtrain_status dtrain__fsdp_cpu_gathered(dtrain_fsdp *fsdp, int number)
+{
+    const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
+    dtrain_dtype dtype = fsdp->desc.gather_dtype;
+    size_t width = dtype == DTRAIN_F32 ? 4 : 2;
+    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, number);
+    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        if (cut->packed)
+            DTRAIN_IGNORE(dtrain_convert(stage + cut->stage * width, dtype, cut->data, DTRAIN_F32, cut->count));
+        else if (cut->codes)
+            dtrain__fsdp_code_gathered(fsdp, i);
+        else if (dtype != DTRAIN_F32)
+            dtrain__fsdp_widen(cut->data, cut->count, dtype);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_status status = fsdp->backend->gathered(fsdp, number);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_READY;
+    fsdp->units[number].stale = 0;
+    if (!fsdp->units[number].held && !dtrain__fsdp_debug_stays(fsdp))
+        dtrain__fsdp_debug_set(fsdp, number, 0, 0);
+    return DTRAIN_OK;
+}
+
+/* Ends the gathers that are under way, which read slices that are to be written. */
+static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count; i++)
+        if (fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+            status = dtrain__fsdp_gather_finish(fsdp, i);
+    return status;
+}
+
+/* Forgets what was gathered of a unit. */
+static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        status = dtrain__fsdp_gather_finish(fsdp, number);
+    if (status == DTRAIN_OK) {
+        fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_ABSENT;
+        fsdp->units[number].stale = 0;
+        dtrain__fsdp_debug_set(fsdp, number, 0, 1);
+        dtrain__fsdp_page_weights(fsdp, number, 0);
+        dtrain__fsdp_debug_set(fsdp, number, 0, 0);
+    }
+    return status;
+}
+
+/* Drops the unit that is where `number` is to be. *room: it was not held. */
+static dtrain_status dtrain__fsdp_device_make_room(dtrain_fsdp *fsdp, int number, int *room)
+{
+    dtrain_status status = DTRAIN_OK;
+    *room = 1;
+    for (int i = 0; i < fsdp->layout.unit_count && status == DTRAIN_OK; i++) {
+        if (i == number || !dtrain__fsdp_share_place(fsdp, i, number, 0) ||
+            fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+            continue;
+        if (!fsdp->units[i].held)
+            status = dtrain__fsdp_gather_drop(fsdp, i);
+        else
+            *room = 0;
+    }
+    return status;
+}
+
+/* Drops what was used longest ago until `number` has room among the units that rotate. *room: it has. */
+static dtrain_status dtrain__fsdp_cpu_make_room(dtrain_fsdp *fsdp, int number, int *room)
+{
+    *room = 1;
+    if (fsdp->keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
+        return DTRAIN_OK;
+    for (;;) {
+        int rotating = 0, oldest = -1;
+        for (int i = 0; i < fsdp->layout.unit_count; i++) {
+            const dtrain__fsdp_unit *unit = &fsdp->units[i];
+            if (i == number || unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT || fsdp->layout.units[i].tied)
+                continue;
+            rotating++;
+            if (!unit->held && i != fsdp->last && (oldest < 0 || unit->used < fsdp->units[oldest].used))
+                oldest = i;
+        }
+        *room = rotating < DTRAIN__FSDP_ROTATING;
+        if (*room || oldest < 0)
+            return DTRAIN_OK;
+        dtrain_status status = dtrain__fsdp_gather_drop(fsdp, oldest);
+        if (status != DTRAIN_OK)
+            return status;
+    }
+}
+
+/* Starts the unit that comes next, where there is room for it. */
+static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
+{
+    int room;
+    if (number < 0 || number >= fsdp->layout.unit_count || fsdp->units[number].state != DTRAIN__FSDP_WEIGHTS_ABSENT ||
+        fsdp->desc.debug)
+        return DTRAIN_OK;
+    dtrain_status status = fsdp->backend->make_room(fsdp, number, &room);
+    if (status != DTRAIN_OK || !room)
+        return status;
+    fsdp->units[number].used = ++fsdp->clock;
+    return dtrain__fsdp_gather_start(fsdp, number);
+}
+
+/* The direction in which a pass goes, by the unit before this one. The same again is the turn at the top, unless it was
+ * on its way down already; the first one after one that was on its way up begins another pass. */
+static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
+{
+    int last = fsdp->last;
+    if (last < 0 || unit > last)
+        return 1;
+    int rising = fsdp->units[last].fresh && !fsdp->units[last].backward;
+    return unit == last ? (rising ? -1 : 1) : (unit == 0 && rising ? 1 : -1);
+}
+
+/* Notes that a unit is used, and where the pass is: on its way down gradients are computed. toward: the direction where
+ * the caller said it; 0: it did not. Returns the direction; 0: a tied unit is used beside the one that is held, which
+ * is no turn of the pass. */
+static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
+{
+    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    int beside = toward == 0 && fsdp->layout.units[number].tied && fsdp->last >= 0 && fsdp->last != number &&
+                 fsdp->units[fsdp->last].held;
+    int direction = beside ? 0 : toward != 0 ? toward : dtrain__fsdp_direction(fsdp, number);
+    if (direction > 0 && fsdp->last >= 0 && number > fsdp->last && fsdp->reduced_units == 0)
+        fsdp->units[fsdp->last].backward = 0; /* it was gathered twice on the way up: that was no turn */
+    unit->held = unit->fresh = 1;
+    unit->used = ++fsdp->clock;
+    fsdp->last = beside ? fsdp->last : number;
+    fsdp->prefetched = 0;
+    if (direction != 0)
+        unit->backward = direction < 0;
+    /* tied parameters have a gradient from the head on, which comes before the pass turns back to their own layer */
+    if (direction < 0 || fsdp->layout.units[number].tied)
+        dtrain__fsdp_page_grads(fsdp, number, 1);
+    dtrain__fsdp_debug_set(fsdp, number, 1, 1);
+    return direction;
+}
+
+/* Says whether a unit can be gathered while others are held. */
+static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__fsdp_place *places = fsdp->device.places;
+    for (int i = 0; places != NULL && places[number].weights != NULL && i < fsdp->layout.unit_count; i++)
+        if (i != number && dtrain__fsdp_share_place(fsdp, i, number, 0) && places[i].weights != NULL &&
+            fsdp->units[i].held && fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
+            return dtrain__fail(
+                &fsdp->error, DTRAIN_ERR_INVALID,
+                "dtrain_fsdp_gather: unit %d lies where unit %d does, which rank %d holds: release that "
+                "first, or set no_reshard_after_forward",
+                number, i, dtrain__fsdp_rank(fsdp));
+    return DTRAIN_OK;
+}
+
+/* toward: as in dtrain__fsdp_use. */
+static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number, int toward)
+{
+    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    int room;
+    dtrain_status status = dtrain__fsdp_check_place(fsdp, number);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_advance(fsdp, number);
+    /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
+    int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
+    if (status == DTRAIN_OK && computes)
+        status = dtrain__fsdp_left_out(fsdp, number);
+    int direction = dtrain__fsdp_use(fsdp, number, toward);
+    if (computes && direction > 0) /* on its way down the last pass may still come to units without gradients */
+        fsdp->just_ended = 0;
+    if (status != DTRAIN_OK || fsdp->layout.resident)
+        return status;
+    if (unit->stale)
+        status = dtrain__fsdp_gather_drop(fsdp, number);
+    if (status == DTRAIN_OK && unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+        status = fsdp->backend->make_room(fsdp, number, &room);
+    if (status == DTRAIN_OK && unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+        status = dtrain__fsdp_gather_start(fsdp, number);
+    if (status == DTRAIN_OK && !fsdp->desc.no_prefetch && direction != 0)
+        status = dtrain__fsdp_gather_ahead(fsdp, number + direction);
+    if (status == DTRAIN_OK && unit->state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        status = dtrain__fsdp_gather_finish(fsdp, number);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_debug_set(fsdp, number, 0, 1);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_gather", unit);
+    return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_gather_now(fsdp, unit, 0)) : status;
+}
+
+static dtrain_status dtrain__fsdp_release_now(dtrain_fsdp *fsdp, int unit)
+{
+    fsdp->units[unit].held = 0;
+    if (!dtrain__fsdp_debug_stays(fsdp))
+        dtrain__fsdp_debug_set(fsdp, unit, 0, 0);
+    return fsdp->units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_release", unit);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!fsdp->units[unit].held)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_release: unit %d is not gathered on rank %d: gather it before each release",
+                            unit, dtrain__fsdp_rank(fsdp));
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_release_now(fsdp, unit));
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_prefetch", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
+    if (strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_NO_SHARD)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_prefetch: this strategy keeps full parameters on rank %d and gathers nothing: "
+                            "leave the call out",
+                            dtrain__fsdp_rank(fsdp));
+    if (fsdp->prefetched)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_prefetch: called twice on rank %d without a forward pass in between: call it "
+                            "once before each",
+                            dtrain__fsdp_rank(fsdp));
+    fsdp->prefetched = 1;
+    return dtrain__fsdp_leave(fsdp, fsdp->layout.resident ? DTRAIN_OK : dtrain__fsdp_gather_ahead(fsdp, 0));
+}
+
+#endif

@@ -1,0 +1,114 @@
+/* ---- >>fsdp-pass ----
+ * Passes of a caller that names only the unit it comes to: what it leaves is released on the way forward, reduced on
+ * the way backward. And the ends of micro-batches that are left out, joined or failed. */
+#ifndef DTRAIN__FSDP_PASS
+#define DTRAIN__FSDP_PASS
+#include "fsdp_reduce.c"
+
+/* Leaves the unit that the pass is at, if it is at one that the caller has not left by itself. */
+static dtrain_status dtrain__fsdp_arrive(dtrain_fsdp *fsdp, const char *call)
+{
+    int unit = fsdp->at;
+    fsdp->at = -1;
+    if (unit < 0 || !fsdp->units[unit].held)
+        return DTRAIN_OK;
+    return fsdp->at_backward ? dtrain__fsdp_reduce_now(fsdp, unit, call) : dtrain__fsdp_release_now(fsdp, unit);
+}
+
+static dtrain_status dtrain__fsdp_go_to(dtrain_fsdp *fsdp, int unit, int backward, const char *call)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
+    if (status != DTRAIN_OK)
+        return status;
+    int turns = backward && !fsdp->at_backward && fsdp->at == unit; /* at the top, whose parameters stay */
+    if (!turns)
+        status = dtrain__fsdp_arrive(fsdp, call);
+    if (status == DTRAIN_OK) /* which way is said: going to a unit twice is no turn */
+        status = dtrain__fsdp_gather_now(fsdp, unit, backward ? -1 : 1);
+    if (status == DTRAIN_OK) {
+        fsdp->at = unit;
+        fsdp->at_backward = backward;
+    }
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_forward_to(dtrain_fsdp *fsdp, int unit)
+{
+    return dtrain__fsdp_go_to(fsdp, unit, 0, "dtrain_fsdp_forward_to");
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_backward_to(dtrain_fsdp *fsdp, int unit)
+{
+    return dtrain__fsdp_go_to(fsdp, unit, 1, "dtrain_fsdp_backward_to");
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_next", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_arrive(fsdp, "dtrain_fsdp_next");
+    if (status == DTRAIN_OK && !fsdp->just_ended) {
+        status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_next");
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_check_left(fsdp, "dtrain_fsdp_next");
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_end_micro_batch(fsdp);
+    }
+    fsdp->just_ended = 0;
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+/* Where gradients are kept until the step, one reduction stands for all micro-batches: adds: this one counts. */
+static dtrain_status dtrain__fsdp_join_now(dtrain_fsdp *fsdp, int adds)
+{
+    dtrain_status status = DTRAIN_OK;
+    int units = fsdp->layout.unit_count;
+    for (int i = 0; status == DTRAIN_OK && i < 2 * units; i++) {
+        int unit = i < units ? i : 2 * units - 1 - i;
+        status = dtrain__fsdp_gather_now(fsdp, unit, 0);
+        if (status == DTRAIN_OK && i >= units && adds && fsdp->layout.units[unit].trained > 0)
+            status = dtrain__fsdp_take(fsdp, unit, 1);
+        fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_release_now(fsdp, unit);
+    }
+    if (status == DTRAIN_OK && adds) {
+        fsdp->joined++;
+        dtrain__fsdp_micro_batch_over(fsdp);
+    }
+    if (status == DTRAIN_OK)
+        fsdp->just_ended = 0;
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_join", 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_arrive(fsdp, "dtrain_fsdp_join");
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_join");
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->reduced_units > 0)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_join: rank %d has reduced %d of %d units of this micro-batch: go on with it, "
+                            "or end it with dtrain_fsdp_next",
+                            dtrain__fsdp_rank(fsdp), fsdp->reduced_units, fsdp->trained_units);
+    int folded;
+    status = dtrain__fsdp_folded(fsdp, &folded);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_join_now(fsdp, !fsdp->desc.keep_full_grads || fsdp->ended < (folded > 1 ? folded : 1));
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why)
+{
+    if (fsdp == NULL || fsdp->note.failed)
+        return;
+    fsdp->note.failed = 1;
+    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
+}
+
+#endif

@@ -1,0 +1,189 @@
+/* ---- >>fsdp-plan ----
+ * What an object will need, from its layout alone, before anything of it is allocated. */
+#ifndef DTRAIN__FSDP_PLAN
+#define DTRAIN__FSDP_PLAN
+#include "fsdp_device.c"
+#include "fsdp_traffic.c"
+
+typedef struct dtrain__fsdp_page_span {
+    size_t begin, end;
+} dtrain__fsdp_page_span;
+
+static int dtrain__fsdp_page_span_compare(const void *left, const void *right)
+{
+    const dtrain__fsdp_page_span *a = (const dtrain__fsdp_page_span *)left, *b = (const dtrain__fsdp_page_span *)right;
+    return a->begin < b->begin ? -1 : a->begin > b->begin;
+}
+
+/* Adds the pages of a unit's reserved ranges; staying: of those parts alone that are never dropped. */
+static size_t dtrain__fsdp_plan_add(const dtrain__layout *layout, int unit, int grads, int staying,
+                                    dtrain__fsdp_page_span *spans, size_t used)
+{
+    size_t page = dtrain__os_page_bytes();
+    for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        const dtrain_param *param = &layout->table[cut->param];
+        size_t at = 0, count = staying ? dtrain__layout_staying(cut, grads, &at) : cut->count;
+        size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
+        if (count == 0 || (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
+            continue;
+        spans[used].begin = begin / page;
+        spans[used++].end = (begin + count * sizeof(float) - 1) / page + 1;
+    }
+    return used;
+}
+
+/* Bytes of the pages that spans cover together. */
+static size_t dtrain__fsdp_plan_cover(dtrain__fsdp_page_span *spans, size_t used)
+{
+    size_t pages = 0, covered = 0;
+    qsort(spans, used, sizeof *spans, dtrain__fsdp_page_span_compare);
+    for (size_t i = 0; i < used; i++) {
+        size_t begin = spans[i].begin > covered ? spans[i].begin : covered;
+        pages += spans[i].end > begin ? spans[i].end - begin : 0;
+        covered = spans[i].end > covered ? spans[i].end : covered;
+    }
+    return pages * dtrain__os_page_bytes();
+}
+
+/* Bytes of the pages of some units: from `first` to `end`, tied ones only where `tied`. */
+static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads,
+                                      int staying, dtrain__fsdp_page_span *spans)
+{
+    size_t used = 0;
+    for (int unit = first; unit < end; unit++)
+        if (!tied || layout->units[unit].tied)
+            used = dtrain__fsdp_plan_add(layout, unit, grads, staying, spans, used);
+    return dtrain__fsdp_plan_cover(spans, used);
+}
+
+/* Of them what is not always there. */
+static size_t dtrain__fsdp_plan_transient(const dtrain__layout *layout, int first, int end, int tied, int grads,
+                                          dtrain__fsdp_page_span *spans)
+{
+    return dtrain__fsdp_plan_units(layout, first, end, tied, grads, 0, spans) -
+           dtrain__fsdp_plan_units(layout, first, end, tied, grads, 1, spans);
+}
+
+/* The most bytes in pages at once: those that are always there, and of others those of all units, or of those that are
+ * tied and the two largest others. Any two may meet, as the last and the first where a pass ends and the next begins.
+ */
+static size_t dtrain__fsdp_plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__fsdp_page_span *spans)
+{
+    int units = layout->unit_count;
+    size_t stay = dtrain__fsdp_plan_units(layout, 0, units, 0, grads, 1, spans), two[2] = {0, 0};
+    if (all)
+        return stay + dtrain__fsdp_plan_transient(layout, 0, units, 0, grads, spans);
+    for (int unit = 0; unit < units; unit++) {
+        size_t bytes =
+            layout->units[unit].tied ? 0 : dtrain__fsdp_plan_transient(layout, unit, unit + 1, 0, grads, spans);
+        two[1] = bytes > two[0] ? two[0] : bytes > two[1] ? bytes : two[1];
+        two[0] = bytes > two[0] ? bytes : two[0];
+    }
+    return stay + dtrain__fsdp_plan_transient(layout, 0, units, 1, grads, spans) + two[0] + two[1];
+}
+
+/* Bytes of this rank's weights that are kept apart. */
+static size_t dtrain__fsdp_plan_apart(const dtrain__layout *layout)
+{
+    return layout->apart ? layout->weights * sizeof(float) : 0;
+}
+
+static size_t dtrain__fsdp_plan_state_floats(const dtrain_optimizer_desc *optimizer)
+{
+    return optimizer->kind == DTRAIN_ADAMW ? 2 : optimizer->kind == DTRAIN_SGD && optimizer->momentum != 0.0f;
+}
+
+/* Bytes of the CPU's stages for small ranges; sums of gradients that travel in 16 bits have one of their own. */
+static size_t dtrain__fsdp_plan_stages(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
+{
+    size_t stages = DTRAIN__FSDP_STAGES + (size_t)dtrain__layout_is_16_bit(desc->reduce_dtype);
+    return layout->device == NULL ? stages * layout->stage * sizeof(float) : 0;
+}
+
+/* Of tables and page counts. */
+static size_t dtrain__fsdp_plan_bookkeeping(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world)
+{
+    size_t a_param = sizeof(dtrain_param) + sizeof(size_t) + 2 * sizeof(float) + 1;
+    size_t a_cut = sizeof(dtrain__layout_cut) + sizeof(dtrain_slice) + 2 * sizeof(dtrain_work *) +
+                   (size_t)layout->shards * sizeof(size_t);
+    size_t a_unit = sizeof(dtrain__layout_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
+                    2 * (size_t)layout->shards * sizeof(size_t) + 2 * sizeof(dtrain_bucket);
+    if (layout->device != NULL)
+        a_unit += sizeof(dtrain__fsdp_place) + DTRAIN__FSDP_WAYS * sizeof(dtrain_device_work *);
+    return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
+           layout->part_count * sizeof(dtrain_param_part) + layout->cut_count * a_cut +
+           (size_t)layout->unit_count * a_unit + (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
+           2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
+           desc->trace_events * sizeof(dtrain__fsdp_event) + dtrain__fsdp_plan_stages(layout, desc) +
+           (size_t)layout->shards * sizeof(void *) + dtrain__fsdp_code_memory(layout, desc);
+}
+
+/* Bytes of what compression keeps from step to step, at most. */
+static size_t dtrain__fsdp_plan_compression(const dtrain__layout *layout, const dtrain_compress_desc *desc)
+{
+    size_t floats = 0;
+    if (desc == NULL)
+        return 0;
+    floats += !desc->feedback.no_feedback;
+    floats += !desc->feedback.no_feedback && desc->adam;
+    floats += desc->feedback.momentum > 0.0f;
+    return floats * layout->grads * sizeof(float);
+}
+
+static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world,
+                                            int rank, dtrain_allocator *allocator, dtrain_fsdp_plan_result *plan)
+{
+    dtrain_optimizer_desc optimizer = dtrain__optimizer_defaults(&desc->optimizer);
+    int micro = desc->micro_batches > 1 ? desc->micro_batches : 1;
+    int all = layout->resident || desc->no_reshard_after_forward;
+    size_t bytes = (layout->cut_count + 1) * sizeof(dtrain__fsdp_page_span);
+    dtrain__fsdp_page_span *spans = (dtrain__fsdp_page_span *)dtrain__alloc(allocator, bytes);
+    if (spans == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
+    plan->weights = dtrain__fsdp_plan_apart(layout);
+    plan->gradients = layout->grads * sizeof(float);
+    if (desc->keep_full_grads || desc->compress != NULL)
+        plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
+    else
+        plan->gradients *= (size_t)dtrain__layout_levels(micro);
+    plan->optimizer = layout->grads * sizeof(float) * dtrain__fsdp_plan_state_floats(&optimizer);
+    if (layout->device == NULL) {
+        plan->full_weights = dtrain__fsdp_plan_pages(layout, 0, all, spans);
+        plan->full_grads = dtrain__fsdp_plan_pages(layout, 1, desc->no_overlap, spans);
+    } else {
+        dtrain__fsdp_place_plan(layout, desc, &plan->full_weights, &plan->full_grads);
+    }
+    plan->bookkeeping = dtrain__fsdp_plan_bookkeeping(layout, desc, world);
+    plan->compression = dtrain__fsdp_plan_compression(layout, desc->compress);
+    plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
+                 plan->bookkeeping + plan->compression;
+    dtrain__fsdp_traffic(layout, desc, rank, plan);
+    dtrain__free(allocator, spans, bytes);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t count, const dtrain_fsdp_desc *desc,
+                                          int world_size, int rank, dtrain_fsdp_plan_result *plan)
+{
+    dtrain_allocator allocator = {NULL, NULL, 0, 0};
+    dtrain_fsdp_desc full;
+    dtrain__layout layout;
+    memset(&full, 0, sizeof full);
+    if (plan == NULL || rank < 0 || rank >= world_size || world_size > DTRAIN__MAX_RANKS)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_plan: rank %d of %d, and a plan to fill in: expected a rank below the number "
+                            "of ranks, at most %d, and no NULL",
+                            rank, world_size, DTRAIN__MAX_RANKS);
+    if (desc != NULL)
+        full = *desc;
+    memset(plan, 0, sizeof *plan);
+    dtrain_status status = dtrain__layout_create(&layout, table, count, &full, world_size, rank, &allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_plan_fill(&layout, &full, world_size, rank, &allocator, plan);
+    dtrain__layout_destroy(&layout, &allocator);
+    return status;
+}
+
+#endif

@@ -1,0 +1,649 @@
+/* ---- >>fsdp-reduce ----
+ * Gradients, from a unit's in full to this rank's part of the sum. All ranks start units from the last to the first,
+ * in every micro-batch, whatever the order of the caller's; one that a rank leaves out adds -0, the one number that
+ * changes no other. A unit's full gradients are free when they have been scattered; between copies only parts travel.
+ *
+ * Micro-batches are folded by a binary counter: reduction k goes to the level of k's trailing ones, which is free, and
+ * takes in the lower levels, lowest first; the end collapses what there is. That is the balanced tree whose left part
+ * is the largest power of two. */
+#ifndef DTRAIN__FSDP_REDUCE
+#define DTRAIN__FSDP_REDUCE
+#include "fsdp_gather.c"
+#include "reducer.c"
+#include "../comm/plan.c"
+
+static int dtrain__fsdp_trailing_ones(unsigned number)
+{
+    int ones = 0;
+    while (number >> ones & 1)
+        ones++;
+    return ones;
+}
+
+static int dtrain__fsdp_narrows_grads(const dtrain_fsdp *fsdp)
+{
+    return fsdp->desc.reduce_dtype != DTRAIN_F32;
+}
+
+/* Says whether a unit's part of the reduction waits in 16 bits: what travels between copies does, and what a rank that
+ * shares its parameters with no other rounds as if it travelled. */
+static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
+{
+    return dtrain__fsdp_narrows_grads(fsdp) && (fsdp->reduces == NULL || fsdp->copies != NULL);
+}
+
+/* Where a unit's part of the reduction goes that is under way. */
+static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
+{
+    return fsdp->levels[fsdp->units[number].level] + fsdp->layout.units[number].grad;
+}
+
+static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
+{
+    if (*level == NULL)
+        *level = (float *)fsdp->backend->alloc(fsdp, count * sizeof(float));
+    if (*level != NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                        "no memory on %s for %zu bytes of gradient sums: use fewer micro-batches",
+                        dtrain_device_name(fsdp->device.queue), count * sizeof(float));
+}
+
+static void dtrain__fsdp_cpu_widen(dtrain_fsdp *fsdp, int number, float *sum)
+{
+    dtrain__fsdp_widen(sum, fsdp->layout.units[number].grad_count, fsdp->desc.reduce_dtype);
+}
+
+static void dtrain__fsdp_cpu_narrow(dtrain_fsdp *fsdp, int number, float *sum)
+{
+    size_t count = fsdp->layout.units[number].grad_count;
+    dtrain__fsdp_narrow(sum, (unsigned char *)sum, count, fsdp->desc.reduce_dtype);
+    memmove(dtrain__fsdp_half(sum, count), sum, 2 * count);
+}
+
+/* The sum of a unit is there: folds it with those of earlier micro-batches. */
+static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__layout_unit *cuts = &fsdp->layout.units[number];
+    float *sum = dtrain__fsdp_target(fsdp, number);
+    uint64_t mode = dtrain__fpmode_enter();
+    if (dtrain__fsdp_waits_narrow(fsdp))
+        fsdp->backend->widen(fsdp, number, sum);
+    for (int level = 0; level < fsdp->units[number].level; level++)
+        dtrain__fsdp_add(fsdp, sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
+    dtrain__fpmode_restore(mode);
+    fsdp->units[number].stage = DTRAIN__FSDP_GRADS_IDLE;
+}
+
+/* Starts to send every rank its part of gradients, which are in `in` as they travel, and to add up this rank's. */
+static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, float *out, const size_t *counts,
+                                          size_t index)
+{
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    if (dtrain__fsdp_narrows_grads(fsdp))
+        return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->reducing[index]);
+    return dtrain_reduce_scatter_v_async(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM,
+                                         &fsdp->reducing[index]);
+}
+
+/* Where this rank's part of the sums of a unit's small ranges is; they lie one after another. */
+static float *dtrain__fsdp_packed_sums(const dtrain_fsdp *fsdp, size_t begin)
+{
+    if (dtrain__fsdp_narrows_grads(fsdp)) /* apart from what travels, which may be half as wide */
+        return fsdp->stages + DTRAIN__FSDP_STAGES * fsdp->layout.stage;
+    return fsdp->stages + (DTRAIN__FSDP_STAGES - 1) * fsdp->layout.stage + begin;
+}
+
+/* Starts to reduce the small ranges of a unit as one. */
+static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    size_t width = dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4, begin, first = unit->end;
+    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 1, &begin);
+    unsigned char *stage = dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
+    if (unit->packed_grads == 0)
+        return DTRAIN_OK;
+    for (size_t i = unit->end; i-- > unit->first;) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        if (!cut->packed || !cut->trained)
+            continue;
+        first = i;
+        DTRAIN_IGNORE(dtrain_convert(cut->grads, DTRAIN_F32, stage + cut->grad_stage * width, dtype, cut->count));
+    }
+    return dtrain__fsdp_scatter(fsdp, stage, dtrain__fsdp_packed_sums(fsdp, begin), counts, first);
+}
+
+/* Puts this rank's part of the sums of small ranges where those of the others are, and adds up the quantised ones. */
+static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
+{
+    size_t begin;
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+    dtrain__fsdp_packed(fsdp, number, 1, &begin);
+    const float *sums = dtrain__fsdp_packed_sums(fsdp, begin);
+    for (size_t i = unit->first; i < unit->end; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        float *target = dtrain__fsdp_target(fsdp, number) + (cut->grad - unit->grad);
+        if (cut->codes_grad) {
+            dtrain__fsdp_code_reduced(fsdp, i, target);
+        } else if (cut->packed && cut->trained && cut->own_count > 0) {
+            memcpy(target, sums, cut->own_count * sizeof(float));
+            sums += cut->own_count;
+        }
+    }
+}
+
+static dtrain_status dtrain__fsdp_cpu_add(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count)
+{
+    void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, count) : (void *)sum;
+    return dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
+                                   &fsdp->copying[lowest]);
+}
+
+/* Starts to add the bucket's parts, which lie side by side, over the copies. */
+static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
+{
+    const dtrain__layout_unit *units = fsdp->layout.units;
+    size_t count = units[fsdp->bucket].grad + units[fsdp->bucket].grad_count - units[lowest].grad;
+    float *sum = dtrain__fsdp_target(fsdp, lowest);
+    int highest = fsdp->bucket;
+    for (int i = lowest; i <= highest; i++)
+        fsdp->units[i].lowest = lowest;
+    fsdp->units[lowest].highest = highest;
+    fsdp->bucket = -1;
+    if (fsdp->reducer != NULL) {
+        dtrain__fsdp_queued(fsdp, dtrain__reducer_take(fsdp, lowest, highest, sum - units[lowest].grad));
+        return DTRAIN_OK;
+    }
+    dtrain_status status = fsdp->backend->add(fsdp, lowest, sum, count);
+    fsdp->units[lowest].job = status == DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    fsdp->copying[lowest] = NULL;
+    return dtrain__fsdp_break(fsdp, status, "starting to reduce", lowest);
+}
+
+/* Adds a unit to the bucket, which goes when it is large enough or nothing comes after. Numbers of 16 bits wait each
+ * unit's in a place of its own, and go alone. */
+static dtrain_status dtrain__fsdp_join_bucket(dtrain_fsdp *fsdp, int number)
+{
+    fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
+    if (!dtrain__fsdp_narrows_grads(fsdp) &&
+        !dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes))
+        return DTRAIN_OK;
+    return dtrain__fsdp_send_bucket(fsdp, number);
+}
+
+/* Between micro-batches a gradient may be added to before its unit is gathered for it. */
+static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
+{
+    if (fsdp->reduced_units == 0)
+        dtrain__pages_put_away(&fsdp->grad_pages);
+}
+
+/* Keeps account of a unit whose gradients have been scattered. */
+static void dtrain__fsdp_account_unit(dtrain_fsdp *fsdp, int number, int64_t ns)
+{
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+    uint64_t others = (uint64_t)(unit->trained - unit->grad_count), coded,
+             bytes = dtrain__fsdp_code_sent_bytes(fsdp, number, &coded);
+    dtrain__fsdp_account(fsdp, number, number, 4 * others,
+                         bytes + dtrain__layout_scatter_bytes(&fsdp->layout, &fsdp->desc) * (others - coded), ns);
+}
+
+/* Waits until the bucket of a unit has been added over the copies. */
+static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
+{
+    int lowest = fsdp->units[number].lowest, highest = fsdp->units[lowest].highest;
+    const dtrain__layout_unit *units = fsdp->layout.units;
+    int64_t before_ns = fsdp->stats.communicated_ns;
+    if (fsdp->reducer != NULL)
+        return dtrain__reducer_finish(fsdp, number);
+    if (fsdp->units[lowest].job == 0)
+        return DTRAIN_OK;
+    fsdp->units[lowest].job = 0;
+    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_COPIES, lowest, number);
+    if (status != DTRAIN_OK)
+        return status;
+    uint64_t dense = dtrain__plan_sent_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
+                                             fsdp->layout.copies);
+    dtrain__fsdp_account(fsdp, lowest, highest, dense, dtrain__fsdp_narrows_grads(fsdp) ? dense / 2 : dense,
+                         fsdp->stats.communicated_ns - before_ns);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__fsdp_cpu_wait(dtrain_fsdp *fsdp, int way, int lowest, int unit)
+{
+    if (way == DTRAIN__FSDP_COPIES)
+        return dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, unit);
+    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, unit);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_unpack_grads(fsdp, unit);
+    return status;
+}
+
+/* Full gradients have been scattered: they are free, and parts go on to the other copies. */
+static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
+{
+    int64_t before_ns = fsdp->stats.communicated_ns;
+    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_REDUCES, number, number);
+    fsdp->scattering = -1;
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->reduces != NULL)
+        dtrain__fsdp_account_unit(fsdp, number, fsdp->stats.communicated_ns - before_ns);
+    dtrain__fsdp_page_grads(fsdp, number, 0);
+    dtrain__fsdp_between(fsdp);
+    if (fsdp->copies == NULL && fsdp->reducer == NULL) {
+        dtrain__fsdp_fold(fsdp, number);
+        return DTRAIN_OK;
+    }
+    if (fsdp->reduces != NULL && dtrain__fsdp_waits_narrow(fsdp))
+        fsdp->backend->narrow(fsdp, number, dtrain__fsdp_target(fsdp, number));
+    fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
+    return dtrain__fsdp_join_bucket(fsdp, number);
+}
+
+/* Ends what is under way of a unit's reduction. */
+static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->units[number].stage == DTRAIN__FSDP_GRADS_SCATTERING)
+        status = dtrain__fsdp_scattered(fsdp, number);
+    /* in the next micro-batch: the last unit of this one takes the bucket along */
+    if (status == DTRAIN_OK && fsdp->bucket >= number && fsdp->scattering >= 0)
+        status = dtrain__fsdp_scattered(fsdp, fsdp->scattering);
+    if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__FSDP_GRADS_COPYING) {
+        status = dtrain__fsdp_wait_copies(fsdp, number);
+        if (status == DTRAIN_OK)
+            dtrain__fsdp_fold(fsdp, number);
+    }
+    return status;
+}
+
+/* Ends scattering what is in the way of a unit: its own gradients, or on a device those in its place. */
+static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
+{
+    int now = fsdp->scattering;
+    if (now >= 0 && (now == unit || dtrain__fsdp_share_place(fsdp, now, unit, 1)))
+        return dtrain__fsdp_scattered(fsdp, now);
+    return DTRAIN_OK;
+}
+
+/* The same, and goes on with reductions whose operations have ended. On a device that has ended for the CPU before it
+ * has for the caller's queue, which is not to wait for it early. */
+static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
+{
+    int now = fsdp->scattering;
+    if (now >= 0 && !fsdp->backend->queues && dtrain__fsdp_all_done(fsdp, fsdp->reducing, now))
+        return dtrain__fsdp_scattered(fsdp, now);
+    return dtrain__fsdp_clear_way(fsdp, unit);
+}
+
+/* Starts to reduce one range; `sum` is where this rank's part of its unit goes. */
+static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
+{
+    const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    float *full = cut->grads;
+    if (cut->codes_grad)
+        return dtrain__fsdp_code_reduce(fsdp, index);
+    const dtrain__layout_unit *unit = &fsdp->layout.units[cut->unit];
+    size_t at = cut->grad - unit->grad;
+    if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
+        dtrain__fsdp_narrow(full, dtrain__fsdp_half(sum, unit->grad_count) + 2 * at, cut->count, dtype);
+    else if (fsdp->reduces == NULL)
+        memcpy(sum + at, full, cut->count * sizeof(float));
+    if (fsdp->reduces == NULL)
+        return DTRAIN_OK;
+    if (dtrain__fsdp_narrows_grads(fsdp))
+        dtrain__fsdp_narrow(full, (unsigned char *)full, cut->count, dtype);
+    return dtrain__fsdp_scatter(fsdp, full, sum + at, fsdp->counts + index * (size_t)fsdp->layout.shards, index);
+}
+
+static dtrain_status dtrain__fsdp_cpu_reduce(dtrain_fsdp *fsdp, int number, float *sum)
+{
+    dtrain_status status = dtrain__fsdp_reduce_packed(fsdp, number);
+    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        if (cut->trained && cut->count > 0 && !cut->packed)
+            status = dtrain__fsdp_reduce_cut(fsdp, i, sum);
+    }
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *unit = &fsdp->units[number];
+    dtrain_status status = fsdp->scattering >= 0 ? dtrain__fsdp_scattered(fsdp, fsdp->scattering) : DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return status;
+    unit->level = dtrain__fsdp_trailing_ones((unsigned)fsdp->round);
+    unit->stage = DTRAIN__FSDP_GRADS_SCATTERING;
+    fsdp->scattering = number;
+    dtrain__fsdp_debug_compare(fsdp, number);
+    dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed where they are */
+    status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
+    if (status == DTRAIN_OK)
+        status = fsdp->backend->reduce(fsdp, number, dtrain__fsdp_target(fsdp, number));
+    dtrain__fsdp_debug_set(fsdp, number, 1, 0);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "starting to reduce", number);
+    return fsdp->reduces == NULL ? dtrain__fsdp_scattered(fsdp, number) : DTRAIN_OK;
+}
+
+/* Starts every unit whose turn it is. */
+static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (fsdp->desc.no_overlap && fsdp->reduced_units < fsdp->trained_units)
+        return DTRAIN_OK;
+    for (; status == DTRAIN_OK && fsdp->turn >= 0; fsdp->turn--) {
+        if (fsdp->layout.units[fsdp->turn].trained == 0)
+            continue;
+        if (fsdp->units[fsdp->turn].stage != DTRAIN__FSDP_GRADS_WAITING)
+            return DTRAIN_OK;
+        status = dtrain__fsdp_reduce_start(fsdp, fsdp->turn);
+    }
+    return status;
+}
+
+static void dtrain__fsdp_fill_nothing(dtrain_fsdp *fsdp, float *to, size_t count)
+{
+    const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
+    if (count > 0)
+        dtrain__fsdp_queued(fsdp,
+                            dtrain_device_fill(fsdp->device.queue, to, &negative_zero, sizeof negative_zero, count));
+}
+
+/* Folds one range's gradients with those of this rank's earlier micro-batches; the last leaves the sum in place. The
+ * CPU folds as much at a time as stays in its cache. */
+static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut, int last)
+{
+    int ones = dtrain__fsdp_trailing_ones((unsigned)fsdp->ended);
+    unsigned taken = last ? (unsigned)fsdp->ended : (1u << ones) - 1;
+    float *out = last ? cut->grads : fsdp->full_levels[ones] + cut->full_grad;
+    size_t tile = fsdp->backend->queues ? cut->count : DTRAIN__FSDP_CHUNK;
+    for (size_t i = 0; i < cut->count; i += tile) {
+        size_t n = cut->count - i < tile ? cut->count - i : tile;
+        const float *sum = cut->grads + i;
+        for (int level = 0; taken >> level != 0; level++) {
+            if (taken >> level & 1) {
+                dtrain__fsdp_add(fsdp, out + i, fsdp->full_levels[level] + cut->full_grad + i, sum, n);
+                sum = out + i;
+            }
+        }
+        dtrain__fsdp_copy(fsdp, out + i, sum, n);
+    }
+}
+
+/* Learns the weight of all ranks, and the most micro-batches of one, where they announced them. */
+static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    fsdp->total_weight = (double)ranks;
+    fsdp->most = 1;
+    if (fsdp->announced < 0)
+        return DTRAIN_OK;
+    const double *all = fsdp->world != NULL ? fsdp->announcements : fsdp->announcement;
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->announcing, DTRAIN__FSDP_LANE_REDUCE, 0);
+    fsdp->total_weight = 0.0;
+    for (int rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
+        if (!(all[2 * rank] >= 0.0 && all[2 * rank] <= (double)INT_MAX) || !(all[2 * rank + 1] >= 0.0) ||
+            !dtrain__train_finite(all[2 * rank + 1])) {
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d announces %g micro-batches of weight %g", rank,
+                         all[2 * rank], all[2 * rank + 1]);
+            return dtrain__fsdp_break(fsdp, DTRAIN_ERR_CORRUPT, "hearing what ranks announce", -1);
+        }
+        fsdp->most = all[2 * rank] > (double)fsdp->most ? (int)all[2 * rank] : fsdp->most;
+        fsdp->total_weight += all[2 * rank + 1];
+    }
+    return status;
+}
+
+/* Micro-batches that are folded in full, this one included, before they are reduced. Where ranks gather together they
+ * reduce together, in the pass that is the last for all: else some would wait in a reduction, others in a gather. */
+static dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
+{
+    dtrain_status status = DTRAIN_OK;
+    *count = 1;
+    if (!fsdp->desc.keep_full_grads)
+        return DTRAIN_OK;
+    if (!fsdp->layout.resident)
+        status = dtrain__fsdp_announced(fsdp);
+    *count = fsdp->layout.resident ? fsdp->announced : fsdp->most;
+    return status;
+}
+
+/* Waits until this rank has heard what the others say. */
+static dtrain_status dtrain__fsdp_recv_notes(dtrain_fsdp *fsdp)
+{
+    dtrain_work *exchanging = fsdp->exchanging;
+    fsdp->exchanging = NULL;
+    dtrain_status status = exchanging != NULL ? dtrain_work_wait(exchanging) : DTRAIN_OK;
+    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "hearing of the other ranks", -1);
+}
+
+/* Says to all ranks whether this one begins to reduce every unit once more. Each says so before each such reduction and
+ * once after the last: where one begins, those that have nothing left take part with nothing. */
+static dtrain_status dtrain__fsdp_send_note(dtrain_fsdp *fsdp, int begins)
+{
+    size_t ranks = (size_t)dtrain_comm_size(fsdp->comm);
+    dtrain_status status = dtrain__fsdp_recv_notes(fsdp);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->sent_note = fsdp->note;
+    fsdp->sent_note.rounds = (uint64_t)fsdp->round + (uint64_t)begins;
+    fsdp->called = fsdp->round + 1;
+    if (fsdp->world == NULL)
+        fsdp->notes[0] = fsdp->sent_note;
+    else
+        status = dtrain_all_gather_async(fsdp->world, &fsdp->sent_note, fsdp->notes, sizeof fsdp->sent_note * ranks,
+                                         DTRAIN_U8, &fsdp->exchanging);
+    if (status == DTRAIN_OK)
+        return DTRAIN_OK;
+    fsdp->exchanging = NULL;
+    return dtrain__fsdp_break(fsdp, status, "telling the other ranks", -1);
+}
+
+/* Ends what is under way of all units. */
+static dtrain_status dtrain__fsdp_settle_all(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
+        status = dtrain__fsdp_settle(fsdp, i);
+    return status;
+}
+
+/* Hears the others now. With progress by poll it ends what is under way first: a bucket that is sent compressed begins
+ * only when it is waited for, and others may be waiting. */
+static dtrain_status dtrain__fsdp_settle_and_recv(dtrain_fsdp *fsdp)
+{
+    int polls = fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL;
+    dtrain_status status = polls ? dtrain__fsdp_settle_all(fsdp) : DTRAIN_OK;
+    return status == DTRAIN_OK ? dtrain__fsdp_recv_notes(fsdp) : status;
+}
+
+/* Begins to reduce every unit. With progress by poll this rank listens, where the reduction may keep it before the step
+ * ends. */
+static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
+{
+    int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && !fsdp->backend->queues;
+    if (fsdp->called > fsdp->round)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_send_note(fsdp, 1);
+    if (status != DTRAIN_OK || once || fsdp->comm->desc.progress != DTRAIN_PROGRESS_POLL)
+        return status;
+    return dtrain__fsdp_settle_and_recv(fsdp);
+}
+
+/* Takes a unit's gradients over, or -0 where this rank has none; whether they are reduced now is its caller's. */
+static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    int folded;
+    dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
+    int keeps = folded > 1, last = fsdp->ended >= folded - 1;
+    if (status == DTRAIN_OK && last)
+        status = dtrain__fsdp_open_round(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_settle(fsdp, number);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_clear_way(fsdp, number);
+    if (status == DTRAIN_OK && keeps && !last)
+        status = dtrain__fsdp_level(fsdp, &fsdp->full_levels[dtrain__fsdp_trailing_ones((unsigned)fsdp->ended)],
+                                    layout->trained);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "taking the gradients", number);
+    dtrain__fsdp_page_grads(fsdp, number, 1);
+    uint64_t mode = dtrain__fpmode_enter();
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        if (cut->trained && unused)
+            dtrain__fsdp_fill_nothing(fsdp, cut->grads, cut->count);
+        if (cut->trained && keeps)
+            dtrain__fsdp_keep_cut(fsdp, cut, last);
+    }
+    dtrain__fpmode_restore(mode);
+    fsdp->units[number].reduced = 1;
+    fsdp->units[number].backward = 0;
+    fsdp->reduced_units++;
+    if (keeps && !last)
+        dtrain__fsdp_page_grads(fsdp, number, 0);
+    else
+        fsdp->units[number].stage = DTRAIN__FSDP_GRADS_WAITING;
+    dtrain__fsdp_debug_set(fsdp, number, 1, 0);
+    return dtrain__fsdp_reduce_turns(fsdp);
+}
+
+/* A unit that was gathered on the way down and let go again is not used once the pass is below it. Others wait for its
+ * reduction, maybe with a gather that this rank needs, so that it cannot wait for the end of the micro-batch. */
+static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i > unit; i--)
+        if (fsdp->units[i].backward && !fsdp->units[i].held && fsdp->layout.units[i].trained > 0)
+            status = dtrain__fsdp_take(fsdp, i, 1);
+    return status;
+}
+
+/* All units of a micro-batch have been taken over. */
+static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++)
+        fsdp->units[i].reduced = 0;
+    fsdp->reduced_units = 0;
+    dtrain__fsdp_between(fsdp);
+    fsdp->ended++;
+    fsdp->just_ended = 1;
+    if (fsdp->turn < 0) {
+        fsdp->round++;
+        fsdp->turn = fsdp->layout.unit_count - 1;
+    }
+}
+
+/* Ends a micro-batch: units that were not reduced were not used. */
+static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    for (int i = fsdp->layout.unit_count - 1; status == DTRAIN_OK && i >= 0; i--)
+        if (fsdp->layout.units[i].trained > 0 && !fsdp->units[i].reduced)
+            status = dtrain__fsdp_take(fsdp, i, 1);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_micro_batch_over(fsdp);
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call)
+{
+    if (fsdp->grads == NULL)
+        return DTRAIN_OK;
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                        "%s: the gradients of the last step are finished but not used on rank %d: call "
+                        "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
+                        call, dtrain__fsdp_rank(fsdp));
+}
+
+/* Says whether this rank has a micro-batch left that it has announced; those that it joined do not count. */
+static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call)
+{
+    int computed = fsdp->ended - fsdp->joined;
+    if (computed < (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
+        return DTRAIN_OK;
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                        "%s: all %d micro-batches of this step are over on rank %d: announce as many as you compute "
+                        "when it begins",
+                        call, computed, dtrain__fsdp_rank(fsdp));
+}
+
+/* Says whether a unit's gradients are still missing in this micro-batch, so that they may be computed. */
+static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, const char *call)
+{
+    dtrain_status status = dtrain__fsdp_check_open(fsdp, call);
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->units[number].reduced)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
+                            "missing: when these are unused, end the micro-batch first",
+                            call, number, fsdp->ended, dtrain__fsdp_rank(fsdp), fsdp->trained_units,
+                            fsdp->trained_units - fsdp->reduced_units);
+    return dtrain__fsdp_check_left(fsdp, call);
+}
+
+/* Says whether a unit's parameters can have been there when its gradients were computed: it is gathered, it was on the
+ * way down, or what was gathered stays. The same on any number of ranks: on one all parameters are there. */
+static int dtrain__fsdp_was_there(const dtrain_fsdp *fsdp, int number)
+{
+    const dtrain__fsdp_unit *unit = &fsdp->units[number];
+    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
+    int stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_NO_SHARD || fsdp->keeps ||
+                fsdp->desc.no_reshard_after_forward;
+    return unit->fresh && (unit->held || unit->backward || stays);
+}
+
+static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
+{
+    int rank = dtrain__fsdp_rank(fsdp);
+    if (dtrain__fsdp_was_there(fsdp, number))
+        return dtrain__fsdp_check_missing(fsdp, number, call);
+    if (!fsdp->units[number].fresh)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: unit %d has not been gathered on rank %d since it was reduced last: call "
+                            "dtrain_fsdp_gather(fsdp, %d), compute, then reduce",
+                            call, number, rank, number);
+    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                        "%s: unit %d was released on rank %d after its forward pass and not gathered since, so its "
+                        "gradients come from parameters that may be gone: call dtrain_fsdp_gather(fsdp, %d) before its "
+                        "backward pass",
+                        call, number, rank, number);
+}
+
+static dtrain_status dtrain__fsdp_reduce_now(dtrain_fsdp *fsdp, int unit, const char *call)
+{
+    if (fsdp->layout.units[unit].trained == 0)
+        return dtrain__fsdp_release_now(fsdp, unit);
+    dtrain_status status = dtrain__fsdp_check_reduce(fsdp, unit, call);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->units[unit].fresh = 0;
+    fsdp->just_ended = 0;
+    status = dtrain__fsdp_left_out(fsdp, unit);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_take(fsdp, unit, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_release_now(fsdp, unit);
+    if (status == DTRAIN_OK && fsdp->reduced_units == fsdp->trained_units)
+        dtrain__fsdp_micro_batch_over(fsdp);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_reduce(dtrain_fsdp *fsdp, int unit)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_reduce", unit);
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_reduce_now(fsdp, unit, "dtrain_fsdp_reduce"));
+}
+
+#endif

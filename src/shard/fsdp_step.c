@@ -1,0 +1,453 @@
+/* ---- >>fsdp-step ----
+ * From sums to new weights: what ranks announce and agree on, the division, the norm, the update of this rank's slices,
+ * and making them count. */
+#ifndef DTRAIN__FSDP_STEP
+#define DTRAIN__FSDP_STEP
+#include "fsdp_pass.c"
+#include "fsdp_drift.c"
+
+DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_begin", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    int rank = dtrain__fsdp_rank(fsdp), ranks = dtrain_comm_size(fsdp->comm);
+    if (fsdp->announced >= 0 || fsdp->ended > 0 || fsdp->reduced_units > 0 || fsdp->grads != NULL)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_begin: a step is open on rank %d: end it with dtrain_fsdp_step, "
+                            "dtrain_fsdp_publish or dtrain_fsdp_drop first",
+                            rank);
+    if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_begin: micro_batches is %d and weight %g on rank %d: expected none below 0",
+                            micro_batches, weight, rank);
+    fsdp->begins = 1;
+    fsdp->announced = micro_batches;
+    fsdp->announcement[0] = (double)micro_batches;
+    fsdp->announcement[1] = weight;
+    if (fsdp->world == NULL)
+        return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    status = dtrain_all_gather_async(fsdp->world, fsdp->announcement, fsdp->announcements, 2 * (size_t)ranks,
+                                     DTRAIN_F64, &fsdp->announcing);
+    if (status != DTRAIN_OK) {
+        fsdp->announcing = NULL;
+        return dtrain__fsdp_break(fsdp, status, "announcing a step", -1);
+    }
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+/* Ends the micro-batches of one reduction of every unit, in which this rank adds nothing to what it has not reduced. */
+static dtrain_status dtrain__fsdp_end_round(dtrain_fsdp *fsdp)
+{
+    int folded;
+    dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
+    int end = !fsdp->desc.keep_full_grads ? fsdp->ended + 1 : folded > 1 ? folded : 1;
+    while (status == DTRAIN_OK && fsdp->ended < end)
+        status = dtrain__fsdp_end_micro_batch(fsdp);
+    return status;
+}
+
+/* Forgets the step's gradients. */
+static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
+{
+    for (int i = 0; i < fsdp->layout.unit_count; i++) {
+        dtrain__fsdp_page_grads(fsdp, i, 0);
+        fsdp->units[i].reduced = fsdp->units[i].backward = 0;
+    }
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
+        fsdp->slices[i].grads = NULL;
+    memset(&fsdp->note, 0, sizeof fsdp->note);
+    fsdp->grads = NULL;
+    fsdp->buckets_old = 1;
+    fsdp->announced = fsdp->last = -1;
+    fsdp->ended = fsdp->round = fsdp->called = fsdp->joined = 0;
+    fsdp->reduced_units = fsdp->just_ended = fsdp->summed = 0;
+    fsdp->turn = fsdp->layout.unit_count - 1;
+    dtrain__fsdp_between(fsdp);
+}
+
+/* Forgets them before a step is complete: also what was computed and never handed over, of units that may still be
+ * held. One after another, as on a device they lie in one place. */
+static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
+{
+    dtrain__reducer_step_over(fsdp->reducer, 1);
+    for (int i = 0; i < fsdp->layout.unit_count; i++)
+        dtrain__fsdp_page_grads(fsdp, i, 0);
+    for (int i = 0; i < fsdp->layout.unit_count; i++) {
+        if (fsdp->units[i].fresh)
+            dtrain__fsdp_page_grads(fsdp, i, 1);
+        dtrain__fsdp_page_grads(fsdp, i, 0);
+    }
+    dtrain__fsdp_reset(fsdp);
+}
+
+/* Ends all reductions of a step, in which each rank adds nothing to those that others alone have made; *most: the
+ * micro-batches that one of them has begun, at most. */
+static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
+{
+    int ranks = dtrain_comm_size(fsdp->comm);
+    dtrain_status status = dtrain__fsdp_arrive(fsdp, "dtrain_fsdp_finish");
+    int begins = fsdp->reduced_units > 0;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_announced(fsdp);
+    fsdp->note.begun = (uint64_t)fsdp->ended + (uint64_t)begins;
+    begins |= fsdp->desc.keep_full_grads && fsdp->ended > 0;
+    for (int goes_on = 1; status == DTRAIN_OK && goes_on; begins = goes_on) {
+        status = begins ? dtrain__fsdp_end_round(fsdp) : DTRAIN_OK;
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_send_note(fsdp, 0);
+        if (status == DTRAIN_OK)
+            status = dtrain__fsdp_settle_and_recv(fsdp);
+        goes_on = 0;
+        for (int rank = 0; rank < ranks; rank++)
+            goes_on |= fsdp->notes[rank].rounds > (uint64_t)fsdp->round;
+    }
+    *most = 0;
+    for (int rank = 0; rank < ranks; rank++)
+        if (fsdp->notes[rank].begun > (uint64_t)*most)
+            *most = fsdp->notes[rank].begun < INT_MAX ? (int)fsdp->notes[rank].begun : INT_MAX;
+    return status == DTRAIN_OK ? dtrain__fsdp_settle_all(fsdp) : status;
+}
+
+/* Says whether what there is to train has no elements, as a rank's part may be: its steps are made and counted. */
+static int dtrain__fsdp_trains_nothing(const dtrain_fsdp *fsdp)
+{
+    int trains = 0;
+    for (size_t i = 0; i < fsdp->layout.table_count; i++)
+        trains |= !fsdp->layout.table[i].frozen;
+    return trains && fsdp->trained_units == 0;
+}
+
+/* Says whether a step can be applied; the same verdict on every rank. */
+static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
+{
+    for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
+        const dtrain__fsdp_note *note = &fsdp->notes[rank];
+        if (note->failed)
+            return dtrain__fail(&fsdp->error, DTRAIN_ERR_ABORTED,
+                                "%s: rank %d could not go on%s%.*s: its gradients are dropped on all ranks, the object "
+                                "can be used",
+                                fsdp->call, rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
+    }
+    if (fsdp->freezes && !(fsdp->total_weight > 0.0))
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "%s: the weights of all ranks are 0, and with compress.adam m is averaged by them: give "
+                            "dtrain_fsdp_begin the number of examples",
+                            fsdp->call);
+    if ((most > 0 && fsdp->trained_units > 0) || dtrain__fsdp_trains_nothing(fsdp))
+        return DTRAIN_OK;
+    return dtrain__fail(
+        &fsdp->error, DTRAIN_ERR_INVALID,
+        "%s: no rank has reduced a gradient: call dtrain_fsdp_reduce for each unit first; the object can be "
+        "used",
+        fsdp->call);
+}
+
+static void dtrain__fsdp_cpu_divide(dtrain_fsdp *fsdp, float *x, double divisor, size_t count)
+{
+    (void)fsdp;
+    dtrain__fold_finish(DTRAIN_F32, DTRAIN_MEAN, divisor, x, x, count);
+}
+
+/* Collapses the levels and divides once. */
+static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
+{
+    double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
+    uint64_t mode = dtrain__fpmode_enter();
+    float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* of nothing */
+    for (int level = 0; fsdp->round >> level != 0; level++) {
+        if (!(fsdp->round >> level & 1))
+            continue;
+        if (sum != NULL)
+            dtrain__fsdp_add(fsdp, fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
+        sum = fsdp->levels[level];
+    }
+    fsdp->backend->divide(fsdp, sum, divisor, fsdp->layout.grads);
+    dtrain__fpmode_restore(mode);
+    fsdp->grads = sum;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
+        if (fsdp->layout.cuts[i].trained)
+            fsdp->slices[i].grads = sum + fsdp->layout.cuts[i].grad;
+}
+
+/* idle: that no rank has a micro-batch is no error, and leaves no sums. Slices may be written after it. */
+static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
+{
+    int most = 0;
+    if (fsdp->grads != NULL)
+        return dtrain__fsdp_gather_end(fsdp);
+    fsdp->note.weights = dtrain__fsdp_drift_hash(fsdp);
+    dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
+    if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
+        return DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_gather_end(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_verdict(fsdp, most);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_drift_verdict(fsdp);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_divide(fsdp);
+    else if (fsdp->broken.status == DTRAIN_OK)
+        dtrain__fsdp_wipe(fsdp);
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_weight)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_finish", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (total_weight != NULL)
+        *total_weight = fsdp->total_weight;
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+/* Sums the squares of all gradients of a copy, but of parameters that another rank of the model counts. */
+static dtrain_status dtrain__fsdp_cpu_squares(dtrain_fsdp *fsdp)
+{
+    int64_t *limbs = fsdp->sum.limbs;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        const dtrain_param_part *part = fsdp->layout.table[cut->param].part;
+        if (cut->trained && (part == NULL || part->copy == 0))
+            dtrain__norm_add_squares(&fsdp->sum, fsdp->slices[i].grads, cut->own_count);
+    }
+    if (fsdp->reduces == NULL)
+        return DTRAIN_OK;
+    return dtrain_all_reduce(fsdp->reduces, limbs, limbs, DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM);
+}
+
+/* Sums the squares of all gradients, over the ranks of one copy: each element once. The CPU waits for a device's. */
+static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
+{
+    if (fsdp->summed)
+        return DTRAIN_OK;
+    memset(&fsdp->sum, 0, sizeof fsdp->sum);
+    dtrain_status status = fsdp->backend->squares(fsdp);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
+    fsdp->summed = 1;
+    return DTRAIN_OK;
+}
+
+/* Updates this rank's slices. */
+static void dtrain__fsdp_update(dtrain_fsdp *fsdp, float lr)
+{
+    fsdp->step++;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        const dtrain_slice *slice = &fsdp->slices[i];
+        dtrain_optimizer_desc desc = fsdp->optimizer;
+        float rate = lr * fsdp->lr_factors[cut->param];
+        if (!cut->trained || cut->own_count == 0)
+            continue;
+        desc.weight_decay = fsdp->decays[cut->param];
+        if (fsdp->freezes && fsdp->step > fsdp->freeze_step && !fsdp->layout.table[cut->param].dense) {
+            dtrain__optimizer_adamw_frozen(slice->weights, slice->grads, slice->state[0], slice->state[1],
+                                           cut->own_count, &desc, rate, fsdp->step, fsdp->freeze_step);
+            continue;
+        }
+        dtrain__fsdp_queued(fsdp,
+                            desc.kind == DTRAIN_ADAMW
+                                ? dtrain_device_adamw(fsdp->device.queue, slice->weights, slice->grads, slice->state[0],
+                                                      slice->state[1], cut->own_count, &desc, rate, fsdp->step, NULL)
+                                : dtrain_device_sgd(fsdp->device.queue, slice->weights, slice->grads, slice->state[0],
+                                                    cut->own_count, &desc, rate, NULL));
+    }
+}
+
+/* Drops, or where full parameters are kept gathers, what older weights have left. */
+static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
+{
+    dtrain_status status = DTRAIN_OK;
+    int units = fsdp->layout.unit_count,
+        gathers = fsdp->layout.resident && (fsdp->gathers != NULL || fsdp->layout.apart);
+    fsdp->keeps = fsdp->prefetched = 0;
+    for (int i = 0; status == DTRAIN_OK && i < units && !fsdp->layout.resident; i++) {
+        fsdp->units[i].held = fsdp->units[i].fresh = 0;
+        if (fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
+            status = dtrain__fsdp_gather_drop(fsdp, i);
+    }
+    for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
+        status = dtrain__fsdp_gather_start(fsdp, i);
+    for (int i = 0; status == DTRAIN_OK && i < units && gathers; i++)
+        if (fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+            status = dtrain__fsdp_gather_finish(fsdp, i);
+    return status;
+}
+
+static dtrain_status dtrain__fsdp_new_weights(dtrain_fsdp *fsdp)
+{
+    dtrain__fsdp_reset(fsdp);
+    return dtrain__fsdp_publish_now(fsdp);
+}
+
+/* With a loss scale: says whether the step is to be skipped, and sets the next scale. */
+static int dtrain__fsdp_overflows(dtrain_fsdp *fsdp)
+{
+    int steps = fsdp->desc.loss_scale_steps > 0 ? fsdp->desc.loss_scale_steps : 2000;
+    if (!dtrain__norm_finite(&fsdp->sum)) {
+        fsdp->loss_scale = fsdp->loss_scale > 1e-30f ? fsdp->loss_scale / 2.0f : fsdp->loss_scale;
+        fsdp->good_steps = 0;
+        return 1;
+    }
+    if (++fsdp->good_steps == steps) {
+        fsdp->loss_scale = fsdp->loss_scale < 1e30f ? fsdp->loss_scale * 2.0f : fsdp->loss_scale;
+        fsdp->good_steps = 0;
+    }
+    return 0;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
+{
+    int skip = 0;
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_step", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!dtrain__train_finite((double)lr) || lr < 0.0f)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_step: lr is %g on rank %d, expected a number of at least 0", (double)lr,
+                            dtrain__fsdp_rank(fsdp));
+    if (fsdp->optimizer.kind == DTRAIN_OPTIMIZER_NONE)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
+                            "dtrain_fsdp_local, then call dtrain_fsdp_publish");
+    status = dtrain__fsdp_finish_now(fsdp, 0);
+    if (status == DTRAIN_OK && fsdp->desc.loss_scale > 0.0f) {
+        status = dtrain__fsdp_sum_squares(fsdp);
+        skip = status == DTRAIN_OK && dtrain__fsdp_overflows(fsdp);
+    }
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_leave(fsdp, status);
+    fsdp->stats.skipped += (uint64_t)skip;
+    fsdp->stats.steps += (uint64_t)!skip;
+    if (skip) {
+        dtrain__fsdp_reset(fsdp);
+        return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    }
+    dtrain__fsdp_update(fsdp, lr);
+    dtrain__reducer_step_over(fsdp->reducer, 0);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp));
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
+{
+    int most = 0;
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_drop", 0);
+    if (status == DTRAIN_OK && fsdp->grads == NULL)
+        status = dtrain__fsdp_complete(fsdp, &most);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fsdp_wipe(fsdp);
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
+{
+    if (fsdp == NULL || slices == NULL || count == NULL)
+        return dtrain__fail(fsdp != NULL ? &fsdp->error : NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
+    *slices = fsdp->slices;
+    *count = fsdp->layout.cut_count;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
+{
+    int most = 0;
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
+    if (status == DTRAIN_OK && fsdp->grads == NULL)
+        status = dtrain__fsdp_complete(fsdp, &most);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__fsdp_wipe(fsdp);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
+}
+
+DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->step : 0;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_set_step", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (fsdp->grads != NULL)
+        return dtrain__fail(
+            &fsdp->error, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_set_step: gradients of a step are not used yet on rank %d: end it with dtrain_fsdp_step, "
+            "dtrain_fsdp_publish or dtrain_fsdp_drop first",
+            dtrain__fsdp_rank(fsdp));
+    fsdp->step = step;
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? dtrain__layout_strategy(&fsdp->desc) : DTRAIN_STRATEGY_DEFAULT;
+}
+
+DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->layout.shards : 0;
+}
+
+DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->loss_scale : 1.0f;
+}
+
+DTRAIN_API int dtrain_fsdp_good_steps(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL ? fsdp->good_steps : 0;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_set_loss_scale", 0);
+    if (status != DTRAIN_OK)
+        return status;
+    if (!dtrain__train_finite((double)scale) || !(scale > 0.0f) || good_steps < 0)
+        return dtrain__fail(
+            &fsdp->error, DTRAIN_ERR_INVALID,
+            "dtrain_fsdp_set_loss_scale: scale is %g, good_steps %d on rank %d, expected a number above "
+            "0 and steps of at least 0",
+            (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
+    if (fsdp->grads != NULL)
+        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set_loss_scale: gradients of a step are not used yet on rank %d: end it first",
+                            dtrain__fsdp_rank(fsdp));
+    fsdp->loss_scale = scale;
+    fsdp->good_steps = good_steps;
+    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+}
+
+DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
+{
+    dtrain_fsdp_stats stats;
+    memset(&stats, 0, sizeof stats);
+    if (fsdp == NULL)
+        return stats;
+    stats = fsdp->stats;
+    stats.bytes = fsdp->memory.bytes;
+    stats.peak_bytes = fsdp->memory.peak_bytes;
+    return stats;
+}
+
+DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_bucket **buckets)
+{
+    if (buckets != NULL)
+        *buckets = fsdp != NULL ? fsdp->buckets : NULL;
+    return fsdp != NULL ? fsdp->bucket_count : 0;
+}
+
+DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, size_t index)
+{
+    return fsdp != NULL ? dtrain__reducer_state(fsdp->reducer, index) : NULL;
+}
+
+#endif

@@ -1,0 +1,431 @@
+/* ---- >>guard ----
+ * Memory that may not be used now, for a program that is being debugged. Ranges are what one parameter, or its
+ * gradient, has in one unit; they open and close. Pages on which nothing is open are closed: those of parameters to all
+ * use, those of gradients to writing. Pages that hold anything but ranges are left alone.
+ *
+ * A handler of SIGSEGV and SIGBUS says in one line what was used that was closed. Then it does what the program has
+ * asked for: it calls the handler that was there before, or lets the fault happen again and end the process. It takes
+ * no lock and calls nothing but write(). Objects are in a list that it may read at any time: who takes one out waits
+ * until no handler reads. The first object installs the handler. After the last it goes, unless the program has
+ * replaced it. */
+#ifndef DTRAIN__GUARD
+#define DTRAIN__GUARD
+#include "../base/memory.c"
+
+typedef struct dtrain__guard_range {
+    uintptr_t begin, end;
+    uintptr_t cover; /* up to there is nothing of anybody else's */
+    const char *name;
+    int unit, grad, open;
+    size_t region; /* SIZE_MAX: none, it has no page to itself */
+} dtrain__guard_range;
+
+/* Whole pages of ranges of one kind that lie side by side. */
+typedef struct dtrain__guard_region {
+    uintptr_t begin, end;
+    int grad, shared; /* shared: another object has it, too: it stays open */
+    uint16_t *open;   /* of a page: ranges on it that are open */
+} dtrain__guard_region;
+
+typedef struct dtrain__guard {
+    struct dtrain__guard *next;
+    dtrain_allocator memory;
+    dtrain__guard_range *ranges;
+    dtrain__guard_region *regions;
+    size_t range_count, region_count, page, pages;
+    uint16_t *open;
+    int rank, off; /* off: the system does not close pages */
+} dtrain__guard;
+
+static dtrain__guard *dtrain__guard_first;
+static uint32_t dtrain__guard_readers; /* handlers that read the list */
+static uint32_t dtrain__guard_owner;   /* the process that changes the list; 0: none. A forked child may inherit it */
+static const int dtrain__guard_signals[2] = {SIGSEGV, SIGBUS};
+static struct sigaction dtrain__guard_before[2];
+static int dtrain__guard_installed[2];
+
+/* ---- the handler ---- */
+
+typedef struct dtrain__guard_line {
+    char text[512];
+    size_t bytes;
+} dtrain__guard_line;
+
+static void dtrain__guard_put(dtrain__guard_line *line, const char *text)
+{
+    for (; *text != 0 && line->bytes < sizeof line->text - 1; text++) /* a name may hold anything */
+        line->text[line->bytes++] = (unsigned char)*text < 0x20 || *text == 0x7f ? '?' : *text;
+}
+
+static void dtrain__guard_put_number(dtrain__guard_line *line, int number)
+{
+    char digits[12];
+    size_t at = sizeof digits - 1;
+    digits[at] = 0;
+    do
+        digits[--at] = (char)('0' + number % 10);
+    while ((number /= 10) > 0);
+    dtrain__guard_put(line, digits + at);
+}
+
+/* The closed range that an address is in; NULL: it is in none. */
+static const dtrain__guard_range *dtrain__guard_find(const dtrain__guard *guard, uintptr_t address)
+{
+    for (size_t i = 0; i < guard->range_count; i++) {
+        const dtrain__guard_range *range = &guard->ranges[i];
+        if (address < range->begin || address >= range->end || range->region == SIZE_MAX)
+            continue;
+        const dtrain__guard_region *region = &guard->regions[range->region];
+        if (address >= region->begin && address < region->end &&
+            __atomic_load_n(&region->open[(address - region->begin) / guard->page], __ATOMIC_RELAXED) == 0)
+            return range;
+    }
+    return NULL;
+}
+
+/* Puts what was done together: writes: 1: it was a write, 0: a read, -1: one of them. */
+static void dtrain__guard_describe(dtrain__guard_line *line, const dtrain__guard *guard,
+                                   const dtrain__guard_range *range, int writes)
+{
+    dtrain__guard_put(line, "dtrain: rank ");
+    dtrain__guard_put_number(line, guard->rank);
+    dtrain__guard_put(line, range->grad || writes == 1 ? " wrote " : writes == 0 ? " read " : " used ");
+    dtrain__guard_put(line, range->grad ? "the gradient of " : "");
+    dtrain__guard_put(line, "parameter ");
+    dtrain__guard_put(line, range->name);
+    dtrain__guard_put(line, " (unit ");
+    dtrain__guard_put_number(line, range->unit);
+    dtrain__guard_put(line, range->grad ? ") after the unit was reduced, so the sum would miss it: write it before "
+                                          "dtrain_fsdp_reduce(fsdp, "
+                                        : "), which is not gathered: call dtrain_fsdp_gather(fsdp, ");
+    dtrain__guard_put_number(line, range->unit);
+    dtrain__guard_put(line, range->grad ? "), or for the next micro-batch call dtrain_fsdp_gather(fsdp, " : ") before");
+    if (range->grad) {
+        dtrain__guard_put_number(line, range->unit);
+        dtrain__guard_put(line, ") before");
+    }
+    line->text[line->bytes++] = '\n';
+}
+
+static void dtrain__guard_report(uintptr_t address, int writes)
+{
+    dtrain__guard_line line;
+    line.bytes = 0;
+    __atomic_add_fetch(&dtrain__guard_readers, 1, __ATOMIC_SEQ_CST);
+    const dtrain__guard *guard = __atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST);
+    for (; guard != NULL && line.bytes == 0; guard = __atomic_load_n(&guard->next, __ATOMIC_SEQ_CST)) {
+        const dtrain__guard_range *range = dtrain__guard_find(guard, address);
+        if (range != NULL)
+            dtrain__guard_describe(&line, guard, range, writes);
+    }
+    __atomic_sub_fetch(&dtrain__guard_readers, 1, __ATOMIC_SEQ_CST);
+    if (line.bytes > 0) {
+        ssize_t ignored = write(2, line.text, line.bytes);
+        (void)ignored;
+    }
+}
+
+/* Does with a signal what would be done with it without this handler. */
+static void dtrain__guard_pass_on(int number, siginfo_t *info, void *context)
+{
+    const struct sigaction *before = &dtrain__guard_before[number == dtrain__guard_signals[1]];
+    struct sigaction normal;
+    int sent = info->si_code <= 0; /* by kill(), not by a fault, which happens again */
+    int none = !(before->sa_flags & SA_SIGINFO) && (before->sa_handler == SIG_DFL || before->sa_handler == SIG_IGN);
+    if (none && sent && before->sa_handler == SIG_IGN)
+        return;
+    if (none || (before->sa_flags & (int)SA_RESETHAND)) {
+        memset(&normal, 0, sizeof normal);
+        normal.sa_handler = SIG_DFL;
+        sigaction(number, &normal, NULL);
+    }
+    if (none && sent)
+        raise(number);
+    else if (!none && (before->sa_flags & SA_SIGINFO))
+        before->sa_sigaction(number, info, context);
+    else if (!none)
+        before->sa_handler(number);
+}
+
+static void dtrain__guard_handle(int number, siginfo_t *info, void *context)
+{
+    int kept = errno;
+    if (info->si_code > 0)
+        dtrain__guard_report((uintptr_t)info->si_addr, dtrain__os_fault_writes(context));
+    errno = kept;
+    dtrain__guard_pass_on(number, info, context);
+}
+
+/* ---- the list ---- */
+
+static void dtrain__guard_lock(void)
+{
+    uint32_t mine = (uint32_t)getpid(), owner = 0;
+    while (!__atomic_compare_exchange_n(&dtrain__guard_owner, &owner, mine, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+        if (owner == mine) { /* another process: it was changing the list when it forked this one */
+            sched_yield();
+            owner = 0;
+        }
+    }
+}
+
+static void dtrain__guard_unlock(void)
+{
+    __atomic_store_n(&dtrain__guard_owner, 0u, __ATOMIC_SEQ_CST);
+}
+
+static int dtrain__guard_is_ours(const struct sigaction *action)
+{
+    return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == dtrain__guard_handle;
+}
+
+/* Installs the handler. Where the program has replaced an earlier one, it may call that, so another would call itself
+ * through it. */
+static void dtrain__guard_install(int index)
+{
+    const int as_before = (int)SA_ONSTACK | (int)SA_RESTART | (int)SA_NODEFER;
+    struct sigaction now, ours;
+    if (dtrain__guard_installed[index] || sigaction(dtrain__guard_signals[index], NULL, &now) != 0)
+        return;
+    ours = now;
+    ours.sa_sigaction = dtrain__guard_handle;
+    ours.sa_flags = (int)SA_SIGINFO | (now.sa_flags & as_before);
+    if (!(now.sa_flags & SA_SIGINFO) && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN))
+        ours.sa_flags = (int)SA_SIGINFO | (int)SA_ONSTACK;
+    dtrain__guard_before[index] = now;
+    dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &ours, NULL) == 0;
+}
+
+static void dtrain__guard_uninstall(int index)
+{
+    struct sigaction now;
+    if (!dtrain__guard_installed[index] || sigaction(dtrain__guard_signals[index], NULL, &now) != 0 ||
+        !dtrain__guard_is_ours(&now))
+        return;
+    dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &dtrain__guard_before[index], NULL) != 0;
+}
+
+/* Leaves out regions that another object guards: one of them would close what the other uses. */
+static void dtrain__guard_skip_shared(dtrain__guard *guard)
+{
+    for (size_t i = 0; i < guard->region_count; i++) {
+        dtrain__guard_region *region = &guard->regions[i];
+        for (const dtrain__guard *other = dtrain__guard_first; other != NULL; other = other->next)
+            for (size_t k = 0; k < other->region_count; k++)
+                if (region->begin < other->regions[k].end && other->regions[k].begin < region->end)
+                    region->end = region->begin;
+    }
+}
+
+/* Opens for good what is guarded of memory that an object which is being made is to have, too. */
+static void dtrain__guard_share(uintptr_t begin, uintptr_t end)
+{
+    if (__atomic_load_n(&dtrain__guard_first, __ATOMIC_SEQ_CST) == NULL)
+        return;
+    dtrain__guard_lock();
+    for (dtrain__guard *guard = dtrain__guard_first; guard != NULL; guard = guard->next)
+        for (size_t i = 0; i < guard->region_count; i++) {
+            dtrain__guard_region *region = &guard->regions[i];
+            if (region->begin >= end || begin >= region->end || region->shared)
+                continue;
+            region->shared = 1;
+            if (!guard->off)
+                dtrain__os_protect((void *)region->begin, region->end - region->begin, 2);
+        }
+    dtrain__guard_unlock();
+}
+
+static void dtrain__guard_add(dtrain__guard *guard)
+{
+    dtrain__guard_lock();
+    dtrain__guard_skip_shared(guard);
+    guard->next = dtrain__guard_first;
+    __atomic_store_n(&dtrain__guard_first, guard, __ATOMIC_SEQ_CST);
+    for (int i = 0; i < 2; i++)
+        dtrain__guard_install(i);
+    dtrain__guard_unlock();
+}
+
+static void dtrain__guard_remove(dtrain__guard *guard)
+{
+    dtrain__guard_lock();
+    dtrain__guard **at = &dtrain__guard_first;
+    while (*at != NULL && *at != guard)
+        at = &(*at)->next;
+    if (*at == guard)
+        __atomic_store_n(at, guard->next, __ATOMIC_SEQ_CST);
+    for (int i = 0; i < 2 && dtrain__guard_first == NULL; i++)
+        dtrain__guard_uninstall(i);
+    dtrain__guard_unlock();
+    /* a handler on its way was forked away, or is short */
+    int64_t until_ns = dtrain__os_now_ns() + 1000000000;
+    while (__atomic_load_n(&dtrain__guard_readers, __ATOMIC_SEQ_CST) != 0 && dtrain__os_now_ns() < until_ns)
+        sched_yield();
+}
+
+/* ---- ranges ---- */
+
+/* Frees it, and opens all that it guards. */
+static void dtrain__guard_destroy(dtrain__guard *guard)
+{
+    if (guard == NULL)
+        return;
+    dtrain_allocator last = guard->memory;
+    for (size_t i = 0; i < guard->region_count; i++)
+        if (guard->regions[i].end > guard->regions[i].begin && !guard->off)
+            dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
+    dtrain__guard_remove(guard);
+    dtrain__free(&last, guard->open, guard->pages * sizeof *guard->open);
+    dtrain__free(&last, guard->regions, guard->range_count * sizeof *guard->regions);
+    dtrain__free(&last, guard->ranges, guard->range_count * sizeof *guard->ranges);
+    dtrain__free(&last, guard, sizeof *guard);
+}
+
+/* Makes one that guards nothing yet; NULL: there is no memory. Ranges are filled in, then it is started. */
+static dtrain__guard *dtrain__guard_create(size_t ranges, int rank, const dtrain_allocator *memory)
+{
+    dtrain_allocator own = {memory->resize, memory->user, 0, 0}; /* what it takes is not what an object was said to */
+    dtrain__guard *guard = (dtrain__guard *)dtrain__alloc(&own, sizeof *guard);
+    if (guard == NULL)
+        return NULL;
+    guard->ranges = (dtrain__guard_range *)dtrain__alloc(&own, ranges * sizeof *guard->ranges);
+    guard->regions = (dtrain__guard_region *)dtrain__alloc(&own, ranges * sizeof *guard->regions);
+    guard->memory = own;
+    guard->range_count = ranges;
+    guard->page = dtrain__os_page_bytes();
+    guard->rank = rank;
+    if (guard->ranges != NULL && guard->regions != NULL)
+        return guard;
+    dtrain__guard_destroy(guard);
+    return NULL;
+}
+
+typedef struct dtrain__guard_order {
+    const dtrain__guard_range *range;
+    size_t index;
+} dtrain__guard_order;
+
+static int dtrain__guard_compare(const void *a, const void *b)
+{
+    const dtrain__guard_range *x = ((const dtrain__guard_order *)a)->range,
+                              *y = ((const dtrain__guard_order *)b)->range;
+    if (x->grad != y->grad)
+        return x->grad - y->grad;
+    return x->begin < y->begin ? -1 : x->begin > y->begin;
+}
+
+/* Finds the regions of ranges in order. */
+static void dtrain__guard_find_regions(dtrain__guard *guard, const dtrain__guard_order *order)
+{
+    for (size_t i = 0, end; i < guard->range_count; i = end) {
+        const dtrain__guard_range *first = order[i].range;
+        uintptr_t cover = first->cover;
+        for (end = i + 1; end < guard->range_count; end++) {
+            const dtrain__guard_range *next = order[end].range;
+            if (next->grad != first->grad || next->begin > cover)
+                break;
+            cover = next->cover > cover ? next->cover : cover;
+        }
+        uintptr_t low = (first->begin + guard->page - 1) / guard->page * guard->page;
+        uintptr_t high = cover / guard->page * guard->page;
+        if (first->begin == first->end || low >= high)
+            continue;
+        for (size_t k = i; k < end; k++)
+            guard->ranges[order[k].index].region = guard->region_count;
+        dtrain__guard_region *region = &guard->regions[guard->region_count++];
+        region->begin = low;
+        region->end = high;
+        region->grad = first->grad;
+        guard->pages += (high - low) / guard->page;
+    }
+}
+
+/* Closes, or opens, pages of a region. What cannot be closed is not guarded; what cannot be opened, where the system
+ * is out of mappings, is with all the rest. */
+static void dtrain__guard_protect(dtrain__guard *guard, const dtrain__guard_region *region, size_t first, size_t end,
+                                  int open)
+{
+    size_t bytes = (end - first) * guard->page;
+    int error = guard->off || region->shared || end == first
+                    ? 0
+                    : dtrain__os_protect((void *)(region->begin + first * guard->page), bytes, open ? 2 : region->grad);
+    if (error == 0)
+        return;
+    guard->off = 1;
+    for (size_t i = 0; i < guard->region_count; i++)
+        if (guard->regions[i].end > guard->regions[i].begin)
+            dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
+    dtrain__log(DTRAIN_LOG_WARN,
+                "DTRAIN_DEBUG: rank %d cannot protect memory (%s): nothing is watched, training goes on", guard->rank,
+                strerror(error));
+}
+
+/* Counts addresses [begin, end) of a region as open, or no more. */
+static void dtrain__guard_count(dtrain__guard *guard, size_t index, uintptr_t begin, uintptr_t end, int open)
+{
+    const dtrain__guard_region *region = &guard->regions[index];
+    begin = begin > region->begin ? begin : region->begin;
+    end = end < region->end ? end : region->end;
+    if (begin >= end)
+        return;
+    size_t at = (begin - region->begin) / guard->page, last = (end - 1 - region->begin) / guard->page, run = at;
+    for (; at <= last; at++) {
+        uint16_t users = region->open[at];
+        __atomic_store_n(&region->open[at], (uint16_t)(open ? users + 1 : users - 1), __ATOMIC_RELAXED);
+        if (users == !open)
+            continue;
+        dtrain__guard_protect(guard, region, run, at, open);
+        run = at + 1;
+    }
+    dtrain__guard_protect(guard, region, run, last + 1, open);
+}
+
+/* Opens or closes a range; it may be so already. */
+static void dtrain__guard_set(dtrain__guard *guard, size_t index, int open)
+{
+    dtrain__guard_range *range = &guard->ranges[index];
+    if (range->open == open || range->region == SIZE_MAX)
+        return;
+    range->open = open;
+    dtrain__guard_count(guard, range->region, range->begin, range->end, open);
+}
+
+/* Keeps addresses of a range open for good. */
+static void dtrain__guard_keep(dtrain__guard *guard, size_t index, uintptr_t begin, uintptr_t end)
+{
+    if (guard->ranges[index].region != SIZE_MAX)
+        dtrain__guard_count(guard, guard->ranges[index].region, begin, end, 1);
+}
+
+/* Begins to guard: all ranges are closed from now on. Returns 0 where there is no memory. */
+static int dtrain__guard_start(dtrain__guard *guard)
+{
+    size_t bytes = guard->range_count * sizeof(dtrain__guard_order), at = 0;
+    dtrain__guard_order *order = (dtrain__guard_order *)dtrain__alloc(&guard->memory, bytes);
+    if (order == NULL)
+        return 0;
+    for (size_t i = 0; i < guard->range_count; i++) {
+        guard->ranges[i].region = SIZE_MAX;
+        order[i].range = &guard->ranges[i];
+        order[i].index = i;
+    }
+    qsort(order, guard->range_count, sizeof *order, dtrain__guard_compare);
+    dtrain__guard_find_regions(guard, order);
+    dtrain__free(&guard->memory, order, bytes);
+    guard->open = (uint16_t *)dtrain__alloc(&guard->memory, guard->pages * sizeof *guard->open);
+    if (guard->open == NULL) {
+        guard->region_count = 0;
+        return 0;
+    }
+    for (size_t i = 0; i < guard->region_count; i++) {
+        guard->regions[i].open = guard->open + at;
+        at += (guard->regions[i].end - guard->regions[i].begin) / guard->page;
+    }
+    dtrain__guard_add(guard);
+    for (size_t i = 0; i < guard->region_count; i++)
+        dtrain__guard_protect(guard, &guard->regions[i], 0,
+                              (guard->regions[i].end - guard->regions[i].begin) / guard->page, 0);
+    return 1;
+}
+
+#endif

@@ -1,0 +1,476 @@
+/* ---- >>layout ----
+ * How a parameter table is cut over ranks: ranges of units, this rank's part of each, and where all of it lies.
+ * A range is what one parameter has in one unit. Parts are contiguous slices of a unit's concatenation, so that a rank
+ * may have nothing of a range. Arithmetic alone: the plan of >>fsdp and the object itself agree because both ask here.
+ */
+#ifndef DTRAIN__LAYOUT
+#define DTRAIN__LAYOUT
+#include "fsdp.h"
+#include "../train/params.c"
+#include "../train/train_kernels.c"
+
+#define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
+#define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
+#define DTRAIN__LAYOUT_LITTLE 32 /* part of two units that all small ranges of a table may be */
+/* Elements of a part that is worth whole pages of its own. */
+#define DTRAIN__LAYOUT_HOME DTRAIN__TUNED(layout_home, (size_t)64 << 10)
+
+typedef struct dtrain__layout_cut {
+    size_t param; /* of the table */
+    int layer;    /* of a stacked parameter; else -1 */
+    int unit, trained;
+    int packed;                     /* travels with the other small ranges of its unit, on a device with all */
+    size_t stage, grad_stage;       /* where it is among these, and among those that are trained; on a device among all
+                                     * of its unit */
+    size_t element, count;          /* of the parameter */
+    float *data, *grads;            /* the range in full, and its gradient; NULL: there is none */
+    size_t begin;                   /* in the unit's concatenation */
+    size_t own, own_count;          /* this rank's part of the range */
+    int home;                       /* that part stays at its addresses in full; others are kept apart */
+    size_t weight;                  /* where it is among this rank's weights that are kept apart */
+    int stays;                      /* small: its pages, and its gradient's, are never dropped */
+    size_t grad;                    /* and in its gradients and optimizer state; trained ranges alone are there */
+    size_t full_grad;               /* where the range is among all that are trained */
+    int codes, codes_grad;          /* parameters, gradients travel quantised */
+    size_t code, code_out, code_in; /* bytes: where they are in the unit's stages, gradients that go out and come in */
+} dtrain__layout_cut;
+
+typedef struct dtrain__layout_unit {
+    size_t first, end;       /* its cuts */
+    size_t count;            /* elements */
+    size_t trained;          /* of them, with a gradient */
+    size_t grad, grad_count; /* this rank's gradients */
+    size_t full_grad;
+    size_t packed, packed_grads; /* elements of small ranges, and of those trained */
+    int tied;
+} dtrain__layout_unit;
+
+typedef struct dtrain__layout {
+    dtrain_param *table; /* a copy, with names and parts of its own */
+    size_t table_count, names_bytes, part_count;
+    char *names;
+    dtrain_param_part *parts;
+    dtrain__layout_cut *cuts;
+    size_t cut_count;
+    dtrain__layout_unit *units;
+    int unit_count, shards, copies, shard; /* ranks of one copy; copies; this rank's place in its copy */
+    dtrain_device *device;                 /* of all parameters; NULL: the CPU */
+    int resident;                          /* full parameters are kept */
+    int apart;                             /* this rank's weights are kept apart from them */
+    size_t stage;                          /* the most elements that one unit's small ranges have */
+    size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
+    size_t code_stage, code_out, code_in; /* bytes: the most that one unit's quantised ranges have */
+    size_t *offsets;                      /* bytes at which a parameter begins in reserved addresses, a parameter */
+    size_t reserved;
+} dtrain__layout;
+
+static dtrain_strategy dtrain__layout_strategy(const dtrain_fsdp_desc *desc)
+{
+    return desc->strategy == DTRAIN_STRATEGY_DEFAULT ? DTRAIN_FULL_SHARD : desc->strategy;
+}
+
+static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
+{
+    return dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
+}
+
+/* Bytes of a gradient on its way to its owner: on a device it is rounded, but travels as float32. */
+static size_t dtrain__layout_scatter_bytes(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
+{
+    return layout->device == NULL && dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4;
+}
+
+/* Says whether 1-bit Adam's form can be had. */
+static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, const dtrain_device *device)
+{
+    const dtrain_compress_desc *compress = desc->compress;
+    dtrain_optimizer_kind kind = desc->optimizer.kind;
+    if (compress == NULL || !compress->adam)
+        return DTRAIN_OK;
+    if (kind == DTRAIN_OPTIMIZER_NONE)
+        return dtrain__params_no_adam(compress, "fsdp without an optimizer");
+    if (dtrain__layout_strategy(desc) != DTRAIN_NO_SHARD || device != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "fsdp: compress.adam needs all of m and v in each rank's memory, on the CPU: use "
+                            "DTRAIN_NO_SHARD there; sharded or on %s, leave it 0",
+                            device != NULL ? dtrain_device_name(device) : "a device");
+    if (kind == DTRAIN_SGD || compress->feedback.start_step == 0 || compress->feedback.momentum != 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: compress.adam with %s, feedback.start_step %llu and feedback.momentum %g: expected "
+                            "DTRAIN_ADAMW, steps in which v forms, and no momentum but AdamW's",
+                            kind == DTRAIN_SGD ? "DTRAIN_SGD" : "DTRAIN_ADAMW",
+                            (unsigned long long)compress->feedback.start_step, (double)compress->feedback.momentum);
+    return DTRAIN_OK;
+}
+
+/* Says whether sums can travel compressed: from whole sums to whole sums, in the same units step after step. */
+static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    if (strategy != DTRAIN_NO_SHARD && strategy != DTRAIN_HYBRID_SHARD)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: compress needs copies between which sums travel: use DTRAIN_NO_SHARD or "
+                            "DTRAIN_HYBRID_SHARD; for sharded gradients there is quantise_reduce");
+    if (strategy == DTRAIN_HYBRID_SHARD && desc->compress->kind == DTRAIN_COMPRESS_POWERSGD && desc->shard_size > 1)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: PowerSGD needs whole matrices, of which hybrid sharding leaves a rank slices: use "
+                            "DTRAIN_NO_SHARD, or another compressor");
+    if ((desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32) || desc->loss_scale != 0.0f)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: compress with reduce_dtype %d and loss_scale %g: what is not sent is kept in float32 "
+            "and in the units of the next step, so leave both 0",
+            (int)desc->reduce_dtype, (double)desc->loss_scale);
+    return DTRAIN_OK;
+}
+
+/* Says whether parameters and gradients can travel quantised. */
+static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    size_t gather = desc->quantise_gather, reduce = desc->quantise_reduce;
+    if (gather % 8 != 0 || gather > 65536 || reduce % 8 != 0 || reduce > 65536)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: quantise_gather is %zu, quantise_reduce %zu: expected multiples of 8, at most 65,536", gather,
+            reduce);
+    if (gather > 0 && (strategy == DTRAIN_NO_SHARD || strategy == DTRAIN_SHARD_GRAD_OP))
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: quantise_gather needs parameters that are gathered to be used, and full weights that "
+            "are kept would be rounded for good: use DTRAIN_FULL_SHARD or DTRAIN_HYBRID_SHARD");
+    if (reduce > 0 && strategy == DTRAIN_NO_SHARD)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: quantise_reduce needs gradients that are sharded: without, use compress, which keeps "
+            "what is lost for the next step");
+    if (reduce > 0 && desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: quantise_reduce with reduce_dtype %d: gradients are added as float32, leave it 0",
+                            (int)desc->reduce_dtype);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world, const dtrain_device *device)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    dtrain_dtype dtypes[2] = {desc->gather_dtype, desc->reduce_dtype};
+    dtrain_status status;
+    if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
+                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD or DTRAIN_HYBRID_SHARD",
+                            (int)strategy);
+    if (strategy == DTRAIN_HYBRID_SHARD && (desc->shard_size < 1 || world % desc->shard_size != 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: shard_size is %d on %d ranks: hybrid sharding needs one "
+                            "that divides the number of ranks",
+                            desc->shard_size, world);
+    for (int i = 0; i < 2; i++)
+        if (dtypes[i] != 0 && dtypes[i] != DTRAIN_F32 && !dtrain__layout_is_16_bit(dtypes[i]))
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "fsdp: %s is %d, expected DTRAIN_F32, DTRAIN_BF16 or "
+                                "DTRAIN_F16",
+                                i == 0 ? "gather_dtype" : "reduce_dtype", (int)dtypes[i]);
+    status = dtrain__layout_check_quantise(desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if ((status = dtrain__layout_check_adam(desc, device)) != DTRAIN_OK)
+        return status;
+    if (desc->compress != NULL && (status = dtrain__layout_check_compress(desc)) != DTRAIN_OK)
+        return status;
+    if (device != NULL && (desc->quantise_gather > 0 || desc->quantise_reduce > 0))
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "fsdp: quantise_gather and quantise_reduce are for the CPU's memory, parameters are on %s: "
+                            "use gather_dtype and reduce_dtype DTRAIN_BF16 there",
+                            dtrain_device_name(device));
+    if (desc->micro_batches < 0 || desc->loss_scale_steps < 0 || !dtrain__train_finite((double)desc->loss_scale) ||
+        desc->loss_scale < 0.0f)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: micro_batches is %d, loss_scale %g, loss_scale_steps %d: "
+                            "expected none below 0",
+                            desc->micro_batches, (double)desc->loss_scale, desc->loss_scale_steps);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
+{
+    dtrain_status status = dtrain__params_check_for(table, count, 1);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+        if (table[i].device != table[0].device)
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "fsdp: parameter %s is on %s, %s on %s: expected all in one memory, and one queue",
+                                table[i].name, dtrain_device_name(table[i].device), table[0].name,
+                                dtrain_device_name(table[0].device));
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+        if (table[i].dtype != DTRAIN_F32 && !(table[i].frozen && table[i].data != NULL))
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                "fsdp: parameter %s is %s: list F32 parameters, or freeze it and give its data",
+                                table[i].name, dtrain_dtype_name(table[i].dtype));
+    return status;
+}
+
+static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *allocator)
+{
+    dtrain__free(allocator, layout->table, layout->table_count * sizeof(dtrain_param));
+    dtrain__free(allocator, layout->names, layout->names_bytes);
+    dtrain__free(allocator, layout->parts, layout->part_count * sizeof(dtrain_param_part));
+    dtrain__free(allocator, layout->cuts, layout->cut_count * sizeof(dtrain__layout_cut));
+    dtrain__free(allocator, layout->units, (size_t)layout->unit_count * sizeof(dtrain__layout_unit));
+    dtrain__free(allocator, layout->offsets, layout->table_count * sizeof(size_t));
+    memset(layout, 0, sizeof *layout);
+}
+
+static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_param *table, size_t count,
+                                         dtrain_allocator *allocator)
+{
+    size_t used = 0, parts = 0;
+    layout->table_count = count;
+    layout->unit_count = dtrain_params_units(table, count);
+    for (size_t i = 0; i < count; i++) {
+        layout->names_bytes += strlen(table[i].name) + 1;
+        layout->part_count += table[i].part != NULL;
+        layout->cut_count += dtrain__params_layers(&table[i]);
+    }
+    layout->table = (dtrain_param *)dtrain__alloc(allocator, count * sizeof(dtrain_param));
+    layout->names = (char *)dtrain__alloc(allocator, layout->names_bytes);
+    layout->parts = (dtrain_param_part *)dtrain__alloc(allocator, layout->part_count * sizeof(dtrain_param_part));
+    layout->offsets = (size_t *)dtrain__alloc(allocator, count * sizeof(size_t));
+    layout->cuts = (dtrain__layout_cut *)dtrain__alloc(allocator, layout->cut_count * sizeof(dtrain__layout_cut));
+    layout->units =
+        (dtrain__layout_unit *)dtrain__alloc(allocator, (size_t)layout->unit_count * sizeof(dtrain__layout_unit));
+    if (layout->table == NULL || layout->names == NULL || layout->offsets == NULL || layout->cuts == NULL ||
+        layout->units == NULL || layout->parts == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "fsdp: no memory for a table of %zu parameters", count);
+    memcpy(layout->table, table, count * sizeof(dtrain_param));
+    for (size_t i = 0; i < count; i++) {
+        size_t bytes = strlen(table[i].name) + 1;
+        memcpy(layout->names + used, table[i].name, bytes);
+        layout->table[i].name = layout->names + used;
+        used += bytes;
+        if (table[i].part != NULL) {
+            layout->parts[parts] = *table[i].part;
+            layout->table[i].part = &layout->parts[parts++];
+        }
+        layout->offsets[i] = layout->reserved;
+        if (table[i].dtype == DTRAIN_F32)
+            layout->reserved += (dtrain_param_elements(&table[i]) * sizeof(float) + 63) / 64 * 64;
+    }
+    return DTRAIN_OK;
+}
+
+/* Writes the cuts of one unit, in table order. */
+static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
+{
+    dtrain__layout_unit *unit = &layout->units[number];
+    unit->first = at;
+    for (size_t i = 0; i < layout->table_count; i++) {
+        const dtrain_param *param = &layout->table[i];
+        size_t layers = dtrain__params_layers(param);
+        if (number < param->unit || (size_t)number >= (size_t)param->unit + layers)
+            continue;
+        dtrain__layout_cut *cut = &layout->cuts[at++];
+        cut->param = i;
+        cut->unit = number;
+        cut->layer = param->stacked ? number - param->unit : -1;
+        cut->trained = !param->frozen;
+        cut->count = param->dtype == DTRAIN_F32 ? dtrain_param_elements(param) / layers : 0;
+        cut->element = (size_t)(number - param->unit) * cut->count;
+        cut->begin = unit->count;
+        unit->count += cut->count;
+        unit->trained += cut->trained ? cut->count : 0;
+        unit->tied |= param->tied;
+    }
+    unit->end = at;
+    return at;
+}
+
+/* On a device all ranges of a unit travel as one, each after the one before it. */
+static void dtrain__layout_line_up(dtrain__layout *layout, int number)
+{
+    const dtrain__layout_unit *unit = &layout->units[number];
+    size_t grads = 0;
+    for (size_t i = unit->first; i < unit->end; i++) {
+        dtrain__layout_cut *cut = &layout->cuts[i];
+        cut->packed = 1;
+        cut->stage = cut->begin;
+        cut->grad_stage = grads;
+        grads += cut->trained ? cut->count : 0;
+    }
+    layout->stage = unit->count > layout->stage ? unit->count : layout->stage;
+}
+
+/* Says which ranges of a unit travel together: small ones, where there are several. What a rank has of them is in one
+ * piece among them, as its slice is in the unit. */
+static void dtrain__layout_pack(dtrain__layout *layout, int number)
+{
+    dtrain__layout_unit *unit = &layout->units[number];
+    size_t small = 0, elements = 0;
+    for (size_t i = unit->first; i < unit->end && layout->shards > 1; i++) {
+        dtrain__layout_cut *cut = &layout->cuts[i];
+        cut->packed =
+            cut->count > 0 && cut->count <= DTRAIN__LAYOUT_SMALL && elements + cut->count <= DTRAIN__LAYOUT_STAGE;
+        elements += cut->packed ? cut->count : 0;
+        small += (size_t)cut->packed;
+    }
+    for (size_t i = unit->first; i < unit->end; i++) {
+        dtrain__layout_cut *cut = &layout->cuts[i];
+        cut->packed = cut->packed && small > 1;
+        cut->stage = unit->packed;
+        cut->grad_stage = unit->packed_grads;
+        unit->packed += cut->packed ? cut->count : 0;
+        unit->packed_grads += cut->packed && cut->trained ? cut->count : 0;
+    }
+    layout->stage = unit->packed > layout->stage ? unit->packed : layout->stage;
+}
+
+/* The part of a range that a rank of the copy has; *own is where it begins in the range. */
+static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__layout_cut *cut, int shard, size_t *own)
+{
+    size_t low, high, begin = cut->begin, end = cut->begin + cut->count;
+    high = dtrain_split(layout->units[cut->unit].count, layout->shards, shard, &low);
+    high += low;
+    low = low > begin ? low : begin;
+    high = high < end ? high : end;
+    *own = low < high ? low - begin : 0;
+    return low < high ? high - low : 0;
+}
+
+/* Bytes of so many numbers, quantised. */
+static size_t dtrain__layout_code_bytes(size_t count, size_t block)
+{
+    return block == 0 || count == 0 ? 0 : 4 * ((count - 1) / block + 1) + count;
+}
+
+static size_t dtrain__layout_round(size_t bytes)
+{
+    return (bytes + 15) / 16 * 16;
+}
+
+/* Says which ranges of a unit travel quantised, and where: those that do not travel with others. */
+static void dtrain__layout_code(dtrain__layout *layout, int number, const dtrain_fsdp_desc *desc)
+{
+    dtrain__layout_unit *unit = &layout->units[number];
+    size_t stage = 0, out = 0, in = 0, own;
+    for (size_t i = unit->first; i < unit->end && layout->shards > 1; i++) {
+        dtrain__layout_cut *cut = &layout->cuts[i];
+        cut->codes = desc->quantise_gather > 0 && !cut->packed && cut->count > 0;
+        cut->codes_grad = desc->quantise_reduce > 0 && !cut->packed && cut->count > 0 && cut->trained;
+        cut->code = stage;
+        cut->code_out = out;
+        cut->code_in = in;
+        for (int shard = 0; shard < layout->shards; shard++) {
+            size_t count = dtrain__layout_part(layout, cut, shard, &own);
+            stage += cut->codes ? dtrain__layout_code_bytes(count, desc->quantise_gather) : 0;
+            out += cut->codes_grad ? dtrain__layout_code_bytes(count, desc->quantise_reduce) : 0;
+        }
+        in += cut->codes_grad
+                  ? (size_t)layout->shards * dtrain__layout_code_bytes(cut->own_count, desc->quantise_reduce)
+                  : 0;
+        stage = dtrain__layout_round(stage);
+        out = dtrain__layout_round(out);
+        in = dtrain__layout_round(in);
+    }
+    layout->code_stage = stage > layout->code_stage ? stage : layout->code_stage;
+    layout->code_out = out > layout->code_out ? out : layout->code_out;
+    layout->code_in = in > layout->code_in ? in : layout->code_in;
+}
+
+/* Says whose pages are never dropped: the system takes longer for the pages of a small range than it is worth, as long
+ * as all of them are little beside the units that come and go. */
+static void dtrain__layout_stay(dtrain__layout *layout)
+{
+    size_t small = 0, two[2] = {0, 0};
+    for (size_t i = 0; i < layout->cut_count; i++)
+        small += layout->cuts[i].count <= DTRAIN__LAYOUT_SMALL ? layout->cuts[i].count : 0;
+    for (int i = 0; i < layout->unit_count; i++) {
+        size_t count = layout->units[i].count;
+        two[1] = count > two[0] ? two[0] : count > two[1] ? count : two[1];
+        two[0] = count > two[0] ? count : two[0];
+    }
+    for (size_t i = 0; i < layout->cut_count && small <= (two[0] + two[1]) / DTRAIN__LAYOUT_LITTLE; i++)
+        layout->cuts[i].stays = layout->cuts[i].count > 0 && layout->cuts[i].count <= DTRAIN__LAYOUT_SMALL;
+}
+
+/* The part of a range that is in memory for good, or of its gradient: *at is where it begins. */
+static size_t dtrain__layout_staying(const dtrain__layout_cut *cut, int grads, size_t *at)
+{
+    *at = cut->stays || grads ? 0 : cut->own;
+    return cut->stays ? cut->count : cut->home && !grads ? cut->own_count : 0;
+}
+
+/* Cuts a table for rank `rank` of `world`. The table and desc are checked first. */
+static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_param *table, size_t count,
+                                           const dtrain_fsdp_desc *desc, int world, int rank,
+                                           dtrain_allocator *allocator)
+{
+    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    memset(layout, 0, sizeof *layout);
+    dtrain_device *device = count > 0 && table != NULL ? table[0].device : NULL;
+    dtrain_status status = dtrain__layout_check_desc(desc, world, device);
+    if (status == DTRAIN_OK)
+        status = dtrain__layout_check_table(table, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__layout_copy(layout, table, count, allocator);
+    if (status != DTRAIN_OK) {
+        dtrain__layout_destroy(layout, allocator);
+        return status;
+    }
+    layout->device = device;
+    layout->shards = strategy == DTRAIN_NO_SHARD ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
+    layout->copies = world / layout->shards;
+    layout->shard = rank % layout->shards;
+    layout->resident = strategy == DTRAIN_SHARD_GRAD_OP || layout->shards == 1;
+    layout->apart = !layout->resident || dtrain__layout_is_16_bit(desc->gather_dtype);
+    for (size_t at = 0, number = 0; number < (size_t)layout->unit_count; number++) {
+        dtrain__layout_unit *unit = &layout->units[number];
+        unit->grad = layout->grads;
+        unit->full_grad = layout->trained;
+        at = dtrain__layout_fill(layout, (int)number, at);
+        if (device != NULL)
+            dtrain__layout_line_up(layout, (int)number);
+        else
+            dtrain__layout_pack(layout, (int)number);
+        for (size_t i = unit->first; i < unit->end; i++) {
+            dtrain__layout_cut *cut = &layout->cuts[i];
+            cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
+            cut->home = device == NULL && !layout->resident && desc->quantise_gather == 0 &&
+                        !dtrain__layout_is_16_bit(desc->gather_dtype) && !cut->packed &&
+                        cut->own_count >= DTRAIN__LAYOUT_HOME;
+            cut->weight = layout->weights;
+            cut->grad = layout->grads;
+            cut->full_grad = layout->trained;
+            layout->weights += cut->home ? 0 : cut->own_count;
+            layout->grads += cut->trained ? cut->own_count : 0;
+            layout->trained += cut->trained ? cut->count : 0;
+        }
+        unit->grad_count = layout->grads - unit->grad;
+        dtrain__layout_code(layout, (int)number, desc);
+    }
+    if (device == NULL)
+        dtrain__layout_stay(layout);
+    return DTRAIN_OK;
+}
+
+/* Says whether a bucket that begins with unit `highest` is sent when `unit` has joined it: it is large enough, or
+ * nothing comes after. */
+static int dtrain__layout_ends_bucket(const dtrain__layout *layout, int unit, int highest, size_t bucket_bytes)
+{
+    const dtrain__layout_unit *units = layout->units;
+    int last = unit;
+    while (last > 0 && units[last - 1].trained == 0)
+        last--;
+    return last == 0 ||
+           (units[highest].grad + units[highest].grad_count - units[unit].grad) * sizeof(float) >= bucket_bytes;
+}
+
+/* Levels of the counter that folds this many micro-batches. */
+static int dtrain__layout_levels(int micro_batches)
+{
+    int levels = 1;
+    while (micro_batches >> levels != 0)
+        levels++;
+    return levels;
+}
+
+#endif

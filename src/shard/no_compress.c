@@ -1,0 +1,106 @@
+/* ---- >>no-compress ----
+ * What stands in for >>fsdp-quantise and >>reducer in a program that defines DTRAIN_NO_COMPRESS: a desc that asks for
+ * either is refused when the object is made, so that nothing else is called with one. */
+#ifndef DTRAIN__NO_COMPRESS
+#define DTRAIN__NO_COMPRESS
+#include "fsdp.c"
+
+static dtrain_status dtrain__no_compress(const char *what)
+{
+    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                        "%s: this program was built with DTRAIN_NO_COMPRESS: remove that macro", what);
+}
+
+static size_t dtrain__fsdp_code_memory(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
+{
+    (void)layout, (void)desc;
+    return 0;
+}
+
+static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
+{
+    return fsdp->desc.quantise_gather == 0 && fsdp->desc.quantise_reduce == 0
+               ? DTRAIN_OK
+               : dtrain__no_compress("quantise_gather and quantise_reduce");
+}
+
+static dtrain_status dtrain__fsdp_code_gather(dtrain_fsdp *fsdp, size_t index)
+{
+    (void)fsdp, (void)index;
+    return dtrain__no_compress("quantise_gather");
+}
+
+static void dtrain__fsdp_code_gathered(dtrain_fsdp *fsdp, size_t index)
+{
+    (void)fsdp, (void)index;
+}
+
+static dtrain_status dtrain__fsdp_code_reduce(dtrain_fsdp *fsdp, size_t index)
+{
+    (void)fsdp, (void)index;
+    return dtrain__no_compress("quantise_reduce");
+}
+
+static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *sum)
+{
+    (void)fsdp, (void)index, (void)sum;
+}
+
+static uint64_t dtrain__fsdp_code_sent_bytes(const dtrain_fsdp *fsdp, int number, uint64_t *elements)
+{
+    (void)fsdp, (void)number;
+    *elements = 0;
+    return 0;
+}
+
+static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm *comm, int threaded,
+                                            const dtrain__layout *layout, const dtrain_compress_desc *desc,
+                                            size_t bucket_bytes, dtrain_allocator *memory)
+{
+    (void)comm, (void)threaded, (void)layout, (void)desc, (void)bucket_bytes, (void)memory;
+    *made = NULL;
+    return dtrain__no_compress("compress");
+}
+
+static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int highest, float *sums)
+{
+    (void)fsdp, (void)lowest, (void)highest, (void)sums;
+    return dtrain__no_compress("compress");
+}
+
+static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
+{
+    (void)fsdp, (void)number;
+    return dtrain__no_compress("compress");
+}
+
+static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
+{
+    (void)reducer, (void)dropped;
+}
+
+static dtrain_compressed *dtrain__reducer_state(dtrain__reducer *reducer, size_t index)
+{
+    (void)reducer, (void)index;
+    return NULL;
+}
+
+static uint64_t dtrain__reducer_bytes(const dtrain__layout *layout, const dtrain_compress_desc *desc, int lowest,
+                                      int highest, int copy, size_t *plain)
+{
+    (void)layout, (void)desc, (void)lowest, (void)highest, (void)copy;
+    *plain = 0;
+    return 0;
+}
+
+static void dtrain__reducer_stop(dtrain__reducer *reducer, int64_t until_ns)
+{
+    (void)reducer, (void)until_ns;
+}
+
+static void dtrain__reducer_destroy(dtrain__reducer *reducer)
+{
+    (void)reducer;
+}
+
+#endif

@@ -1,0 +1,384 @@
+/* ---- >>reducer ----
+ * Gradients that travel compressed between copies, bucket by bucket, while backward still runs. Buckets are taken in
+ * the order in which they are posted, which is that of the units on every rank, by one thread that has the group to
+ * itself, so that bits do not depend on who is ready when. Where there can be no thread (no_overlap,
+ * DTRAIN_PROGRESS_POLL, a world of one, a transport that has no groups) whoever waits for a bucket sends it and those
+ * before it. After the first that fails none is sent.
+ *
+ * Sums on a device are sent by a queue of the thread's own; events order each bucket after what the caller's queue
+ * holds when it is posted, and what that queue is given once it has been waited for after the bucket. */
+#ifndef DTRAIN__REDUCER
+#define DTRAIN__REDUCER
+#include "fsdp.c"
+#include "../train/compression.c"
+#include "../base/worker.c"
+
+typedef struct dtrain__reducer_job {
+    dtrain__worker_job job;
+    int lowest, highest; /* units */
+    float *sums;         /* of the whole layout, at a level */
+    dtrain__compression_momenta momenta;
+    uint64_t step; /* counted from 0 */
+    dtrain_status status;
+    dtrain_compressed_stats stats;
+    int64_t begin_ns, end_ns;
+} dtrain__reducer_job;
+
+struct dtrain__reducer {
+    dtrain_comm *comm;
+    dtrain_allocator *memory;
+    const dtrain__layout *layout;
+    dtrain__compression_set set;
+    dtrain_device *caller, *queue; /* of a device: the caller's, and the thread's; NULL: none */
+    dtrain_device_event **events;  /* two a job: before and after it; NULL where there is no such queue */
+    int adam;                      /* 1-bit Adam's form: the step is the job's, not what the states have counted */
+    size_t *ends;                  /* of a unit: the parts of its bucket, and of those sent before it, end there */
+    dtrain__reducer_job *jobs;     /* as many as units, taken in turn */
+    dtrain__error error;           /* of the first that failed; written before its job is done */
+    dtrain__worker worker;
+};
+
+static dtrain_status dtrain__reducer_run(dtrain__reducer *reducer, dtrain__reducer_job *job)
+{
+    const size_t *ends = reducer->ends;
+    size_t first = job->highest + 1 < reducer->layout->unit_count ? ends[job->highest + 1] : 0;
+    dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * (job - reducer->jobs)] : NULL;
+    dtrain_status status = events != NULL ? dtrain_device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
+    if (reducer->adam)
+        dtrain__compression_at_step(&reducer->set, first, ends[job->lowest], job->step);
+    if (job->momenta.m != NULL)
+        dtrain__compression_fold(&reducer->set, job->sums, first, ends[job->lowest], &job->momenta);
+    if (status == DTRAIN_OK)
+        status = dtrain__compression_send(&reducer->set, job->sums, first, ends[job->lowest], &job->stats);
+    return status == DTRAIN_OK && events != NULL ? dtrain_device_event_record(reducer->queue, events[1]) : status;
+}
+
+static void dtrain__reducer_perform(void *owner, dtrain__worker_job *posted)
+{
+    dtrain__reducer *reducer = (dtrain__reducer *)owner;
+    dtrain__reducer_job *job = (dtrain__reducer_job *)(void *)posted;
+    job->status = reducer->error.status;
+    job->begin_ns = dtrain__os_now_ns();
+    if (job->status == DTRAIN_OK) {
+        job->status = dtrain__reducer_run(reducer, job);
+        if (job->status != DTRAIN_OK) /* the others hear of it when this rank's caller does, and breaks its groups */
+            reducer->error = dtrain__thread_error;
+    }
+    job->end_ns = dtrain__os_now_ns();
+}
+
+/* Hands over the units of a bucket, whose sums stay where they are until the job has been waited for; *number is the
+ * job's, above 0. momenta: those of 1-bit Adam's form are as they are until then, too. */
+static dtrain_status dtrain__reducer_post(dtrain__reducer *reducer, int lowest, int highest, float *sums, uint64_t step,
+                                          const dtrain__compression_momenta *momenta, uint64_t *number)
+{
+    uint64_t slot = reducer->worker.posted % (uint64_t)reducer->layout->unit_count;
+    dtrain__reducer_job *job = &reducer->jobs[slot];
+    dtrain_status status =
+        reducer->queue != NULL ? dtrain_device_event_record(reducer->caller, reducer->events[2 * slot]) : DTRAIN_OK;
+    if (status != DTRAIN_OK)
+        return status;
+    memset(job, 0, sizeof *job);
+    job->lowest = lowest;
+    job->highest = highest;
+    job->sums = sums;
+    job->step = step;
+    job->momenta = *momenta;
+    dtrain__worker_post(&reducer->worker, &job->job);
+    *number = job->job.number;
+    return DTRAIN_OK;
+}
+
+/* Waits until a job has ended, or until then; returns it, or NULL while it is under way. */
+static const dtrain__reducer_job *dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64_t until_ns)
+{
+    int64_t began = dtrain__os_now_ns();
+    int ended = dtrain__worker_wait(&reducer->worker, number, until_ns);
+    if (reducer->worker.threaded)
+        dtrain__work_blocked(reducer->comm, began);
+    if (!ended)
+        return NULL;
+    return &reducer->jobs[(number - 1) % (uint64_t)reducer->layout->unit_count];
+}
+
+/* Has the caller's queue wait for a job that has ended well. */
+static dtrain_status dtrain__reducer_order(dtrain__reducer *reducer, uint64_t number)
+{
+    uint64_t slot = (number - 1) % (uint64_t)reducer->layout->unit_count;
+    return reducer->queue != NULL ? dtrain_device_event_await(reducer->caller, reducer->events[2 * slot + 1])
+                                  : DTRAIN_OK;
+}
+
+/* Ends the thread: what is under way is given until then to end, and is broken off after that. */
+static void dtrain__reducer_stop(dtrain__reducer *reducer, int64_t until_ns)
+{
+    if (reducer == NULL || !dtrain__worker_runs(&reducer->worker))
+        return;
+    if (reducer->worker.posted > 0 && dtrain__reducer_wait(reducer, reducer->worker.posted, until_ns) == NULL)
+        DTRAIN_IGNORE(dtrain_comm_abort(reducer->comm, "it has destroyed its dtrain_fsdp while this was under way"));
+    dtrain__worker_end(&reducer->worker);
+}
+
+static void dtrain__reducer_destroy(dtrain__reducer *reducer)
+{
+    if (reducer == NULL)
+        return;
+    dtrain_allocator *memory = reducer->memory;
+    size_t units = (size_t)reducer->layout->unit_count;
+    dtrain__compression_close(&reducer->set);
+    for (size_t i = 0; reducer->events != NULL && i < 2 * units; i++)
+        dtrain_device_event_destroy(reducer->caller, reducer->events[i]);
+    dtrain_device_queue_destroy(reducer->queue);
+    dtrain__free(memory, reducer->events, 2 * units * sizeof *reducer->events);
+    dtrain__free(memory, reducer->ends, units * sizeof *reducer->ends);
+    dtrain__free(memory, reducer->jobs, units * sizeof *reducer->jobs);
+    dtrain__free(memory, reducer, sizeof *reducer);
+}
+
+/* What travels together of a bucket. */
+typedef struct dtrain__reducer_part {
+    size_t at, count, rows;
+    int dense;
+} dtrain__reducer_part;
+
+/* Finds the part that begins with a cut of a bucket, whose cuts end at `end`: of PowerSGD a matrix, of others all cuts
+ * up to a dense one, or of those up to one that is not. Returns the cut after it. */
+static size_t dtrain__reducer_next_part(const dtrain__layout *layout, const dtrain_compress_desc *desc, size_t i,
+                                        size_t end, dtrain__reducer_part *part)
+{
+    const dtrain__layout_cut *cut = &layout->cuts[i];
+    int matrix = desc->kind == DTRAIN_COMPRESS_POWERSGD;
+    part->at = cut->grad;
+    part->count = 0;
+    part->rows = matrix ? layout->table[cut->param].shape[cut->layer >= 0 ? 1 : 0] : 1;
+    part->dense = layout->table[cut->param].dense;
+    do
+        part->count += layout->cuts[i].trained ? layout->cuts[i].own_count : 0;
+    while (++i < end && !matrix && layout->table[layout->cuts[i].param].dense == part->dense);
+    return i;
+}
+
+/* Adds the parts of a bucket. */
+static dtrain_status dtrain__reducer_add(dtrain__reducer *reducer, const dtrain_compress_desc *desc, int lowest,
+                                         int highest)
+{
+    const dtrain__layout *layout = reducer->layout;
+    dtrain_status status = DTRAIN_OK;
+    dtrain__reducer_part part;
+    for (size_t i = layout->units[lowest].first, end = layout->units[highest].end; status == DTRAIN_OK && i < end;) {
+        i = dtrain__reducer_next_part(layout, desc, i, end, &part);
+        status = dtrain__compression_add(&reducer->set, desc, part.at, part.count, part.rows, part.dense);
+    }
+    return status;
+}
+
+/* Sets up the parts of all buckets, in the order in which they are sent. */
+static dtrain_status dtrain__reducer_fill(dtrain__reducer *reducer, const dtrain_compress_desc *desc,
+                                          size_t bucket_bytes)
+{
+    const dtrain__layout *layout = reducer->layout;
+    size_t units = (size_t)layout->unit_count;
+    int highest = -1;
+    reducer->ends = (size_t *)dtrain__alloc(reducer->memory, units * sizeof *reducer->ends);
+    reducer->jobs = (dtrain__reducer_job *)dtrain__alloc(reducer->memory, units * sizeof *reducer->jobs);
+    if (reducer->ends == NULL || reducer->jobs == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to send %d units compressed", layout->unit_count);
+    dtrain_status status =
+        dtrain__compression_begin(&reducer->set, reducer->comm, reducer->memory, layout->cut_count + units);
+    if (status == DTRAIN_OK && reducer->caller != NULL)
+        dtrain__compression_on(&reducer->set, reducer->queue != NULL ? reducer->queue : reducer->caller);
+    for (int unit = layout->unit_count - 1; status == DTRAIN_OK && unit >= 0; unit--) {
+        highest = highest < 0 && layout->units[unit].trained > 0 ? unit : highest;
+        if (highest >= 0 && layout->units[unit].trained > 0 &&
+            dtrain__layout_ends_bucket(layout, unit, highest, bucket_bytes)) {
+            status = dtrain__reducer_add(reducer, desc, unit, highest);
+            highest = -1;
+        }
+        reducer->ends[unit] = reducer->set.part_count;
+    }
+    return status == DTRAIN_OK ? dtrain__compression_end(&reducer->set, desc) : status;
+}
+
+/* Makes the thread's queue and the events; where a device has one queue only, whoever waits for a bucket sends it. */
+static dtrain_status dtrain__reducer_make_queue(dtrain__reducer *reducer, int *threaded)
+{
+    size_t events = 2 * (size_t)reducer->layout->unit_count;
+    dtrain_status status = dtrain_device_queue_create(reducer->caller, &reducer->queue);
+    *threaded = status == DTRAIN_OK;
+    if (status == DTRAIN_ERR_UNSUPPORTED)
+        return DTRAIN_OK;
+    reducer->events = (dtrain_device_event **)dtrain__alloc(reducer->memory, events * sizeof *reducer->events);
+    if (reducer->events == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu events", events);
+    for (size_t i = 0; status == DTRAIN_OK && i < events; i++)
+        status = dtrain_device_event_create(reducer->caller, &reducer->events[i]);
+    return status;
+}
+
+/* Makes a reducer over `comm`; threaded: which it has to itself, and buckets travel before they are waited for. */
+static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm *comm, int threaded,
+                                            const dtrain__layout *layout, const dtrain_compress_desc *desc,
+                                            size_t bucket_bytes, dtrain_allocator *memory)
+{
+    dtrain__reducer *reducer = (dtrain__reducer *)dtrain__alloc(memory, sizeof *reducer);
+    *made = reducer;
+    if (reducer == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *reducer);
+    reducer->comm = comm;
+    reducer->memory = memory;
+    reducer->layout = layout;
+    reducer->worker.owner = reducer;
+    reducer->worker.perform = dtrain__reducer_perform;
+    reducer->adam = desc->adam;
+    reducer->caller = layout->device;
+    dtrain_status status =
+        threaded && reducer->caller != NULL ? dtrain__reducer_make_queue(reducer, &threaded) : DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        status = dtrain__reducer_fill(reducer, desc, bucket_bytes);
+    if (status != DTRAIN_OK || !threaded)
+        return status;
+    comm->apart = 1;
+    int error = dtrain__worker_start(&reducer->worker);
+    if (error != 0)
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO,
+                              "the system refused a thread (%s): set no_overlap to send what is compressed without one",
+                              strerror(error));
+    return status;
+}
+
+/* In 1-bit Adam's form, says what becomes of this rank's sums before they travel. */
+static dtrain__compression_momenta dtrain__reducer_momenta(const dtrain_fsdp *fsdp)
+{
+    dtrain__compression_momenta momenta;
+    double weight = fsdp->announced >= 0 ? fsdp->announcement[1] : 1.0;
+    memset(&momenta, 0, sizeof momenta);
+    if (fsdp->freezes && fsdp->step >= fsdp->freeze_step) {
+        momenta.m = fsdp->state; /* laid out as the gradients */
+        momenta.rest1 = (float)(1.0 - (double)fsdp->optimizer.beta1);
+        momenta.factor = (float)((double)fsdp->optimizer.beta1 * weight);
+    }
+    return momenta;
+}
+
+/* Takes over the units of a bucket, whose sums stay where they are until dtrain__reducer_finish. */
+static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int highest, float *sums)
+{
+    dtrain__compression_momenta momenta = dtrain__reducer_momenta(fsdp);
+    return dtrain__reducer_post(fsdp->reducer, lowest, highest, sums, fsdp->step, &momenta, &fsdp->units[lowest].job);
+}
+
+/* Waits until the bucket of a unit has been sent, and counts as dtrain__fsdp_wait does. */
+static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
+{
+    dtrain__fsdp_unit *lowest = &fsdp->units[fsdp->units[number].lowest];
+    int64_t begin = dtrain__os_now_ns();
+    if (lowest->job == 0)
+        return DTRAIN_OK;
+    const dtrain__reducer_job *job = dtrain__reducer_wait(fsdp->reducer, lowest->job, INT64_MAX);
+    if (job->status == DTRAIN_OK)
+        dtrain__fsdp_queued(fsdp, dtrain__reducer_order(fsdp->reducer, lowest->job));
+    lowest->job = 0;
+    dtrain__fsdp_waited(fsdp, number, begin, job->end_ns - job->begin_ns);
+    if (job->status != DTRAIN_OK) {
+        dtrain__report(&fsdp->reducer->error);
+        return dtrain__fsdp_break(fsdp, job->status, "reducing", number);
+    }
+    dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_REDUCE, job->lowest, job->begin_ns, job->end_ns);
+    dtrain__fsdp_account(fsdp, job->lowest, job->highest, job->stats.dense_bytes, job->stats.sent_bytes,
+                         job->end_ns - job->begin_ns);
+    return DTRAIN_OK;
+}
+
+/* A step is over; see dtrain__compression_step_over. */
+static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
+{
+    if (reducer != NULL)
+        dtrain__compression_step_over(&reducer->set, dropped);
+}
+
+static dtrain_compressed *dtrain__reducer_state(dtrain__reducer *reducer, size_t index)
+{
+    return reducer != NULL ? dtrain__compression_state(&reducer->set, index) : NULL;
+}
+
+/* ---- what it will send ---- */
+
+/* What a selection takes at most: the header and, for each element, its index and its value. */
+static uint64_t dtrain__reducer_selection_bytes(const dtrain_topk_desc *topk, size_t chosen, size_t count)
+{
+    uint64_t width = topk->values == DTRAIN_BF16 || topk->values == DTRAIN_F16 ? 2 : 4;
+    uint64_t bytes = (uint64_t)chosen * (width + (topk->indices == DTRAIN_INDEX_DELTA ? 5 : 4));
+    if (topk->indices == DTRAIN_INDEX_AUTO && bytes > width * count) /* then without indices */
+        bytes = width * count;
+    return DTRAIN__SPARSE_HEADER + bytes;
+}
+
+/* Top-k after its warm-up, at most; lengths travel before the selections. */
+static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t count, int ranks)
+{
+    double ratio = topk->threshold > 0.0f ? 1.0 : topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
+    size_t chosen = dtrain_topk_count(count, ratio), part = dtrain_split(count, ranks, 0, NULL), picked;
+    uint64_t others = (uint64_t)(ranks - 1), one = dtrain__reducer_selection_bytes(topk, chosen, count);
+    uint64_t dense = dtrain__plan_sent_bytes(count, ranks), most = 8 * (uint64_t)count;
+    if (topk->exchange == DTRAIN_EXCHANGE_GATHER || (topk->exchange == DTRAIN_EXCHANGE_AUTO && ranks <= 8)) {
+        if (one * (uint64_t)ranks <= most)
+            return others * (8 + one);
+        one = one < most ? one : most; /* together selections are no longer than that, or vectors are sent */
+        return 8 * others + (others * one > dense ? others * one : dense);
+    }
+    picked = chosen > part / (size_t)ranks ? part : chosen * (size_t)ranks;
+    if (topk->exchange == DTRAIN_EXCHANGE_SPLIT_TOPK)
+        picked = dtrain_topk_count(part, ratio);
+    return others * (16 + DTRAIN__SPARSE_HEADER + dtrain__reducer_selection_bytes(topk, picked, part)) +
+           dtrain__reducer_selection_bytes(topk, chosen, SIZE_MAX / 8);
+}
+
+/* What a compressor that packs sends: each other rank its part, and all of them this one's sum. */
+static uint64_t dtrain__reducer_pack_bytes(const dtrain_compressor *q, size_t count, int ranks, int rank)
+{
+    uint64_t bytes = 0;
+    for (int r = 0; r < ranks; r++)
+        bytes += q->bytes(q, dtrain_split(count, ranks, r, NULL)) * (r == rank ? (uint64_t)(ranks - 1) : 1);
+    return bytes;
+}
+
+/* What one part of a bucket sends between copies; *plain: how many elements travel as they are, with others. */
+static uint64_t dtrain__reducer_part_bytes(const dtrain_compress_desc *desc, const dtrain__reducer_part *part,
+                                           int ranks, int rank, size_t *plain)
+{
+    size_t thin, count = part->count, rows = part->rows > 0 ? part->rows : 1;
+    dtrain_compressor q;
+    if (count == 0 || ranks < 2)
+        return 0;
+    if (part->dense || dtrain__compression_is_plain(desc, count, rows)) {
+        *plain += count;
+        return 0;
+    }
+    switch (desc->kind) {
+    case DTRAIN_COMPRESS_DEFAULT:
+    case DTRAIN_COMPRESS_TOPK: return dtrain__reducer_topk_bytes(&desc->topk, count, ranks);
+    case DTRAIN_COMPRESS_POWERSGD:
+        thin = (rows + count / rows) * (desc->rank > 0 ? (size_t)desc->rank : 4);
+        return dtrain__plan_sent_bytes(thin < count ? thin : count, ranks);
+    default: break;
+    }
+    if (dtrain__compression_make(desc, 1, 1, NULL, &q) != DTRAIN_OK || q.reduce != NULL)
+        return dtrain__plan_sent_bytes(count, ranks); /* nobody knows */
+    return dtrain__reducer_pack_bytes(&q, count, ranks, rank);
+}
+
+/* What a bucket of units sends between copies; *plain: how many elements travel as they are, together. */
+static uint64_t dtrain__reducer_bytes(const dtrain__layout *layout, const dtrain_compress_desc *desc, int lowest,
+                                      int highest, int copy, size_t *plain)
+{
+    uint64_t bytes = 0;
+    dtrain__reducer_part part;
+    *plain = 0;
+    for (size_t i = layout->units[lowest].first, end = layout->units[highest].end; i < end;) {
+        i = dtrain__reducer_next_part(layout, desc, i, end, &part);
+        bytes += dtrain__reducer_part_bytes(desc, &part, layout->copies, copy, plain);
+    }
+    return bytes;
+}
+
+#endif

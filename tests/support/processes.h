@@ -1,0 +1,198 @@
+/* Ranks as real processes for tests: run_ranks() forks them, a body returns 0 when its checks held. With TEST_SEALED=1 in
+ * the environment their connections are sealed. */
+#ifndef DTRAIN_TEST_PROCESSES_H
+#define DTRAIN_TEST_PROCESSES_H
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MAX_PROCESSES 64
+
+/* A group's end in the hub of its process. */
+#define CHANNEL(world) ((dtrain__channel *)(world)->transport.self)
+
+typedef struct scene {
+    int ranks, seconds; /* seconds: that a process may take; 0: 60 */
+    char root[128];
+    dtrain_comm_desc desc; /* rank, world_size and root are filled in */
+    void *user;
+} scene;
+
+typedef int (*rank_body)(dtrain_comm *world, scene *s);
+
+static char scene_directory[64];
+
+static void scene_clean(void)
+{
+    if (scene_directory[0] != 0)
+        rmdir(scene_directory);
+}
+
+/* A port of the loopback device that nobody listens at. Several tests run at once: each program tries ports of its own
+ * first, below those that a system gives to connections (from 32768 on Linux, 49152 elsewhere), as one of these could be
+ * taken before rank 0 listens. */
+static int free_port(void)
+{
+    static int serial;
+    struct sockaddr_in address;
+    int taken = 1, port = 0;
+    memset(&address, 0, sizeof address);
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    for (int tries = 0; taken && tries < 1000; tries++) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        port = 10000 + (int)((getpid() * 64L + serial++) % 20000);
+        address.sin_port = htons((uint16_t)port);
+        taken = bind(fd, (struct sockaddr *)&address, sizeof address) != 0;
+        close(fd);
+    }
+    CHECK(!taken);
+    return port;
+}
+
+/* A root that nobody else uses: a path in a directory of this program's, or a free port of the loopback device. */
+static void scene_root(scene *s, int tcp)
+{
+    static int serial;
+    if (tcp) {
+        snprintf(s->root, sizeof s->root, "127.0.0.1:%d", free_port());
+        return;
+    }
+    if (scene_directory[0] == 0) {
+        snprintf(scene_directory, sizeof scene_directory, "/tmp/dtrain-test-XXXXXX");
+        CHECK(mkdtemp(scene_directory) != NULL);
+        atexit(scene_clean);
+    }
+    snprintf(s->root, sizeof s->root, "unix:%s/r%d", scene_directory, serial++);
+}
+
+/* A machine without unix sockets has the loopback device. */
+static int scene_has_unix(void)
+{
+    int fd = dtrain__without("unix") ? -1 : socket(AF_UNIX, SOCK_STREAM, 0);
+    if (fd >= 0)
+        close(fd);
+    return fd >= 0;
+}
+
+static int *scene_met; /* shared with the processes: how often one has come to scene_meet() */
+
+__attribute__((unused)) static void scene_begin(scene *s, int ranks, int tcp)
+{
+    if (scene_met == NULL)
+        scene_met = (int *)mmap(NULL, sizeof *scene_met, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    *scene_met = 0;
+    memset(s, 0, sizeof *s);
+    s->ranks = ranks;
+    s->desc.timeout_ms = 20000;
+    tcp |= !scene_has_unix();
+    s->desc.token = tcp ? "what TCP takes to meet" : NULL;
+    scene_root(s, tcp);
+}
+
+/* Comes back when all ranks' processes are here. Before one of them breaks: a barrier ends with an error on a rank that
+ * hears of that while it is still in there. */
+__attribute__((unused)) static void scene_meet(int ranks)
+{
+    int all = (__atomic_fetch_add(scene_met, 1, __ATOMIC_SEQ_CST) / ranks + 1) * ranks;
+    while (__atomic_load_n(scene_met, __ATOMIC_SEQ_CST) < all)
+        usleep(100);
+}
+
+/* Seals what a test leaves open, where that is asked for. */
+static void scene_seal(dtrain_comm_desc *desc)
+{
+    if (getenv("TEST_SEALED") == NULL || desc->secure != 0)
+        return;
+    desc->secure = 1;
+    desc->token = desc->token != NULL ? desc->token : "a token that seals this test";
+}
+
+static dtrain_comm_desc scene_desc(scene *s, int rank)
+{
+    dtrain_comm_desc desc = s->desc;
+    desc.rank = rank;
+    desc.world_size = s->ranks;
+    desc.root = s->root;
+    scene_seal(&desc);
+    return desc;
+}
+
+static double now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+/* For tests whose ranks have reason to complain. */
+__attribute__((unused)) static void quiet(void *user, dtrain_log_level level, const char *text)
+{
+    (void)user;
+    (void)level;
+    (void)text;
+}
+
+/* One rank's process: joins, runs the body, leaves. */
+static int rank_main(scene *s, int rank, rank_body body)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm *world = NULL;
+    int before = test_failures;
+    if (dtrain_comm_create(&world, &desc) != DTRAIN_OK) {
+        TEST_FAIL("rank %d: %s", rank, dtrain_last_error());
+        return 1;
+    }
+    int bad = body(world, s);
+    dtrain_comm_destroy(world);
+    return bad || test_failures != before;
+}
+
+__attribute__((unused)) static pid_t start_rank(scene *s, int rank, rank_body body)
+{
+    fflush(stdout);
+    fflush(stderr);
+    pid_t pid = fork();
+    if (pid == 0)
+        _exit(rank_main(s, rank, body));
+    return pid;
+}
+
+/* Waits for a process; -1 when it has not ended in time and had to be killed. */
+static int end_of(pid_t pid, double seconds)
+{
+    int status;
+    double until = now_s() + seconds;
+    while (waitpid(pid, &status, WNOHANG) == 0) {
+        if (now_s() > until) {
+            kill(pid, SIGCONT);
+            kill(pid, SIGKILL);
+            waitpid(pid, &status, 0);
+            return -1;
+        }
+        usleep(2000);
+    }
+    return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+}
+
+/* Runs the body once a rank, each in a process of its own; all must return 0. */
+__attribute__((unused)) static void run_ranks(scene *s, rank_body body)
+{
+    pid_t pids[MAX_PROCESSES];
+    for (int rank = 0; rank < s->ranks; rank++)
+        pids[rank] = start_rank(s, rank, body);
+    for (int rank = 0; rank < s->ranks; rank++) {
+        int end = end_of(pids[rank], s->seconds > 0 ? s->seconds : 60);
+        if (end != 0)
+            TEST_FAIL("rank %d of %d at %s ended with %d", rank, s->ranks, s->root, end);
+    }
+}
+
+#endif

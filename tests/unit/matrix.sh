@@ -1,0 +1,259 @@
+#!/bin/sh
+# The compile matrix and the amalgamation: what a user's compiler sees, and what an author's mistake meets. Asks cc, or the
+# compilers that COMPILERS in the environment names; with MATRIX=all there, also what takes long and has seldom found
+# anything. .ci/run names compilers, make soak sets both.
+set -u
+cd "$(dirname "$0")/../.."
+root=$PWD
+work=$(mktemp -d "${TMPDIR:-/tmp}/matrix.XXXXXX")
+top=$work
+trap 'rm -rf "$top"' EXIT
+passed=0
+failed=0
+warn="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wsign-conversion -Werror"
+
+good() { passed=$((passed + 1)); }
+bad() {
+    failed=$((failed + 1))
+    echo "FAIL $1"
+    [ -z "${2:-}" ] || head -8 "$2"
+}
+holds() { # name, command...
+    name=$1
+    shift
+    if "$@" >"$work/log" 2>&1; then good; else bad "$name" "$work/log"; fi
+}
+fails_with() { # name, text, command...
+    name=$1
+    text=$2
+    shift 2
+    if "$@" >"$work/log" 2>&1; then bad "$name: succeeded"; elif grep -q "$text" "$work/log"; then good; else bad "$name: other text" "$work/log"; fi
+}
+
+# Everything that one compiler says; in a directory of its own, so that two compilers run at once. The first standard of
+# each language is compiled to the end, as some warnings come from the optimizer only; the others differ in the parser.
+compiler() {
+    cc=$1
+    command -v $cc >/dev/null 2>&1 || { echo "$cc is not here: its part is skipped"; return; }
+    for std in c99 c11 c17 c++11 c++17; do
+        case $std in c++*) lang="-x c++" ;; *) lang= ;; esac
+        case $std in c99 | c++11) end="-c -o $work/$std.o" ;; *) end=-fsyntax-only ;; esac
+        case $std in c++*) level=-O1 ;; *) level=-O2 ;; esac
+        holds "$cc $std $level" $cc $lang -std=$std $level $warn -I. "$work/impl.c" $end
+        holds "$cc $std plain" $cc $lang -std=$std -O2 $warn -I. -c "$work/plain.c" -o "$work/plain.o"
+    done
+    [ "${MATRIX:-}" != all ] ||
+        holds "$cc -Ofast -march=native" $cc -Ofast -march=native $warn -I. -c "$work/impl.c" -o "$work/impl.o"
+    for object in c99 c++11; do
+        nm -g --defined-only "$work/$object.o" | awk '{ print $NF }' | grep -v '^dtrain_' >"$work/foreign"
+        [ -s "$work/foreign" ] && bad "$cc: symbols in $object.o that are not dtrain's" "$work/foreign" || good
+    done
+    holds "$cc static" $cc -O0 $warn -I. -c "$work/static.c" -o "$work/static.o"
+    nm -g --defined-only "$work/static.o" | awk '{ print $NF }' | grep -v '^main$' >"$work/foreign"
+    [ -s "$work/foreign" ] && bad "$cc: symbols of a static API" "$work/foreign" || good
+    for object in c99 c++11; do
+        for lang in c c++; do
+            holds "$cc: a unit of $lang uses that of $object" $cc -x $lang "$work/user.c" -I. -x none "$work/$object.o" -o "$work/two" -lpthread -lm
+            holds "$cc: a unit of $lang with that of $object runs" "$work/two"
+        done
+    done
+    fails_with "$cc included late" 'include it before any system header' $cc -std=c99 -I. -c "$work/late.c" -o "$work/late.o"
+}
+
+for cc in ${COMPILERS:-cc}; do
+    mkdir "$work/$cc"
+    (
+        work=$work/$cc
+        printf '#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$work/impl.c"
+        printf '#include "dtrain.h"\nint dtrain_other(void);\nint dtrain_other(void) { return dtrain_comm_size(NULL); }\n' >"$work/plain.c"
+        printf '#include "dtrain.h"\nint main(void) { return dtrain_comm_size(NULL) != 1; }\n' >"$work/user.c"
+        printf '#define DTRAIN_API static\n#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\nint main(void) { return dtrain_comm_size(NULL) != 1; }\n' >"$work/static.c"
+        printf '#include <stdio.h>\n#define DTRAIN_IMPLEMENTATION\n#include "dtrain.h"\n' >"$work/late.c"
+        compiler $cc >"$work/out"
+        echo "$passed $failed" >"$work/counts"
+    ) &
+done
+wait
+for cc in ${COMPILERS:-cc}; do
+    cat "$work/$cc/out"
+    read -r good_ones bad_ones <"$work/$cc/counts"
+    passed=$((passed + good_ones))
+    failed=$((failed + bad_ones))
+done
+
+# Every module alone, half of them at a time: what it lacks is what one that it calls should have been included for.
+alone() { # 0: every second module from the second on; 1: from the first on
+    for file in $(awk -v first=$1 '!/^(\[|part |#|$)/ && ++n % 2 == first' src/order.txt); do
+        holds "src/$file alone" ${CC:-cc} -x c -std=gnu99 -Wall -Wextra -Wno-unused-function -Wno-unused-variable \
+            -Wno-unused-const-variable -fsyntax-only "src/$file"
+    done
+    echo "$passed $failed" >"$work/counts"
+}
+for half in 0 1; do
+    mkdir "$work/$half"
+    (passed=0 failed=0 work=$work/$half; alone $half >"$work/out") &
+done
+wait
+for half in 0 1; do
+    cat "$work/$half/out"
+    read -r good_ones bad_ones <"$work/$half/counts"
+    passed=$((passed + good_ones))
+    failed=$((failed + bad_ones))
+done
+
+# dtrain.h without some of its parts: each left out alone, all of them, and random ones, as C, linked and run; as C++ all,
+# and the random ones. MATRIX=all: each as C++ too, and a dozen random ones.
+parts=$(awk '$1 == "part" { print $2 }' src/order.txt)
+without() { # language, parts...
+    lang=$1
+    shift
+    name="$lang without $*"
+    flags=$(printf ' -DDTRAIN_NO_%s' "$@")
+    if [ $lang = c++ ]; then
+        holds "$name" ${CC:-cc} -x c++ -std=c++11 -O0 $warn $flags -I. -fsyntax-only "$top/sum.c"
+    else
+        holds "$name" ${CC:-cc} -std=c99 -O0 $warn $flags -I. "$top/sum.c" -o "$work/sum" -lpthread -lm
+        holds "$name runs" "$work/sum"
+    fi
+}
+cat >"$top/sum.c" <<'END'
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+static dtrain_status sum(dtrain_comm *world, void *user)
+{
+    float x = (float)(dtrain_comm_rank(world) + 1);
+    dtrain_status status = dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM);
+    return status == DTRAIN_OK && x == 6.0f && user == NULL ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+int main(void)
+{
+    return dtrain_run_threads(3, sum, NULL, NULL) != DTRAIN_OK;
+}
+END
+cat >"$top/refused.c" <<'END'
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+static int refused(dtrain_status status, const char *macro)
+{
+    return status == DTRAIN_ERR_UNSUPPORTED && strstr(dtrain_last_error(), macro) != NULL;
+}
+static dtrain_status refuse(dtrain_comm *world, void *user)
+{
+    float x[1] = {0}, y[1] = {0};
+    dtrain_fsdp *fsdp;
+    dtrain_aggregator aggregator;
+    dtrain_param table[1];
+    dtrain_compress_desc compress;
+    dtrain_fsdp_desc desc;
+    dtrain_device_ops ops;
+    dtrain_device device = {&ops, "a device", NULL};
+    memset(&ops, 0, sizeof ops), memset(&compress, 0, sizeof compress);
+    memset(table, 0, sizeof table), memset(&desc, 0, sizeof desc);
+    table[0].name = "x", table[0].dtype = DTRAIN_F32, table[0].shape[0] = 1, table[0].data = x, table[0].grad = y;
+    desc.strategy = DTRAIN_NO_SHARD;
+    desc.compress = &compress;
+    int bad = !refused(dtrain_fsdp_create(&fsdp, world, table, 1, &desc), "DTRAIN_NO_COMPRESS") || fsdp != NULL;
+    bad |= !refused(dtrain_aggregator_compressed(&aggregator, world, table, 1, NULL), "DTRAIN_NO_COMPRESS");
+    desc.compress = NULL;
+    table[0].device = &device;
+    bad |= !refused(dtrain_fsdp_create(&fsdp, world, table, 1, &desc), "DTRAIN_NO_DEVICE") || fsdp != NULL;
+    table[0].device = NULL;
+    DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, table, 1, &desc));
+    dtrain_fsdp_destroy(fsdp);
+    return bad || user != NULL ? DTRAIN_ERR_INVALID : DTRAIN_OK;
+}
+int main(void)
+{
+    dtrain_comm *world;
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.world_size = 2;
+    static const char *const roots[] = {"unix:/tmp/nobody", "10.0.0.1:29500", "[::1]:29500"};
+    for (int i = 0; i < 3; i++) {
+        desc.root = roots[i];
+        if (!refused(dtrain_comm_create(&world, &desc), "DTRAIN_NO_SOCKETS"))
+            return 1;
+    }
+    DTRAIN_CHECK(dtrain_comm_create(&world, NULL));
+    dtrain_comm_destroy(world);
+    return dtrain_run_threads(2, refuse, NULL, NULL) != DTRAIN_OK;
+}
+END
+holds "what stands in for a part compiles" ${CC:-cc} -std=c99 -O0 $warn -DDTRAIN_NO_COMPRESS -DDTRAIN_NO_DEVICE -DDTRAIN_NO_SOCKETS -I. "$top/refused.c" -o "$work/refused" -lpthread -lm
+holds "what stands in for a part names the macro" "$work/refused"
+fails_with "dtrain_cuda.h without devices" 'remove that macro' ${CC:-cc} -fsyntax-only -DDTRAIN_NO_DEVICE -DDTRAIN_CUDA_STUB -x c dtrain_cuda.h
+seed=${MATRIX_SEED:-$(date +%s)}
+echo "parts left out at random: MATRIX_SEED=$seed"
+dozen=2
+[ "${MATRIX:-}" != all ] || dozen=12
+echo $parts | awk -v seed=$seed -v dozen=$dozen -v whole="${MATRIX:-}" '{
+    for (i = 1; i <= NF; i++) { print "c", $i; if (whole == "all") print "c++", $i }
+    print "c", $0; print "c++", $0
+    for (srand(seed); k < dozen; k++) {
+        some = ""
+        for (i = 1; i <= NF; i++) if (rand() < 0.5) some = some " " $i
+        if (some == "") some = " " $1
+        print "c" some; print "c++" some
+    }
+}' >"$top/combinations"
+for half in 0 1; do
+    (
+        passed=0 failed=0 work=$work/$half
+        awk -v half=$half 'NR % 2 == half' "$top/combinations" >"$work/mine"
+        while read -r combination; do without $combination; done <"$work/mine" >"$work/out"
+        echo "$passed $failed" >"$work/counts"
+    ) &
+done
+wait
+for half in 0 1; do
+    cat "$work/$half/out"
+    read -r good_ones bad_ones <"$work/$half/counts"
+    passed=$((passed + good_ones))
+    failed=$((failed + bad_ones))
+done
+
+holds "amalgamate --check" tools/amalgamate --check
+mkdir "$work/tree"
+cp -R src tools dtrain.h "$work/tree/"
+cd "$work/tree"
+tool=tools/amalgamate
+holds "a second run changes nothing" sh -c "$tool && cmp dtrain.h '$root/dtrain.h'"
+sed 's/Returns the number of ranks; 1 for NULL/Returns how many ranks there are; 1 for NULL/' dtrain.h >edited && mv edited dtrain.h
+fails_with "--check names the line" 'comm/comm.h:' $tool --check
+holds "--absorb" $tool --absorb
+holds "absorbed" grep -q 'how many ranks there are' src/comm/comm.h
+holds "--check after --absorb" $tool --check
+holds "only that file" sh -c "[ \"\$(diff -rq src '$root/src' | wc -l)\" -eq 1 ]"
+cp "$root/dtrain.h" . && cp -R "$root/src" .
+awk '{ print } /^#define DTRAIN__STATUS$/ { print "#include \"../comm/queue.c\"" }' src/base/status.c >edited && mv edited src/base/status.c
+fails_with "a later include" 'includes comm/queue.c, which stands later' $tool
+holds "nothing written" cmp dtrain.h "$root/dtrain.h"
+cp "$root/src/base/status.c" src/base/status.c
+echo 'int x;' >src/base/stray.c
+fails_with "an unlisted file" 'src/base/stray.c is not listed' $tool
+rm src/base/stray.c
+echo 'base/nowhere.c' >>src/order.txt
+fails_with "a missing file" 'base/nowhere.c, which does not exist' $tool
+cp "$root/src/order.txt" src/order.txt
+some=$(echo $parts | tr ' ' ,)
+holds "--parts with all is the whole" sh -c "$tool --parts $some | cmp - dtrain.h"
+$tool --parts shard >sharded.h
+sed 's/dtrain.h/sharded.h/' "$top/sum.c" >sum.c
+holds "--parts SHARD" ${CC:-cc} -std=c99 -O0 $warn -I. sum.c -o sum -lpthread -lm
+holds "--parts SHARD runs" ./sum
+holds "--parts SHARD has what it needs" grep -q dtrain__params_check sharded.h
+holds "--parts SHARD has nothing else" sh -c "! grep -q '^DTRAIN_API.*dtrain_checkpoint' sharded.h"
+fails_with "two lists of parts" 'commas between' $tool --parts SHARD DEVICE
+fails_with "an unknown part" 'there is no part WHEEL' $tool --parts WHEEL
+echo 'part WHEEL needs CART' >>src/order.txt
+fails_with "a part that needs an unknown one" 'part WHEEL needs CART, which is not declared' $tool
+cp "$root/src/order.txt" src/order.txt
+awk '{ print } /^#define DTRAIN__SERVER$/ { print "#include \"../shard/layout.c\"" }' src/loose/server.c >edited && mv edited src/loose/server.c
+fails_with "an include of a part that is not needed" 'includes shard/layout.c, which needs SHARD' $tool
+cp "$root/src/loose/server.c" src/loose/server.c
+if command -v busybox >/dev/null 2>&1; then
+    holds "busybox" busybox sh $tool --check
+fi
+
+echo "$passed passed, $failed failed"
+[ $failed -eq 0 ]

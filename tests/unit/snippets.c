@@ -1,0 +1,407 @@
+/* The manual's ways in, as a program writes them; compiled as C99 and as C++11, and run in the world that the
+ * environment describes, and as one to four threads. What each ends with is the same on any number of ranks. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define COUNT 103 /* 2 and 4 ranks do not divide it */
+
+static dtrain_status same_everywhere(dtrain_comm *world, const float *params)
+{
+    return dtrain_comm_check_equal(world, params, COUNT, DTRAIN_F32);
+}
+
+/* Stands for a trainer's backward pass: the mean over ranks of what it gives is params - 1. */
+static void compute_gradients(const float *params, float *grads, int rank, int ranks)
+{
+    for (size_t i = 0; i < COUNT; i++)
+        grads[i] = params[i] - 1 + (float)(2 * rank - ranks + 1);
+}
+
+static int trained(const float *params)
+{
+    for (size_t i = 0; i < COUNT; i++)
+        if (!(params[i] > 0.99f && params[i] < 1.01f))
+            return 0;
+    return 1;
+}
+
+static dtrain_status data_parallel(dtrain_comm *world, void *user)
+{
+    float params[COUNT], grads[COUNT];
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    size_t count = COUNT;
+    (void)user;
+    for (size_t i = 0; i < count; i++)
+        params[i] = (float)rank + (float)i / COUNT;
+    DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0)); /* every rank starts from rank 0's weights */
+    for (int step = 0; step < 100; step++) {
+        compute_gradients(params, grads, rank, ranks);
+        DTRAIN_CHECK(dtrain_all_reduce(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN));
+        for (size_t i = 0; i < count; i++)
+            params[i] -= 0.1f * grads[i];
+    }
+    DTRAIN_CHECK(same_everywhere(world, params));
+    return trained(params) ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+static void update(float *param, float *grad, float *m, float *v)
+{
+    *m = 0.5f * *m + *grad;
+    *v += *grad * *grad;
+    *param -= 0.1f * *m;
+}
+
+static dtrain_status optimizer_state_sharded(dtrain_comm *world, void *user)
+{
+    float params[COUNT], grads[COUNT];
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    size_t count = COUNT;
+    (void)user;
+    for (size_t i = 0; i < count; i++)
+        params[i] = (float)rank + (float)i / COUNT;
+    size_t lo, n = dtrain_split(count, dtrain_comm_size(world), rank, &lo); /* earlier ranks one longer */
+    DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
+    float *m = (float *)calloc(n + 1, sizeof *m), *v = (float *)calloc(n + 1, sizeof *v);
+    for (int step = 0; step < 100; step++) {
+        compute_gradients(params, grads, rank, ranks);
+        DTRAIN_CHECK(dtrain_reduce_scatter(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN));
+        for (size_t i = 0; i < n; i++)
+            update(params + lo + i, grads + lo + i, m + i, v + i);
+        DTRAIN_CHECK(dtrain_all_gather(world, params + lo, params, count, DTRAIN_F32));
+    }
+    free(m);
+    free(v);
+    DTRAIN_CHECK(same_everywhere(world, params));
+    return trained(params) ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+#ifdef __cplusplus
+#define ZERO                                                                                                           \
+    {                                                                                                                  \
+    }
+#else
+#define ZERO                                                                                                           \
+    {                                                                                                                  \
+        0                                                                                                              \
+    }
+#endif
+
+enum { V = 11, C = 3, L = 4, PARAMS = 2 };
+
+static void table_of(dtrain_param *table)
+{
+    dtrain_param wte = ZERO, qkvw = ZERO;
+    wte.name = "wte", wte.dtype = DTRAIN_F32, wte.shape[0] = V, wte.shape[1] = C, wte.unit = 0;
+    qkvw.name = "qkvw", qkvw.dtype = DTRAIN_F32, qkvw.shape[0] = L, qkvw.shape[1] = 3 * C, qkvw.shape[2] = C;
+    qkvw.stacked = 1, qkvw.unit = 1; /* units 1..L */
+    table[0] = wte;
+    table[1] = qkvw;
+}
+
+/* The mean over ranks of what it adds is params - 1. */
+static void layer_backward(const float *params, float *grads, size_t count, int rank, int ranks)
+{
+    for (size_t i = 0; i < count; i++)
+        grads[i] += params[i] - 1 + (float)(2 * rank - ranks + 1);
+}
+
+static dtrain_status fully_sharded(dtrain_comm *world, void *user)
+{
+    dtrain_fsdp *fsdp;
+    dtrain_param table[PARAMS];
+    dtrain_fsdp_desc desc = ZERO;
+    double norm = 0;
+    float value[V * C];
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    desc.strategy = *(dtrain_strategy *)user;
+    desc.shard_size = 2;
+    desc.optimizer.kind = DTRAIN_ADAMW;
+    table_of(table);
+    DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, table, PARAMS, &desc));
+    float *wte = dtrain_fsdp_param(fsdp, "wte"), *qkvw = dtrain_fsdp_param(fsdp, "qkvw");
+    for (int step = 0; step < 400; step++) {
+        DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, 0));
+        DTRAIN_CHECK(dtrain_fsdp_release(fsdp, 0));
+        for (int l = 0; l < L; l++) {                      /* forward */
+            DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, 1 + l)); /* also starts the next one */
+            DTRAIN_CHECK(dtrain_fsdp_release(fsdp, 1 + l));
+        }
+        for (int l = L - 1; l >= 0; l--) {
+            size_t at = (size_t)l * 3 * C * C;
+            DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, 1 + l));
+            layer_backward(qkvw + at, dtrain_fsdp_grad(fsdp, "qkvw") + at, 3 * C * C, rank, ranks);
+            DTRAIN_CHECK(dtrain_fsdp_reduce(fsdp, 1 + l));
+        }
+        DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, 0));
+        layer_backward(wte, dtrain_fsdp_grad(fsdp, "wte"), V * C, rank, ranks);
+        DTRAIN_CHECK(dtrain_fsdp_reduce(fsdp, 0));
+        DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
+        DTRAIN_CHECK(dtrain_fsdp_step(fsdp, 0.02f));
+    }
+    DTRAIN_CHECK(dtrain_fsdp_get(fsdp, "wte", value, -1));
+    dtrain_fsdp_destroy(fsdp);
+    for (int i = 0; i < V * C; i++)
+        if (!(value[i] > 0.9f && value[i] < 1.1f))
+            return DTRAIN_ERR_INVALID;
+    return norm < 1.0 ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+/* A trainer of its own arrays: ARRAYS pointers into one block, and as many for gradients. */
+enum { ARRAYS = 4 };
+static const char *const names[ARRAYS] = {"wte", "ln1w", "qkvw", "lnfw"};
+static const size_t sizes[ARRAYS] = {V * C, L *C, L * 3 * C *C, C};
+
+static float *load_block(float **params, int rank)
+{
+    size_t at = 0, count = sizes[0] + sizes[1] + sizes[2] + sizes[3];
+    float *block = (float *)malloc(count * sizeof(float));
+    for (size_t i = 0; block != NULL && i < count; i++)
+        block[i] = (float)i / (float)count + (float)rank;
+    for (int i = 0; i < ARRAYS; at += sizes[i++])
+        params[i] = block + at;
+    return block;
+}
+
+static dtrain_status sharded_on_arrays(dtrain_comm *world, void *user)
+{
+    float *params[ARRAYS], *grads[ARRAYS], value[L * 3 * C * C], lr = 0.02f;
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), wrong = 0;
+    float *block = load_block(params, rank);
+    dtrain_fsdp *fsdp;
+    dtrain_fsdp_desc desc;
+    dtrain_param table[ARRAYS];
+    memset(&desc, 0, sizeof desc), memset(table, 0, sizeof table);
+    for (int i = 0; i < ARRAYS; i++) {
+        int layers = i == 1 || i == 2;
+        table[i].name = names[i], table[i].dtype = DTRAIN_F32, table[i].data = params[i];
+        table[i].shape[0] = layers ? (size_t)L : sizes[i], table[i].shape[1] = layers ? sizes[i] / L : 0;
+        table[i].stacked = table[i].unit = layers, table[i].tied = !layers;
+    }
+    desc.optimizer.kind = DTRAIN_ADAMW;
+    desc.strategy = *(dtrain_strategy *)user;
+    desc.shard_size = 2;
+    DTRAIN_CHECK(dtrain_fsdp_adopt(&fsdp, world, table, ARRAYS, &desc));
+    for (int i = 0; i < ARRAYS; i++)
+        params[i] = (float *)table[i].data, grads[i] = (float *)table[i].grad;
+    free(block);
+    for (int step = 0; step < 400; step++) {
+        DTRAIN_CHECK(dtrain_fsdp_forward_to(fsdp, 0));
+        for (int l = 0; l < L; l++)
+            DTRAIN_CHECK(dtrain_fsdp_forward_to(fsdp, 1 + l));
+        DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, 0));
+        layer_backward(params[3], grads[3], sizes[3], rank, ranks);
+        for (int l = L - 1; l >= 0; l--) {
+            size_t one = (size_t)l * C, two = (size_t)l * 3 * C * C;
+            DTRAIN_CHECK(dtrain_fsdp_backward_to(fsdp, 1 + l));
+            layer_backward(params[1] + one, grads[1] + one, C, rank, ranks);
+            layer_backward(params[2] + two, grads[2] + two, 3 * C * C, rank, ranks);
+        }
+        DTRAIN_CHECK(dtrain_fsdp_backward_to(fsdp, 0));
+        layer_backward(params[0], grads[0], sizes[0], rank, ranks);
+        DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+    }
+    for (int i = 0; i < ARRAYS; i++) {
+        DTRAIN_CHECK(dtrain_fsdp_get(fsdp, names[i], value, -1));
+        for (size_t k = 0; k < sizes[i]; k++)
+            wrong += !(value[k] > 0.9f && value[k] < 1.1f);
+    }
+    dtrain_fsdp_destroy(fsdp);
+    return wrong == 0 ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+static dtrain_comm_desc poll_desc(void)
+{
+    dtrain_comm_desc desc = ZERO;
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    return desc;
+}
+
+static void render_frame(void)
+{
+}
+
+static dtrain_status frame_loop(dtrain_comm *world, void *user)
+{
+    float grads[COUNT];
+    size_t count = COUNT;
+    dtrain_work *work;
+    (void)user;
+    for (size_t i = 0; i < count; i++)
+        grads[i] = (float)dtrain_comm_rank(world);
+    DTRAIN_CHECK(dtrain_all_reduce_async(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+    while (!dtrain_work_done(work)) {
+        DTRAIN_CHECK(dtrain_comm_poll(world, 300 /* us */));
+        render_frame();
+    }
+    dtrain_status status = dtrain_work_wait(work); /* the result, once; frees the handle */
+    dtrain_comm *group = NULL;
+    while (group == NULL) { /* without those that were lost, in frames as well */
+        DTRAIN_CHECK(dtrain_comm_shrink_poll(world, 300, &group));
+        render_frame();
+    }
+    if (dtrain_comm_size(group) != dtrain_comm_size(world))
+        status = DTRAIN_ERR_PEER_LOST;
+    dtrain_comm_destroy(group);
+    if (status == DTRAIN_OK && 2 * grads[COUNT - 1] != (float)(dtrain_comm_size(world) - 1))
+        return DTRAIN_ERR_INVALID;
+    return status;
+}
+
+/* A linear model y = w x + b in units of one parameter, reduced while the rest of the backward pass would run. */
+static dtrain_status reduced_in_backward(dtrain_comm *world, void *user)
+{
+    float weights[2] = {0, 0}, grads[2] = {0, 0};
+    uint64_t examples[4];
+    double total, norm;
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), first;
+    dtrain_param table[2];
+    dtrain_sampler_desc data = ZERO;
+    dtrain_optimizer_desc sgd = ZERO;
+    dtrain_sampler sampler;
+    dtrain_optimizer *optimizer;
+    dtrain_ddp *ddp;
+    (void)user;
+    memset(table, 0, sizeof table);
+    for (int i = 0; i < 2; i++) {
+        table[i].name = i == 0 ? "w" : "b", table[i].dtype = DTRAIN_F32, table[i].shape[0] = 1, table[i].unit = i;
+        table[i].data = &weights[i], table[i].grad = &grads[i];
+    }
+    data.count = 64, data.batch = 4, data.micro_batches = 8;
+    sgd.kind = DTRAIN_SGD;
+    DTRAIN_CHECK(dtrain_sampler_init(&sampler, &data));
+    DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, table, 2, &sgd, NULL));
+    DTRAIN_CHECK(dtrain_ddp_create(&ddp, world, table, 2, NULL));
+    for (uint64_t step = 0; step < 60 * dtrain_sampler_steps(&sampler); step++) {
+        int mine = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
+        DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, 4.0 * mine));
+        for (int micro = first; micro < first + mine; micro++) {
+            size_t n = dtrain_sampler_batch(&sampler, step, micro, examples);
+            for (size_t i = 0; i < n; i++) {
+                float x = (float)examples[i] / 32 - 1, error = weights[0] * x + weights[1] - (3 * x - 1);
+                grads[0] += error * x, grads[1] += error;
+            }
+            DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1)); /* as soon as a unit's gradient is there, the last unit first */
+            DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
+        }
+        DTRAIN_CHECK(dtrain_ddp_finish(ddp, &total));
+        DTRAIN_CHECK(dtrain_clip_grad_norm(table, 2, 1.0f, &norm));
+        DTRAIN_CHECK(dtrain_optimizer_step(optimizer, 0.2f));
+    }
+    uint64_t steps = dtrain_ddp_get_stats(ddp).steps;
+    dtrain_ddp_destroy(ddp);
+    dtrain_optimizer_destroy(optimizer);
+    int learnt = steps > 0 && weights[0] > 2.99f && weights[0] < 3.01f && weights[1] > -1.01f && weights[1] < -0.99f;
+    return learnt ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+/* What ranks tell each other beside sums of gradients. */
+static dtrain_status collected(dtrain_comm *world, void *user)
+{
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), all[4], one = rank, back = -1, head[1] = {0};
+    size_t counts[4], offsets[4], bytes, absent;
+    float mean[1] = {(float)rank}, parts[10] = {0}, sums[4];
+    char address[16];
+    dtrain_comm *aside = NULL, *first = NULL;
+    dtrain_work *sent, *came;
+    (void)user;
+    for (int r = 0; r < ranks; r++) {
+        counts[r] = (size_t)r + 1; /* parts of any length, in any place */
+        offsets[r] = (size_t)(r * (r + 1) / 2);
+    }
+    size_t mine = counts[rank], count = offsets[ranks - 1] + counts[ranks - 1];
+    for (size_t i = 0; i < mine; i++)
+        parts[offsets[rank] + i] = (float)rank;
+    DTRAIN_CHECK(dtrain_all_gather_v(world, parts + offsets[rank], parts, counts, offsets, DTRAIN_F32));
+    DTRAIN_CHECK(dtrain_reduce_scatter_v(world, parts, sums, counts, offsets, DTRAIN_F32, DTRAIN_SUM));
+    DTRAIN_CHECK(dtrain_gather_v(world, parts + offsets[rank], parts, counts, offsets, DTRAIN_F32, 0));
+    DTRAIN_CHECK(dtrain_scatter_v(world, parts, parts + offsets[rank], counts, offsets, DTRAIN_F32, 0));
+    DTRAIN_CHECK(dtrain_gather(world, &one, all, (size_t)ranks, DTRAIN_I32, 0));
+    DTRAIN_CHECK(dtrain_scatter(world, all, &back, (size_t)ranks, DTRAIN_I32, 0));
+    DTRAIN_CHECK(dtrain_all_reduce_weighted(world, mean, mean, 1, DTRAIN_F32, (double)mine)); /* by examples */
+    DTRAIN_CHECK(dtrain_comm_duplicate(world, &aside)); /* for another thread: its calls do not mix with world's */
+    DTRAIN_CHECK(dtrain_comm_subgroup(world, head, 1, &first));
+    if (rank == 0)
+        DTRAIN_CHECK(dtrain_store_set(world, "address", "10.0.0.1:80", 12));
+    DTRAIN_CHECK(dtrain_store_wait(world, "address", address, sizeof address, &bytes));
+    DTRAIN_CHECK(dtrain_store_get(world, "nobody's", address, 0, &absent)); /* does not wait */
+    if (ranks > 1) { /* to the next rank, from the one before */
+        DTRAIN_CHECK(dtrain_recv_async(aside, &all[0], 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
+        DTRAIN_CHECK(dtrain_send_async(aside, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
+        DTRAIN_CHECK(dtrain_work_wait(sent));
+        DTRAIN_CHECK(dtrain_work_wait(came));
+    }
+    int good = (rank == 0) == (first != NULL) && bytes == 12 && strcmp(address, "10.0.0.1:80") == 0 && back == rank;
+    good &= absent == DTRAIN_STORE_ABSENT && (ranks == 1 || all[0] == (rank + ranks - 1) % ranks);
+    good &= parts[count - 1] == (float)(ranks - 1) && sums[0] == (float)(ranks * rank);
+    dtrain_comm_destroy(first);
+    dtrain_comm_destroy(aside);
+    return good ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+/* On a GPU's memory with the device of dtrain_cuda_create; NULL is the CPU. */
+static dtrain_status on_a_device(dtrain_comm *world, void *user)
+{
+    dtrain_device *gpu = NULL, *beside;
+    dtrain_device_event *ready;
+    dtrain_optimizer_desc sgd = ZERO;
+    float w[3] = {1, 2, 3}, g[3] = {1, 1, 1}, update[3] = {2, 2, 2}, wide[3];
+    uint16_t narrow[3];
+    uint32_t found = 0;
+    int done = 0;
+    (void)world, (void)user;
+    DTRAIN_CHECK(dtrain_device_queue_create(gpu, &beside)); /* work that goes on beside gpu's */
+    DTRAIN_CHECK(dtrain_device_event_create(gpu, &ready));
+    DTRAIN_CHECK(dtrain_device_axpy(gpu, DTRAIN_F32, g, 0.5, update, 3));
+    DTRAIN_CHECK(dtrain_device_event_record(gpu, ready));
+    DTRAIN_CHECK(dtrain_device_event_await(beside, ready));
+    DTRAIN_CHECK(dtrain_device_overflow(beside, DTRAIN_F32, g, 3, &found)); /* a NaN or an infinity? */
+    DTRAIN_CHECK(dtrain_device_event_done(gpu, ready, &done));
+    DTRAIN_CHECK(dtrain_device_sgd(gpu, w, g, NULL, 3, &sgd, 0.5f, narrow)); /* and the weights in BF16 */
+    DTRAIN_CHECK(dtrain_convert(narrow, DTRAIN_BF16, wide, DTRAIN_F32, 3));
+    dtrain_sgd(w, g, NULL, 3, &sgd, 0.5f); /* the same on the CPU */
+    dtrain_device_event_destroy(gpu, ready);
+    dtrain_device_queue_destroy(beside);
+    return done && !found && wide[2] == 2 && w[2] == 1 ? DTRAIN_OK : DTRAIN_ERR_INVALID;
+}
+
+static int passed, failed;
+
+static void check(const char *what, int ranks, dtrain_status status)
+{
+    printf("%s %s on %d ranks\n", status == DTRAIN_OK ? "ok" : "FAIL", what, ranks);
+    passed += status == DTRAIN_OK;
+    failed += status != DTRAIN_OK;
+}
+
+int main(void)
+{
+    dtrain_comm *world;
+    dtrain_comm_desc poll = poll_desc();
+    dtrain_strategy full = DTRAIN_FULL_SHARD, hybrid = DTRAIN_HYBRID_SHARD;
+    DTRAIN_CHECK(dtrain_comm_create(&world, NULL)); /* from the environment; a world of one without it */
+    int size = dtrain_comm_size(world);
+    check("data-parallel from the environment", size, data_parallel(world, NULL));
+    check("optimizer state sharded from the environment", size, optimizer_state_sharded(world, NULL));
+    check("fully sharded from the environment", size, fully_sharded(world, &full));
+    check("sharded on its own arrays from the environment", size, sharded_on_arrays(world, &full));
+    check("reduced in backward from the environment", size, reduced_in_backward(world, NULL));
+    dtrain_comm_destroy(world);
+    for (int ranks = 1; ranks <= 4 && size == 1; ranks++) {
+        check("data-parallel", ranks, dtrain_run_threads(ranks, data_parallel, NULL, NULL));
+        check("reduced in backward", ranks, dtrain_run_threads(ranks, reduced_in_backward, NULL, NULL));
+        check("on a device", ranks, dtrain_run_threads(ranks, on_a_device, NULL, NULL));
+        check("collected", ranks, dtrain_run_threads(ranks, collected, NULL, NULL));
+        check("optimizer state sharded", ranks, dtrain_run_threads(ranks, optimizer_state_sharded, NULL, NULL));
+        check("fully sharded", ranks, dtrain_run_threads(ranks, fully_sharded, &full, NULL));
+        check("sharded on its own arrays", ranks, dtrain_run_threads(ranks, sharded_on_arrays, &full, NULL));
+        if (ranks % 2 == 0)
+            check("fully sharded in nodes of two", ranks, dtrain_run_threads(ranks, fully_sharded, &hybrid, NULL));
+        check("a frame loop", ranks, dtrain_run_threads(ranks, frame_loop, NULL, &poll));
+    }
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0;
+}

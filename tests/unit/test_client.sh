@@ -1,0 +1,98 @@
+#!/bin/sh
+# The code of a program that includes dtrain.h stays as it is: its own functions have the same instructions and call the
+# same functions of libm and libmvec with the header above them and without, and its preprocessor macros keep their
+# values. Asks cc, or the compilers that COMPILERS in the environment names, at the flags that changed it before; with
+# MATRIX=all there, at all of them, in C++, beside the CUDA companion, and above the whole implementation, as .ci/run does.
+cd "$(dirname "$0")/../.." || exit 1
+dir=$(mktemp -d "${TMPDIR:-/tmp}/client.XXXXXX") || exit 1
+trap 'rm -rf "$dir"' EXIT
+trap 'exit 1' HUP INT TERM
+. tests/support/check.sh
+logs="$dir/log $dir/diff"
+
+# The functions client_* of an assembler file, without comments. Labels and the names of constants are numbered by their first use.
+functions() {
+    awk '{ sub(/[ \t]+(#+|\/\/|@) .*/, "") }
+        /^_?client_[a-z]*:/ { on = 1; split("", numbers); used = 0 }
+        /^[ \t]\.(size|cfi_endproc)/ { on = 0 }
+        on {
+            rest = $0; text = ""
+            while (match(rest, /\.?L[A-Za-z_]*[0-9][0-9_]*/)) {
+                label = substr(rest, RSTART, RLENGTH)
+                if (!(label in numbers)) numbers[label] = ++used
+                text = text substr(rest, 1, RSTART - 1) "L" numbers[label]
+                rest = substr(rest, RSTART + RLENGTH)
+            }
+            print text rest
+        }' "$1"
+}
+
+# With DTRAIN_API static nothing of the implementation is left to compile, after all of it was read.
+static="-DDTRAIN_API=static -DDTRAIN_IMPLEMENTATION"
+
+same() { # what is above, its flags; then the compiler, language and flags
+    name=$1
+    above=$2
+    shift 2
+    "$@" -w -S tests/unit/client.c -o "$dir/alone.s" >"$dir/log" 2>&1 &&
+        "$@" -w -I. $above -S tests/unit/client.c -o "$dir/with.s" >>"$dir/log" 2>&1 &&
+        functions "$dir/alone.s" >"$dir/alone" && functions "$dir/with.s" >"$dir/with" &&
+        [ "$(grep -c '^_*client_[a-z]*:' "$dir/alone")" -eq 13 ] &&
+        diff "$dir/alone" "$dir/with" >"$dir/diff"
+    check $? "$*: the program's functions are the same below $name"
+}
+
+# Every macro that the compiler defines at some flags, as text, before and after the header.
+macros() { # compiler, language and flags
+    for flags in -O0 -Os "-Ofast -march=native" "-O2 -frounding-math -fsignaling-nans"; do
+        "$@" $flags -dM -E - </dev/null 2>/dev/null
+    done | awk '{ sub(/\(.*/, "", $2); print $2 }' | sort -u >"$dir/names"
+    {
+        echo '#define TEXT_(x) #x'
+        echo '#define TEXT(x) TEXT_(x)'
+        for time in before after; do
+            [ $time = before ] || echo '#include "dtrain.h"'
+            echo "const char *const $time[] = {"
+            sed 's/.*/"& " TEXT(&),/' "$dir/names"
+            echo '};'
+        done
+        echo 'int main(void) { for (unsigned i = 0; i < sizeof before / sizeof *before; i++)'
+        echo 'if (strcmp(before[i], after[i]) != 0) puts(before[i]), puts(after[i]); return 0; }'
+    } >"$dir/macros.c"
+    "$@" -w -I. $static -D_DEFAULT_SOURCE "$dir/macros.c" -o "$dir/macros" -lpthread -lm >"$dir/log" 2>&1 &&
+        "$dir/macros" >"$dir/log" && [ "$(wc -l <"$dir/names")" -gt 100 ] && [ ! -s "$dir/log" ]
+    check $? "$*: its macros keep their values"
+}
+
+# What a header saw between two regions of exact arithmetic, some compiler might not undo.
+awk '/^DTRAIN__EXACT_BEGIN$/ { after = 1 } after && /^# *include </ { print FILENAME ":" FNR ": " $0 }' dtrain.h >"$dir/log"
+[ ! -s "$dir/log" ] && grep -q '^DTRAIN__EXACT_BEGIN$' dtrain.h
+check $? "no system header is included after exact arithmetic"
+
+client() { # compiler, which may be several words
+    cc=$1
+    command -v ${cc##* } >/dev/null 2>&1 || { echo "$cc is not here: its part is skipped"; return; }
+    header="$static -include dtrain.h"
+    same dtrain.h "$header" $cc -Ofast -march=native
+    macros $cc -Ofast
+    [ "${MATRIX:-}" = all ] || return
+    for flags in -O0 -Os -O2 -O3 -Ofast "-O2 -ffast-math" "-O3 -march=native"; do
+        same dtrain.h "$header" $cc $flags
+        same "dtrain.h without the implementation" "-include dtrain.h" $cc $flags
+    done
+    for flags in -O2 "-Ofast -march=native"; do
+        same dtrain.h "$header" $cc -x c++ $flags
+        same dtrain_cuda.h "$header -DDTRAIN_CUDA_EMULATE -DDTRAIN_CUDA_IMPLEMENTATION -include dtrain_cuda.h" $cc $flags
+        same "the whole implementation" "-DDTRAIN_IMPLEMENTATION -include dtrain.h" $cc $flags
+    done
+    for flags in -O0 -Os -O3 "-O2 -fno-math-errno" "-O2 -frounding-math -fsignaling-nans"; do
+        macros $cc $flags
+    done
+    macros $cc -x c++ -Ofast
+}
+
+[ -n "${COMPILERS:-}" ] || client "${CC:-cc}"
+for cc in ${COMPILERS:-}; do
+    client $cc
+done
+checked

@@ -1,0 +1,855 @@
+/* How processes meet: tokens, world sizes, fingerprints, addresses, early and late ones, those that do not get in.
+ * Every rank is a process of its own. */
+#define DTRAIN_API static
+#define DTRAIN_IMPLEMENTATION
+#include "hooks.h"
+
+#include "dtrain.h"
+#include "test.h"
+#include "processes.h"
+
+int64_t hook_handshake_ns = 5000000000; /* for a stranger to prove itself; a test may make it shorter */
+
+static const char token[] = "sixteen bytes or more of secret";
+
+/* Ranks that do not get in: each runs create and expects an error. */
+typedef struct misfit {
+    dtrain_status expected;
+    const char *text;
+} misfit;
+
+static int refused(scene *s, int rank, misfit m)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm *world;
+    int before = test_failures;
+    CHECK_EQ(dtrain_comm_create(&world, &desc), m.expected);
+    CHECK(world == NULL);
+    CHECK_CONTAINS(dtrain_last_error(), m.text);
+    return test_failures != before;
+}
+
+static pid_t start_refused(scene *s, int rank, dtrain_status expected, const char *text)
+{
+    misfit m = {expected, text};
+    fflush(stdout);
+    pid_t pid = fork();
+    if (pid == 0)
+        _exit(refused(s, rank, m));
+    return pid;
+}
+
+TEST(a_wrong_token_is_denied_and_the_owner_told)
+{
+    scene s, stranger;
+    scene_begin(&s, 2, 1);
+    s.desc.token = token;
+    s.desc.timeout_ms = 1500;
+    stranger = s;
+    stranger.desc.token = "another secret of many bytes";
+    dtrain_set_log(quiet, NULL);
+    pid_t owner = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "does not hold this group's token");
+    pid_t other = start_refused(&stranger, 1, DTRAIN_ERR_DENIED, "give every rank the same DTRAIN_TOKEN");
+    CHECK_EQ(end_of(owner, 10), 0);
+    CHECK_EQ(end_of(other, 10), 0);
+    stranger.desc.token = NULL;
+    stranger.desc.insecure = 1;
+    owner = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, " s at ");
+    other = start_refused(&stranger, 1, DTRAIN_ERR_DENIED, "this rank's has 0 bytes");
+    CHECK_EQ(end_of(owner, 10), 0);
+    CHECK_EQ(end_of(other, 10), 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+TEST(a_short_token_is_refused_before_anything_is_sent)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    s.desc.token = "fifteen bytes..";
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_DENIED, "15 bytes"), 5), 0);
+}
+
+TEST(beyond_this_host_a_token_is_needed)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    s.desc.token = NULL;
+    snprintf(s.root, sizeof s.root, "0.0.0.0:0");
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_DENIED, "there is no token: set DTRAIN_TOKEN"), 5), 0);
+    snprintf(s.root, sizeof s.root, "192.0.2.1:29500");
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_DENIED, "192.0.2.1:29500 is beyond this host"), 5), 0);
+}
+
+static int nothing(dtrain_comm *world, scene *s)
+{
+    (void)s;
+    return dtrain_barrier(world) != DTRAIN_OK;
+}
+
+/* Where rank 0 listens, as text. */
+static dtrain__address_text listens_at(const char *root, const char *secret)
+{
+    dtrain_comm_desc desc;
+    dtrain_comm *world;
+    dtrain__address_text text = {""};
+    memset(&desc, 0, sizeof desc);
+    desc.world_size = 2;
+    desc.root = root;
+    desc.token = secret;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    if (world != NULL)
+        text = dtrain__net_text(&CHANNEL(world)->hub->listening);
+    dtrain_comm_destroy(world);
+    return text;
+}
+
+TEST(a_hosts_name_that_means_loopback_there_is_for_other_hosts_as_well)
+{
+    char root[80] = "";
+    dtrain__address addresses[DTRAIN__MAX_ADDRESSES];
+    int count;
+    CHECK(strncmp(listens_at("127.0.0.1:0", token).text, "127.0.0.1:", 10) == 0);
+    if (scene_has_unix())
+        CHECK(strncmp(listens_at("localhost:0", NULL).text, "0.0.0.0:", 8) != 0);
+    CHECK_EQ(gethostname(root, 64), 0);
+    strcat(root, ":0");
+    if (dtrain__net_resolve(root, addresses, &count) != DTRAIN_OK || !dtrain__net_is_local(&addresses[0]) ||
+        strncmp(root, "localhost:", 10) == 0) {
+        printf("skipped: this host's name does not mean loopback\n");
+        return;
+    }
+    CHECK_CONTAINS(listens_at(root, token).text, addresses[0].at.any.sa_family == AF_INET ? "0.0.0.0:" : "[::]:");
+    if (scene_has_unix())
+        CHECK(strstr(listens_at(root, NULL).text, "0.0.0.0:") == NULL); /* without a token nobody else may come */
+}
+
+/* ---- without a token ---- */
+
+static char own_directory[120];
+
+static int no_unix_sockets(void)
+{
+    if (!scene_has_unix())
+        printf("skipped: no unix sockets here\n");
+    return !scene_has_unix();
+}
+
+TEST(where_there_are_no_unix_sockets_a_token_is_asked_for)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    s.desc.token = NULL;
+    dtrain__net_has(AF_UNIX);
+    uint32_t before = dtrain__os_without_mask;
+    setenv("DTRAIN_WITHOUT", "unix", 1);
+    dtrain__os_without_mask = 0; /* the environment is read again */
+    for (int rank = 0; rank < 2; rank++)
+        CHECK_EQ(end_of(start_refused(&s, rank, DTRAIN_ERR_DENIED,
+                                      "no unix sockets, and there is no token: set DTRAIN_TOKEN"),
+                        10),
+                 0);
+    unsetenv("DTRAIN_WITHOUT");
+    dtrain__os_without_mask = before;
+}
+
+TEST(without_ipv6_a_name_stands_for_its_other_addresses)
+{
+    dtrain__address found[DTRAIN__MAX_ADDRESSES];
+    int count;
+    dtrain__net_has(AF_INET6);
+    uint32_t before = dtrain__os_without_mask;
+    setenv("DTRAIN_WITHOUT", "ipv6", 1);
+    dtrain__os_without_mask = 0;
+    CHECK_EQ(dtrain__net_resolve("[::1]:29500", found, &count), DTRAIN_ERR_IO);
+    CHECK_CONTAINS(dtrain_last_error(), "[::1]:29500: no IPv4 or IPv6 address that this host can use");
+    CHECK_EQ(dtrain__net_resolve("localhost:29500", found, &count), DTRAIN_OK);
+    for (int i = 0; i < count; i++)
+        CHECK_EQ(found[i].at.any.sa_family, AF_INET);
+    unsetenv("DTRAIN_WITHOUT");
+    dtrain__os_without_mask = before;
+}
+
+/* A root on loopback for ranks without a token, who meet in own_directory: TMPDIR is this program's own meanwhile. */
+static void scene_private(scene *s, int ranks)
+{
+    char parent[64];
+    scene_begin(s, ranks, 0);
+    snprintf(parent, sizeof parent, "%s", scene_directory);
+    setenv("TMPDIR", parent, 1);
+    snprintf(own_directory, sizeof own_directory, "%s/dtrain-%ld", parent, (long)geteuid());
+    snprintf(s->root, sizeof s->root, "127.0.0.1:%d", free_port());
+}
+
+static void private_end(void)
+{
+    CHECK_EQ(rmdir(own_directory), 0); /* the ranks have left nothing in it */
+    unsetenv("TMPDIR");
+}
+
+static void socket_of(const scene *s, char path[160])
+{
+    snprintf(path, 160, "%.110s%s", own_directory, strchr(s->root, ':'));
+    *strrchr(path, ':') = '/';
+}
+
+/* Every listener and connection of this rank is a unix socket of the user's own directory. */
+static int meets_in_private(dtrain_comm *world, scene *s)
+{
+    const dtrain__hub *hub = CHANNEL(world)->hub;
+    char path[160];
+    struct stat what;
+    dtrain__address address;
+    int count, fd;
+    socket_of(s, path);
+    CHECK(lstat(path, &what) == 0 && S_ISSOCK(what.st_mode));
+    CHECK(lstat(own_directory, &what) == 0 && (what.st_mode & 07777) == 0700);
+    CHECK_CONTAINS(dtrain__net_text(&hub->listening).text, own_directory);
+    CHECK_EQ(dtrain__net_resolve(s->root, &address, &count), DTRAIN_OK);
+    fd = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(connect(fd, &address.at.any, address.bytes) != 0 && errno == ECONNREFUSED);
+    close(fd);
+    return nothing(world, s);
+}
+
+TEST(without_a_token_the_ranks_of_a_port_on_loopback_meet_where_only_their_user_may_enter)
+{
+    scene s;
+    char path[160];
+    dtrain__address address;
+    if (no_unix_sockets())
+        return;
+    scene_private(&s, 3);
+    s.desc.listen_on = "0.0.0.0"; /* no way around it */
+    run_ranks(&s, meets_in_private);
+    s.desc.listen_on = NULL;
+    socket_of(&s, path); /* what a killed job has left is in nobody's way */
+    CHECK_EQ(dtrain__net_unix_address(&address, path), DTRAIN_OK);
+    CHECK_EQ(mkdir(own_directory, 0700), errno == EEXIST ? -1 : 0);
+    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    CHECK(bind(fd, &address.at.any, address.bytes) == 0 && listen(fd, 1) == 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or the last one, is there"), 10), 0);
+    close(fd);
+    pid_t one = start_rank(&s, 1, meets_in_private), two = start_rank(&s, 2, meets_in_private);
+    usleep(100000); /* early ones find their way as well */
+    pid_t root = start_rank(&s, 0, meets_in_private);
+    CHECK(end_of(root, 20) == 0 && end_of(one, 20) == 0 && end_of(two, 20) == 0);
+    snprintf(s.root, sizeof s.root, "127.0.0.1:0");
+    CHECK_CONTAINS(listens_at(s.root, NULL).text, own_directory);
+    s.desc.timeout_ms = 200;
+    snprintf(s.root, sizeof s.root, "localhost:9");
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_TIMEOUT, "or set DTRAIN_TOKEN on every rank"), 10), 0);
+    private_end();
+}
+
+TEST(a_meeting_place_that_others_may_enter_is_refused)
+{
+    scene s;
+    if (no_unix_sockets())
+        return;
+    scene_private(&s, 2);
+    CHECK_EQ(mkdir(own_directory, 0755), 0);
+    CHECK_EQ(chmod(own_directory, 0755), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_DENIED, "of this user that nobody else may enter"), 10), 0);
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_DENIED, "of this user that nobody else may enter"), 10), 0);
+    CHECK_EQ(rmdir(own_directory), 0);
+    CHECK_EQ(symlink(scene_directory, own_directory), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_DENIED, "of this user that nobody else may enter"), 10), 0);
+    CHECK_EQ(unlink(own_directory), 0);
+    CHECK_EQ(mkdir(own_directory, 0700), 0);
+    if (geteuid() == 0) {
+        CHECK_EQ(chown(own_directory, 65534, 65534), 0);
+        CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_DENIED, "of this user that nobody else may enter"), 10), 0);
+    }
+    private_end();
+}
+
+static int over_tcp(dtrain_comm *world, scene *s)
+{
+    CHECK(!dtrain__net_is_unix(&CHANNEL(world)->hub->listening));
+    return nothing(world, s);
+}
+
+TEST(tcp_without_a_token_has_to_be_asked_for)
+{
+    scene s;
+    char fd_text[16];
+    struct sockaddr_in address;
+    socklen_t bytes = sizeof address;
+    if (no_unix_sockets())
+        return;
+    scene_private(&s, 2);
+    s.desc.insecure = 1;
+    run_ranks(&s, over_tcp);
+    s.desc.insecure = 0;
+    for (int any = 0; any < 2; any++) { /* a listener that a launcher has left open, to this host or to all */
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        memset(&address, 0, sizeof address);
+        address.sin_family = AF_INET;
+        address.sin_addr.s_addr = htonl(any ? INADDR_ANY : INADDR_LOOPBACK);
+        CHECK(bind(fd, (struct sockaddr *)&address, sizeof address) == 0 && listen(fd, 4) == 0);
+        CHECK_EQ(getsockname(fd, (struct sockaddr *)&address, &bytes), 0);
+        snprintf(s.root, sizeof s.root, "127.0.0.1:%d", ntohs(address.sin_port));
+        snprintf(fd_text, sizeof fd_text, "%d", fd);
+        setenv("DTRAIN_RANK", "0", 1);
+        setenv("DTRAIN_WORLD_SIZE", "2", 1);
+        setenv("DTRAIN_ROOT", s.root, 1);
+        setenv("DTRAIN_LISTEN_FD", fd_text, 1);
+        dtrain_comm *world;
+        CHECK_EQ(dtrain_comm_create_async(&world, NULL), DTRAIN_ERR_DENIED);
+        CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_LISTEN_FD listens at ");
+        CHECK_CONTAINS(dtrain_last_error(), any ? " 0.0.0.0:" : " 127.0.0.1:");
+        CHECK_CONTAINS(dtrain_last_error(), "set DTRAIN_TOKEN");
+        CHECK_CONTAINS(dtrain_last_error(), "or start the ranks with dtrun");
+        close(fd);
+    }
+    unsetenv("DTRAIN_RANK");
+    unsetenv("DTRAIN_WORLD_SIZE");
+    unsetenv("DTRAIN_ROOT");
+    unsetenv("DTRAIN_LISTEN_FD");
+    rmdir(own_directory);
+    unsetenv("TMPDIR");
+}
+
+/* Another user, at a unix socket that all may use: comes as a rank would, or waits for one. */
+static int as_nobody(scene *s, int listens)
+{
+    dtrain__address address;
+    char byte;
+    int fd = socket(AF_UNIX, SOCK_STREAM, 0);
+    double until = now_s() + 10;
+    if (setuid(65534) != 0 || dtrain__net_unix_address(&address, s->root + 5) != DTRAIN_OK)
+        return 1;
+    if (listens)
+        return bind(fd, &address.at.any, address.bytes) != 0 || chmod(s->root + 5, 0777) != 0 || listen(fd, 4) != 0 ||
+               (fd = accept(fd, NULL, NULL)) < 0 || recv(fd, &byte, 1, 0) != 0;
+    while (connect(fd, &address.at.any, address.bytes) != 0)
+        if (now_s() > until)
+            return 2;
+    return recv(fd, &byte, 1, 0) != 0; /* closed at once */
+}
+
+TEST(without_a_token_another_user_is_nobodys_peer)
+{
+    scene s;
+    if (no_unix_sockets())
+        return;
+    if (geteuid() != 0) {
+        printf("skipped: only root can be two users\n");
+        return;
+    }
+    for (int listens = 0; listens < 2; listens++) {
+        scene_begin(&s, 2, 0);
+        CHECK_EQ(chmod(scene_directory, 0777), 0);
+        s.desc.timeout_ms = listens ? 10000 : 1500;
+        dtrain_set_log(quiet, NULL);
+        mode_t before = umask(0); /* of rank 0's socket */
+        fflush(stdout);
+        pid_t nobody = fork();
+        if (nobody == 0)
+            _exit(as_nobody(&s, listens));
+        while (listens && access(s.root + 5, F_OK) != 0 && waitpid(nobody, NULL, WNOHANG) == 0)
+            usleep(1000);
+        pid_t rank = listens ? start_refused(&s, 1, DTRAIN_ERR_DENIED, "belongs to another user, and there is no token")
+                             : start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "another user's process came");
+        umask(before);
+        CHECK_EQ(end_of(nobody, 20), 0);
+        CHECK_EQ(end_of(rank, 20), 0);
+        unlink(s.root + 5);
+        dtrain_set_log(NULL, NULL);
+        CHECK_EQ(chmod(scene_directory, 0700), 0);
+    }
+}
+
+TEST(another_world_size_is_a_mismatch_that_names_both)
+{
+    scene s, larger;
+    scene_begin(&s, 2, 1);
+    s.desc.timeout_ms = 1500;
+    larger = s;
+    larger.ranks = 3;
+    dtrain_set_log(quiet, NULL);
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "believes in a world of 3 ranks");
+    pid_t other = start_refused(&larger, 1, DTRAIN_ERR_MISMATCH, "believes in a world of 3 ranks, rank 0 in one of 2");
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(other, 10), 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+TEST(two_processes_with_one_rank_are_told_apart)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    dtrain_set_log(quiet, NULL);
+    pid_t root = start_rank(&s, 0, nothing), first = start_rank(&s, 1, nothing);
+    usleep(300000);
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_MISMATCH, "two processes say they are rank 1"), 10), 0);
+    pid_t last = start_rank(&s, 2, nothing);
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(first, 10), 0);
+    CHECK_EQ(end_of(last, 10), 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+/* Moves a whole message over a blocking socket; 0: the other side has ended it. */
+static int whole(int fd, void *message, size_t bytes, int sending)
+{
+    unsigned char *at = (unsigned char *)message;
+    ssize_t n = 1;
+    for (; bytes > 0 && n > 0; at += n > 0 ? n : 0, bytes -= n > 0 ? (size_t)n : 0)
+        n = sending ? send(fd, at, bytes, 0) : recv(fd, at, bytes, 0);
+    return bytes == 0;
+}
+
+/* The opening of a hello or a challenge of wire version 2: magic, version, byte order. */
+static void version_2(unsigned char *message, size_t bytes)
+{
+    memset(message, 0, bytes);
+    memcpy(message, "dtrain\r\n\2\0", 10);
+    message[10] = dtrain__byte_order();
+}
+
+TEST(rank_0_and_an_older_rank_both_name_both_wire_versions)
+{
+    scene s;
+    dtrain__address address;
+    unsigned char hello[128], challenge[80];
+    int count, fd;
+    scene_begin(&s, 2, 1);
+    s.desc.token = token;
+    s.desc.timeout_ms = 1500;
+    dtrain_set_log(quiet, NULL);
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "speaks wire version 2, this rank 4: build both");
+    CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
+    for (;;) { /* until rank 0 listens */
+        fd = socket(AF_INET, SOCK_STREAM, 0);
+        if (connect(fd, &address.at.any, address.bytes) == 0 || waitpid(root, NULL, WNOHANG) != 0)
+            break;
+        close(fd);
+        usleep(1000);
+    }
+    version_2(hello, sizeof hello);
+    CHECK(whole(fd, hello, sizeof hello, 1));
+    CHECK(whole(fd, challenge, sizeof challenge, 0)); /* from it the older rank makes its own error */
+    CHECK(memcmp(challenge, "dtrain\r\n\4\0", 10) == 0);
+    CHECK(!whole(fd, challenge, 1, 0));
+    close(fd);
+    CHECK_EQ(end_of(root, 20), 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+TEST(a_rank_and_an_older_rank_0_both_name_both_wire_versions)
+{
+    scene s;
+    dtrain__address address;
+    unsigned char hello[128], challenge[80];
+    int count;
+    scene_begin(&s, 2, 1);
+    s.desc.token = token;
+    CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
+    int listener = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(bind(listener, &address.at.any, address.bytes) == 0 && listen(listener, 1) == 0);
+    pid_t one = start_refused(&s, 1, DTRAIN_ERR_MISMATCH, "speaks wire version 2, this rank 4: build both");
+    int fd = accept(listener, NULL, NULL);
+    CHECK(whole(fd, hello, sizeof hello, 0)); /* all that the older rank 0 waits for */
+    CHECK(memcmp(hello, "dtrain\r\n\4\0", 10) == 0);
+    version_2(challenge, sizeof challenge);
+    CHECK(whole(fd, challenge, sizeof challenge, 1));
+    CHECK_EQ(end_of(one, 20), 0);
+    close(fd);
+    close(listener);
+}
+
+TEST(another_fingerprint_is_a_mismatch_that_quotes_both)
+{
+    scene s, other;
+    scene_begin(&s, 2, 0);
+    s.desc.timeout_ms = 1500;
+    s.desc.fingerprint = "gpt-4x128 v7";
+    other = s;
+    other.desc.fingerprint = "gpt-4x128 v8";
+    dtrain_set_log(quiet, NULL);
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "gpt-4x128 v8");
+    pid_t one = start_refused(&other, 1, DTRAIN_ERR_MISMATCH, "\"gpt-4x128 v8\", rank 0 \"gpt-4x128 v7\"");
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(one, 10), 0);
+    dtrain_set_log(NULL, NULL);
+}
+
+TEST(a_timeout_says_who_is_missing_and_what_was_believed)
+{
+    scene s;
+    scene_begin(&s, 4, 1);
+    s.desc.timeout_ms = 2500;
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "for rank 1, 2 (came and left), 3;");
+    s.desc.timeout_ms = 500;
+    pid_t two = start_refused(&s, 2, DTRAIN_ERR_TIMEOUT, " s for other ranks, which have not come");
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(two, 10), 0);
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_TIMEOUT, "desc.rank=1 desc.world_size=4"), 10), 0);
+}
+
+TEST(early_and_late_starters_meet)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    pid_t two = start_rank(&s, 2, nothing);
+    usleep(400000);
+    pid_t root = start_rank(&s, 0, nothing);
+    usleep(200000);
+    pid_t one = start_rank(&s, 1, nothing);
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(one, 10), 0);
+    CHECK_EQ(end_of(two, 10), 0);
+}
+
+/* Gives up before the others come, and starts again. */
+static int comes_twice(scene *s)
+{
+    int before = test_failures;
+    dtrain_comm_desc desc = scene_desc(s, 1);
+    dtrain_comm *world;
+    desc.timeout_ms = 300;
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_TIMEOUT);
+    usleep(400000);
+    return rank_main(s, 1, nothing) || test_failures != before;
+}
+
+TEST(a_rank_that_gave_up_may_come_again)
+{
+    for (int again = 0; again < 2; again++) {
+        scene s;
+        scene_begin(&s, 3, 1);
+        fflush(stdout);
+        pid_t root = start_rank(&s, 0, nothing), one = fork();
+        if (one == 0)
+            _exit(comes_twice(&s));
+        usleep(again ? 1000000 : 500000); /* rank 2 comes when rank 1 has come back, or is away */
+        pid_t two = start_rank(&s, 2, nothing);
+        CHECK_EQ(end_of(root, 20), 0);
+        CHECK_EQ(end_of(one, 20), 0);
+        CHECK_EQ(end_of(two, 20), 0);
+    }
+}
+
+TEST(a_connection_that_met_itself_counts_as_refused)
+{
+    dtrain__address address;
+    int count, fd, one = 1;
+    CHECK_EQ(dtrain__net_resolve("127.0.0.1:0", &address, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_socket(AF_INET, &fd), 0);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    CHECK_EQ(bind(fd, &address.at.any, address.bytes), 0);
+    CHECK_EQ(getsockname(fd, &address.at.any, &address.bytes), 0);
+    CHECK(connect(fd, &address.at.any, address.bytes) == 0 || errno == EINPROGRESS);
+    CHECK_EQ(dtrain__net_connected(fd), ECONNREFUSED);
+    close(fd);
+}
+
+static int address_pipe[2];
+
+static void tell_address(void *user, const char *address)
+{
+    (void)user;
+    ssize_t ignored = write(address_pipe[1], address, strlen(address) + 1);
+    (void)ignored;
+}
+
+/* Nobody can reach the others for data, as where a firewall lets the root's port through alone. */
+static int behind_a_firewall(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    (void)s;
+    CHECK_EQ(dtrain_broadcast(world, &x, 1, DTRAIN_F32, 0), DTRAIN_OK); /* rank 0 to 1 and 2 */
+    if (dtrain_comm_rank(world) == 0) {
+        usleep(2000000);
+        return 0;
+    }
+    shutdown(CHANNEL(world)->hub->listener, SHUT_RDWR);
+    usleep(200000);
+    CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 3 - dtrain_comm_rank(world)), DTRAIN_ERR_TIMEOUT);
+    CHECK_CONTAINS(world->error.text, "no connection to it: connect: the connection to 127.0.0.1:");
+    CHECK_CONTAINS(world->error.text, "(Connection refused)");
+    CHECK_CONTAINS(world->error.text, "the call can be made again");
+    usleep(500000); /* or the other one would hear that this one has left */
+    return 0;
+}
+
+TEST(a_timeout_says_that_no_connection_could_be_made)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    s.desc.timeout_ms = 700;
+    dtrain_set_log(quiet, NULL);
+    run_ranks(&s, behind_a_firewall);
+    dtrain_set_log(NULL, NULL);
+}
+
+TEST(port_0_becomes_a_port_that_rank_0_is_told)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    CHECK_EQ(pipe(address_pipe), 0);
+    snprintf(s.root, sizeof s.root, "127.0.0.1:0");
+    s.desc.on_address = tell_address;
+    pid_t root = start_rank(&s, 0, nothing);
+    s.desc.on_address = NULL;
+    CHECK(read(address_pipe[0], s.root, sizeof s.root) > 0);
+    CHECK(strcmp(s.root, "127.0.0.1:0") != 0);
+    pid_t one = start_rank(&s, 1, nothing);
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(one, 10), 0);
+    close(address_pipe[0]);
+    close(address_pipe[1]);
+}
+
+static int async_rank(scene *s, int rank)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm *world;
+    float x = 1;
+    int ready = 0, frames = 0, before = test_failures;
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    if (rank == 0) {
+        CHECK_EQ(dtrain_barrier(world), DTRAIN_ERR_INVALID);
+        CHECK_CONTAINS(world->error.text, "still forming");
+    }
+    for (; !ready && frames < 20000; frames++) {
+        CHECK_EQ(dtrain_comm_poll(world, 100), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_ready(world, &ready), DTRAIN_OK);
+        usleep(500);
+    }
+    CHECK(ready);
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    CHECK(x == 2);
+    dtrain_comm_destroy(world);
+    return test_failures != before;
+}
+
+TEST(a_group_forms_by_polling_without_blocking)
+{
+    scene s;
+    pid_t pids[2];
+    scene_begin(&s, 2, 1);
+    for (int rank = 0; rank < 2; rank++) {
+        fflush(stdout);
+        if ((pids[rank] = fork()) == 0)
+            _exit(async_rank(&s, rank));
+    }
+    CHECK_EQ(end_of(pids[0], 20), 0);
+    CHECK_EQ(end_of(pids[1], 20), 0);
+}
+
+/* While a second process says that it is rank 1. */
+static int undisturbed(dtrain_comm *world, scene *s)
+{
+    float x[2];
+    double until = now_s() + 2;
+    (void)s;
+    do {
+        x[0] = 1;
+        x[1] = now_s() < until;
+        CHECK_EQ(dtrain_all_reduce(world, x, x, 2, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    } while (x[0] == 2 && x[1] > 0);
+    CHECK(CHANNEL(world)->hub->members[1 - dtrain_comm_rank(world)].down_ns == 0);
+    return 0;
+}
+
+TEST(a_second_rank_1_comes_too_late_to_disturb_the_first)
+{
+    scene s;
+    scene_begin(&s, 2, 1);
+    s.desc.reconnect_ms = 5000;
+    pid_t root = start_rank(&s, 0, undisturbed), one = start_rank(&s, 1, undisturbed);
+    usleep(500000);
+    s.desc.timeout_ms = 700;
+    CHECK_EQ(end_of(start_refused(&s, 1, DTRAIN_ERR_TIMEOUT, "its group is complete and runs"), 10), 0);
+    CHECK_EQ(end_of(root, 10), 0);
+    CHECK_EQ(end_of(one, 10), 0);
+}
+
+TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
+{
+    scene s;
+    dtrain__address address;
+    int count, fd;
+    char long_text[200];
+    scene_begin(&s, 2, 1);
+    dtrain__net_resolve(s.root, &address, &count);
+    CHECK_EQ(dtrain__net_listen(&address, &fd), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or the last one, is there"), 10), 0);
+    close(fd);
+    s.desc.connections = 9;
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "9 connections to a peer; 1 to 8"), 10), 0);
+    s.desc.connections = 0;
+    memset(long_text, 'x', sizeof long_text);
+    long_text[sizeof long_text - 1] = 0;
+    s.desc.fingerprint = long_text;
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "a fingerprint of 199 bytes"), 10), 0);
+    s.desc.fingerprint = NULL;
+    s.desc.algorithm = DTRAIN_ALGORITHM_FUSED;
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "DTRAIN_ALGORITHM_FUSED is for ranks that share"), 10), 0);
+}
+
+TEST(an_interface_is_chosen_by_name_or_refused_by_it)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    s.desc.listen_on = "lo";
+    run_ranks(&s, nothing);
+    s.desc.listen_on = "127.0.0.1";
+    run_ranks(&s, nothing);
+    s.desc.listen_on = "nosuch7";
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "\"nosuch7\" is neither an interface of this host"), 10),
+             0);
+}
+
+/* Rank 0 calls, and rank 1 polls so seldom that each turn is longer than a stranger gets. */
+static int computes_for_long(dtrain_comm *world, scene *s)
+{
+    float x = 7;
+    hook_handshake_ns = 50000000;
+    scene_meet(s->ranks);
+    if (dtrain_comm_rank(world) == 0) {
+        CHECK_EQ(dtrain_send(world, &x, 1, DTRAIN_F32, 1), DTRAIN_OK);
+        CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 1), DTRAIN_OK);
+    } else {
+        for (int turn = 0; turn < 4; turn++) {
+            usleep(150000);
+            CHECK_EQ(dtrain_comm_poll(world, 0), DTRAIN_OK);
+        }
+        CHECK_EQ(dtrain_recv(world, &x, 1, DTRAIN_F32, 0), DTRAIN_OK);
+        CHECK_EQ(dtrain_send(world, &x, 1, DTRAIN_F32, 0), DTRAIN_OK);
+    }
+    CHECK(x == 7);
+    return 0;
+}
+
+TEST(a_rank_that_seldom_polls_is_reached_and_not_lost)
+{
+    for (int tcp = 0; tcp < 2; tcp++) {
+        scene s;
+        scene_begin(&s, 2, tcp);
+        s.desc.progress = DTRAIN_PROGRESS_POLL;
+        run_ranks(&s, computes_for_long);
+    }
+}
+
+TEST(a_strangers_time_runs_while_the_rank_polls_and_what_has_come_is_read_first)
+{
+    scene s;
+    dtrain_comm *world;
+    unsigned char hello[128], challenge[80];
+    dtrain__address address;
+    int count, fd;
+    scene_begin(&s, 2, 0);
+    dtrain_comm_desc desc = scene_desc(&s, 0);
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    hook_handshake_ns = 100000000;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
+    fd = socket(address.at.any.sa_family, SOCK_STREAM, 0);
+    CHECK_EQ(connect(fd, &address.at.any, address.bytes), 0);
+    while (CHANNEL(world)->hub->inbound == 0)
+        CHECK_EQ(dtrain_comm_poll(world, 0), DTRAIN_OK);
+    usleep(150000); /* the rank computes */
+    memset(hello, 0, sizeof hello);
+    memcpy(hello, "dtrain\r\n\4\0", 10);
+    hello[10] = dtrain__byte_order();
+    CHECK(whole(fd, hello, sizeof hello, 1));
+    CHECK_EQ(dtrain_comm_poll(world, 0), DTRAIN_OK);
+    CHECK(whole(fd, challenge, sizeof challenge, 0));
+    CHECK_EQ(recv(fd, challenge, 1, MSG_DONTWAIT), -1); /* and it is still open */
+    while (CHANNEL(world)->hub->inbound > 0)             /* but not for ever */
+        CHECK_EQ(dtrain_comm_poll(world, 100), DTRAIN_OK);
+    CHECK_EQ(recv(fd, challenge, 1, 0), 0);
+    close(fd);
+    dtrain_comm_destroy(world);
+    hook_handshake_ns = 5000000000;
+}
+
+/* A JOIN frame as rank 1 sends it: where it listens, its host, its name, no fingerprint, nothing believed. */
+static int joins_from(dtrain__hub *hub, const char *address, const char *name)
+{
+    unsigned char frame[256];
+    size_t bytes = 0, length = strlen(address);
+    memset(frame, 0, sizeof frame);
+    frame[bytes++] = (unsigned char)length;
+    memcpy(frame + bytes, address, length);
+    bytes += length + 8;
+    length = strlen(name);
+    frame[bytes++] = (unsigned char)length;
+    memcpy(frame + bytes, name, length);
+    hub->members[1].joined = 0;
+    return dtrain__hub_frame(hub, 1, DTRAIN__FRAME_JOIN, frame, bytes + length + 4);
+}
+
+/* A log callback: whether the hub was locked meanwhile, and the line. */
+static dtrain__hub *logging_hub;
+static int logged_locked, logged_lines;
+static char logged[700];
+
+static void look_at_lock(void *user, dtrain_log_level level, const char *text)
+{
+    int locked = pthread_mutex_trylock(&logging_hub->mutex) != 0;
+    (void)user;
+    (void)level;
+    if (!locked)
+        pthread_mutex_unlock(&logging_hub->mutex);
+    logged_locked += locked;
+    logged_lines++;
+    snprintf(logged, sizeof logged, "%s", text);
+}
+
+TEST(a_peers_address_is_in_numbers_and_its_name_is_printable_where_it_is_quoted)
+{
+    scene s;
+    dtrain_comm *world;
+    int ready;
+    scene_begin(&s, 2, 0);
+    dtrain_comm_desc desc = scene_desc(&s, 0);
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    dtrain__hub *hub = CHANNEL(world)->hub;
+    CHECK_EQ(joins_from(hub, "127.0.0.1:4711", "x"), 1);
+    CHECK_EQ(joins_from(hub, "[2001:db8::1]:4711", "x"), 1);
+    CHECK_EQ(joins_from(hub, ":4711", "x"), 1);
+    CHECK_EQ(joins_from(hub, "unix:/tmp/x.1", "x"), 1);
+    CHECK_EQ(joins_from(hub, "localhost:4711", "x"), 0); /* any name: who answers for it may take his time */
+    CHECK_EQ(joins_from(hub, "", "x"), 0);
+    CHECK_EQ(joins_from(hub, ":1", "\x1b[31mred\r\n\xff\xc2\x9b caf\xc3\xa9 \x7f"), 1);
+    hub->members[1].control.fd = -1;
+    dtrain__hub_formed(hub);
+    dtrain__hub_lost(hub, 1, 0, "gone");
+    CHECK_EQ(dtrain_comm_ready(world, &ready), DTRAIN_ERR_PEER_LOST);
+    CHECK_CONTAINS(world->error.text, "rank 1 (?[31mred????? caf\xc3\xa9 ?) is lost: gone");
+    dtrain_comm_destroy(world);
+}
+
+TEST(the_log_is_written_while_nobody_waits_for_it)
+{
+    scene s;
+    dtrain_comm *world;
+    dtrain__address address;
+    unsigned char hello[128];
+    int count, fd;
+    scene_begin(&s, 2, 0);
+    dtrain_comm_desc desc = scene_desc(&s, 0);
+    desc.progress = DTRAIN_PROGRESS_POLL;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    logging_hub = CHANNEL(world)->hub;
+    dtrain_set_log(look_at_lock, NULL);
+    CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
+    fd = socket(address.at.any.sa_family, SOCK_STREAM, 0);
+    CHECK_EQ(connect(fd, &address.at.any, address.bytes), 0);
+    version_2(hello, sizeof hello);
+    CHECK(whole(fd, hello, sizeof hello, 1));
+    for (double until = now_s() + 10; logged_lines == 0 && now_s() < until;)
+        CHECK_EQ(dtrain_comm_poll(world, 0), DTRAIN_OK);
+    CHECK_EQ(logged_lines, 1);
+    CHECK_EQ(logged_locked, 0);
+    CHECK_CONTAINS(logged, "speaks wire version 2");
+    close(fd);
+    dtrain_set_log(NULL, NULL);
+    dtrain_comm_destroy(world);
+}

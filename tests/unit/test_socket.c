@@ -1,0 +1,540 @@
+/* Groups of processes over TCP and unix sockets: the bits of threads, progress, the store; what a process may meet
+ * beside its ranks: signals, forked children, many descriptors, little memory. Every rank is a process of its own. */
+#define DTRAIN_API static
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include "processes.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+
+/* One hash of many collectives, the same on every transport. */
+static int many_collectives(dtrain_comm *world, uint64_t *hash)
+{
+    static const size_t counts[] = {0, 1, 2, 7, 1000, 1025, 20011, 70001, 300007};
+    static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_F64, DTRAIN_BF16, DTRAIN_F16, DTRAIN_I32};
+    int rank = dtrain_comm_rank(world), bad = 0;
+    *hash = 0;
+    for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+        float *values = (float *)malloc(counts[c] * 4 + 4);
+        for (size_t i = 0; i < counts[c]; i++)
+            values[i] = 8 * dtrain_random_uniform(77 + (uint64_t)rank, i) - 4;
+        for (size_t d = 0; d < sizeof dtypes / sizeof dtypes[0]; d++) {
+            size_t count = counts[c], bytes = count * (dtrain_dtype_bits(dtypes[d]) / 8), low, n;
+            dtrain_op op = dtypes[d] == DTRAIN_I32 ? DTRAIN_SUM : c % 2 ? DTRAIN_MEAN : DTRAIN_SUM;
+            unsigned char *in = (unsigned char *)malloc(bytes + 8), *out = (unsigned char *)malloc(bytes + 8);
+            if (dtypes[d] == DTRAIN_I32)
+                memcpy(in, values, bytes);
+            else
+                CHECK_EQ(dtrain_convert(values, DTRAIN_F32, in, dtypes[d], count), DTRAIN_OK);
+            bad |= dtrain_all_reduce(world, in, out, count, dtypes[d], op) != DTRAIN_OK;
+            *hash = dtrain__xxh64_of(out, bytes, *hash);
+            n = dtrain_split(count, dtrain_comm_size(world), rank, &low);
+            bad |= dtrain_reduce_scatter(world, in, in + low * (bytes / (count > 0 ? count : 1)), count, dtypes[d],
+                                         op) != DTRAIN_OK;
+            bad |= dtrain_all_gather(world, in + low * (bytes / (count > 0 ? count : 1)), in, count, dtypes[d]) !=
+                   DTRAIN_OK;
+            CHECK(memcmp(in, out, bytes) == 0);
+            bad |=
+                dtrain_broadcast(world, out, count, dtypes[d], (int)(c % (size_t)dtrain_comm_size(world))) != DTRAIN_OK;
+            bad |= n > count;
+            free(in);
+            free(out);
+        }
+        free(values);
+    }
+    if (bad)
+        TEST_FAIL("rank %d: %s", rank, dtrain_last_error());
+    return bad;
+}
+
+static uint64_t expected_hash;
+
+static dtrain_status on_threads(dtrain_comm *world, void *user)
+{
+    uint64_t hash;
+    (void)user;
+    CHECK_EQ(many_collectives(world, &hash), 0);
+    if (dtrain_comm_rank(world) == 0)
+        expected_hash = hash;
+    return DTRAIN_OK;
+}
+
+static int as_on_threads(dtrain_comm *world, scene *s)
+{
+    uint64_t hash;
+    (void)s;
+    CHECK_EQ(many_collectives(world, &hash), 0);
+    CHECK_EQ(hash, expected_hash);
+    return 0;
+}
+
+static void same_bits(int tcp, int connections)
+{
+    static const int sizes[] = {2, 3, 4, 8};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+        scene s;
+        CHECK_EQ(dtrain_run_threads(sizes[i], on_threads, NULL, NULL), DTRAIN_OK);
+        scene_begin(&s, sizes[i], tcp);
+        s.desc.connections = connections;
+        run_ranks(&s, as_on_threads);
+    }
+}
+
+TEST(tcp_gives_the_bits_of_threads_at_2_3_4_and_8_ranks)
+{
+    same_bits(1, 0);
+}
+
+TEST(unix_sockets_give_the_bits_of_threads_at_2_3_4_and_8_ranks)
+{
+    same_bits(0, 0);
+}
+
+TEST(three_connections_to_a_peer_give_the_same_bits)
+{
+    same_bits(1, 3);
+}
+
+TEST(the_six_addresses_of_ipv6_work_as_well)
+{
+    scene s;
+    struct sockaddr_in6 address;
+    socklen_t bytes = sizeof address;
+    int fd = dtrain__without("ipv6") ? -1 : socket(AF_INET6, SOCK_STREAM, 0);
+    memset(&address, 0, sizeof address);
+    address.sin6_family = AF_INET6;
+    address.sin6_addr = in6addr_loopback;
+    if (fd < 0 || bind(fd, (struct sockaddr *)&address, sizeof address) != 0) {
+        printf("skipped: no IPv6 here\n");
+        return;
+    }
+    CHECK_EQ(getsockname(fd, (struct sockaddr *)&address, &bytes), 0);
+    close(fd);
+    CHECK_EQ(dtrain_run_threads(3, on_threads, NULL, NULL), DTRAIN_OK);
+    scene_begin(&s, 3, 1);
+    snprintf(s.root, sizeof s.root, "[::1]:%d", ntohs(address.sin6_port));
+    run_ranks(&s, as_on_threads);
+}
+
+static int polled(dtrain_comm *world, scene *s)
+{
+    float x[3000];
+    dtrain_work *work;
+    (void)s;
+    for (int turn = 0; turn < 20; turn++) {
+        for (int i = 0; i < 3000; i++)
+            x[i] = (float)(dtrain_comm_rank(world) + 1);
+        CHECK_EQ(dtrain_all_reduce_async(world, x, x, 3000, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+        while (!dtrain_work_done(work))
+            CHECK_EQ(dtrain_comm_poll(world, 200), DTRAIN_OK);
+        CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        CHECK(x[0] == 10 && x[2999] == 10);
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+TEST(polling_alone_moves_a_group_of_processes)
+{
+    scene s;
+    scene_begin(&s, 4, 1);
+    s.desc.progress = DTRAIN_PROGRESS_POLL;
+    run_ranks(&s, polled);
+}
+
+static int in_flight(dtrain_comm *world, scene *s)
+{
+    enum { N = 6, COUNT = 100003 };
+    static float x[N][COUNT];
+    dtrain_work *work[N];
+    (void)s;
+    for (int k = 0; k < N; k++) {
+        for (int i = 0; i < COUNT; i++)
+            x[k][i] = (float)(dtrain_comm_rank(world) + k);
+        CHECK_EQ(dtrain_all_reduce_async(world, x[k], x[k], COUNT, DTRAIN_F32, DTRAIN_SUM, &work[k]), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    for (int k = 0; k < N; k++) {
+        CHECK_EQ(dtrain_work_wait(work[k]), DTRAIN_OK);
+        CHECK(x[k][0] == (float)(3 + 3 * k) && x[k][COUNT - 1] == (float)(3 + 3 * k));
+    }
+    return 0;
+}
+
+TEST(async_work_is_driven_by_the_service_thread)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    run_ranks(&s, in_flight);
+}
+
+/* The first call after the group has formed comes while the service thread is about to sleep; it is not slept through,
+ * which took half a second in one group of ten. */
+static int calls_at_once(scene *s, int rank)
+{
+    int slow = 0, before = test_failures;
+    for (int round = 0; round < 100; round++) {
+        dtrain_comm_desc desc = scene_desc(s, rank);
+        dtrain_comm *world;
+        dtrain_work *work;
+        float x = 1;
+        if (dtrain_comm_create(&world, &desc) != DTRAIN_OK) {
+            TEST_FAIL("round %d, rank %d: %s", round, rank, dtrain_last_error());
+            return 1;
+        }
+        double begin = now_s();
+        CHECK_EQ(dtrain_all_reduce_async(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
+        while (!dtrain_work_done(work))
+            sched_yield();
+        slow += now_s() - begin > 0.4;
+        CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
+        dtrain_comm_destroy(world);
+    }
+    CHECK(slow <= 2);
+    return test_failures != before;
+}
+
+TEST(async_work_is_not_slept_through)
+{
+    scene s;
+    pid_t pids[2];
+    scene_begin(&s, 2, 1);
+    for (int rank = 0; rank < 2; rank++) {
+        fflush(stdout);
+        if ((pids[rank] = fork()) == 0)
+            _exit(calls_at_once(&s, rank));
+    }
+    CHECK_EQ(end_of(pids[0], 120), 0);
+    CHECK_EQ(end_of(pids[1], 120), 0);
+}
+
+static int store_calls(dtrain_comm *world, scene *s)
+{
+    char text[64], key[16];
+    unsigned char large[65536];
+    size_t bytes;
+    int rank = dtrain_comm_rank(world);
+    (void)s;
+    CHECK_EQ(dtrain_store_get(world, "never", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == DTRAIN_STORE_ABSENT);
+    if (rank == 2) {
+        usleep(50000);
+        CHECK_EQ(dtrain_store_set(world, "late", "so it is", 9), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_store_wait(world, "late", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == 9 && strcmp(text, "so it is") == 0);
+    snprintf(key, sizeof key, "of %d", rank);
+    memset(large, rank, sizeof large);
+    CHECK_EQ(dtrain_store_set(world, key, large, sizeof large), DTRAIN_OK);
+    CHECK_EQ(dtrain_store_set(world, key, large, sizeof large), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    snprintf(key, sizeof key, "of %d", (rank + 1) % 3);
+    CHECK_EQ(dtrain_store_get(world, key, large, 10, &bytes), DTRAIN_OK);
+    CHECK(bytes == 65536 && large[0] == (rank + 1) % 3 && large[10] == rank);
+    CHECK_EQ(dtrain_store_set(world, "empty", NULL, 0), DTRAIN_OK);
+    CHECK_EQ(dtrain_store_get(world, "empty", text, sizeof text, &bytes), DTRAIN_OK);
+    CHECK(bytes == 0);
+    CHECK_EQ(dtrain_store_set(world, "", text, 1), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_store_set(world, "k", large, 65537), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+static dtrain_status store_on_threads(dtrain_comm *world, void *user)
+{
+    (void)user;
+    return store_calls(world, NULL) ? DTRAIN_ERR_ABORTED : DTRAIN_OK;
+}
+
+TEST(the_store_keeps_byte_strings_on_processes_and_on_threads)
+{
+    scene s;
+    scene_begin(&s, 3, 1);
+    run_ranks(&s, store_calls);
+    CHECK_EQ(dtrain_run_threads(3, store_on_threads, NULL, NULL), DTRAIN_OK);
+}
+
+static int waits_in_vain(dtrain_comm *world, scene *s)
+{
+    char text[8];
+    size_t bytes;
+    (void)s;
+    CHECK_EQ(dtrain_store_wait(world, "nobody", text, sizeof text, &bytes), DTRAIN_ERR_TIMEOUT);
+    CHECK_CONTAINS(world->error.text, "nobody has set \"nobody\"");
+    usleep(dtrain_comm_rank(world) == 0 ? 500000 : 0); /* it keeps the store */
+    return 0;
+}
+
+TEST(a_wait_for_a_key_that_nobody_sets_ends_at_the_deadline)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    s.desc.timeout_ms = 600;
+    run_ranks(&s, waits_in_vain);
+}
+
+static int waits_for_a_key(dtrain_comm *world, scene *s)
+{
+    char value = 'x';
+    size_t bytes;
+    (void)s;
+    if (dtrain_comm_rank(world) == 0)
+        CHECK_EQ(dtrain_store_wait(world, "key", &value, 1, &bytes), DTRAIN_OK);
+    else
+        CHECK_EQ(dtrain_store_set(world, "key", &value, 1), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    return 0;
+}
+
+TEST(the_longest_times_are_long)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    s.desc.timeout_ms = s.desc.heartbeat_ms = s.desc.reconnect_ms = INT64_MAX;
+    run_ranks(&s, waits_for_a_key);
+}
+
+static int descriptors(void)
+{
+    int open_now = 0;
+    for (int fd = 0; fd < 1024; fd++)
+        open_now += fcntl(fd, F_GETFD) >= 0;
+    return open_now;
+}
+
+static int threads_now(void)
+{
+    int count = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    while (tasks != NULL && readdir(tasks) != NULL)
+        count++;
+    if (tasks != NULL)
+        closedir(tasks);
+    return count;
+}
+
+static int comes_and_goes(scene *s, int rank, int rounds)
+{
+    dtrain_allocator heap;
+    int before = test_failures, at_first = descriptors(), threads = threads_now();
+    memset(&heap, 0, sizeof heap);
+    for (int round = 0; round < rounds; round++) {
+        dtrain_comm_desc desc = scene_desc(s, rank);
+        dtrain_comm *world;
+        float x = 1;
+        desc.allocator = &heap;
+        if (dtrain_comm_create(&world, &desc) != DTRAIN_OK) {
+            TEST_FAIL("round %d, rank %d: %s", round, rank, dtrain_last_error());
+            return 1;
+        }
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+        dtrain_comm_destroy(world);
+    }
+    CHECK_EQ(descriptors(), at_first);
+    CHECK_EQ(threads_now(), threads);
+    CHECK_EQ(heap.bytes, 0);
+    return test_failures != before;
+}
+
+TEST(coming_and_going_a_thousand_times_leaves_no_descriptor_thread_or_byte)
+{
+    scene s;
+    pid_t pids[2];
+    scene_begin(&s, 2, 0);
+    for (int rank = 0; rank < 2; rank++) {
+        fflush(stdout);
+        if ((pids[rank] = fork()) == 0)
+            _exit(comes_and_goes(&s, rank, 1000));
+    }
+    CHECK_EQ(end_of(pids[0], 60), 0);
+    CHECK_EQ(end_of(pids[1], 60), 0);
+}
+
+/* An allocator whose nth new block, counted from when it is armed, is refused. */
+typedef struct miser {
+    uint32_t armed, count, refused;
+} miser;
+
+static void *resize_or_refuse(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    miser *m = (miser *)user;
+    void *block = NULL;
+    if (new_bytes > 0 && __atomic_load_n(&m->armed, __ATOMIC_SEQ_CST) &&
+        __atomic_add_fetch(&m->count, 1, __ATOMIC_SEQ_CST) == m->refused)
+        return NULL;
+    if (new_bytes > 0 && posix_memalign(&block, align < sizeof block ? sizeof block : align, new_bytes) != 0)
+        return NULL;
+    if (block != NULL && pointer != NULL)
+        memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
+    free(pointer);
+    return block;
+}
+
+static dtrain_status keeps_and_sums(dtrain_comm *world)
+{
+    static unsigned char value[5000], got[5000];
+    int rank = dtrain_comm_rank(world);
+    char mine[2] = {(char)('a' + rank), 0}, other[2] = {(char)('b' - rank), 0};
+    float x = 1;
+    size_t bytes = 0;
+    memset(value, 'a' + rank, sizeof value);
+    dtrain_status status = dtrain_store_set(world, mine, value, sizeof value);
+    if (status == DTRAIN_OK && (status = dtrain_store_wait(world, other, got, sizeof got, &bytes)) == DTRAIN_OK)
+        CHECK(bytes == sizeof got && got[0] == other[0] && got[sizeof got - 1] == other[0]);
+    if (status == DTRAIN_OK && (status = dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM)) == DTRAIN_OK)
+        CHECK(x == 2);
+    return status;
+}
+
+/* One rank whose nth block is refused (0: none is); its results are right, or it has an error of its own. */
+static int short_of_memory(scene *s, int rank, uint32_t refused)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    miser m = {0, 0, refused};
+    dtrain_allocator heap = {resize_or_refuse, &m, 0, 0};
+    dtrain_comm *world;
+    dtrain_status status;
+    int before = test_failures, ready = 0;
+    desc.allocator = &heap;
+    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    __atomic_store_n(&m.armed, 1, __ATOMIC_SEQ_CST);
+    while ((status = dtrain_comm_ready(world, &ready)) == DTRAIN_OK && !ready)
+        usleep(100);
+    if (status == DTRAIN_OK)
+        status = keeps_and_sums(world);
+    if (status != DTRAIN_OK) {
+        CHECK(status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_PEER_LOST || status == DTRAIN_ERR_TIMEOUT);
+        CHECK(strstr(world->error.text, "no control message") == NULL);
+    }
+    dtrain_comm_destroy(world);
+    CHECK_EQ(heap.bytes, 0);
+    return test_failures != before;
+}
+
+TEST(a_refused_block_is_an_error_and_never_half_a_message)
+{
+    for (uint32_t nth = 1; nth <= 16; nth++)
+        for (int who = 0; who < 2; who++) {
+            scene s;
+            pid_t pids[2];
+            scene_begin(&s, 2, 0);
+            s.desc.timeout_ms = 500;
+            for (int rank = 0; rank < 2; rank++) {
+                fflush(stdout);
+                if ((pids[rank] = fork()) == 0)
+                    _exit(short_of_memory(&s, rank, rank == who ? nth : 0));
+            }
+            CHECK_EQ(end_of(pids[0], 20), 0);
+            CHECK_EQ(end_of(pids[1], 20), 0);
+        }
+}
+
+static int has_a_child(dtrain_comm *world, scene *s)
+{
+    float x = 1;
+    (void)s;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    pid_t child = fork();
+    if (child == 0) {
+        int good = dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM) == DTRAIN_ERR_INVALID &&
+                   strstr(world->error.text, "forked child") != NULL;
+        dtrain_comm_destroy(world);
+        _exit(!good);
+    }
+    CHECK_EQ(end_of(child, 10), 0);
+    CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM), DTRAIN_OK);
+    CHECK(x == 2);
+    return 0;
+}
+
+TEST(a_forked_child_is_refused_and_harms_nothing)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    run_ranks(&s, has_a_child);
+}
+
+static void on_alarm(int number)
+{
+    (void)number;
+}
+
+static int in_a_storm_of_signals(dtrain_comm *world, scene *s)
+{
+    struct itimerval often = {{0, 300}, {0, 300}};
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_alarm; /* without SA_RESTART: every call may be interrupted */
+    sigaction(SIGALRM, &action, NULL);
+    setitimer(ITIMER_REAL, &often, NULL);
+    int bad = as_on_threads(world, s);
+    memset(&often, 0, sizeof often);
+    setitimer(ITIMER_REAL, &often, NULL);
+    return bad;
+}
+
+TEST(interrupted_calls_go_on)
+{
+    scene s;
+    CHECK_EQ(dtrain_run_threads(3, on_threads, NULL, NULL), DTRAIN_OK);
+    scene_begin(&s, 3, 1);
+    run_ranks(&s, in_a_storm_of_signals);
+}
+
+/* How many descriptors from one on are sockets with a peer. */
+static int sockets_from(int first)
+{
+    int count = 0;
+    for (int fd = first; fd < first + 1024; fd++) {
+        struct sockaddr_storage peer;
+        socklen_t bytes = sizeof peer;
+        count += getpeername(fd, (struct sockaddr *)&peer, &bytes) == 0;
+    }
+    return count;
+}
+
+static int beyond_select(scene *s, int rank)
+{
+    struct rlimit files;
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm *world;
+    int before = test_failures, highest = 0;
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+    for (int i = 0; i < 1100 && highest >= 0; i++)
+        highest = open("/dev/null", O_RDONLY);
+    if (highest < 1024) {
+        printf("skipped: this process may open %d descriptors only\n", (int)files.rlim_max);
+        return 0;
+    }
+    CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_OK);
+    if (world == NULL)
+        return 1;
+    CHECK_EQ(as_on_threads(world, s), 0);
+    CHECK(sockets_from(1024) >= 2);             /* for control and for data */
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK); /* until both have counted, neither leaves */
+    dtrain_comm_destroy(world);
+    return test_failures != before;
+}
+
+TEST(descriptors_above_1024_are_like_others)
+{
+    scene s;
+    pid_t pids[2];
+    CHECK_EQ(dtrain_run_threads(2, on_threads, NULL, NULL), DTRAIN_OK);
+    scene_begin(&s, 2, 1);
+    for (int rank = 0; rank < 2; rank++) {
+        fflush(stdout);
+        if ((pids[rank] = fork()) == 0)
+            _exit(beyond_select(&s, rank));
+    }
+    CHECK_EQ(end_of(pids[0], 60), 0);
+    CHECK_EQ(end_of(pids[1], 60), 0);
+}

@@ -1,0 +1,245 @@
+/* What error texts say to somebody who made a beginner's mistake: the call that was made and its unit first, the likely
+ * cause, and nothing twice. */
+#define DTRAIN_API static
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include "groups.h"
+
+/* How often a part stands in the last error. */
+static int times(const char *part)
+{
+    int found = 0;
+    for (const char *at = dtrain_last_error(); (at = strstr(at, part)) != NULL; at += strlen(part))
+        found++;
+    return found;
+}
+
+static void starts(const char *with)
+{
+    if (strncmp(dtrain_last_error(), with, strlen(with)) != 0)
+        TEST_FAIL("\"%s\" does not start with \"%s\"", dtrain_last_error(), with);
+}
+
+/* The first error of a message is quoted by the next of the same name. */
+static int again(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world);
+    float x[2] = {0};
+    (void)s;
+    if (rank == 0)
+        DTRAIN_IGNORE(dtrain_send(world, x, 2, DTRAIN_F32, 1));
+    if (rank != 1)
+        return 0;
+    CHECK_EQ(dtrain_recv(world, x, 1, DTRAIN_F32, 0), DTRAIN_ERR_MISMATCH);
+    CHECK_EQ(dtrain_recv(world, x, 1, DTRAIN_F32, 0), DTRAIN_ERR_MISMATCH);
+    starts("recv #1 (f32 x 1) on rank 1: rank 0 called send #1 (f32 x 2), this rank 1 recv #1 (f32 x 1); both must");
+    CHECK_EQ(times(": "), 1);
+    return 0;
+}
+
+/* A collective that rank 0 alone calls. */
+static int alone(dtrain_comm *world, scene *s)
+{
+    int32_t x = 1;
+    (void)s;
+    if (dtrain_comm_rank(world) == 0)
+        CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_I32, DTRAIN_SUM), DTRAIN_ERR_MISMATCH);
+    else
+        CHECK_EQ(dtrain_barrier(world), DTRAIN_ERR_MISMATCH);
+    CHECK_EQ(times("inside an if (rank == 0)"), 1);
+    return 0;
+}
+
+static int alone_in_time(dtrain_comm *world, scene *s)
+{
+    int32_t x = 1;
+    dtrain_comm *own = NULL;
+    CHECK_EQ(dtrain_comm_duplicate(world, &own), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 0) {
+        own->desc.timeout_ms = 100;
+        CHECK_EQ(dtrain_all_reduce(own, &x, &x, 1, DTRAIN_I32, DTRAIN_SUM), DTRAIN_ERR_TIMEOUT);
+        CHECK_EQ(times("not one inside an if (rank == 0)"), 1);
+    }
+    (void)s;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    dtrain_comm_destroy(own);
+    return 0;
+}
+
+/* Rank 0 alone gathers a unit, to sample. */
+static int samples(dtrain_comm *world, scene *s)
+{
+    dtrain_param table[2];
+    dtrain_fsdp *fsdp = NULL;
+    dtrain_fsdp_desc desc;
+    dtrain_comm *own = NULL;
+    (void)s;
+    memset(table, 0, sizeof table);
+    memset(&desc, 0, sizeof desc);
+    desc.strategy = DTRAIN_FULL_SHARD;
+    for (int i = 0; i < 2; i++) {
+        table[i].name = i ? "b" : "a";
+        table[i].dtype = DTRAIN_F32;
+        table[i].shape[0] = 64;
+        table[i].unit = i;
+    }
+    CHECK_EQ(dtrain_comm_duplicate(world, &own), DTRAIN_OK);
+    CHECK_EQ(dtrain_fsdp_create(&fsdp, own, table, 2, &desc), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 0) {
+        fsdp->gathers->desc.timeout_ms = 300;
+        CHECK_EQ(dtrain_fsdp_gather(fsdp, 1), DTRAIN_ERR_TIMEOUT);
+        starts("dtrain_fsdp_gather on rank 0, gathering of unit 1: all_gather_v #1 (f32 x 64): rank 0 waited");
+        CHECK_EQ(times("gather and reduce on every rank, also to sample or to validate"), 1);
+    }
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    dtrain_fsdp_destroy(fsdp);
+    dtrain_comm_destroy(own);
+    return 0;
+}
+
+TEST(a_quoted_error_is_not_repeated)
+{
+    scene s;
+    scene_begin(&s, 2, 0);
+    run_ranks(&s, again);
+    CHECK_EQ(dtrain_error_set(DTRAIN_ERR_IO, "reading: reading: a: b: b on rank 1: b: the end"), DTRAIN_ERR_IO);
+    CHECK(strcmp(dtrain_last_error(), "reading: a: b: b on rank 1: the end") == 0);
+    CHECK_EQ(dtrain_error_set(DTRAIN_ERR_IO, "of 2: 2: a :: b: "), DTRAIN_ERR_IO);
+    CHECK(strcmp(dtrain_last_error(), "of 2: 2: a :: b: ") == 0);
+}
+
+TEST(a_call_on_one_rank_alone_is_named_as_the_likely_cause)
+{
+    scene s;
+    on_threads(2, alone, NULL);
+    on_threads(3, alone_in_time, NULL);
+    scene_begin(&s, 3, 1);
+    run_ranks(&s, alone_in_time);
+}
+
+TEST(sampling_on_one_rank_alone_under_fsdp_is_told)
+{
+    scene s;
+    on_threads(2, samples, NULL);
+    scene_begin(&s, 2, 0);
+    run_ranks(&s, samples);
+}
+
+static dtrain_status refused(dtrain_comm *world, dtrain_dtype dtype, dtrain_op op)
+{
+    int32_t x[2] = {0, 0};
+    return dtrain_all_reduce(world, x, x, 1, dtype, op);
+}
+
+static int arguments(dtrain_comm *world, scene *s)
+{
+    (void)s;
+    CHECK_EQ(refused(world, (dtrain_dtype)DTRAIN_SUM, (dtrain_op)DTRAIN_F32), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("are the two swapped?"), 1);
+    CHECK_EQ(refused(world, DTRAIN_I32, DTRAIN_MEAN), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("swapped"), 0);
+    CHECK_EQ(times("a mean is for floats: sum, and divide"), 1);
+    CHECK_EQ(refused(world, DTRAIN_F32, DTRAIN_XOR), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("AND, OR and XOR are for integers"), 1);
+    CHECK_EQ(refused(world, DTRAIN_F32, (dtrain_op)7), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("give a DTRAIN_ constant of dtrain_op"), 1);
+    CHECK_EQ(refused(world, DTRAIN_F4, DTRAIN_SUM), DTRAIN_ERR_INVALID);
+    CHECK_EQ(times("send it as bytes"), 1);
+    return 0;
+}
+
+TEST(arguments_are_said_to_be_swapped_only_where_they_may_be)
+{
+    on_threads(1, arguments, NULL);
+}
+
+/* A constant in the place of another enum's is then an error, and no other choice of its own. */
+TEST(constants_of_different_enums_differ)
+{
+    static const int constants[] = {DTRAIN_LOG_INFO,
+                                    DTRAIN_LOG_WARN,
+                                    DTRAIN_LOG_ERROR,
+                                    DTRAIN_ORDER_ANY,
+                                    DTRAIN_ALGORITHM_FUSED,
+                                    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING,
+                                    DTRAIN_ALGORITHM_TREE,
+                                    DTRAIN_ALGORITHM_RING,
+                                    DTRAIN_ALGORITHM_HALVING_DOUBLING,
+                                    DTRAIN_ALGORITHM_DIRECT,
+                                    DTRAIN_ALGORITHM_BRUCK,
+                                    DTRAIN_ALGORITHM_NODES,
+                                    DTRAIN_ALGORITHM_DOUBLE_TREE,
+                                    DTRAIN_PROGRESS_POLL,
+                                    DTRAIN_INDEX_U32,
+                                    DTRAIN_INDEX_U16,
+                                    DTRAIN_INDEX_DELTA,
+                                    DTRAIN_INDEX_NONE,
+                                    DTRAIN_EXCHANGE_GATHER,
+                                    DTRAIN_EXCHANGE_SPLIT,
+                                    DTRAIN_EXCHANGE_SPLIT_TOPK,
+                                    DTRAIN_DEVICE_STAGED,
+                                    DTRAIN_DEVICE_EVENTS,
+                                    DTRAIN_DEVICE_FLAGS,
+                                    DTRAIN_DEVICE_HOSTS,
+                                    DTRAIN_PIPELINE_GPIPE,
+                                    DTRAIN_PIPELINE_1F1B,
+                                    DTRAIN_PIPELINE_INTERLEAVED,
+                                    DTRAIN_PIPELINE_ZB_H1,
+                                    DTRAIN_PART_FORWARD,
+                                    DTRAIN_PART_BACKWARD,
+                                    DTRAIN_PART_INPUT,
+                                    DTRAIN_PART_WEIGHTS,
+                                    DTRAIN_FULL_SHARD,
+                                    DTRAIN_SHARD_GRAD_OP,
+                                    DTRAIN_NO_SHARD,
+                                    DTRAIN_HYBRID_SHARD,
+                                    DTRAIN_MEMORY_DEVICE,
+                                    DTRAIN_MEMORY_PINNED,
+                                    DTRAIN_BOOL,
+                                    DTRAIN_F4,
+                                    DTRAIN_F6_E2M3,
+                                    DTRAIN_F6_E3M2,
+                                    DTRAIN_U8,
+                                    DTRAIN_I8,
+                                    DTRAIN_F8_E5M2,
+                                    DTRAIN_F8_E4M3,
+                                    DTRAIN_F8_E8M0,
+                                    DTRAIN_F8_E4M3FNUZ,
+                                    DTRAIN_F8_E5M2FNUZ,
+                                    DTRAIN_I16,
+                                    DTRAIN_U16,
+                                    DTRAIN_F16,
+                                    DTRAIN_BF16,
+                                    DTRAIN_I32,
+                                    DTRAIN_U32,
+                                    DTRAIN_F32,
+                                    DTRAIN_C64,
+                                    DTRAIN_F64,
+                                    DTRAIN_I64,
+                                    DTRAIN_U64,
+                                    DTRAIN_SUM,
+                                    DTRAIN_MEAN,
+                                    DTRAIN_PROD,
+                                    DTRAIN_MIN,
+                                    DTRAIN_MAX,
+                                    DTRAIN_AND,
+                                    DTRAIN_OR,
+                                    DTRAIN_XOR,
+                                    DTRAIN_SCHEDULE_LINEAR,
+                                    DTRAIN_SCHEDULE_COSINE,
+                                    DTRAIN_SGD,
+                                    DTRAIN_ADAMW,
+                                    DTRAIN_OPTIMIZER_NONE,
+                                    DTRAIN_COMPRESS_TOPK,
+                                    DTRAIN_COMPRESS_BF16,
+                                    DTRAIN_COMPRESS_F16,
+                                    DTRAIN_COMPRESS_INT8,
+                                    DTRAIN_COMPRESS_FP8,
+                                    DTRAIN_COMPRESS_SIGN,
+                                    DTRAIN_COMPRESS_POWERSGD,
+                                    DTRAIN_COMPRESS_OWN};
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
+        for (size_t j = 0; j < i; j++)
+            CHECK(constants[i] != constants[j]);
+}
