@@ -13135,7 +13135,7 @@ static void dtrain__threads_plane_end(dtrain__end *end, dtrain__threads_group *g
 /* Makes a new world, and the end of its rank 0. */
 static dtrain_status dtrain__threads_plane_create(dtrain__end *first, int ranks, dtrain_allocator *allocator)
 {
-    dtrain__threads_group *group;
+    dtrain__threads_group *group = NULL;
     dtrain_status status = dtrain__threads_create(&group, ranks, allocator);
     if (status == DTRAIN_OK)
         dtrain__threads_plane_end(first, group, 0);
@@ -13150,7 +13150,7 @@ static void dtrain__threads_plane_peer(const dtrain__end *first, int rank, dtrai
 
 static dtrain_status dtrain__threads_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
 {
-    dtrain__threads_group *group;
+    dtrain__threads_group *group = NULL;
     dtrain_status status =
         dtrain__threads_attach(&group, dtrain__threads_plane_of(self)->world, desc->id, desc->worlds, desc->size);
     if (status == DTRAIN_OK)
@@ -24827,7 +24827,7 @@ static int64_t dtrain__alike_integer(const dtrain__alike_field *field, const voi
 static int dtrain__alike_field_line(dtrain__alike_line *line, const char *prefix, const dtrain__alike_field *field,
                                     const void *desc)
 {
-    const unsigned char *at = (const unsigned char *)desc + (desc != NULL ? field->offset : 0);
+    const unsigned char *at = desc != NULL ? (const unsigned char *)desc + field->offset : NULL;
     char what[sizeof line->what];
     const void *address = NULL;
     float narrow = 0.0f;

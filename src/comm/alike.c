@@ -113,7 +113,7 @@ static int64_t dtrain__alike_integer(const dtrain__alike_field *field, const voi
 static int dtrain__alike_field_line(dtrain__alike_line *line, const char *prefix, const dtrain__alike_field *field,
                                     const void *desc)
 {
-    const unsigned char *at = (const unsigned char *)desc + (desc != NULL ? field->offset : 0);
+    const unsigned char *at = desc != NULL ? (const unsigned char *)desc + field->offset : NULL;
     char what[sizeof line->what];
     const void *address = NULL;
     float narrow = 0.0f;

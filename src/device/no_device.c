@@ -4,6 +4,7 @@
 #ifndef DTRAIN__NO_DEVICE
 #define DTRAIN__NO_DEVICE
 #include "../tensor/device.c"
+#include "../comm/comm.h"
 
 typedef struct dtrain_device_group dtrain_device_group;
 typedef struct dtrain_device_work dtrain_device_work;

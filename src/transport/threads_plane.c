@@ -26,7 +26,7 @@ static void dtrain__threads_plane_end(dtrain__end *end, dtrain__threads_group *g
 /* Makes a new world, and the end of its rank 0. */
 static dtrain_status dtrain__threads_plane_create(dtrain__end *first, int ranks, dtrain_allocator *allocator)
 {
-    dtrain__threads_group *group;
+    dtrain__threads_group *group = NULL;
     dtrain_status status = dtrain__threads_create(&group, ranks, allocator);
     if (status == DTRAIN_OK)
         dtrain__threads_plane_end(first, group, 0);
@@ -41,7 +41,7 @@ static void dtrain__threads_plane_peer(const dtrain__end *first, int rank, dtrai
 
 static dtrain_status dtrain__threads_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
 {
-    dtrain__threads_group *group;
+    dtrain__threads_group *group = NULL;
     dtrain_status status =
         dtrain__threads_attach(&group, dtrain__threads_plane_of(self)->world, desc->id, desc->worlds, desc->size);
     if (status == DTRAIN_OK)

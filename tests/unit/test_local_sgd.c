@@ -393,6 +393,8 @@ static dtrain_status one_late(dtrain_comm *world, void *user)
     CHECK_EQ(dtrain_local_sgd_create(&local, world, t.table, 5, &desc), DTRAIN_OK);
     if (rank == 2) {
         gate_wait(g, 2);
+        for (int turn = 0; dtrain_local_sgd_get_stats(local).missed == 0 && turn < 60000; turn++)
+            usleep(500);
         CHECK_EQ(dtrain_local_sgd_get_stats(local).missed, 1); /* its thread was in it, with nothing */
         CHECK_EQ(dtrain_local_sgd_get_stats(local).applied, 0);
         CHECK_EQ(t.data[0], 0);

@@ -282,7 +282,7 @@ typedef struct relay {
     int answer;                            /* to a session that was played again */
     unsigned char said[1 << 20];           /* that session */
     size_t said_bytes;
-    char texts[4][600]; /* what the ranks were told */
+    char texts[4][1024]; /* what the ranks were told */
     int status[4];
     double took[4];
 } relay;
