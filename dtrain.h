@@ -4955,6 +4955,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
  *   work      a call in the queue of its group, whose caller may hold a handle of it
  *   hub       the control plane of one process of several; one rank's hub, the leader's, relays for the others
  *   channel   a group's share of a hub; it has a peer for each member, and lanes, the connections to that
+ *   council   one process's part in the store of its world and in votes, whatever carries the messages; see >>council
  *   consent   a vote of the ranks of a group that are left, and what was decided */
 
 #if defined(__GNUC__)
@@ -12381,6 +12382,10 @@ typedef struct dtrain__store_call {
     void *value; /* capacity bytes; of a SET, which only reads it, the value itself */
     size_t capacity, *bytes;
     dtrain__error *error; /* the group's */
+    uint32_t id;          /* from here on: of a request to rank 0, and its answer */
+    int answered;
+    dtrain_status status;
+    char why[301];
 } dtrain__store_call;
 
 typedef struct dtrain__entry {
@@ -12465,6 +12470,7 @@ static void dtrain__store_copy(const dtrain__store_call *call, const void *data,
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
 
+#define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__RUN_BYTES 16
 #define DTRAIN__JOB_BYTES 64
 #define DTRAIN__NAME_BYTES 96
@@ -12693,6 +12699,740 @@ static const dtrain__plane dtrain__plane_own = {
     dtrain__plane_rest,
     dtrain__plane_leaving,
 };
+
+#endif
+
+/* ---- >>council ----
+ * What the processes of one world do for each other by messages, whatever carries these: they vote (see >>consent), and
+ * rank 0 keeps the store for all. The owner of a council guards it, hands it what comes, and says who is gone. Messages
+ * come from ranks of the world, and are checked all the same. */
+#ifndef DTRAIN__COUNCIL
+#define DTRAIN__COUNCIL
+
+#define DTRAIN__EVERY_GROUP UINT64_MAX
+#define DTRAIN__ASKERS 1024 /* of one rank, a group each */
+
+/* Control messages; those of a council are ASK, ANSWER and CONSENT. */
+enum {
+    DTRAIN__FRAME_JOIN = 1,
+    DTRAIN__FRAME_TABLE,
+    DTRAIN__FRAME_REFUSE,
+    DTRAIN__FRAME_BEAT,
+    DTRAIN__FRAME_END,
+    DTRAIN__FRAME_BYE,
+    DTRAIN__FRAME_ASK,
+    DTRAIN__FRAME_ANSWER,
+    DTRAIN__FRAME_LOST,
+    DTRAIN__FRAME_GONE,
+    DTRAIN__FRAME_CONSENT
+};
+
+/* What became of a rank. It left of its own will; or it is lost, SILENT: without a proof that it is dead. */
+enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST, DTRAIN__SILENT };
+
+/* A call that waits at rank 0 for its key. */
+typedef struct dtrain__asker {
+    struct dtrain__asker *next;
+    int rank;
+    uint64_t group;
+    uint32_t id;
+    size_t key_bytes;
+    char key[DTRAIN__STORE_KEY_BYTES];
+} dtrain__asker;
+
+typedef struct dtrain__consent dtrain__consent;
+
+typedef struct dtrain__council {
+    void *self; /* the owner, given to every function */
+    dtrain_allocator *allocator;
+    dtrain__origin *origin;
+    int rank, size; /* of the world */
+    dtrain__store store;
+    dtrain__asker *askers;
+    uint32_t asked;                             /* requests to the store */
+    dtrain__consent *consents, *spare_consents; /* the latest first */
+    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of a group that is looked at */
+    unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
+    /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. */
+    int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
+    void (*tell)(void *self);           /* something has come that a caller may wait for */
+    int (*gone)(void *self, int rank);  /* DTRAIN__PRESENT ... */
+    /* The rank in the world of the group's rank i; -1: it has fewer; -2: this process has no such group. */
+    int (*member)(void *self, uint64_t group, int i);
+    /* Where the group keeps its call that waits for an answer; NULL: this process has no such group. */
+    dtrain__store_call **(*call)(void *self, uint64_t group);
+} dtrain__council;
+
+/* Reading a message: each take says whether there was enough. */
+typedef struct dtrain__reader {
+    const unsigned char *at;
+    size_t left;
+} dtrain__reader;
+
+static int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
+{
+    if (reader->left < (size_t)bytes)
+        return 0;
+    *value = dtrain__get_le(reader->at, bytes);
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* A text of one length byte or two; what does not fit into out, or holds a zero, is refused. */
+static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
+{
+    uint64_t bytes;
+    if (!dtrain__take(reader, &bytes, length_bytes) || bytes > reader->left || bytes >= capacity ||
+        memchr(reader->at, 0, (size_t)bytes) != NULL)
+        return 0;
+    memcpy(out, reader->at, (size_t)bytes);
+    out[bytes] = 0;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* Reads a list of ranks of the world: begin, then add each. */
+static void dtrain__council_list(dtrain__council *council)
+{
+    council->listed = 0;
+    memset(council->lists, 0, (size_t)council->size);
+}
+
+/* Returns 0 for what is no rank, or is in the list already. */
+static int dtrain__council_list_add(dtrain__council *council, uint64_t rank)
+{
+    if (rank >= (uint64_t)council->size || council->lists[rank])
+        return 0;
+    council->lists[rank] = 1;
+    council->list[council->listed++] = (int)rank;
+    return 1;
+}
+
+/* The lowest rank that is not gone leads. */
+static int dtrain__council_leader(const dtrain__council *council)
+{
+    int leader = 0;
+    while (leader < council->rank && council->gone(council->self, leader) != DTRAIN__PRESENT)
+        leader++;
+    return leader;
+}
+
+/* ---- the store ---- */
+
+/* Gives a group's own call its answer. */
+static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
+                                     int found, const void *data, size_t bytes)
+{
+    dtrain__store_call **at = council->call(council->self, group), *call = at != NULL ? *at : NULL;
+    if (call == NULL || call->id != id)
+        return; /* it was given up */
+    call->status = status;
+    if (status != DTRAIN_OK)
+        snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
+    else if (call->what == DTRAIN__STORE_GET && !found)
+        *call->bytes = DTRAIN_STORE_ABSENT;
+    else if (call->what != DTRAIN__STORE_SET)
+        dtrain__store_copy(call, data, bytes);
+    call->answered = 1;
+    council->tell(council->self);
+}
+
+/* Answers a store request: rank 0's own at once, another's by a message. */
+static void dtrain__council_answer(dtrain__council *council, const dtrain__asker *asker, dtrain_status status,
+                                   int found, const void *data, size_t bytes)
+{
+    unsigned char head[15];
+    if (asker->rank == council->rank) {
+        dtrain__council_answered(council, asker->group, asker->id, status, found, data, bytes);
+        return;
+    }
+    dtrain__put_le(head, asker->group, 8);
+    dtrain__put_le(head + 8, asker->id, 4);
+    dtrain__put_le(head + 12, (uint64_t)status, 2);
+    head[14] = (unsigned char)found;
+    if (!council->send(council->self, asker->rank, DTRAIN__FRAME_ANSWER, head, sizeof head, data, bytes) && bytes > 0)
+        dtrain__council_answer(council, asker, DTRAIN_ERR_MEMORY, 0, "", 0);
+}
+
+/* Answers every get that waited for a key which is there now. */
+static void dtrain__council_wake(dtrain__council *council, const char *key, size_t key_bytes)
+{
+    dtrain__entry *entry = *dtrain__store_place(&council->store, key, key_bytes);
+    for (dtrain__asker **at = &council->askers, *asker; entry != NULL && (asker = *at) != NULL;) {
+        if (asker->key_bytes != key_bytes || memcmp(asker->key, key, key_bytes) != 0) {
+            at = &asker->next;
+            continue;
+        }
+        *at = asker->next;
+        dtrain__council_answer(council, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
+        dtrain__free(council->allocator, asker, sizeof *asker);
+    }
+}
+
+/* Forgets what a group of a rank waits for: it asks anew, or has left. */
+static void dtrain__council_forget(dtrain__council *council, int rank, uint64_t group)
+{
+    for (dtrain__asker **at = &council->askers, *asker; (asker = *at) != NULL;) {
+        if (asker->rank != rank || (group != DTRAIN__EVERY_GROUP && asker->group != group)) {
+            at = &asker->next;
+            continue;
+        }
+        *at = asker->next;
+        dtrain__free(council->allocator, asker, sizeof *asker);
+    }
+}
+
+/* Rank 0: one request. */
+static void dtrain__council_serve(dtrain__council *council, const dtrain__asker *from, int what, const void *value,
+                                  size_t bytes)
+{
+    dtrain__entry *entry;
+    dtrain__asker *asker;
+    dtrain__council_forget(council, from->rank, from->group);
+    if (what == DTRAIN__STORE_SET) {
+        dtrain_status status =
+            dtrain__store_put(&council->store, council->allocator, from->key, from->key_bytes, value, bytes);
+        const char *text = status == DTRAIN_OK ? "" : dtrain__thread_error.text;
+        dtrain__council_answer(council, from, status, 0, text, strlen(text));
+        dtrain__council_wake(council, from->key, from->key_bytes);
+        return;
+    }
+    entry = *dtrain__store_place(&council->store, from->key, from->key_bytes);
+    if (entry != NULL || what == DTRAIN__STORE_GET) {
+        dtrain__council_answer(council, from, DTRAIN_OK, entry != NULL,
+                               entry != NULL ? dtrain__entry_value(entry) : NULL, entry != NULL ? entry->bytes : 0);
+        return;
+    }
+    int waits = 0;
+    for (asker = council->askers; asker != NULL; asker = asker->next)
+        waits += asker->rank == from->rank;
+    if (waits < DTRAIN__ASKERS)
+        asker = (dtrain__asker *)dtrain__alloc(council->allocator, sizeof *asker);
+    if (asker == NULL) {
+        dtrain__council_answer(council, from, DTRAIN_ERR_MEMORY, 0, "", 0);
+        return;
+    }
+    *asker = *from;
+    asker->next = council->askers;
+    council->askers = asker;
+}
+
+static int dtrain__council_take_ask(dtrain__council *council, int rank, dtrain__reader *reader)
+{
+    uint64_t id, what;
+    dtrain__asker asker;
+    if (council->rank != 0 || !dtrain__take(reader, &asker.group, 8) || !dtrain__take(reader, &id, 4) ||
+        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_WAIT ||
+        !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || asker.key[0] == 0 ||
+        reader->left > (what == DTRAIN__STORE_SET ? DTRAIN__STORE_VALUE_BYTES : 0))
+        return 0;
+    asker.rank = rank;
+    asker.id = (uint32_t)id;
+    asker.key_bytes = strlen(asker.key);
+    dtrain__council_serve(council, &asker, (int)what, reader->at, reader->left);
+    return 1;
+}
+
+static int dtrain__council_take_answer(dtrain__council *council, int from, dtrain__reader *reader)
+{
+    uint64_t group, id, status, found;
+    if (council->rank == 0 || from != 0 || !dtrain__take(reader, &group, 8) || !dtrain__take(reader, &id, 4) ||
+        !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) || status > DTRAIN_ERR_ABORTED ||
+        found > 1 || reader->left > DTRAIN__STORE_VALUE_BYTES)
+        return 0;
+    dtrain__council_answered(council, group, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
+    return 1;
+}
+
+/* Begins a call of the group's: sends the request, or on rank 0 serves it. */
+static dtrain_status dtrain__council_ask(dtrain__council *council, uint64_t group, int rank, dtrain__store_call *call)
+{
+    unsigned char head[15 + DTRAIN__STORE_KEY_BYTES];
+    size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
+    dtrain__asker asker;
+    asker.next = NULL;
+    asker.rank = 0;
+    asker.group = group;
+    asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
+    asker.key_bytes = strlen(call->key);
+    snprintf(asker.key, sizeof asker.key, "%s", call->key);
+    call->answered = 0;
+    *council->call(council->self, group) = call;
+    if (council->rank == 0) {
+        dtrain__council_serve(council, &asker, call->what, call->value, bytes);
+        return DTRAIN_OK;
+    }
+    dtrain__put_le(head, group, 8);
+    dtrain__put_le(head + 8, asker.id, 4);
+    head[12] = (unsigned char)call->what;
+    dtrain__put_le(head + 13, asker.key_bytes, 2);
+    memcpy(head + 15, asker.key, asker.key_bytes);
+    if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
+        council->gone(council->self, 0) != DTRAIN__PRESENT) /* which the wait for the answer tells */
+        return DTRAIN_OK;
+    *council->call(council->self, group) = NULL;
+    return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
+                        "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read them",
+                        dtrain__store_names[call->what], rank, call->key);
+}
+
+/* Looks how the group's call has ended; 0 while it has not. late: it ends now. Then the group has it no more. */
+static int dtrain__council_ended(dtrain__council *council, uint64_t group, int rank, const dtrain__membership *members,
+                                 int late, dtrain_status *status)
+{
+    dtrain__store_call **at = council->call(council->self, group), *call = *at;
+    const dtrain__error *cause = dtrain__membership_cause(members);
+    const char *name = dtrain__store_names[call->what];
+    *status = call->status;
+    if (call->answered && *status != DTRAIN_OK && call->why[0] == 0)
+        dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer on rank 0", name, rank);
+    else if (call->answered && *status != DTRAIN_OK)
+        dtrain__fail(call->error, *status, "%s on rank %d: rank 0 says: %s", name, rank, call->why);
+    else if (call->answered)
+        *status = DTRAIN_OK;
+    else if (cause != NULL)
+        *status = dtrain__fail(call->error, cause->status, "%s on rank %d: %.480s", name, rank, cause->text);
+    else if (council->rank != 0 && council->gone(council->self, 0) != DTRAIN__PRESENT)
+        *status =
+            dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
+                         "%s on rank %d: rank 0, which keeps the store, has left the group", name, rank);
+    else if (late)
+        *status = dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT,
+                               call->what == DTRAIN__STORE_WAIT
+                                   ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
+                                   : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
+                               name, rank, call->key);
+    else
+        return 0;
+    *at = NULL;
+    return 1;
+}
+
+#endif
+
+/* ---- >>consent ----
+ * What the members of a group agree on although some of them are lost: the AND of their flags, who is still there, and a
+ * name for the group of those. Each member votes; the leader decides when every member has voted, has left or is lost,
+ * and tells those that voted. A consent is known by its group, its number and its members: the leader may not be a
+ * member, and a vote that lists others belongs to another consent.
+ *
+ * Every rank keeps its own votes and the decisions that it has heard. When the leader is lost, the lowest rank left
+ * leads: all send it what they keep, so that a decision that any survivor knows stands; it decides anew only when
+ * every survivor has been heard, that is, when none of them knows of one. Nobody hears what a rank said that it counts
+ * as gone.
+ *
+ * A closed or refused connection proves a death. Silence proves nothing: where some members are only silent, those that
+ * voted go on if they are more, or as many and hold the lowest rank; so two parts of a torn network never both do. */
+#ifndef DTRAIN__CONSENT
+#define DTRAIN__CONSENT
+
+#define DTRAIN__CONSENTS 128           /* that a rank keeps, the latest */
+#define DTRAIN__CONSENT_FRAME_BYTES 13 /* of a member in a message: flags, rank in the world, vote */
+
+enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
+
+typedef struct dtrain__vote {
+    uint64_t flags;
+    int world;
+    int vote;
+    int asks; /* it has sent its vote here, and is owed the decision */
+} dtrain__vote;
+
+struct dtrain__consent {
+    dtrain__consent *next;
+    uint64_t group, number; /* the number'th of the group */
+    int kind, mixed;        /* mixed: members called different things */
+    int count, decided;
+    int sole;             /* see consent_sole(); of the last look */
+    dtrain_status status; /* of the decision */
+    uint64_t flags, id;
+    dtrain__vote votes[1]; /* count of them, in the group's order; then room for them in a message */
+};
+
+static size_t dtrain__consent_bytes(int count)
+{
+    return sizeof(dtrain__consent) + (size_t)count * (sizeof(dtrain__vote) + DTRAIN__CONSENT_FRAME_BYTES);
+}
+
+static void dtrain__consent_drop(dtrain__council *council, dtrain__consent **at)
+{
+    dtrain__consent *consent = *at;
+    *at = consent->next;
+    dtrain__free(council->allocator, consent, dtrain__consent_bytes(consent->count));
+}
+
+/* Whether its members are those of the council's list. */
+static int dtrain__consent_listed(const dtrain__council *council, const dtrain__consent *consent)
+{
+    int same = 0;
+    while (same < consent->count && same < council->listed && consent->votes[same].world == council->list[same])
+        same++;
+    return same == consent->count && same == council->listed;
+}
+
+/* The group's consent of the listed members. */
+static dtrain__consent *dtrain__consent_find(const dtrain__council *council, uint64_t group, uint64_t number)
+{
+    dtrain__consent *consent = council->consents;
+    while (consent != NULL && (consent->group != group || consent->number != number ||
+                               !dtrain__consent_listed(council, consent)))
+        consent = consent->next;
+    return consent;
+}
+
+/* The only rank that has voted; -1: none has, or several have. */
+static int dtrain__consent_sole(const dtrain__consent *consent)
+{
+    int sole = -1;
+    for (int i = 0; i < consent->count; i++) {
+        if (consent->votes[i].vote == DTRAIN__VOTE_YES && sole >= 0)
+            return -1;
+        if (consent->votes[i].vote == DTRAIN__VOTE_YES)
+            sole = consent->votes[i].world;
+    }
+    return sole;
+}
+
+/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes. So a rank
+ * that votes in groups which do not exist drives out its own votes first. */
+static void dtrain__consent_evict(dtrain__council *council)
+{
+    dtrain__consent **worst = NULL;
+    int kept = 0, most = 0;
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next, kept++)
+        consent->sole = dtrain__consent_sole(consent);
+    for (dtrain__consent **at = &council->consents; kept >= DTRAIN__CONSENTS && *at != NULL; at = &(*at)->next) {
+        int alike = 0;
+        for (dtrain__consent *other = council->consents; other != NULL; other = other->next)
+            alike += other->sole == (*at)->sole;
+        worst = alike >= most ? at : worst;
+        most = alike > most ? alike : most;
+    }
+    if (worst != NULL)
+        dtrain__consent_drop(council, worst);
+}
+
+/* Keeps for the next ones what nobody asks for again: whoever votes in the number'th of a group knows that the one
+ * before is decided, so all of its members that are left have voted in that, and know of those before it. */
+static void dtrain__consent_retire(dtrain__council *council, uint64_t group, uint64_t number)
+{
+    for (dtrain__consent **at = &council->consents; *at != NULL;) {
+        dtrain__consent *consent = *at;
+        if (consent->group != group || !consent->decided || number < 2 || consent->number > number - 2 ||
+            !dtrain__consent_listed(council, consent)) {
+            at = &consent->next;
+            continue;
+        }
+        *at = consent->next;
+        consent->next = council->spare_consents;
+        council->spare_consents = consent;
+    }
+}
+
+/* One that was kept, for as many members, or NULL. */
+static dtrain__consent *dtrain__consent_spare(dtrain__council *council, int count)
+{
+    for (dtrain__consent **at = &council->spare_consents; *at != NULL; at = &(*at)->next) {
+        dtrain__consent *consent = *at;
+        if (consent->count != count)
+            continue;
+        *at = consent->next;
+        memset((void *)consent, 0, dtrain__consent_bytes(count));
+        return consent;
+    }
+    return NULL;
+}
+
+/* The listed members' consent, if need be a new one without votes. NULL when there is no memory. */
+static dtrain__consent *dtrain__consent_open(dtrain__council *council, uint64_t group, uint64_t number, int kind)
+{
+    int count = council->listed;
+    dtrain__consent *consent = dtrain__consent_find(council, group, number);
+    if (consent != NULL)
+        return consent;
+    consent = dtrain__consent_spare(council, count);
+    if (consent == NULL)
+        consent = (dtrain__consent *)dtrain__alloc(council->allocator, dtrain__consent_bytes(count));
+    if (consent == NULL)
+        return NULL;
+    dtrain__consent_evict(council);
+    consent->group = group;
+    consent->number = number;
+    consent->kind = kind;
+    consent->count = count;
+    consent->flags = UINT64_MAX;
+    for (int i = 0; i < count; i++)
+        consent->votes[i].world = council->list[i];
+    consent->next = council->consents;
+    council->consents = consent;
+    return consent;
+}
+
+static void dtrain__consent_send(dtrain__council *council, int to, dtrain__consent *consent)
+{
+    unsigned char head[40], *body = (unsigned char *)(consent->votes + consent->count);
+    dtrain__put_le(head, consent->group, 8);
+    dtrain__put_le(head + 8, consent->number, 8);
+    head[16] = (unsigned char)consent->kind;
+    head[17] = (unsigned char)consent->decided;
+    dtrain__put_le(head + 18, (uint64_t)consent->status, 2);
+    dtrain__put_le(head + 20, consent->flags, 8);
+    dtrain__put_le(head + 28, consent->id, 8);
+    dtrain__put_le(head + 36, (uint64_t)consent->count, 4);
+    for (int i = 0; i < consent->count; i++) {
+        unsigned char *entry = body + i * DTRAIN__CONSENT_FRAME_BYTES;
+        dtrain__put_le(entry, consent->votes[i].flags, 8);
+        dtrain__put_le(entry + 8, (uint64_t)consent->votes[i].world, 4);
+        entry[12] = (unsigned char)consent->votes[i].vote;
+    }
+    council->send(council->self, to, DTRAIN__FRAME_CONSENT, head, sizeof head, body,
+                  (size_t)consent->count * DTRAIN__CONSENT_FRAME_BYTES);
+}
+
+/* Tells of the decision whoever has asked. */
+static void dtrain__consent_answer(dtrain__council *council, dtrain__consent *consent)
+{
+    for (int i = 0; consent->decided && i < consent->count; i++) {
+        if (consent->votes[i].asks)
+            dtrain__consent_send(council, consent->votes[i].world, consent);
+        consent->votes[i].asks = 0;
+    }
+}
+
+/* Who does not go on, as far as the leader knows. Returns the first that is awaited, or -1. */
+static int dtrain__consent_awaits(const dtrain__council *council, dtrain__consent *consent)
+{
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (council->gone(council->self, vote->world) != DTRAIN__PRESENT)
+            vote->vote = DTRAIN__VOTE_OUT;
+        if (vote->vote == DTRAIN__VOTE_NONE)
+            return i;
+    }
+    return -1;
+}
+
+/* Whether those that voted may go on without those that are only silent. */
+static int dtrain__consent_majority(const dtrain__council *council, const dtrain__consent *consent)
+{
+    int here = 0, silent = 0, lowest = 0; /* lowest: the first of both is here */
+    for (int i = 0; i < consent->count; i++) {
+        int yes = consent->votes[i].vote == DTRAIN__VOTE_YES;
+        lowest |= here + silent == 0 && yes;
+        here += yes;
+        silent += !yes && council->gone(council->self, consent->votes[i].world) == DTRAIN__SILENT;
+    }
+    return here > silent || (here == silent && lowest);
+}
+
+/* Decides what can be decided, and tells those that voted. */
+static void dtrain__consent_step(dtrain__council *council)
+{
+    int leads = dtrain__council_leader(council) == council->rank;
+    for (dtrain__consent *consent = leads ? council->consents : NULL; consent != NULL; consent = consent->next) {
+        if (consent->decided || dtrain__consent_awaits(council, consent) >= 0)
+            continue;
+        consent->decided = 1;
+        consent->flags = UINT64_MAX;
+        for (int i = 0; i < consent->count; i++)
+            consent->flags &= consent->votes[i].vote == DTRAIN__VOTE_YES ? consent->votes[i].flags : UINT64_MAX;
+        consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
+        consent->status = consent->mixed                               ? DTRAIN_ERR_MISMATCH
+                          : dtrain__consent_majority(council, consent) ? DTRAIN_OK
+                                                                       : DTRAIN_ERR_PEER_LOST;
+        dtrain__consent_answer(council, consent);
+        council->tell(council->self);
+    }
+}
+
+/* Notes a member's vote, which came from it or is this rank's own. */
+static void dtrain__consent_note(dtrain__council *council, dtrain__consent *consent, int world, int kind,
+                                 uint64_t flags)
+{
+    for (int i = 0; i < consent->count; i++) {
+        dtrain__vote *vote = &consent->votes[i];
+        if (vote->world != world)
+            continue;
+        vote->asks = world != council->rank;
+        if (consent->decided)
+            continue;
+        vote->vote = DTRAIN__VOTE_YES;
+        vote->flags = flags;
+        consent->mixed |= kind != consent->kind;
+    }
+}
+
+/* Lists a group of this process. */
+static void dtrain__consent_list(dtrain__council *council, uint64_t group)
+{
+    dtrain__council_list(council);
+    for (int world; (world = council->member(council->self, group, council->listed)) >= 0;)
+        dtrain__council_list_add(council, (uint64_t)world);
+}
+
+/* This rank votes in its group; voting again changes the flags, unless it is decided. Returns 0 when there is no
+ * memory. */
+static int dtrain__consent_vote(dtrain__council *council, uint64_t group, const dtrain__membership *members,
+                                const dtrain__agreement *agreement)
+{
+    int leader = dtrain__council_leader(council);
+    dtrain__consent_list(council, group);
+    dtrain__consent_retire(council, group, agreement->number);
+    dtrain__consent *consent = dtrain__consent_open(council, group, agreement->number, agreement->kind);
+    if (consent == NULL)
+        return 0;
+    if (consent->decided)
+        return 1;
+    for (int i = 0; i < members->size; i++)
+        if (dtrain__membership_left(members, i))
+            consent->votes[i].vote = DTRAIN__VOTE_OUT;
+    dtrain__consent_note(council, consent, council->rank, agreement->kind, agreement->flags);
+    if (leader != council->rank)
+        dtrain__consent_send(council, leader, consent);
+    dtrain__consent_step(council);
+    return 1;
+}
+
+/* Whether this rank has heard of the decision; then takes it over. given_up: as in dtrain__agreement. */
+static int dtrain__consent_decided(dtrain__council *council, uint64_t group, dtrain__agreement *agreement, int given_up)
+{
+    dtrain__consent_list(council, group);
+    dtrain__consent *consent = dtrain__consent_find(council, group, agreement->number);
+    int decided = consent != NULL && consent->decided;
+    agreement->given_up = given_up;
+    agreement->status = given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
+    if (consent != NULL && !decided)
+        agreement->awaited = dtrain__council_leader(council) == council->rank
+                                 ? dtrain__consent_awaits(council, consent)
+                                 : -1;
+    if (decided) {
+        agreement->flags = consent->flags;
+        agreement->id = consent->id;
+    }
+    for (int rank = 0; rank < council->listed; rank++)
+        agreement->goes_on[rank] = decided && consent->votes[rank].vote == DTRAIN__VOTE_YES;
+    return decided || given_up;
+}
+
+/* A member's end of the group is gone, or its process: it votes no more. `world` is its rank in the world. */
+static void dtrain__consent_left(dtrain__council *council, uint64_t group, int world)
+{
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
+        for (int i = 0; consent->group == group && !consent->decided && i < consent->count; i++)
+            if (consent->votes[i].world == world)
+                consent->votes[i].vote = DTRAIN__VOTE_OUT, consent->votes[i].asks = 0;
+}
+
+/* There is another leader: it gets all that this rank keeps. */
+static void dtrain__consent_resend(dtrain__council *council)
+{
+    int leader = dtrain__council_leader(council);
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
+        if (leader != council->rank)
+            dtrain__consent_send(council, leader, consent);
+}
+
+static void dtrain__council_free(dtrain__council *council)
+{
+    for (int rank = 0; rank < council->size; rank++)
+        dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
+    dtrain__store_free(&council->store, council->allocator);
+    while (council->consents != NULL)
+        dtrain__consent_drop(council, &council->consents);
+    while (council->spare_consents != NULL)
+        dtrain__consent_drop(council, &council->spare_consents);
+}
+
+/* A consent as a message has it. */
+typedef struct dtrain__consent_frame {
+    uint64_t group, number, kind, decided, status, flags, id, count;
+    const unsigned char *entries; /* count of them */
+} dtrain__consent_frame;
+
+static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__reader *reader)
+{
+    int good = dtrain__take(reader, &frame->group, 8) && dtrain__take(reader, &frame->number, 8) &&
+               dtrain__take(reader, &frame->kind, 1) && dtrain__take(reader, &frame->decided, 1) &&
+               dtrain__take(reader, &frame->status, 2) && dtrain__take(reader, &frame->flags, 8) &&
+               dtrain__take(reader, &frame->id, 8) && dtrain__take(reader, &frame->count, 4);
+    frame->entries = reader->at;
+    return good && frame->decided <= 1 && frame->status <= DTRAIN_ERR_ABORTED &&
+           reader->left % DTRAIN__CONSENT_FRAME_BYTES == 0 &&
+           frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
+}
+
+/* Lists a message's members. Returns whether `from` may send it: they are the group's, where this rank knows that, else
+ * ranks of the world with `from` among them. Rank 0 leads as long as it is there, so nobody tells it a decision. */
+static int dtrain__consent_frame_fits(dtrain__council *council, int from, const dtrain__consent_frame *frame)
+{
+    int among = from == dtrain__council_leader(council);
+    int known = council->member(council->self, frame->group, 0) >= 0;
+    if (frame->count == 0 || frame->count > (uint64_t)council->size || (frame->decided && council->rank == 0) ||
+        (known && council->member(council->self, frame->group, (int)frame->count) >= 0))
+        return 0;
+    dtrain__council_list(council);
+    for (uint64_t i = 0; i < frame->count; i++) {
+        const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
+        uint64_t world = dtrain__get_le(entry + 8, 4);
+        if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_OUT ||
+            (known && council->member(council->self, frame->group, (int)i) != (int)world))
+            return 0;
+        among |= (int)world == from;
+    }
+    return among;
+}
+
+/* Counts a message's entries: all of a decision; else the vote of `from`, and whom it knows to have left. */
+static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__consent_frame *frame,
+                                        dtrain__consent *consent, int from)
+{
+    for (int i = 0; i < consent->count; i++) {
+        const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
+        dtrain__vote *mine = &consent->votes[i];
+        if (frame->decided)
+            mine->vote = entry[12];
+        else if (entry[12] == DTRAIN__VOTE_OUT && mine->vote == DTRAIN__VOTE_NONE)
+            mine->vote = DTRAIN__VOTE_OUT;
+        else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES)
+            dtrain__consent_note(council, consent, from, (int)frame->kind, dtrain__get_le(entry, 8));
+    }
+}
+
+/* A vote, or a decision. Returns 0 when it is malformed or out of place. */
+static int dtrain__consent_take(dtrain__council *council, int from, dtrain__reader *reader)
+{
+    dtrain__consent_frame frame;
+    if (!dtrain__consent_frame_read(&frame, reader) || !dtrain__consent_frame_fits(council, from, &frame))
+        return 0;
+    if (!frame.decided)
+        dtrain__consent_retire(council, frame.group, frame.number);
+    dtrain__consent *consent = dtrain__consent_open(council, frame.group, frame.number, (int)frame.kind);
+    if (consent == NULL || (frame.decided && consent->decided))
+        return 1; /* without memory the call ends at its deadline */
+    dtrain__consent_frame_count(council, &frame, consent, from);
+    if (frame.decided) {
+        consent->decided = 1;
+        consent->status = (dtrain_status)frame.status;
+        consent->flags = frame.flags;
+        consent->id = frame.id;
+        council->tell(council->self);
+    }
+    dtrain__consent_answer(council, consent);
+    return 1;
+}
+
+/* One message from a rank that is not gone. Returns 0 when it is malformed or out of place. */
+static int dtrain__council_take(dtrain__council *council, int from, int type, dtrain__reader *reader)
+{
+    switch (type) {
+    case DTRAIN__FRAME_ASK: return dtrain__council_take_ask(council, from, reader);
+    case DTRAIN__FRAME_ANSWER: return dtrain__council_take_answer(council, from, reader);
+    case DTRAIN__FRAME_CONSENT: return dtrain__consent_take(council, from, reader);
+    default: return 0;
+    }
+}
 
 #endif
 
@@ -15223,7 +15963,6 @@ typedef struct dtrain__peer {
 } dtrain__peer;
 
 typedef struct dtrain__hub dtrain__hub;
-typedef struct dtrain__consent dtrain__consent;
 
 typedef struct dtrain__channel {
     struct dtrain__channel *next;
@@ -15241,16 +15980,11 @@ typedef struct dtrain__channel {
     int wake[2];         /* a pipe to the caller that waits */
     uint32_t waiting;
     int awaiting;                      /* some peer has awaits */
-    int forked;                        /* the end of a child's copy: touches nothing that the parent still uses */
-    uint32_t store_id, store_answered; /* of this group's last request, and the last one answered */
-    dtrain_status store_status;
-    int store_found;
-    dtrain__bytes store_value;
+    int forked;                /* the end of a child's copy: touches nothing that the parent still uses */
+    dtrain__store_call *asks; /* this group's call that waits for an answer of the store */
     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
-
-enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
 
 /* Lines for the log, which may block: whoever steps writes them once it has let the mutex go. */
 typedef struct dtrain__notes {
@@ -15276,7 +16010,6 @@ typedef struct dtrain__member {
     int joined, expected;                    /* expected: the control connection may come back */
     int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
     int silent;                              /* it is lost, but nothing proves that it is dead */
-    int listed;                              /* in the list that is being read */
     int held;                                /* a frame of it waits in `in`: see hub_hears() */
     dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
     dtrain__bytes in, out;
@@ -15287,18 +16020,9 @@ typedef struct dtrain__member {
     dtrain__last_heard last;
 } dtrain__member;
 
-/* A get that waits at rank 0 for its key. */
-typedef struct dtrain__asker {
-    struct dtrain__asker *next;
-    int rank;
-    uint64_t channel;
-    uint32_t id;
-    size_t key_bytes;
-    char key[DTRAIN__STORE_KEY_BYTES];
-} dtrain__asker;
-
 struct dtrain__hub {
     dtrain__origin origin; /* first: see socket_step() */
+    dtrain__council council;
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
@@ -15308,8 +16032,6 @@ struct dtrain__hub {
     int handed;                /* it leads as the one before it has left */
     int given_up;              /* the others say that this rank is lost */
     int told_sealed;           /* the log has it */
-    dtrain__consent *consents; /* the latest first */
-    dtrain__consent *spare_consents;
     dtrain__channel *channels, *world; /* world is NULL once its end has left */
     int leaving;                       /* this process has said goodbye */
     uint32_t serviced;                 /* a service thread steps */
@@ -15336,23 +16058,6 @@ struct dtrain__hub {
     int64_t suspect_ns;              /* for how long, when it was last said */
     char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
     dtrain__notes notes;
-    dtrain__store store;
-    dtrain__asker *askers;
-    uint32_t asked; /* requests to the store */
-};
-
-enum {
-    DTRAIN__FRAME_JOIN = 1,
-    DTRAIN__FRAME_TABLE,
-    DTRAIN__FRAME_REFUSE,
-    DTRAIN__FRAME_BEAT,
-    DTRAIN__FRAME_END,
-    DTRAIN__FRAME_BYE,
-    DTRAIN__FRAME_ASK,
-    DTRAIN__FRAME_ANSWER,
-    DTRAIN__FRAME_LOST,
-    DTRAIN__FRAME_GONE,
-    DTRAIN__FRAME_CONSENT
 };
 
 /* Something happened that a caller may wait for; the caller of this holds the mutex. */
@@ -15381,36 +16086,6 @@ __attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *
     va_start(arguments, format);
     vsnprintf(hub->notes.text[hub->notes.count++], DTRAIN__ERROR_BYTES, format, arguments);
     va_end(arguments);
-}
-
-/* Reading a frame: each take says whether there was enough. */
-typedef struct dtrain__reader {
-    const unsigned char *at;
-    size_t left;
-} dtrain__reader;
-
-static int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
-{
-    if (reader->left < (size_t)bytes)
-        return 0;
-    *value = dtrain__get_le(reader->at, bytes);
-    reader->at += bytes;
-    reader->left -= (size_t)bytes;
-    return 1;
-}
-
-/* A text of one length byte or two; what does not fit into out, or holds a zero, is refused. */
-static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
-{
-    uint64_t bytes;
-    if (!dtrain__take(reader, &bytes, length_bytes) || bytes > reader->left || bytes >= capacity ||
-        memchr(reader->at, 0, (size_t)bytes) != NULL)
-        return 0;
-    memcpy(out, reader->at, (size_t)bytes);
-    out[bytes] = 0;
-    reader->at += bytes;
-    reader->left -= (size_t)bytes;
-    return 1;
 }
 
 /* A member's address: in numbers, as no name is looked up here, ":port", or a unix socket's path. */
@@ -15480,19 +16155,6 @@ typedef struct dtrain__reason {
 static int dtrain__hub_leads(const dtrain__hub *hub)
 {
     return hub->rank == hub->leader;
-}
-
-/* Reads a list of ranks of the world: begin, then add each. */
-static void dtrain__hub_list_begin(dtrain__hub *hub)
-{
-    for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].listed = 0;
-}
-
-/* Returns 0 for what is no rank, or is in the list already. */
-static int dtrain__hub_list_add(dtrain__hub *hub, uint64_t rank)
-{
-    return rank < (uint64_t)hub->size && hub->members[rank].listed++ == 0;
 }
 
 /* Whether this rank keeps a control connection to `rank`: the leader to all, the others to the leader. */
@@ -15793,550 +16455,66 @@ static dtrain_status dtrain__hub_resume(dtrain__hub *hub, dtrain__stream *stream
 
 #endif
 
-/* ---- >>consent ----
- * What the members of a channel agree on although some of them are lost: the AND of their flags, who is still there,
- * and a name for the group of those. Each member votes; the leader decides when every member has voted, has left or is
- * lost, and tells those that voted. A consent is known by its channel, its number and its members: the leader may not
- * be a member, and a vote that lists others belongs to another consent.
- *
- * Every rank keeps its own votes and the decisions that it has heard. When the leader is lost, the lowest rank left
- * leads: all send it what they keep, so that a decision that any survivor knows stands; it decides anew only when
- * every survivor has been heard, that is, when none of them knows of one.
- *
- * A closed or refused connection proves a death. Silence proves nothing: where some members are only silent, those that
- * voted go on if they are more, or as many and hold the lowest rank; so two parts of a torn network never both do. */
-#ifndef DTRAIN__CONSENT
-#define DTRAIN__CONSENT
-
-#define DTRAIN__CONSENTS 128           /* that a rank keeps, the latest */
-#define DTRAIN__CONSENT_FRAME_BYTES 13 /* of a member in a frame: flags, rank in the world, vote */
-
-enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
-
-typedef struct dtrain__vote {
-    uint64_t flags;
-    int world;
-    int vote;
-} dtrain__vote;
-
-struct dtrain__consent {
-    dtrain__consent *next;
-    uint64_t channel, number; /* the number'th of the channel */
-    int kind, mixed;          /* mixed: members called different things */
-    int count, decided;
-    int sole;             /* see consent_sole(); of the last look */
-    dtrain_status status; /* of the decision */
-    uint64_t flags, id;
-    dtrain__vote votes[1]; /* count of them, in the channel's order */
-};
-
-static size_t dtrain__consent_bytes(int count)
-{
-    return sizeof(dtrain__consent) + (size_t)count * sizeof(dtrain__vote);
-}
-
-static void dtrain__consent_drop(dtrain__hub *hub, dtrain__consent **at)
-{
-    dtrain__consent *consent = *at;
-    *at = consent->next;
-    dtrain__free(hub->allocator, consent, dtrain__consent_bytes(consent->count));
-}
-
-/* The channel's consent, with the channel's members. */
-static dtrain__consent *dtrain__consent_find(const dtrain__channel *channel, uint64_t number)
-{
-    for (dtrain__consent *consent = channel->hub->consents; consent != NULL; consent = consent->next) {
-        int same = 0;
-        if (consent->channel != channel->id || consent->number != number || consent->count != channel->size)
-            continue;
-        while (same < channel->size && consent->votes[same].world == channel->peers[same].world)
-            same++;
-        if (same == channel->size)
-            return consent;
-    }
-    return NULL;
-}
-
-/* The only rank that has voted; -1: none has, or several have. */
-static int dtrain__consent_sole(const dtrain__consent *consent)
-{
-    int sole = -1;
-    for (int i = 0; i < consent->count; i++) {
-        if (consent->votes[i].vote == DTRAIN__VOTE_YES && sole >= 0)
-            return -1;
-        if (consent->votes[i].vote == DTRAIN__VOTE_YES)
-            sole = consent->votes[i].world;
-    }
-    return sole;
-}
-
-/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes. So a rank
- * that votes in groups which do not exist drives out its own votes first. */
-static void dtrain__consent_evict(dtrain__hub *hub)
-{
-    dtrain__consent **worst = NULL;
-    int kept = 0, most = 0;
-    for (dtrain__consent *consent = hub->consents; consent != NULL; consent = consent->next, kept++)
-        consent->sole = dtrain__consent_sole(consent);
-    for (dtrain__consent **at = &hub->consents; kept >= DTRAIN__CONSENTS && *at != NULL; at = &(*at)->next) {
-        int alike = 0;
-        for (dtrain__consent *other = hub->consents; other != NULL; other = other->next)
-            alike += other->sole == (*at)->sole;
-        worst = alike >= most ? at : worst;
-        most = alike > most ? alike : most;
-    }
-    if (worst != NULL)
-        dtrain__consent_drop(hub, worst);
-}
-
-static void dtrain__consent_keep(dtrain__hub *hub, dtrain__consent **at)
-{
-    dtrain__consent *consent = *at;
-    *at = consent->next;
-    consent->next = hub->spare_consents;
-    hub->spare_consents = consent;
-}
-
-/* Keeps for the next ones what nobody asks for again: whoever votes in the number'th of a channel knows that the one
- * before is decided, so all of its members that are left have voted in that, and know of those before it. */
-static void dtrain__consent_retire(dtrain__hub *hub, uint64_t channel, uint64_t number)
-{
-    for (dtrain__consent **at = &hub->consents; *at != NULL;) {
-        dtrain__consent *consent = *at;
-        if (consent->channel != channel || !consent->decided || number < 2 || consent->number > number - 2)
-            at = &consent->next;
-        else
-            dtrain__consent_keep(hub, at);
-    }
-}
-
-/* One that was kept, for as many members, or NULL. */
-static dtrain__consent *dtrain__consent_spare(dtrain__hub *hub, int count)
-{
-    for (dtrain__consent **at = &hub->spare_consents; *at != NULL; at = &(*at)->next) {
-        dtrain__consent *consent = *at;
-        if (consent->count != count)
-            continue;
-        *at = consent->next;
-        memset(consent, 0, dtrain__consent_bytes(count));
-        return consent;
-    }
-    return NULL;
-}
-
-/* A new one without votes. NULL when there is no memory. */
-static dtrain__consent *dtrain__consent_open(dtrain__hub *hub, uint64_t channel, uint64_t number, int kind, int count)
-{
-    dtrain__consent *consent = dtrain__consent_spare(hub, count);
-    if (consent == NULL)
-        consent = (dtrain__consent *)dtrain__alloc(hub->allocator, dtrain__consent_bytes(count));
-    if (consent == NULL)
-        return NULL;
-    dtrain__consent_evict(hub);
-    consent->channel = channel;
-    consent->number = number;
-    consent->kind = kind;
-    consent->count = count;
-    consent->flags = UINT64_MAX;
-    consent->next = hub->consents;
-    hub->consents = consent;
-    return consent;
-}
-
-static void dtrain__consent_send(dtrain__hub *hub, int to, const dtrain__consent *consent)
-{
-    dtrain__member *member = &hub->members[to];
-    if (member->gone != DTRAIN__PRESENT)
-        return;
-    size_t begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_CONSENT);
-    dtrain__give(hub, &member->out, consent->channel, 8);
-    dtrain__give(hub, &member->out, consent->number, 8);
-    dtrain__give(hub, &member->out, (uint64_t)consent->kind, 1);
-    dtrain__give(hub, &member->out, (uint64_t)consent->decided, 1);
-    dtrain__give(hub, &member->out, (uint64_t)consent->status, 2);
-    dtrain__give(hub, &member->out, consent->flags, 8);
-    dtrain__give(hub, &member->out, consent->id, 8);
-    dtrain__give(hub, &member->out, (uint64_t)consent->count, 4);
-    for (int i = 0; i < consent->count; i++) {
-        dtrain__give(hub, &member->out, consent->votes[i].flags, 8);
-        dtrain__give(hub, &member->out, (uint64_t)consent->votes[i].world, 4);
-        dtrain__give(hub, &member->out, (uint64_t)consent->votes[i].vote, 1);
-    }
-    if (!dtrain__frame_close(member, begin))
-        dtrain__hub_note(hub, "rank %d has no room to tell rank %d of an agreement", hub->rank, to);
-}
-
-/* Who does not go on, as far as the leader knows. Returns the first that is awaited, or -1. */
-static int dtrain__consent_awaits(const dtrain__hub *hub, dtrain__consent *consent)
-{
-    for (int i = 0; i < consent->count; i++) {
-        dtrain__vote *vote = &consent->votes[i];
-        if (hub->members[vote->world].gone != DTRAIN__PRESENT)
-            vote->vote = DTRAIN__VOTE_OUT;
-        if (vote->vote == DTRAIN__VOTE_NONE)
-            return i;
-    }
-    return -1;
-}
-
-/* Whether those that voted may go on without those that are only silent. */
-static int dtrain__consent_majority(const dtrain__hub *hub, const dtrain__consent *consent)
-{
-    int here = 0, silent = 0, lowest = 0; /* lowest: the first of both is here */
-    for (int i = 0; i < consent->count; i++) {
-        int yes = consent->votes[i].vote == DTRAIN__VOTE_YES, mute = hub->members[consent->votes[i].world].silent;
-        lowest |= here + silent == 0 && yes;
-        here += yes;
-        silent += !yes && mute;
-    }
-    return here > silent || (here == silent && lowest);
-}
-
-/* Decides what can be decided, and tells those that voted. */
-static void dtrain__consent_step(dtrain__hub *hub)
-{
-    for (dtrain__consent *consent = hub->consents; consent != NULL; consent = consent->next) {
-        if (consent->decided || !dtrain__hub_leads(hub) || dtrain__consent_awaits(hub, consent) >= 0)
-            continue;
-        consent->decided = 1;
-        consent->flags = UINT64_MAX;
-        for (int i = 0; i < consent->count; i++)
-            consent->flags &= consent->votes[i].vote == DTRAIN__VOTE_YES ? consent->votes[i].flags : UINT64_MAX;
-        consent->id = dtrain__plane_group_id(dtrain__origin_serial(&hub->origin), hub->rank);
-        consent->status = consent->mixed                           ? DTRAIN_ERR_MISMATCH
-                          : dtrain__consent_majority(hub, consent) ? DTRAIN_OK
-                                                                   : DTRAIN_ERR_PEER_LOST;
-        for (int i = 0; i < consent->count; i++)
-            if (consent->votes[i].vote == DTRAIN__VOTE_YES && consent->votes[i].world != hub->rank)
-                dtrain__consent_send(hub, consent->votes[i].world, consent);
-        dtrain__hub_tell(hub);
-    }
-}
-
-/* Notes a member's vote. Returns 0 when it is none. */
-static int dtrain__consent_note(dtrain__consent *consent, int world, int kind, uint64_t flags)
-{
-    for (int i = 0; i < consent->count; i++) {
-        if (consent->votes[i].world != world)
-            continue;
-        consent->votes[i].vote = DTRAIN__VOTE_YES;
-        consent->votes[i].flags = flags;
-        consent->mixed |= kind != consent->kind;
-        return 1;
-    }
-    return 0;
-}
-
-/* This rank votes in its channel; voting again changes the flags, unless it is decided. Returns 0 when there is no
- * memory. */
-static int dtrain__consent_vote(dtrain__channel *channel, uint64_t number, int kind, uint64_t flags)
-{
-    dtrain__hub *hub = channel->hub;
-    dtrain__consent *consent = dtrain__consent_find(channel, number);
-    dtrain__consent_retire(hub, channel->id, number);
-    if (consent == NULL) {
-        consent = dtrain__consent_open(hub, channel->id, number, kind, channel->size);
-        if (consent == NULL)
-            return 0;
-        for (int i = 0; i < channel->size; i++)
-            consent->votes[i].world = channel->peers[i].world;
-    }
-    if (consent->decided)
-        return 1;
-    for (int i = 0; i < channel->size; i++)
-        if (dtrain__membership_left(&channel->members, i) && i != channel->rank)
-            consent->votes[i].vote = DTRAIN__VOTE_OUT;
-    dtrain__consent_note(consent, hub->rank, kind, flags);
-    if (!dtrain__hub_leads(hub))
-        dtrain__consent_send(hub, hub->leader, consent);
-    dtrain__consent_step(hub);
-    dtrain__hub_kick(hub);
-    return 1;
-}
-
-/* A member's end of the channel is gone, or its process: it votes no more. `world` is its rank in the world. */
-static void dtrain__consent_left(dtrain__hub *hub, uint64_t channel, int world)
-{
-    for (dtrain__consent *consent = hub->consents; consent != NULL; consent = consent->next)
-        for (int i = 0; consent->channel == channel && !consent->decided && i < consent->count; i++)
-            if (consent->votes[i].world == world)
-                consent->votes[i].vote = DTRAIN__VOTE_OUT;
-}
-
-/* There is another leader: it gets all that this rank keeps. */
-static void dtrain__consent_resend(dtrain__hub *hub)
-{
-    for (dtrain__consent *consent = hub->consents; consent != NULL; consent = consent->next)
-        if (!dtrain__hub_leads(hub))
-            dtrain__consent_send(hub, hub->leader, consent);
-}
-
-/* A consent as a frame has it. */
-typedef struct dtrain__consent_frame {
-    uint64_t channel, number, kind, decided, status, flags, id, count;
-    const unsigned char *entries; /* count of them */
-} dtrain__consent_frame;
-
-static uint64_t dtrain__consent_frame_world(const dtrain__consent_frame *frame, uint64_t i)
-{
-    return dtrain__get_le(frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES + 8, 4);
-}
-
-static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__reader *reader)
-{
-    int good = dtrain__take(reader, &frame->channel, 8) && dtrain__take(reader, &frame->number, 8) &&
-               dtrain__take(reader, &frame->kind, 1) && dtrain__take(reader, &frame->decided, 1) &&
-               dtrain__take(reader, &frame->status, 2) && dtrain__take(reader, &frame->flags, 8) &&
-               dtrain__take(reader, &frame->id, 8) && dtrain__take(reader, &frame->count, 4);
-    frame->entries = reader->at;
-    return good && frame->decided <= 1 && frame->status <= DTRAIN_ERR_ABORTED &&
-           reader->left % DTRAIN__CONSENT_FRAME_BYTES == 0 &&
-           frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
-}
-
-/* Whether `from` may send this: its members are those of the channel, where this rank knows it, else ranks of the world
- * with `from` among them. The leader gets votes. Others get decisions of the leader; so does a leader that has followed
- * another one, from a member that has heard of them. */
-static int dtrain__consent_frame_fits(dtrain__hub *hub, int from, const dtrain__consent_frame *frame)
-{
-    const dtrain__channel *channel = dtrain__hub_channel(hub, frame->channel);
-    int among = from == hub->leader;
-    if (!hub->formed || frame->count == 0 || frame->count > (uint64_t)hub->size ||
-        (channel != NULL && frame->count != (uint64_t)channel->size) ||
-        (dtrain__hub_leads(hub) ? frame->decided && hub->rank == 0 : !frame->decided))
-        return 0;
-    dtrain__hub_list_begin(hub);
-    for (uint64_t i = 0; i < frame->count; i++) {
-        uint64_t world = dtrain__consent_frame_world(frame, i);
-        if (!dtrain__hub_list_add(hub, world) ||
-            frame->entries[i * DTRAIN__CONSENT_FRAME_BYTES + 12] > DTRAIN__VOTE_OUT ||
-            (channel != NULL && world != (uint64_t)channel->peers[i].world))
-            return 0;
-        among |= (int)world == from;
-    }
-    return among;
-}
-
-/* Whether a consent is of the channel and the members that a frame lists. */
-static int dtrain__consent_frame_lists(const dtrain__consent_frame *frame, const dtrain__consent *consent)
-{
-    uint64_t same = 0;
-    if (consent->channel != frame->channel || (uint64_t)consent->count != frame->count)
-        return 0;
-    while (same < frame->count && dtrain__consent_frame_world(frame, same) == (uint64_t)consent->votes[same].world)
-        same++;
-    return same == frame->count;
-}
-
-/* The consent that a frame belongs to. */
-static dtrain__consent *dtrain__consent_frame_find(const dtrain__hub *hub, const dtrain__consent_frame *frame)
-{
-    for (dtrain__consent *consent = hub->consents; consent != NULL; consent = consent->next)
-        if (consent->number == frame->number && dtrain__consent_frame_lists(frame, consent))
-            return consent;
-    return NULL;
-}
-
-/* As consent_retire, for a leader that is no member and never votes itself. */
-static void dtrain__consent_frame_retire(dtrain__hub *hub, const dtrain__consent_frame *frame)
-{
-    for (dtrain__consent **at = &hub->consents; *at != NULL;) {
-        dtrain__consent *consent = *at;
-        if (!consent->decided || frame->number < 2 || consent->number > frame->number - 2 ||
-            !dtrain__consent_frame_lists(frame, consent))
-            at = &consent->next;
-        else
-            dtrain__consent_keep(hub, at);
-    }
-}
-
-/* Counts a frame's entries: all of a decision; else the vote of `from`, and whom it knows to have left. */
-static void dtrain__consent_frame_count(const dtrain__consent_frame *frame, dtrain__consent *consent, int from)
-{
-    for (int i = 0; i < consent->count; i++) {
-        const unsigned char *entry = frame->entries + (size_t)i * DTRAIN__CONSENT_FRAME_BYTES;
-        dtrain__vote *mine = &consent->votes[i];
-        if (frame->decided)
-            mine->vote = entry[12];
-        else if (entry[12] == DTRAIN__VOTE_OUT && mine->vote == DTRAIN__VOTE_NONE)
-            mine->vote = DTRAIN__VOTE_OUT;
-        else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES)
-            dtrain__consent_note(consent, from, (int)frame->kind, dtrain__get_le(entry, 8));
-    }
-}
-
-/* A vote, or a decision. Returns 0 when it is malformed or out of place. */
-static int dtrain__take_consent(dtrain__hub *hub, int from, dtrain__reader *reader)
-{
-    dtrain__consent_frame frame;
-    dtrain__consent *consent;
-    if (!dtrain__consent_frame_read(&frame, reader) || !dtrain__consent_frame_fits(hub, from, &frame))
-        return 0;
-    consent = dtrain__consent_frame_find(hub, &frame);
-    if (consent != NULL && consent->decided) {
-        if (!frame.decided) /* it asks for what it has missed */
-            dtrain__consent_send(hub, from, consent);
-        return 1;
-    }
-    if (consent == NULL) {
-        if (!frame.decided)
-            dtrain__consent_frame_retire(hub, &frame);
-        consent = dtrain__consent_open(hub, frame.channel, frame.number, (int)frame.kind, (int)frame.count);
-        if (consent == NULL)
-            return 1; /* no memory: the call ends at its deadline */
-        for (int i = 0; i < consent->count; i++)
-            consent->votes[i].world = (int)dtrain__consent_frame_world(&frame, (uint64_t)i);
-    }
-    dtrain__consent_frame_count(&frame, consent, from);
-    if (frame.decided) {
-        consent->decided = 1;
-        consent->status = (dtrain_status)frame.status;
-        consent->flags = frame.flags;
-        consent->id = frame.id;
-        for (int i = 0; dtrain__hub_leads(hub) && i < consent->count; i++)
-            if (consent->votes[i].vote == DTRAIN__VOTE_YES && consent->votes[i].world != hub->rank)
-                dtrain__consent_send(hub, consent->votes[i].world, consent);
-        dtrain__hub_tell(hub);
-    }
-    return 1;
-}
-
-#endif
-
 /* ---- >>control ----
  * What comes over the control connections: who joins, where everyone is, who is lost and why, what ranks do, and
  * requests to the store. Frames come from ranks that have proved themselves, and are checked all the same. */
 #ifndef DTRAIN__CONTROL
 #define DTRAIN__CONTROL
 
-/* Keeps the answer to a group's own request. */
-static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
-                               size_t bytes)
-{
-    channel->store_value.bytes = 0;
-    channel->store_value.short_of = 0;
-    dtrain__give_bytes(channel->hub, &channel->store_value, data, bytes);
-    channel->store_status = channel->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
-    channel->store_found = found;
-    channel->store_answered = channel->store_id;
-    dtrain__hub_tell(channel->hub);
-}
+/* ---- what the council asks of the hub ---- */
 
-/* Answers a store request: rank 0's own at once, another's by a frame. */
-static void dtrain__store_answer(dtrain__hub *hub, const dtrain__asker *asker, dtrain_status status, int found,
-                                 const void *data, size_t bytes)
+static int dtrain__hub_send(void *self, int to, int type, const void *head, size_t head_bytes, const void *data,
+                            size_t bytes)
 {
-    dtrain__member *member = &hub->members[asker->rank];
-    dtrain__channel *channel;
-    size_t begin;
-    if (asker->rank == hub->rank) {
-        channel = dtrain__hub_channel(hub, asker->channel);
-        if (channel != NULL && channel->store_id == asker->id)
-            dtrain__store_keep(channel, status, found, data, bytes);
-        return;
-    }
-    begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
-    dtrain__give(hub, &member->out, asker->channel, 8);
-    dtrain__give(hub, &member->out, asker->id, 4);
-    dtrain__give(hub, &member->out, (uint64_t)status, 2);
-    dtrain__give(hub, &member->out, (uint64_t)found, 1);
+    dtrain__hub *hub = (dtrain__hub *)self;
+    dtrain__member *member = &hub->members[to];
+    if (member->gone != DTRAIN__PRESENT)
+        return 0;
+    size_t begin = dtrain__frame_open(hub, member, type);
+    dtrain__give_bytes(hub, &member->out, head, head_bytes);
     dtrain__give_bytes(hub, &member->out, data, bytes);
-    if (!dtrain__frame_close(member, begin) && bytes > 0)
-        dtrain__store_answer(hub, asker, DTRAIN_ERR_MEMORY, 0, NULL, 0);
+    int good = dtrain__frame_close(member, begin);
+    if (!good && type == DTRAIN__FRAME_CONSENT)
+        dtrain__hub_note(hub, "rank %d has no room to tell rank %d of an agreement", hub->rank, to);
+    return good;
 }
 
-/* Answers every get that waited for a key which is there now. */
-static void dtrain__store_wake(dtrain__hub *hub, const char *key, size_t key_bytes)
+static void dtrain__hub_news(void *self)
 {
-    dtrain__entry *entry = *dtrain__store_place(&hub->store, key, key_bytes);
-    for (dtrain__asker **at = &hub->askers, *asker; entry != NULL && (asker = *at) != NULL;) {
-        if (asker->key_bytes != key_bytes || memcmp(asker->key, key, key_bytes) != 0) {
-            at = &asker->next;
-            continue;
-        }
-        *at = asker->next;
-        dtrain__store_answer(hub, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
-        dtrain__free(hub->allocator, asker, sizeof *asker);
-    }
+    dtrain__hub_tell((dtrain__hub *)self);
 }
 
-#define DTRAIN__EVERY_CHANNEL UINT64_MAX
-#define DTRAIN__ASKERS 1024 /* of one rank, a group each */
-
-/* Forgets what a group of a rank waits for: it asks anew, or has left. */
-static void dtrain__store_forget(dtrain__hub *hub, int rank, uint64_t channel)
+static int dtrain__hub_fate(void *self, int rank)
 {
-    for (dtrain__asker **at = &hub->askers, *asker; (asker = *at) != NULL;) {
-        if (asker->rank != rank || (channel != DTRAIN__EVERY_CHANNEL && asker->channel != channel)) {
-            at = &asker->next;
-            continue;
-        }
-        *at = asker->next;
-        dtrain__free(hub->allocator, asker, sizeof *asker);
-    }
+    const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
 }
 
-/* Rank 0: one request. */
-static void dtrain__store_serve(dtrain__hub *hub, const dtrain__asker *from, int what, const void *value, size_t bytes)
+static int dtrain__hub_member(void *self, uint64_t group, int i)
 {
-    dtrain__entry *entry;
-    dtrain__asker *asker;
-    dtrain__store_forget(hub, from->rank, from->channel);
-    if (what == DTRAIN__STORE_SET) {
-        dtrain_status status = dtrain__store_put(&hub->store, hub->allocator, from->key, from->key_bytes, value, bytes);
-        const char *text = status == DTRAIN_OK ? "" : dtrain__thread_error.text;
-        dtrain__store_answer(hub, from, status, 0, text, strlen(text));
-        dtrain__store_wake(hub, from->key, from->key_bytes);
-        return;
-    }
-    entry = *dtrain__store_place(&hub->store, from->key, from->key_bytes);
-    if (entry != NULL || what == DTRAIN__STORE_GET) {
-        dtrain__store_answer(hub, from, DTRAIN_OK, entry != NULL, entry != NULL ? dtrain__entry_value(entry) : NULL,
-                             entry != NULL ? entry->bytes : 0);
-        return;
-    }
-    int waits = 0;
-    for (asker = hub->askers; asker != NULL; asker = asker->next)
-        waits += asker->rank == from->rank;
-    if (waits < DTRAIN__ASKERS)
-        asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
-    if (asker == NULL) {
-        dtrain__store_answer(hub, from, DTRAIN_ERR_MEMORY, 0, NULL, 0);
-        return;
-    }
-    *asker = *from;
-    asker->next = hub->askers;
-    hub->askers = asker;
+    const dtrain__channel *channel = dtrain__hub_channel((dtrain__hub *)self, group);
+    return channel == NULL ? -2 : i < channel->size ? channel->peers[i].world : -1;
 }
 
-static int dtrain__take_ask(dtrain__hub *hub, int rank, dtrain__reader *reader)
+static dtrain__store_call **dtrain__hub_asks(void *self, uint64_t group)
 {
-    uint64_t id, what;
-    dtrain__asker asker;
-    if (hub->rank != 0 || !hub->formed || !dtrain__take(reader, &asker.channel, 8) || !dtrain__take(reader, &id, 4) ||
-        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_WAIT ||
-        !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || asker.key[0] == 0 ||
-        reader->left > (what == DTRAIN__STORE_SET ? DTRAIN__STORE_VALUE_BYTES : 0))
-        return 0;
-    asker.rank = rank;
-    asker.id = (uint32_t)id;
-    asker.key_bytes = strlen(asker.key);
-    dtrain__store_serve(hub, &asker, (int)what, reader->at, reader->left);
-    return 1;
+    dtrain__channel *channel = dtrain__hub_channel((dtrain__hub *)self, group);
+    return channel != NULL ? &channel->asks : NULL;
 }
 
-static int dtrain__take_answer(dtrain__hub *hub, int from, dtrain__reader *reader)
+static void dtrain__hub_convene(dtrain__hub *hub)
 {
-    uint64_t group, id, status, found;
-    dtrain__channel *channel;
-    if (hub->rank == 0 || from != 0 || !hub->formed || !dtrain__take(reader, &group, 8) ||
-        !dtrain__take(reader, &id, 4) || !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) ||
-        status > DTRAIN_ERR_ABORTED || found > 1 || reader->left > DTRAIN__STORE_VALUE_BYTES)
-        return 0;
-    channel = dtrain__hub_channel(hub, group);
-    if (channel != NULL && id == channel->store_id) /* else of a request that was given up */
-        dtrain__store_keep(channel, (dtrain_status)status, found != 0, reader->at, reader->left);
-    return 1;
+    dtrain__council *council = &hub->council;
+    council->self = hub;
+    council->allocator = hub->allocator;
+    council->origin = &hub->origin;
+    council->rank = hub->rank;
+    council->size = hub->size;
+    council->send = dtrain__hub_send;
+    council->tell = dtrain__hub_news;
+    council->gone = dtrain__hub_fate;
+    council->member = dtrain__hub_member;
+    council->call = dtrain__hub_asks;
 }
 
 /* What a rank tells of itself when it joins; rank 0 refuses who does not fit. */
@@ -16424,9 +16602,9 @@ static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason 
     uint64_t rank, about = (uint64_t)reason->about;
     if (reason->channel == 0 ? count > 0 : !hub->formed || (channel != NULL && count != (size_t)channel->size))
         return 0;
-    dtrain__hub_list_begin(hub);
+    dtrain__council_list(&hub->council);
     for (size_t i = 0; dtrain__take(&list, &rank, 4); i++) {
-        if (!dtrain__hub_list_add(hub, rank) || (channel != NULL && rank != (uint64_t)channel->peers[i].world))
+        if (!dtrain__council_list_add(&hub->council, rank) || (channel != NULL && rank != (uint64_t)channel->peers[i].world))
             return 0;
         among |= (int)rank == from;
         about = i == (size_t)reason->about ? rank : about;
@@ -16469,9 +16647,10 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     if (reason->type == DTRAIN__FRAME_BYE) {
         if (channel != NULL && reason->about != channel->rank)
             dtrain__channel_left(channel, reason->about, reason->text, reason->calls);
-        dtrain__store_forget(hub, from, reason->channel);
+        dtrain__council_forget(&hub->council, from, reason->channel);
         if (channel != NULL || dtrain__hub_leads(hub))
-            dtrain__consent_left(hub, reason->channel, channel != NULL ? channel->peers[reason->about].world : from);
+            dtrain__consent_left(&hub->council, reason->channel,
+                                 channel != NULL ? channel->peers[reason->about].world : from);
         dtrain__hub_forward(hub, from, reason, *list);
     } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
         dtrain__hub_forward(hub, from, reason, *list);
@@ -16506,7 +16685,7 @@ static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *r
             0; /* it gave up waiting for others, and may start again; its connection ends next */
         return 1;
     }
-    dtrain__store_forget(hub, reason->about, DTRAIN__EVERY_CHANNEL);
+    dtrain__council_forget(&hub->council, reason->about, DTRAIN__EVERY_GROUP);
     hub->members[reason->about].silent = reason->type == DTRAIN__FRAME_LOST && reason->status == DTRAIN_ERR_TIMEOUT;
     dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
                      reason->text);
@@ -16611,9 +16790,9 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     case DTRAIN__FRAME_JOIN: return dtrain__take_join(hub, rank, &reader);
     case DTRAIN__FRAME_TABLE: return dtrain__take_table(hub, &reader);
     case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, rank, &reader);
-    case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
-    case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, rank, &reader);
-    case DTRAIN__FRAME_CONSENT: return dtrain__take_consent(hub, rank, &reader);
+    case DTRAIN__FRAME_ASK:
+    case DTRAIN__FRAME_ANSWER:
+    case DTRAIN__FRAME_CONSENT: return hub->formed && dtrain__council_take(&hub->council, rank, type, &reader);
     default: return dtrain__take_reason(hub, rank, type, &reader);
     }
 }
@@ -17358,13 +17537,13 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
 static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
 {
     if (hub->elected)
-        dtrain__consent_resend(hub);
+        dtrain__consent_resend(&hub->council);
     hub->elected = 0;
     for (int rank = 0; hub->leader != 0 && !hub->leaving && !hub->given_up && rank < hub->size; rank++)
         if (dtrain__hub_linked(hub, rank) && hub->members[rank].gone == DTRAIN__PRESENT &&
             hub->members[rank].control.fd < 0)
             dtrain__hub_call(hub, rank, now);
-    dtrain__consent_step(hub);
+    dtrain__consent_step(&hub->council);
 }
 
 /* Sends once more what a broken connection has lost, whether or not this rank has more to send. */
@@ -17683,7 +17862,6 @@ static void dtrain__channel_free(dtrain__channel *channel)
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
             close(channel->wake[i]);
-    dtrain__bytes_free(hub->allocator, &channel->store_value);
     dtrain__free(hub->allocator, channel, sizeof *channel);
 }
 
@@ -17791,13 +17969,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     for (int i = 0; i < 2; i++)
         if (hub->kick[i] >= 0)
             close(hub->kick[i]);
-    for (int rank = 0; rank < hub->size; rank++)
-        dtrain__store_forget(hub, rank, DTRAIN__EVERY_CHANNEL);
-    while (hub->consents != NULL)
-        dtrain__consent_drop(hub, &hub->consents);
-    while (hub->spare_consents != NULL)
-        dtrain__consent_drop(hub, &hub->spare_consents);
-    dtrain__store_free(&hub->store, allocator);
+    dtrain__council_free(&hub->council);
     dtrain__free(allocator, hub->fds, (size_t)hub->fds_room * sizeof(struct pollfd));
     memset(&hub->keys, 0, sizeof hub->keys);
     pthread_mutex_destroy(&hub->mutex);
@@ -17819,7 +17991,7 @@ static void dtrain__channel_destroy(dtrain__channel *channel)
     while (*at != channel)
         at = &(*at)->next;
     *at = channel->next;
-    dtrain__consent_left(hub, channel->id, hub->rank);
+    dtrain__consent_left(&hub->council, channel->id, hub->rank);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next)
         if (handshake->purpose == DTRAIN__PURPOSE_DATA && handshake->channel == channel->id)
             dtrain__handshake_close(handshake);
@@ -18272,6 +18444,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->keys = *keys;
     hub->rank = keys->rank;
     hub->size = keys->world_size;
+    dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
     hub->heartbeat_ns =
@@ -18440,8 +18613,7 @@ static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channe
 #endif
 
 /* ---- >>socket_plane ----
- * The control plane of ranks of several processes: a channel of the hub (see >>hub). Rank 0 serves the store itself;
- * the others ask it over their control connection and wait for the answer. */
+ * The control plane of ranks of several processes: a channel of the hub (see >>hub). */
 #ifndef DTRAIN__SOCKET_PLANE
 #define DTRAIN__SOCKET_PLANE
 
@@ -18565,113 +18737,29 @@ static void dtrain__socket_plane_skipped(void *self, int rank, uint64_t calls)
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
-/* Whether the hub has heard of the decision; then takes it over. */
-static int dtrain__socket_plane_decided(dtrain__channel *channel, dtrain__agreement *agreement)
-{
-    dtrain__hub *hub = channel->hub;
-    dtrain__consent *consent;
-    int done;
-    pthread_mutex_lock(&hub->mutex);
-    consent = dtrain__consent_find(channel, agreement->number);
-    if (consent != NULL && !consent->decided)
-        agreement->awaited = dtrain__hub_leads(hub) ? dtrain__consent_awaits(hub, consent) : -1;
-    agreement->given_up = hub->given_up;
-    done = (consent != NULL && consent->decided) || hub->given_up;
-    agreement->status = hub->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
-    if (done && consent != NULL) {
-        agreement->flags = consent->flags;
-        agreement->id = consent->id;
-    }
-    for (int rank = 0; rank < channel->size; rank++)
-        agreement->goes_on[rank] = done && consent != NULL && consent->votes[rank].vote == DTRAIN__VOTE_YES;
-    pthread_mutex_unlock(&hub->mutex);
-    return done;
-}
-
 static int dtrain__socket_plane_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     struct pollfd none[1];
-    int good = 1, late = 0;
+    int good = 1, done, late = 0;
     pthread_mutex_lock(&hub->mutex);
     if (!agreement->voted)
-        good = dtrain__consent_vote(channel, agreement->number, agreement->kind, agreement->flags);
+        good = dtrain__consent_vote(&hub->council, channel->id, &channel->members, agreement);
     pthread_mutex_unlock(&hub->mutex);
+    dtrain__hub_kick(hub);
     agreement->starved = !good;
     while (good) {
         uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
-        if (dtrain__socket_plane_decided(channel, agreement))
-            return 1;
-        if (late)
-            break;
+        pthread_mutex_lock(&hub->mutex);
+        done = dtrain__consent_decided(&hub->council, channel->id, agreement, hub->given_up);
+        pthread_mutex_unlock(&hub->mutex);
+        if (done || late)
+            return done;
         dtrain__hub_wait(channel, none, 0, deadline_ns, seen); /* once at least, so that a short call gets on */
         late = dtrain__os_now_ns() >= deadline_ns;
     }
     return 0;
-}
-
-/* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
-static uint32_t dtrain__socket_plane_ask(dtrain__channel *channel, const dtrain__store_call *call)
-{
-    dtrain__hub *hub = channel->hub;
-    dtrain__member *root = &hub->members[0];
-    uint32_t id = channel->store_id = ++hub->asked != 0 ? hub->asked : ++hub->asked;
-    size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
-    dtrain__asker asker;
-    if (hub->rank == 0) {
-        asker.next = NULL;
-        asker.rank = 0;
-        asker.channel = channel->id;
-        asker.id = id;
-        asker.key_bytes = strlen(call->key);
-        snprintf(asker.key, sizeof asker.key, "%s", call->key);
-        dtrain__store_serve(hub, &asker, call->what, call->value, bytes);
-        return id;
-    }
-    size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_ASK);
-    dtrain__give(hub, &root->out, channel->id, 8);
-    dtrain__give(hub, &root->out, id, 4);
-    dtrain__give(hub, &root->out, (uint64_t)call->what, 1);
-    dtrain__give_text(hub, &root->out, 2, call->key);
-    dtrain__give_bytes(hub, &root->out, call->value, bytes);
-    if (!dtrain__frame_close(root, begin))
-        return 0;
-    dtrain__hub_flush(hub, 0);
-    return id;
-}
-
-/* Looks for the answer to `id`; 0 while there is none. The caller holds the hub's mutex. */
-static int dtrain__socket_plane_answered(dtrain__channel *channel, uint32_t id, dtrain__store_call *call,
-                                         dtrain_status *status)
-{
-    const dtrain__hub *hub = channel->hub;
-    const dtrain__error *cause = dtrain__membership_cause(&channel->members);
-    const char *name = dtrain__store_names[call->what];
-    if (channel->store_answered == id) {
-        *status = channel->store_status;
-        if (*status != DTRAIN_OK && channel->store_value.bytes == 0)
-            dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0", name,
-                         channel->rank);
-        else if (*status != DTRAIN_OK)
-            dtrain__fail(call->error, *status, "%s on rank %d: rank 0 says: %.*s", name, channel->rank,
-                         (int)(channel->store_value.bytes < 300 ? channel->store_value.bytes : 300),
-                         (const char *)channel->store_value.data);
-        else if (call->what != DTRAIN__STORE_SET)
-            dtrain__store_copy(call, channel->store_value.data, channel->store_value.bytes);
-        if (*status == DTRAIN_OK && call->what == DTRAIN__STORE_GET && !channel->store_found)
-            *call->bytes = DTRAIN_STORE_ABSENT;
-        return 1;
-    }
-    if (cause != NULL) {
-        *status = dtrain__fail(call->error, cause->status, "%s on rank %d: %.480s", name, channel->rank, cause->text);
-        return 1;
-    }
-    if (hub->rank == 0 || hub->members[0].gone == DTRAIN__PRESENT)
-        return 0;
-    *status = dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
-                           "%s on rank %d: rank 0, which keeps the store, has left the group", name, channel->rank);
-    return 1;
 }
 
 static dtrain_status dtrain__socket_plane_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
@@ -18679,31 +18767,22 @@ static dtrain_status dtrain__socket_plane_store(void *self, dtrain__store_call *
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     struct pollfd none[1];
-    dtrain_status status;
     pthread_mutex_lock(&hub->mutex);
-    uint32_t id = dtrain__socket_plane_ask(channel, call);
+    dtrain_status status = dtrain__council_ask(&hub->council, channel->id, channel->rank, call);
+    if (status == DTRAIN_OK && hub->rank != 0)
+        dtrain__hub_flush(hub, 0);
     pthread_mutex_unlock(&hub->mutex);
-    if (id == 0)
-        return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
-                            "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read them",
-                            dtrain__store_names[call->what], channel->rank, call->key);
     dtrain__hub_kick(hub);
-    for (;;) {
+    for (int ended = status != DTRAIN_OK; !ended;) {
         uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
         pthread_mutex_lock(&hub->mutex);
-        int answered = dtrain__socket_plane_answered(channel, id, call, &status);
+        ended = dtrain__council_ended(&hub->council, channel->id, channel->rank, &channel->members,
+                                      dtrain__os_now_ns() >= deadline_ns, &status);
         pthread_mutex_unlock(&hub->mutex);
-        if (answered)
-            return status;
-        if (dtrain__os_now_ns() >= deadline_ns)
-            break;
-        dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
+        if (!ended)
+            dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
     }
-    return dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT,
-                        call->what == DTRAIN__STORE_WAIT
-                            ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
-                            : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
-                        dtrain__store_names[call->what], channel->rank, call->key);
+    return status;
 }
 
 /* Heartbeats carry what `tell` writes, which is called with the hub's mutex held. */
@@ -18851,7 +18930,6 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
 #ifndef DTRAIN__GROUP
 #define DTRAIN__GROUP
 
-#define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
 
 typedef enum dtrain__kind {
@@ -25219,7 +25297,7 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
                                       size_t *bytes)
 {
     size_t length = key != NULL ? strlen(key) : 0;
-    dtrain__store_call call = {what, key, value, capacity, bytes, comm != NULL ? &comm->error : NULL};
+    dtrain__store_call call = {what, key, value, capacity, bytes, comm != NULL ? &comm->error : NULL, 0, 0, DTRAIN_OK, ""};
     int64_t deadline_ns;
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||

@@ -12,7 +12,6 @@
 #include "../control/socket_plane.c"
 #include "groups.h"
 
-#define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
 
 typedef enum dtrain__kind {

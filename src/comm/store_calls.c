@@ -9,7 +9,7 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
                                       size_t *bytes)
 {
     size_t length = key != NULL ? strlen(key) : 0;
-    dtrain__store_call call = {what, key, value, capacity, bytes, comm != NULL ? &comm->error : NULL};
+    dtrain__store_call call = {what, key, value, capacity, bytes, comm != NULL ? &comm->error : NULL, 0, 0, DTRAIN_OK, ""};
     int64_t deadline_ns;
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||

@@ -43,7 +43,6 @@ static void dtrain__channel_free(dtrain__channel *channel)
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
             close(channel->wake[i]);
-    dtrain__bytes_free(hub->allocator, &channel->store_value);
     dtrain__free(hub->allocator, channel, sizeof *channel);
 }
 
@@ -151,13 +150,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     for (int i = 0; i < 2; i++)
         if (hub->kick[i] >= 0)
             close(hub->kick[i]);
-    for (int rank = 0; rank < hub->size; rank++)
-        dtrain__store_forget(hub, rank, DTRAIN__EVERY_CHANNEL);
-    while (hub->consents != NULL)
-        dtrain__consent_drop(hub, &hub->consents);
-    while (hub->spare_consents != NULL)
-        dtrain__consent_drop(hub, &hub->spare_consents);
-    dtrain__store_free(&hub->store, allocator);
+    dtrain__council_free(&hub->council);
     dtrain__free(allocator, hub->fds, (size_t)hub->fds_room * sizeof(struct pollfd));
     memset(&hub->keys, 0, sizeof hub->keys);
     pthread_mutex_destroy(&hub->mutex);
@@ -179,7 +172,7 @@ static void dtrain__channel_destroy(dtrain__channel *channel)
     while (*at != channel)
         at = &(*at)->next;
     *at = channel->next;
-    dtrain__consent_left(hub, channel->id, hub->rank);
+    dtrain__consent_left(&hub->council, channel->id, hub->rank);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next)
         if (handshake->purpose == DTRAIN__PURPOSE_DATA && handshake->channel == channel->id)
             dtrain__handshake_close(handshake);

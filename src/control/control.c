@@ -3,136 +3,62 @@
  * requests to the store. Frames come from ranks that have proved themselves, and are checked all the same. */
 #ifndef DTRAIN__CONTROL
 #define DTRAIN__CONTROL
-#include "consent.c"
+#include "hub.c"
 
-/* Keeps the answer to a group's own request. */
-static void dtrain__store_keep(dtrain__channel *channel, dtrain_status status, int found, const void *data,
-                               size_t bytes)
-{
-    channel->store_value.bytes = 0;
-    channel->store_value.short_of = 0;
-    dtrain__give_bytes(channel->hub, &channel->store_value, data, bytes);
-    channel->store_status = channel->store_value.short_of ? DTRAIN_ERR_MEMORY : status;
-    channel->store_found = found;
-    channel->store_answered = channel->store_id;
-    dtrain__hub_tell(channel->hub);
-}
+/* ---- what the council asks of the hub ---- */
 
-/* Answers a store request: rank 0's own at once, another's by a frame. */
-static void dtrain__store_answer(dtrain__hub *hub, const dtrain__asker *asker, dtrain_status status, int found,
-                                 const void *data, size_t bytes)
+static int dtrain__hub_send(void *self, int to, int type, const void *head, size_t head_bytes, const void *data,
+                            size_t bytes)
 {
-    dtrain__member *member = &hub->members[asker->rank];
-    dtrain__channel *channel;
-    size_t begin;
-    if (asker->rank == hub->rank) {
-        channel = dtrain__hub_channel(hub, asker->channel);
-        if (channel != NULL && channel->store_id == asker->id)
-            dtrain__store_keep(channel, status, found, data, bytes);
-        return;
-    }
-    begin = dtrain__frame_open(hub, member, DTRAIN__FRAME_ANSWER);
-    dtrain__give(hub, &member->out, asker->channel, 8);
-    dtrain__give(hub, &member->out, asker->id, 4);
-    dtrain__give(hub, &member->out, (uint64_t)status, 2);
-    dtrain__give(hub, &member->out, (uint64_t)found, 1);
+    dtrain__hub *hub = (dtrain__hub *)self;
+    dtrain__member *member = &hub->members[to];
+    if (member->gone != DTRAIN__PRESENT)
+        return 0;
+    size_t begin = dtrain__frame_open(hub, member, type);
+    dtrain__give_bytes(hub, &member->out, head, head_bytes);
     dtrain__give_bytes(hub, &member->out, data, bytes);
-    if (!dtrain__frame_close(member, begin) && bytes > 0)
-        dtrain__store_answer(hub, asker, DTRAIN_ERR_MEMORY, 0, NULL, 0);
+    int good = dtrain__frame_close(member, begin);
+    if (!good && type == DTRAIN__FRAME_CONSENT)
+        dtrain__hub_note(hub, "rank %d has no room to tell rank %d of an agreement", hub->rank, to);
+    return good;
 }
 
-/* Answers every get that waited for a key which is there now. */
-static void dtrain__store_wake(dtrain__hub *hub, const char *key, size_t key_bytes)
+static void dtrain__hub_news(void *self)
 {
-    dtrain__entry *entry = *dtrain__store_place(&hub->store, key, key_bytes);
-    for (dtrain__asker **at = &hub->askers, *asker; entry != NULL && (asker = *at) != NULL;) {
-        if (asker->key_bytes != key_bytes || memcmp(asker->key, key, key_bytes) != 0) {
-            at = &asker->next;
-            continue;
-        }
-        *at = asker->next;
-        dtrain__store_answer(hub, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
-        dtrain__free(hub->allocator, asker, sizeof *asker);
-    }
+    dtrain__hub_tell((dtrain__hub *)self);
 }
 
-#define DTRAIN__EVERY_CHANNEL UINT64_MAX
-#define DTRAIN__ASKERS 1024 /* of one rank, a group each */
-
-/* Forgets what a group of a rank waits for: it asks anew, or has left. */
-static void dtrain__store_forget(dtrain__hub *hub, int rank, uint64_t channel)
+static int dtrain__hub_fate(void *self, int rank)
 {
-    for (dtrain__asker **at = &hub->askers, *asker; (asker = *at) != NULL;) {
-        if (asker->rank != rank || (channel != DTRAIN__EVERY_CHANNEL && asker->channel != channel)) {
-            at = &asker->next;
-            continue;
-        }
-        *at = asker->next;
-        dtrain__free(hub->allocator, asker, sizeof *asker);
-    }
+    const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
+    return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
 }
 
-/* Rank 0: one request. */
-static void dtrain__store_serve(dtrain__hub *hub, const dtrain__asker *from, int what, const void *value, size_t bytes)
+static int dtrain__hub_member(void *self, uint64_t group, int i)
 {
-    dtrain__entry *entry;
-    dtrain__asker *asker;
-    dtrain__store_forget(hub, from->rank, from->channel);
-    if (what == DTRAIN__STORE_SET) {
-        dtrain_status status = dtrain__store_put(&hub->store, hub->allocator, from->key, from->key_bytes, value, bytes);
-        const char *text = status == DTRAIN_OK ? "" : dtrain__thread_error.text;
-        dtrain__store_answer(hub, from, status, 0, text, strlen(text));
-        dtrain__store_wake(hub, from->key, from->key_bytes);
-        return;
-    }
-    entry = *dtrain__store_place(&hub->store, from->key, from->key_bytes);
-    if (entry != NULL || what == DTRAIN__STORE_GET) {
-        dtrain__store_answer(hub, from, DTRAIN_OK, entry != NULL, entry != NULL ? dtrain__entry_value(entry) : NULL,
-                             entry != NULL ? entry->bytes : 0);
-        return;
-    }
-    int waits = 0;
-    for (asker = hub->askers; asker != NULL; asker = asker->next)
-        waits += asker->rank == from->rank;
-    if (waits < DTRAIN__ASKERS)
-        asker = (dtrain__asker *)dtrain__alloc(hub->allocator, sizeof *asker);
-    if (asker == NULL) {
-        dtrain__store_answer(hub, from, DTRAIN_ERR_MEMORY, 0, NULL, 0);
-        return;
-    }
-    *asker = *from;
-    asker->next = hub->askers;
-    hub->askers = asker;
+    const dtrain__channel *channel = dtrain__hub_channel((dtrain__hub *)self, group);
+    return channel == NULL ? -2 : i < channel->size ? channel->peers[i].world : -1;
 }
 
-static int dtrain__take_ask(dtrain__hub *hub, int rank, dtrain__reader *reader)
+static dtrain__store_call **dtrain__hub_asks(void *self, uint64_t group)
 {
-    uint64_t id, what;
-    dtrain__asker asker;
-    if (hub->rank != 0 || !hub->formed || !dtrain__take(reader, &asker.channel, 8) || !dtrain__take(reader, &id, 4) ||
-        !dtrain__take(reader, &what, 1) || what > DTRAIN__STORE_WAIT ||
-        !dtrain__take_text(reader, 2, asker.key, sizeof asker.key) || asker.key[0] == 0 ||
-        reader->left > (what == DTRAIN__STORE_SET ? DTRAIN__STORE_VALUE_BYTES : 0))
-        return 0;
-    asker.rank = rank;
-    asker.id = (uint32_t)id;
-    asker.key_bytes = strlen(asker.key);
-    dtrain__store_serve(hub, &asker, (int)what, reader->at, reader->left);
-    return 1;
+    dtrain__channel *channel = dtrain__hub_channel((dtrain__hub *)self, group);
+    return channel != NULL ? &channel->asks : NULL;
 }
 
-static int dtrain__take_answer(dtrain__hub *hub, int from, dtrain__reader *reader)
+static void dtrain__hub_convene(dtrain__hub *hub)
 {
-    uint64_t group, id, status, found;
-    dtrain__channel *channel;
-    if (hub->rank == 0 || from != 0 || !hub->formed || !dtrain__take(reader, &group, 8) ||
-        !dtrain__take(reader, &id, 4) || !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) ||
-        status > DTRAIN_ERR_ABORTED || found > 1 || reader->left > DTRAIN__STORE_VALUE_BYTES)
-        return 0;
-    channel = dtrain__hub_channel(hub, group);
-    if (channel != NULL && id == channel->store_id) /* else of a request that was given up */
-        dtrain__store_keep(channel, (dtrain_status)status, found != 0, reader->at, reader->left);
-    return 1;
+    dtrain__council *council = &hub->council;
+    council->self = hub;
+    council->allocator = hub->allocator;
+    council->origin = &hub->origin;
+    council->rank = hub->rank;
+    council->size = hub->size;
+    council->send = dtrain__hub_send;
+    council->tell = dtrain__hub_news;
+    council->gone = dtrain__hub_fate;
+    council->member = dtrain__hub_member;
+    council->call = dtrain__hub_asks;
 }
 
 /* What a rank tells of itself when it joins; rank 0 refuses who does not fit. */
@@ -220,9 +146,9 @@ static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason 
     uint64_t rank, about = (uint64_t)reason->about;
     if (reason->channel == 0 ? count > 0 : !hub->formed || (channel != NULL && count != (size_t)channel->size))
         return 0;
-    dtrain__hub_list_begin(hub);
+    dtrain__council_list(&hub->council);
     for (size_t i = 0; dtrain__take(&list, &rank, 4); i++) {
-        if (!dtrain__hub_list_add(hub, rank) || (channel != NULL && rank != (uint64_t)channel->peers[i].world))
+        if (!dtrain__council_list_add(&hub->council, rank) || (channel != NULL && rank != (uint64_t)channel->peers[i].world))
             return 0;
         among |= (int)rank == from;
         about = i == (size_t)reason->about ? rank : about;
@@ -265,9 +191,10 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     if (reason->type == DTRAIN__FRAME_BYE) {
         if (channel != NULL && reason->about != channel->rank)
             dtrain__channel_left(channel, reason->about, reason->text, reason->calls);
-        dtrain__store_forget(hub, from, reason->channel);
+        dtrain__council_forget(&hub->council, from, reason->channel);
         if (channel != NULL || dtrain__hub_leads(hub))
-            dtrain__consent_left(hub, reason->channel, channel != NULL ? channel->peers[reason->about].world : from);
+            dtrain__consent_left(&hub->council, reason->channel,
+                                 channel != NULL ? channel->peers[reason->about].world : from);
         dtrain__hub_forward(hub, from, reason, *list);
     } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
         dtrain__hub_forward(hub, from, reason, *list);
@@ -302,7 +229,7 @@ static int dtrain__take_gone(dtrain__hub *hub, int from, const dtrain__reason *r
             0; /* it gave up waiting for others, and may start again; its connection ends next */
         return 1;
     }
-    dtrain__store_forget(hub, reason->about, DTRAIN__EVERY_CHANNEL);
+    dtrain__council_forget(&hub->council, reason->about, DTRAIN__EVERY_GROUP);
     hub->members[reason->about].silent = reason->type == DTRAIN__FRAME_LOST && reason->status == DTRAIN_ERR_TIMEOUT;
     dtrain__hub_gone(hub, reason->about, reason->type == DTRAIN__FRAME_LOST ? DTRAIN__LOST : DTRAIN__LEFT,
                      reason->text);
@@ -407,9 +334,9 @@ static int dtrain__hub_frame(dtrain__hub *hub, int rank, int type, const unsigne
     case DTRAIN__FRAME_JOIN: return dtrain__take_join(hub, rank, &reader);
     case DTRAIN__FRAME_TABLE: return dtrain__take_table(hub, &reader);
     case DTRAIN__FRAME_BEAT: return dtrain__take_beat(hub, rank, &reader);
-    case DTRAIN__FRAME_ASK: return dtrain__take_ask(hub, rank, &reader);
-    case DTRAIN__FRAME_ANSWER: return dtrain__take_answer(hub, rank, &reader);
-    case DTRAIN__FRAME_CONSENT: return dtrain__take_consent(hub, rank, &reader);
+    case DTRAIN__FRAME_ASK:
+    case DTRAIN__FRAME_ANSWER:
+    case DTRAIN__FRAME_CONSENT: return hub->formed && dtrain__council_take(&hub->council, rank, type, &reader);
     default: return dtrain__take_reason(hub, rank, type, &reader);
     }
 }

@@ -15,7 +15,7 @@
 #include "../base/memory.c"
 #include "admission.c"
 #include "../transport/stream.c"
-#include "plane.c"
+#include "consent.c"
 
 #define DTRAIN__HANDSHAKES 64 /* unproved peers at once; the oldest is shut out for the next */
 #define DTRAIN__HANDSHAKE_NS DTRAIN__TUNED(handshake_ns, (int64_t)5000000000) /* of polling, to prove itself */
@@ -47,7 +47,6 @@ typedef struct dtrain__peer {
 } dtrain__peer;
 
 typedef struct dtrain__hub dtrain__hub;
-typedef struct dtrain__consent dtrain__consent;
 
 typedef struct dtrain__channel {
     struct dtrain__channel *next;
@@ -65,16 +64,11 @@ typedef struct dtrain__channel {
     int wake[2];         /* a pipe to the caller that waits */
     uint32_t waiting;
     int awaiting;                      /* some peer has awaits */
-    int forked;                        /* the end of a child's copy: touches nothing that the parent still uses */
-    uint32_t store_id, store_answered; /* of this group's last request, and the last one answered */
-    dtrain_status store_status;
-    int store_found;
-    dtrain__bytes store_value;
+    int forked;                /* the end of a child's copy: touches nothing that the parent still uses */
+    dtrain__store_call *asks; /* this group's call that waits for an answer of the store */
     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
-
-enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST };
 
 /* Lines for the log, which may block: whoever steps writes them once it has let the mutex go. */
 typedef struct dtrain__notes {
@@ -100,7 +94,6 @@ typedef struct dtrain__member {
     int joined, expected;                    /* expected: the control connection may come back */
     int gone;                                /* DTRAIN__LEFT, of its own will; DTRAIN__LOST */
     int silent;                              /* it is lost, but nothing proves that it is dead */
-    int listed;                              /* in the list that is being read */
     int held;                                /* a frame of it waits in `in`: see hub_hears() */
     dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
     dtrain__bytes in, out;
@@ -111,18 +104,9 @@ typedef struct dtrain__member {
     dtrain__last_heard last;
 } dtrain__member;
 
-/* A get that waits at rank 0 for its key. */
-typedef struct dtrain__asker {
-    struct dtrain__asker *next;
-    int rank;
-    uint64_t channel;
-    uint32_t id;
-    size_t key_bytes;
-    char key[DTRAIN__STORE_KEY_BYTES];
-} dtrain__asker;
-
 struct dtrain__hub {
     dtrain__origin origin; /* first: see socket_step() */
+    dtrain__council council;
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
@@ -132,8 +116,6 @@ struct dtrain__hub {
     int handed;                /* it leads as the one before it has left */
     int given_up;              /* the others say that this rank is lost */
     int told_sealed;           /* the log has it */
-    dtrain__consent *consents; /* the latest first */
-    dtrain__consent *spare_consents;
     dtrain__channel *channels, *world; /* world is NULL once its end has left */
     int leaving;                       /* this process has said goodbye */
     uint32_t serviced;                 /* a service thread steps */
@@ -160,23 +142,6 @@ struct dtrain__hub {
     int64_t suspect_ns;              /* for how long, when it was last said */
     char refused[DTRAIN__WHY_BYTES]; /* the last one sent away while the group formed */
     dtrain__notes notes;
-    dtrain__store store;
-    dtrain__asker *askers;
-    uint32_t asked; /* requests to the store */
-};
-
-enum {
-    DTRAIN__FRAME_JOIN = 1,
-    DTRAIN__FRAME_TABLE,
-    DTRAIN__FRAME_REFUSE,
-    DTRAIN__FRAME_BEAT,
-    DTRAIN__FRAME_END,
-    DTRAIN__FRAME_BYE,
-    DTRAIN__FRAME_ASK,
-    DTRAIN__FRAME_ANSWER,
-    DTRAIN__FRAME_LOST,
-    DTRAIN__FRAME_GONE,
-    DTRAIN__FRAME_CONSENT
 };
 
 /* Something happened that a caller may wait for; the caller of this holds the mutex. */
@@ -205,36 +170,6 @@ __attribute__((format(printf, 2, 3))) static void dtrain__hub_note(dtrain__hub *
     va_start(arguments, format);
     vsnprintf(hub->notes.text[hub->notes.count++], DTRAIN__ERROR_BYTES, format, arguments);
     va_end(arguments);
-}
-
-/* Reading a frame: each take says whether there was enough. */
-typedef struct dtrain__reader {
-    const unsigned char *at;
-    size_t left;
-} dtrain__reader;
-
-static int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
-{
-    if (reader->left < (size_t)bytes)
-        return 0;
-    *value = dtrain__get_le(reader->at, bytes);
-    reader->at += bytes;
-    reader->left -= (size_t)bytes;
-    return 1;
-}
-
-/* A text of one length byte or two; what does not fit into out, or holds a zero, is refused. */
-static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
-{
-    uint64_t bytes;
-    if (!dtrain__take(reader, &bytes, length_bytes) || bytes > reader->left || bytes >= capacity ||
-        memchr(reader->at, 0, (size_t)bytes) != NULL)
-        return 0;
-    memcpy(out, reader->at, (size_t)bytes);
-    out[bytes] = 0;
-    reader->at += bytes;
-    reader->left -= (size_t)bytes;
-    return 1;
 }
 
 /* A member's address: in numbers, as no name is looked up here, ":port", or a unix socket's path. */
@@ -304,19 +239,6 @@ typedef struct dtrain__reason {
 static int dtrain__hub_leads(const dtrain__hub *hub)
 {
     return hub->rank == hub->leader;
-}
-
-/* Reads a list of ranks of the world: begin, then add each. */
-static void dtrain__hub_list_begin(dtrain__hub *hub)
-{
-    for (int rank = 0; rank < hub->size; rank++)
-        hub->members[rank].listed = 0;
-}
-
-/* Returns 0 for what is no rank, or is in the list already. */
-static int dtrain__hub_list_add(dtrain__hub *hub, uint64_t rank)
-{
-    return rank < (uint64_t)hub->size && hub->members[rank].listed++ == 0;
 }
 
 /* Whether this rank keeps a control connection to `rank`: the leader to all, the others to the leader. */

@@ -12,6 +12,7 @@
 #include "../comm/groups.h"
 #include "store.c"
 
+#define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__RUN_BYTES 16
 #define DTRAIN__JOB_BYTES 64
 #define DTRAIN__NAME_BYTES 96

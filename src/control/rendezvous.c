@@ -228,13 +228,13 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
 static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
 {
     if (hub->elected)
-        dtrain__consent_resend(hub);
+        dtrain__consent_resend(&hub->council);
     hub->elected = 0;
     for (int rank = 0; hub->leader != 0 && !hub->leaving && !hub->given_up && rank < hub->size; rank++)
         if (dtrain__hub_linked(hub, rank) && hub->members[rank].gone == DTRAIN__PRESENT &&
             hub->members[rank].control.fd < 0)
             dtrain__hub_call(hub, rank, now);
-    dtrain__consent_step(hub);
+    dtrain__consent_step(&hub->council);
 }
 
 /* Sends once more what a broken connection has lost, whether or not this rank has more to send. */

@@ -1,6 +1,5 @@
 /* ---- >>socket_plane ----
- * The control plane of ranks of several processes: a channel of the hub (see >>hub). Rank 0 serves the store itself;
- * the others ask it over their control connection and wait for the answer. */
+ * The control plane of ranks of several processes: a channel of the hub (see >>hub). */
 #ifndef DTRAIN__SOCKET_PLANE
 #define DTRAIN__SOCKET_PLANE
 #include "../transport/socket.c"
@@ -125,113 +124,29 @@ static void dtrain__socket_plane_skipped(void *self, int rank, uint64_t calls)
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
-/* Whether the hub has heard of the decision; then takes it over. */
-static int dtrain__socket_plane_decided(dtrain__channel *channel, dtrain__agreement *agreement)
-{
-    dtrain__hub *hub = channel->hub;
-    dtrain__consent *consent;
-    int done;
-    pthread_mutex_lock(&hub->mutex);
-    consent = dtrain__consent_find(channel, agreement->number);
-    if (consent != NULL && !consent->decided)
-        agreement->awaited = dtrain__hub_leads(hub) ? dtrain__consent_awaits(hub, consent) : -1;
-    agreement->given_up = hub->given_up;
-    done = (consent != NULL && consent->decided) || hub->given_up;
-    agreement->status = hub->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
-    if (done && consent != NULL) {
-        agreement->flags = consent->flags;
-        agreement->id = consent->id;
-    }
-    for (int rank = 0; rank < channel->size; rank++)
-        agreement->goes_on[rank] = done && consent != NULL && consent->votes[rank].vote == DTRAIN__VOTE_YES;
-    pthread_mutex_unlock(&hub->mutex);
-    return done;
-}
-
 static int dtrain__socket_plane_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     struct pollfd none[1];
-    int good = 1, late = 0;
+    int good = 1, done, late = 0;
     pthread_mutex_lock(&hub->mutex);
     if (!agreement->voted)
-        good = dtrain__consent_vote(channel, agreement->number, agreement->kind, agreement->flags);
+        good = dtrain__consent_vote(&hub->council, channel->id, &channel->members, agreement);
     pthread_mutex_unlock(&hub->mutex);
+    dtrain__hub_kick(hub);
     agreement->starved = !good;
     while (good) {
         uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
-        if (dtrain__socket_plane_decided(channel, agreement))
-            return 1;
-        if (late)
-            break;
+        pthread_mutex_lock(&hub->mutex);
+        done = dtrain__consent_decided(&hub->council, channel->id, agreement, hub->given_up);
+        pthread_mutex_unlock(&hub->mutex);
+        if (done || late)
+            return done;
         dtrain__hub_wait(channel, none, 0, deadline_ns, seen); /* once at least, so that a short call gets on */
         late = dtrain__os_now_ns() >= deadline_ns;
     }
     return 0;
-}
-
-/* Sends the request, or on rank 0 serves it; 0 when there is no memory. The caller holds the hub's mutex. */
-static uint32_t dtrain__socket_plane_ask(dtrain__channel *channel, const dtrain__store_call *call)
-{
-    dtrain__hub *hub = channel->hub;
-    dtrain__member *root = &hub->members[0];
-    uint32_t id = channel->store_id = ++hub->asked != 0 ? hub->asked : ++hub->asked;
-    size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
-    dtrain__asker asker;
-    if (hub->rank == 0) {
-        asker.next = NULL;
-        asker.rank = 0;
-        asker.channel = channel->id;
-        asker.id = id;
-        asker.key_bytes = strlen(call->key);
-        snprintf(asker.key, sizeof asker.key, "%s", call->key);
-        dtrain__store_serve(hub, &asker, call->what, call->value, bytes);
-        return id;
-    }
-    size_t begin = dtrain__frame_open(hub, root, DTRAIN__FRAME_ASK);
-    dtrain__give(hub, &root->out, channel->id, 8);
-    dtrain__give(hub, &root->out, id, 4);
-    dtrain__give(hub, &root->out, (uint64_t)call->what, 1);
-    dtrain__give_text(hub, &root->out, 2, call->key);
-    dtrain__give_bytes(hub, &root->out, call->value, bytes);
-    if (!dtrain__frame_close(root, begin))
-        return 0;
-    dtrain__hub_flush(hub, 0);
-    return id;
-}
-
-/* Looks for the answer to `id`; 0 while there is none. The caller holds the hub's mutex. */
-static int dtrain__socket_plane_answered(dtrain__channel *channel, uint32_t id, dtrain__store_call *call,
-                                         dtrain_status *status)
-{
-    const dtrain__hub *hub = channel->hub;
-    const dtrain__error *cause = dtrain__membership_cause(&channel->members);
-    const char *name = dtrain__store_names[call->what];
-    if (channel->store_answered == id) {
-        *status = channel->store_status;
-        if (*status != DTRAIN_OK && channel->store_value.bytes == 0)
-            dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer, here or on rank 0", name,
-                         channel->rank);
-        else if (*status != DTRAIN_OK)
-            dtrain__fail(call->error, *status, "%s on rank %d: rank 0 says: %.*s", name, channel->rank,
-                         (int)(channel->store_value.bytes < 300 ? channel->store_value.bytes : 300),
-                         (const char *)channel->store_value.data);
-        else if (call->what != DTRAIN__STORE_SET)
-            dtrain__store_copy(call, channel->store_value.data, channel->store_value.bytes);
-        if (*status == DTRAIN_OK && call->what == DTRAIN__STORE_GET && !channel->store_found)
-            *call->bytes = DTRAIN_STORE_ABSENT;
-        return 1;
-    }
-    if (cause != NULL) {
-        *status = dtrain__fail(call->error, cause->status, "%s on rank %d: %.480s", name, channel->rank, cause->text);
-        return 1;
-    }
-    if (hub->rank == 0 || hub->members[0].gone == DTRAIN__PRESENT)
-        return 0;
-    *status = dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
-                           "%s on rank %d: rank 0, which keeps the store, has left the group", name, channel->rank);
-    return 1;
 }
 
 static dtrain_status dtrain__socket_plane_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
@@ -239,31 +154,22 @@ static dtrain_status dtrain__socket_plane_store(void *self, dtrain__store_call *
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     struct pollfd none[1];
-    dtrain_status status;
     pthread_mutex_lock(&hub->mutex);
-    uint32_t id = dtrain__socket_plane_ask(channel, call);
+    dtrain_status status = dtrain__council_ask(&hub->council, channel->id, channel->rank, call);
+    if (status == DTRAIN_OK && hub->rank != 0)
+        dtrain__hub_flush(hub, 0);
     pthread_mutex_unlock(&hub->mutex);
-    if (id == 0)
-        return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
-                            "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read them",
-                            dtrain__store_names[call->what], channel->rank, call->key);
     dtrain__hub_kick(hub);
-    for (;;) {
+    for (int ended = status != DTRAIN_OK; !ended;) {
         uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
         pthread_mutex_lock(&hub->mutex);
-        int answered = dtrain__socket_plane_answered(channel, id, call, &status);
+        ended = dtrain__council_ended(&hub->council, channel->id, channel->rank, &channel->members,
+                                      dtrain__os_now_ns() >= deadline_ns, &status);
         pthread_mutex_unlock(&hub->mutex);
-        if (answered)
-            return status;
-        if (dtrain__os_now_ns() >= deadline_ns)
-            break;
-        dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
+        if (!ended)
+            dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
     }
-    return dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT,
-                        call->what == DTRAIN__STORE_WAIT
-                            ? "%s on rank %d: nobody has set \"%s\" within timeout_ms"
-                            : "%s on rank %d (\"%s\"): rank 0 has not answered within timeout_ms",
-                        dtrain__store_names[call->what], channel->rank, call->key);
+    return status;
 }
 
 /* Heartbeats carry what `tell` writes, which is called with the hub's mutex held. */

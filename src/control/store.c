@@ -21,6 +21,10 @@ typedef struct dtrain__store_call {
     void *value; /* capacity bytes; of a SET, which only reads it, the value itself */
     size_t capacity, *bytes;
     dtrain__error *error; /* the group's */
+    uint32_t id;          /* from here on: of a request to rank 0, and its answer */
+    int answered;
+    dtrain_status status;
+    char why[301];
 } dtrain__store_call;
 
 typedef struct dtrain__entry {

@@ -408,6 +408,7 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     hub->keys = *keys;
     hub->rank = keys->rank;
     hub->size = keys->world_size;
+    dtrain__hub_convene(hub);
     hub->insecure = desc->insecure;
     hub->connections = desc->connections > 0 ? desc->connections : 1;
     hub->heartbeat_ns =

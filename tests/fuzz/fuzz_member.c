@@ -15,6 +15,7 @@ typedef struct world {
     dtrain_allocator heap;
     dtrain__hub hub;
     dtrain__member members[SIZE];
+    dtrain__store_call calls[SIZE]; /* of a group in which this is that rank */
 } world;
 
 static void quiet(void *user, dtrain_log_level level, const char *text)
@@ -30,6 +31,17 @@ static void must(int fact)
         abort();
 }
 
+/* This rank votes to shrink the channel. */
+static void vote_in(dtrain__channel *channel)
+{
+    dtrain__agreement vote;
+    memset(&vote, 0, sizeof vote);
+    vote.number = 1;
+    vote.kind = DTRAIN__CONSENT_SHRINK;
+    vote.flags = 5;
+    must(dtrain__consent_vote(&channel->hub->council, channel->id, &channel->members, &vote));
+}
+
 /* Makes the channel and has this rank vote in it, where it is a member. */
 static void join(world *w, uint64_t id, const int *worlds, int size, int vote)
 {
@@ -40,14 +52,21 @@ static void join(world *w, uint64_t id, const int *worlds, int size, int vote)
     if (rank == size)
         return;
     must(dtrain__channel_create(&channel, &w->hub, id, worlds, size, rank) == DTRAIN_OK);
-    channel->store_id = 7;
+    static char value[8];
+    static size_t bytes;
+    w->calls[channel->rank].what = DTRAIN__STORE_WAIT;
+    w->calls[channel->rank].value = value;
+    w->calls[channel->rank].capacity = sizeof value;
+    w->calls[channel->rank].bytes = &bytes;
+    w->calls[channel->rank].id = 7;
+    channel->asks = &w->calls[channel->rank];
     if (id == 0) {
         w->hub.world = channel;
         if (vote)
             dtrain__hub_formed(&w->hub);
     }
     if (vote)
-        must(dtrain__consent_vote(channel, 1, DTRAIN__CONSENT_SHRINK, 5));
+        vote_in(channel);
 }
 
 static void begin(world *w, int role)
@@ -62,6 +81,7 @@ static void begin(world *w, int role)
     hub->size = hub->keys.world_size = SIZE;
     hub->keys.job[0] = 'y';
     hub->connections = 2;
+    dtrain__hub_convene(hub);
     hub->members = w->members;
     hub->heartbeat_ns = 1000000000;
     hub->listener = hub->kick[0] = hub->kick[1] = -1;
@@ -78,9 +98,9 @@ static void begin(world *w, int role)
     join(w, PAIR, pair, 2, 1);
     join(w, THREE, three, 3, 1);
     if (hub->rank == 0) {
-        must(dtrain__store_put(&hub->store, hub->allocator, "key", 3, "value", 5) == DTRAIN_OK);
+        must(dtrain__store_put(&hub->council.store, hub->allocator, "key", 3, "value", 5) == DTRAIN_OK);
         dtrain__asker asker = {NULL, 3, THREE, 9, 5, "other"};
-        dtrain__store_serve(hub, &asker, DTRAIN__STORE_WAIT, NULL, 0);
+        dtrain__council_serve(&hub->council, &asker, DTRAIN__STORE_WAIT, NULL, 0);
     }
     if (role == 2 || role == 3)
         dtrain__hub_gone(hub, 0, DTRAIN__LOST, "its process has died");
@@ -163,7 +183,7 @@ static void hear(world *w, int from, int kind, const uint8_t *data, size_t bytes
 static void go_on(dtrain__channel *channel)
 {
     dtrain__hub *hub = channel->hub;
-    must(dtrain__consent_vote(channel, 1, DTRAIN__CONSENT_SHRINK, 5));
+    vote_in(channel);
     for (uint64_t number = 1; number < 3; number++) {
         dtrain__agreement vote;
         dtrain__channel *rest = NULL;
@@ -172,7 +192,7 @@ static void go_on(dtrain__channel *channel)
         memset(&vote, 0, sizeof vote);
         vote.number = number;
         vote.goes_on = goes_on;
-        if (!dtrain__socket_plane_decided(channel, &vote) || vote.status != DTRAIN_OK)
+        if (!dtrain__consent_decided(&hub->council, channel->id, &vote, hub->given_up) || vote.status != DTRAIN_OK)
             continue;
         for (int i = 0; i < channel->size; i++) {
             rank = goes_on[i] && i == channel->rank ? count : rank;
@@ -195,8 +215,8 @@ static void act(world *w)
         next = channel->next;
         go_on(channel);
     }
-    dtrain__consent_step(hub);
-    dtrain__consent_resend(hub);
+    dtrain__consent_step(&hub->council);
+    dtrain__consent_resend(&hub->council);
     for (int rank = 0; rank < SIZE; rank++) {
         const dtrain__last_heard *last = &w->members[rank].last;
         dtrain__last theirs;
@@ -218,15 +238,10 @@ static void end(world *w)
         dtrain__channel_free(channel);
     }
     for (int rank = 0; rank < SIZE; rank++) {
-        dtrain__store_forget(hub, rank, DTRAIN__EVERY_CHANNEL);
         dtrain__bytes_free(hub->allocator, &w->members[rank].in);
         dtrain__bytes_free(hub->allocator, &w->members[rank].out);
     }
-    while (hub->consents != NULL)
-        dtrain__consent_drop(hub, &hub->consents);
-    while (hub->spare_consents != NULL)
-        dtrain__consent_drop(hub, &hub->spare_consents);
-    dtrain__store_free(&hub->store, hub->allocator);
+    dtrain__council_free(&hub->council);
     must(w->heap.bytes == 0);
 }
 

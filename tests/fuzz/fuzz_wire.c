@@ -55,6 +55,7 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
     hub.rank = rank;
     hub.size = 3;
     hub.connections = 1;
+    dtrain__hub_convene(&hub);
     hub.members = members;
     for (int i = 0; i < 3; i++)
         members[i].control.fd = -1;
@@ -70,13 +71,10 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
         dtrain__hub_frames(&hub, rank == 0 ? 1 : 0);
     }
     for (int i = 0; i < 3; i++) {
-        dtrain__store_forget(&hub, i, DTRAIN__EVERY_CHANNEL);
         dtrain__bytes_free(&heap, &members[i].in);
         dtrain__bytes_free(&heap, &members[i].out);
     }
-    dtrain__store_free(&hub.store, &heap);
-    while (hub.consents != NULL)
-        dtrain__consent_drop(&hub, &hub.consents);
+    dtrain__council_free(&hub.council);
     dtrain__channel_free(world);
     if (heap.bytes != 0)
         abort();
