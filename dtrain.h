@@ -590,22 +590,6 @@ DTRAIN_API_MUST dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_d
  * one thread per object */
 DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor);
 
-/* c = alpha op(a) x op(b) + beta c over row-major float32 matrices of any leading dimension.
- *
- *   m, n, k      op(a) is m x k, op(b) is k x n, c is m x n; zero is legal
- *   lda, ldb, ldc   elements from one row to the next, as stored
- *   alpha        0 leaves a and b unread
- *   beta         0 overwrites c without reading it
- *   override     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), defined
- *                before the implementation, takes the place of the built-in product
- *   bits         the same for one shape under any compiler flags, with avx2, avx512 and neon, which round each
- *                term once; and the same elsewhere, where each term is rounded twice
- *   source       Goto and van de Geijn, ACM TOMS 34(3), 2008
- *
- * any thread; c overlaps neither a nor b; allocates nothing */
-DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
-                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc);
-
 /* Returns the name of the instruction set in use: "scalar", "sse2", "avx2", "avx512" or "neon".
  *
  * Chosen at the first use, the widest that the processor has; the environment variable DTRAIN_ISA names a
@@ -909,6 +893,41 @@ DTRAIN_API_MUST dtrain_status dtrain_device_clip(dtrain_device *device, const in
 
 #ifdef __cplusplus
 }
+#endif
+
+#endif
+
+#ifndef DTRAIN_NO_TRAIN
+
+/* ---- >>matrix_product ----
+ * The matrix product of layers, for programs that bring no BLAS. */
+#ifndef DTRAIN__GEMM_H
+#define DTRAIN__GEMM_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* c = alpha op(a) x op(b) + beta c over row-major float32 matrices of any leading dimension.
+ *
+ *   m, n, k      op(a) is m x k, op(b) is k x n, c is m x n; zero is legal
+ *   lda, ldb, ldc   elements from one row to the next, as stored
+ *   alpha        0 leaves a and b unread
+ *   beta         0 overwrites c without reading it
+ *   override     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), defined
+ *                before the implementation, takes the place of the built-in product
+ *   bits         the same for one shape under any compiler flags, with avx2, avx512 and neon, which round each
+ *                term once; and the same elsewhere, where each term is rounded twice
+ *   source       Goto and van de Geijn, ACM TOMS 34(3), 2008
+ *
+ * any thread; c overlaps neither a nor b; allocates nothing */
+DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc);
+
+#ifdef __cplusplus
+}
+#endif
+
 #endif
 
 #endif
@@ -7553,6 +7572,7 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
 
 #define DTRAIN__FOLD_TILE_BYTES 4096
 #define DTRAIN__FOLD_LEVELS 11 /* 1,024 inputs */
+#define DTRAIN__FOLD_BLOCK 16  /* elements that loops over registers go by; they need no loop for a rest then */
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
@@ -7687,6 +7707,7 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
         type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin;                       \
         type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin;                       \
         type by = (type)divisor;                                                                                       \
+        count -= count % DTRAIN__FOLD_BLOCK;                                                                           \
         DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                         \
         {                                                                                                              \
             type s = x0[i];                                                                                            \
@@ -7711,6 +7732,23 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
                 y6[i] = s;                                                                                             \
                 y7[i] = s;                                                                                             \
             }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    /* What is left of a block. */                                                                                     \
+    static void name##_rest(const void *const *in, int n, void *const *out, int m, size_t begin, size_t end,           \
+                            double divisor, int mean)                                                                  \
+    {                                                                                                                  \
+        for (size_t i = begin; i < end; i++) {                                                                         \
+            const type *const *x = (const type *const *)in;                                                            \
+            type s = x[0][i] + x[1][i];                                                                                \
+            if (n > 2)                                                                                                 \
+                s = s + (x[2][i] + x[3][i]);                                                                           \
+            if (n > 4)                                                                                                 \
+                s = s + ((x[4][i] + x[5][i]) + (x[6][i] + x[7][i]));                                                   \
+            if (mean)                                                                                                  \
+                s = s / (type)divisor;                                                                                 \
+            for (int k = 0; k < m; k++)                                                                                \
+                ((type *)out[k])[i] = s;                                                                               \
         }                                                                                                              \
     }                                                                                                                  \
     DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
@@ -7899,11 +7937,14 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
     uint64_t mode = dtrain__fpmode_enter();
     int mean = op == DTRAIN_MEAN && divisor != 1, direct = n == 2 || n == 4 || n == 8;
     direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN);
-    if (direct && dtype == DTRAIN_F32)
+    size_t end = begin + count, rest = end - count % DTRAIN__FOLD_BLOCK;
+    if (direct && dtype == DTRAIN_F32) {
         dtrain__fold_direct_f32(in, n, out, m, begin, count, divisor, mean);
-    else if (direct && dtype == DTRAIN_F64)
+        dtrain__fold_direct_f32_rest(in, n, out, m, rest, end, divisor, mean);
+    } else if (direct && dtype == DTRAIN_F64) {
         dtrain__fold_direct_f64(in, n, out, m, begin, count, divisor, mean);
-    else
+        dtrain__fold_direct_f64_rest(in, n, out, m, rest, end, divisor, mean);
+    } else
         dtrain__fold_tiles(dtype, op, divisor, in, n, out, m, begin, count);
     dtrain__fpmode_restore(mode);
 }
@@ -8041,264 +8082,6 @@ static void dtrain__vector(dtrain__vector_op op, dtrain_dtype dtype, void *y, do
     else
         dtrain__vector_narrow(op, dtype, (unsigned char *)y, factor, (const unsigned char *)x, count);
     dtrain__fpmode_restore(mode);
-}
-
-#endif
-
-/* ---- >>gemm ----
- * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
- * set multiplies a few rows of op(a), read where they lie unless a is transposed, by a packed panel in
- * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum
- * over k in ascending order, a block of 256 at a time, so the bits depend on the shape, and on whether a term is
- * rounded once (AVX2, AVX-512, NEON) or twice. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de
- * Geijn, ACM TOMS 41(3), 2015. */
-#ifndef DTRAIN__GEMM
-#define DTRAIN__GEMM
-
-#define DTRAIN__GEMM_KC 256
-#define DTRAIN__GEMM_NC 256
-#define DTRAIN__GEMM_MC 16 /* rows of a transposed a packed together: those of one cache line */
-
-/* c[rows][columns] (+)= a[rows][k] x panel[k][width]: rows and columns up to the kernel's own tile. */
-typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
-                                    float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
-
-/* A kernel and the tile of c that it makes; width divides DTRAIN__GEMM_NC, rows are at most DTRAIN__GEMM_MC. */
-typedef struct dtrain__gemm_shape {
-    dtrain__gemm_kernel kernel;
-    size_t rows, width;
-} dtrain__gemm_shape;
-
-#define DTRAIN__GEMM_PARAMETERS                                                                                        \
-    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows,    \
-        size_t columns, int accumulate
-
-static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t ldc, size_t rows, size_t columns,
-                               int accumulate)
-{
-    for (size_t i = 0; i < rows; i++)
-        for (size_t j = 0; j < columns; j++)
-            c[i * ldc + j] = accumulate ? c[i * ldc + j] + tile[i * width + j] : tile[i * width + j];
-}
-
-/* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
- * and the padding of the panel give is not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, zero, broadcast, load, store, fma, add)    \
-    attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                               \
-    {                                                                                                                  \
-        vector sum[ROWS][VECTORS];                                                                                     \
-        const float *row[ROWS];                                                                                        \
-        for (size_t i = 0; i < ROWS; i++) {                                                                            \
-            row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                            \
-            for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                sum[i][v] = zero();                                                                                    \
-        }                                                                                                              \
-        for (size_t p = 0; p < k; p++) {                                                                               \
-            vector b[VECTORS];                                                                                         \
-            for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                b[v] = load(panel + p * (VECTORS * LANES) + v * LANES);                                                \
-            for (size_t i = 0; i < ROWS; i++) {                                                                        \
-                vector x = broadcast(row[i][p * a_column]);                                                            \
-                for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    sum[i][v] = fma(x, b[v], sum[i][v]);                                                               \
-            }                                                                                                          \
-        }                                                                                                              \
-        if (rows == ROWS && columns == VECTORS * LANES) {                                                              \
-            for (size_t i = 0; i < ROWS; i++)                                                                          \
-                for (size_t v = 0; v < VECTORS; v++) {                                                                 \
-                    float *to = c + i * ldc + v * LANES;                                                               \
-                    store(to, accumulate ? add(load(to), sum[i][v]) : sum[i][v]);                                      \
-                }                                                                                                      \
-        } else {                                                                                                       \
-            float tile[ROWS * VECTORS * LANES];                                                                        \
-            for (size_t i = 0; i < ROWS; i++)                                                                          \
-                for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    store(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                                        \
-            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate);                               \
-        }                                                                                                              \
-    }
-
-DTRAIN__EXACT_BEGIN
-
-#if defined(DTRAIN__X86)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512_setzero_ps,
-                    _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256_setzero_ps,
-                    _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps)
-#endif
-
-/* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. */
-typedef float dtrain__gemm_x4 __attribute__((vector_size(16)));
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_zero(void)
-{
-    dtrain__gemm_x4 x = {0, 0, 0, 0};
-    return x;
-}
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_set(float value)
-{
-    dtrain__gemm_x4 x = {value, value, value, value};
-    return x;
-}
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_load(const float *from)
-{
-    dtrain__gemm_x4 x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-
-DTRAIN__INLINE void dtrain__gemm_x4_store(float *to, dtrain__gemm_x4 x)
-{
-    memcpy(to, &x, sizeof x);
-}
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_add(dtrain__gemm_x4 a, dtrain__gemm_x4 b)
-{
-    return a + b;
-}
-
-/* Two roundings, as on processors without a fused product; NEON always has one. */
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_fma(dtrain__gemm_x4 a, dtrain__gemm_x4 b, dtrain__gemm_x4 c)
-{
-#if defined(__aarch64__)
-    __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
-    return c;
-#else
-    dtrain__gemm_x4 product = a * b;
-#if defined(__clang__) && defined(DTRAIN__X86)
-    __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
-#endif
-    return product + c;
-#endif
-}
-
-/* 8 accumulators and their operands fill the 16 registers of SSE2, 16 half the 32 of NEON. */
-#if defined(__aarch64__)
-#define DTRAIN__GEMM_BASE_ROWS 8
-#else
-#define DTRAIN__GEMM_BASE_ROWS 4
-#endif
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__gemm_x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__gemm_x4_zero,
-                    dtrain__gemm_x4_set, dtrain__gemm_x4_load, dtrain__gemm_x4_store, dtrain__gemm_x4_fma,
-                    dtrain__gemm_x4_add)
-
-DTRAIN__EXACT_END
-
-/* Packs alpha x op(b)[0 .. k)[0 .. n) into panels of `width` columns, zero beyond n. */
-static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, size_t k, size_t n, size_t width,
-                              float alpha, float *pack)
-{
-    for (size_t j = 0; j < n; j += width) {
-        size_t columns = n - j < width ? n - j : width;
-        float *panel = pack + j * k;
-        if (columns < width)
-            memset(panel, 0, k * width * sizeof(float));
-        if (b_column == 1)
-            for (size_t p = 0; p < k; p++)
-                memcpy(panel + p * width, b + p * b_row + j, columns * sizeof(float));
-        else
-            for (size_t p = 0; p < k; p += 8) /* a line of each column at a time */
-                for (size_t i = 0; i < columns; i++)
-                    for (size_t q = p; q < p + 8 && q < k; q++)
-                        panel[q * width + i] = b[q * b_row + (j + i) * b_column];
-        if (alpha != 1)
-            dtrain__vector_scale_f32(panel, (double)alpha, k * width);
-    }
-}
-
-/* Packs op(a)[0 .. rows)[0 .. k) of a transposed a, whose rows lie a page or so apart: row i of column p to
- * pack[p * DTRAIN__GEMM_MC + i]. */
-static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t k, float *pack)
-{
-    if (rows == DTRAIN__GEMM_MC) /* a constant size is two or four moves, not a call */
-        for (size_t p = 0; p < k; p++)
-            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, DTRAIN__GEMM_MC * sizeof(float));
-    else
-        for (size_t p = 0; p < k; p++)
-            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, rows * sizeof(float));
-}
-
-/* c (+)= op(a) x the packed nc columns of op(b). */
-static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, size_t lda, int transpose_a, size_t m,
-                               size_t nc, size_t kc, const float *pack, float *c, size_t ldc, int accumulate)
-{
-    float pack_a[DTRAIN__GEMM_KC * DTRAIN__GEMM_MC] __attribute__((aligned(64)));
-    int packs = transpose_a && nc > 2 * shape->width; /* fewer panels than that read a too seldom to repay it */
-    size_t group = packs ? DTRAIN__GEMM_MC / shape->rows * shape->rows : m;
-    size_t a_row = transpose_a ? 1 : lda, a_column = packs ? DTRAIN__GEMM_MC : transpose_a ? lda : 1;
-    for (size_t low = 0; low < m; low += group) {
-        size_t high = m - low < group ? m : low + group;
-        const float *rows = a + low * (transpose_a ? 1 : lda);
-        if (packs) {
-            dtrain__gemm_pack_a(rows, lda, high - low, kc, pack_a);
-            rows = pack_a;
-        }
-        for (size_t i = low; i < high; i += shape->rows)
-            for (size_t j = 0; j < nc; j += shape->width)
-                shape->kernel(kc, rows + (i - low) * a_row, a_row, a_column, pack + j * kc, c + i * ldc + j, ldc,
-                              high - i < shape->rows ? high - i : shape->rows,
-                              nc - j < shape->width ? nc - j : shape->width, accumulate);
-    }
-}
-
-static dtrain__gemm_shape dtrain__gemm_choose(void)
-{
-    dtrain__gemm_shape shape = {dtrain__gemm_base, DTRAIN__GEMM_BASE_ROWS, 8};
-#if defined(DTRAIN__X86)
-    int isa = dtrain__isa();
-    if (isa == DTRAIN__ISA_AVX512) {
-        shape.kernel = dtrain__gemm_avx512;
-        shape.rows = 8;
-        shape.width = 32;
-    } else if (isa == DTRAIN__ISA_AVX2) {
-        shape.kernel = dtrain__gemm_avx2;
-        shape.rows = 6;
-        shape.width = 16;
-    }
-#endif
-    return shape;
-}
-
-static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
-                                 const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c,
-                                 size_t ldc)
-{
-    float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
-    dtrain__gemm_shape shape = dtrain__gemm_choose();
-    size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
-    if (m == 0 || n == 0)
-        return;
-    if (alpha == 0)
-        k = 0;
-    for (size_t i = 0; i < m; i++) {
-        if (beta == 0 && k == 0)
-            memset(c + i * ldc, 0, n * sizeof(float));
-        else if (beta != 0 && beta != 1)
-            dtrain__vector_scale_f32(c + i * ldc, (double)beta, n);
-    }
-    for (size_t jc = 0; jc < n; jc += DTRAIN__GEMM_NC) {
-        size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;
-        for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
-            size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
-            dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, shape.width, alpha, pack);
-            dtrain__gemm_block(&shape, a + pc * (transpose_a ? lda : 1), lda, transpose_a, m, nc, kc, pack, c + jc, ldc,
-                               beta != 0 || pc > 0);
-        }
-    }
-}
-
-DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
-                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc)
-{
-#ifdef DTRAIN_SGEMM
-    DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-#else
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain__gemm_builtin(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
-    dtrain__fpmode_restore(mode);
-#endif
 }
 
 #endif
@@ -23966,6 +23749,7 @@ static dtrain_status dtrain__create_world(dtrain_comm **out, const dtrain__place
     dtrain__end end;
     dtrain_comm *comm;
     int64_t now = dtrain__os_now_ns();
+    memset(&end, 0, sizeof end);
     dtrain_status status = dtrain__create_processes(&end, place, desc);
     if (status != DTRAIN_OK)
         return status;
@@ -32711,6 +32495,264 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
 #endif
 
 #ifndef DTRAIN_NO_TRAIN
+
+/* ---- >>gemm ----
+ * The float32 matrix product. op(b) is packed in blocks of 256 x 256 on the stack; a kernel per instruction
+ * set multiplies a few rows of op(a), read where they lie unless a is transposed, by a packed panel in
+ * registers. The stack in use stays below 280 KiB, for threads that have half a megabyte. Each element of c is a sum
+ * over k in ascending order, a block of 256 at a time, so the bits depend on the shape, and on whether a term is
+ * rounded once (AVX2, AVX-512, NEON) or twice. Goto and van de Geijn, ACM TOMS 34(3), 2008; Van Zee and van de
+ * Geijn, ACM TOMS 41(3), 2015. */
+#ifndef DTRAIN__GEMM
+#define DTRAIN__GEMM
+
+#define DTRAIN__GEMM_KC 256
+#define DTRAIN__GEMM_NC 256
+#define DTRAIN__GEMM_MC 16 /* rows of a transposed a packed together: those of one cache line */
+
+/* c[rows][columns] (+)= a[rows][k] x panel[k][width]: rows and columns up to the kernel's own tile. */
+typedef void (*dtrain__gemm_kernel)(size_t k, const float *a, size_t a_row, size_t a_column, const float *panel,
+                                    float *c, size_t ldc, size_t rows, size_t columns, int accumulate);
+
+/* A kernel and the tile of c that it makes; width divides DTRAIN__GEMM_NC, rows are at most DTRAIN__GEMM_MC. */
+typedef struct dtrain__gemm_shape {
+    dtrain__gemm_kernel kernel;
+    size_t rows, width;
+} dtrain__gemm_shape;
+
+#define DTRAIN__GEMM_PARAMETERS                                                                                        \
+    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows,    \
+        size_t columns, int accumulate
+
+static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t ldc, size_t rows, size_t columns,
+                               int accumulate)
+{
+    for (size_t i = 0; i < rows; i++)
+        for (size_t j = 0; j < columns; j++)
+            c[i * ldc + j] = accumulate ? c[i * ldc + j] + tile[i * width + j] : tile[i * width + j];
+}
+
+/* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
+ * and the padding of the panel give is not stored. */
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, zero, broadcast, load, store, fma, add)    \
+    attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                               \
+    {                                                                                                                  \
+        vector sum[ROWS][VECTORS];                                                                                     \
+        const float *row[ROWS];                                                                                        \
+        for (size_t i = 0; i < ROWS; i++) {                                                                            \
+            row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                            \
+            for (size_t v = 0; v < VECTORS; v++)                                                                       \
+                sum[i][v] = zero();                                                                                    \
+        }                                                                                                              \
+        for (size_t p = 0; p < k; p++) {                                                                               \
+            vector b[VECTORS];                                                                                         \
+            for (size_t v = 0; v < VECTORS; v++)                                                                       \
+                b[v] = load(panel + p * (VECTORS * LANES) + v * LANES);                                                \
+            for (size_t i = 0; i < ROWS; i++) {                                                                        \
+                vector x = broadcast(row[i][p * a_column]);                                                            \
+                for (size_t v = 0; v < VECTORS; v++)                                                                   \
+                    sum[i][v] = fma(x, b[v], sum[i][v]);                                                               \
+            }                                                                                                          \
+        }                                                                                                              \
+        if (rows == ROWS && columns == VECTORS * LANES) {                                                              \
+            for (size_t i = 0; i < ROWS; i++)                                                                          \
+                for (size_t v = 0; v < VECTORS; v++) {                                                                 \
+                    float *to = c + i * ldc + v * LANES;                                                               \
+                    store(to, accumulate ? add(load(to), sum[i][v]) : sum[i][v]);                                      \
+                }                                                                                                      \
+        } else {                                                                                                       \
+            float tile[ROWS * VECTORS * LANES];                                                                        \
+            for (size_t i = 0; i < ROWS; i++)                                                                          \
+                for (size_t v = 0; v < VECTORS; v++)                                                                   \
+                    store(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                                        \
+            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate);                               \
+        }                                                                                                              \
+    }
+
+DTRAIN__EXACT_BEGIN
+
+#if defined(DTRAIN__X86)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512_setzero_ps,
+                    _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256_setzero_ps,
+                    _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps)
+#endif
+
+/* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. */
+typedef float dtrain__gemm_x4 __attribute__((vector_size(16)));
+
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_zero(void)
+{
+    dtrain__gemm_x4 x = {0, 0, 0, 0};
+    return x;
+}
+
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_set(float value)
+{
+    dtrain__gemm_x4 x = {value, value, value, value};
+    return x;
+}
+
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_load(const float *from)
+{
+    dtrain__gemm_x4 x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+DTRAIN__INLINE void dtrain__gemm_x4_store(float *to, dtrain__gemm_x4 x)
+{
+    memcpy(to, &x, sizeof x);
+}
+
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_add(dtrain__gemm_x4 a, dtrain__gemm_x4 b)
+{
+    return a + b;
+}
+
+/* Two roundings, as on processors without a fused product; NEON always has one. */
+DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_fma(dtrain__gemm_x4 a, dtrain__gemm_x4 b, dtrain__gemm_x4 c)
+{
+#if defined(__aarch64__)
+    __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
+    return c;
+#else
+    dtrain__gemm_x4 product = a * b;
+#if defined(__clang__) && defined(DTRAIN__X86)
+    __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
+#endif
+    return product + c;
+#endif
+}
+
+/* 8 accumulators and their operands fill the 16 registers of SSE2, 16 half the 32 of NEON. */
+#if defined(__aarch64__)
+#define DTRAIN__GEMM_BASE_ROWS 8
+#else
+#define DTRAIN__GEMM_BASE_ROWS 4
+#endif
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__gemm_x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__gemm_x4_zero,
+                    dtrain__gemm_x4_set, dtrain__gemm_x4_load, dtrain__gemm_x4_store, dtrain__gemm_x4_fma,
+                    dtrain__gemm_x4_add)
+
+DTRAIN__EXACT_END
+
+/* Packs alpha x op(b)[0 .. k)[0 .. n) into panels of `width` columns, zero beyond n. */
+static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, size_t k, size_t n, size_t width,
+                              float alpha, float *pack)
+{
+    for (size_t j = 0; j < n; j += width) {
+        size_t columns = n - j < width ? n - j : width;
+        float *panel = pack + j * k;
+        if (columns < width)
+            memset(panel, 0, k * width * sizeof(float));
+        if (b_column == 1)
+            for (size_t p = 0; p < k; p++)
+                memcpy(panel + p * width, b + p * b_row + j, columns * sizeof(float));
+        else
+            for (size_t p = 0; p < k; p += 8) /* a line of each column at a time */
+                for (size_t i = 0; i < columns; i++)
+                    for (size_t q = p; q < p + 8 && q < k; q++)
+                        panel[q * width + i] = b[q * b_row + (j + i) * b_column];
+        if (alpha != 1)
+            dtrain__vector_scale_f32(panel, (double)alpha, k * width);
+    }
+}
+
+/* Packs op(a)[0 .. rows)[0 .. k) of a transposed a, whose rows lie a page or so apart: row i of column p to
+ * pack[p * DTRAIN__GEMM_MC + i]. */
+static void dtrain__gemm_pack_a(const float *a, size_t lda, size_t rows, size_t k, float *pack)
+{
+    if (rows == DTRAIN__GEMM_MC) /* a constant size is two or four moves, not a call */
+        for (size_t p = 0; p < k; p++)
+            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, DTRAIN__GEMM_MC * sizeof(float));
+    else
+        for (size_t p = 0; p < k; p++)
+            memcpy(pack + p * DTRAIN__GEMM_MC, a + p * lda, rows * sizeof(float));
+}
+
+/* c (+)= op(a) x the packed nc columns of op(b). */
+static void dtrain__gemm_block(const dtrain__gemm_shape *shape, const float *a, size_t lda, int transpose_a, size_t m,
+                               size_t nc, size_t kc, const float *pack, float *c, size_t ldc, int accumulate)
+{
+    float pack_a[DTRAIN__GEMM_KC * DTRAIN__GEMM_MC] __attribute__((aligned(64)));
+    int packs = transpose_a && nc > 2 * shape->width; /* fewer panels than that read a too seldom to repay it */
+    size_t group = packs ? DTRAIN__GEMM_MC / shape->rows * shape->rows : m;
+    size_t a_row = transpose_a ? 1 : lda, a_column = packs ? DTRAIN__GEMM_MC : transpose_a ? lda : 1;
+    for (size_t low = 0; low < m; low += group) {
+        size_t high = m - low < group ? m : low + group;
+        const float *rows = a + low * (transpose_a ? 1 : lda);
+        if (packs) {
+            dtrain__gemm_pack_a(rows, lda, high - low, kc, pack_a);
+            rows = pack_a;
+        }
+        for (size_t i = low; i < high; i += shape->rows)
+            for (size_t j = 0; j < nc; j += shape->width)
+                shape->kernel(kc, rows + (i - low) * a_row, a_row, a_column, pack + j * kc, c + i * ldc + j, ldc,
+                              high - i < shape->rows ? high - i : shape->rows,
+                              nc - j < shape->width ? nc - j : shape->width, accumulate);
+    }
+}
+
+static dtrain__gemm_shape dtrain__gemm_choose(void)
+{
+    dtrain__gemm_shape shape = {dtrain__gemm_base, DTRAIN__GEMM_BASE_ROWS, 8};
+#if defined(DTRAIN__X86)
+    int isa = dtrain__isa();
+    if (isa == DTRAIN__ISA_AVX512) {
+        shape.kernel = dtrain__gemm_avx512;
+        shape.rows = 8;
+        shape.width = 32;
+    } else if (isa == DTRAIN__ISA_AVX2) {
+        shape.kernel = dtrain__gemm_avx2;
+        shape.rows = 6;
+        shape.width = 16;
+    }
+#endif
+    return shape;
+}
+
+static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                                 const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c,
+                                 size_t ldc)
+{
+    float pack[DTRAIN__GEMM_KC * DTRAIN__GEMM_NC] __attribute__((aligned(64)));
+    dtrain__gemm_shape shape = dtrain__gemm_choose();
+    size_t b_row = transpose_b ? 1 : ldb, b_column = transpose_b ? ldb : 1;
+    if (m == 0 || n == 0)
+        return;
+    if (alpha == 0)
+        k = 0;
+    for (size_t i = 0; i < m; i++) {
+        if (beta == 0 && k == 0)
+            memset(c + i * ldc, 0, n * sizeof(float));
+        else if (beta != 0 && beta != 1)
+            dtrain__vector_scale_f32(c + i * ldc, (double)beta, n);
+    }
+    for (size_t jc = 0; jc < n; jc += DTRAIN__GEMM_NC) {
+        size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;
+        for (size_t pc = 0; pc < k; pc += DTRAIN__GEMM_KC) {
+            size_t kc = k - pc < DTRAIN__GEMM_KC ? k - pc : DTRAIN__GEMM_KC;
+            dtrain__gemm_pack(b + pc * b_row + jc * b_column, b_row, b_column, kc, nc, shape.width, alpha, pack);
+            dtrain__gemm_block(&shape, a + pc * (transpose_a ? lda : 1), lda, transpose_a, m, nc, kc, pack, c + jc, ldc,
+                               beta != 0 || pc > 0);
+        }
+    }
+}
+
+DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc)
+{
+#ifdef DTRAIN_SGEMM
+    DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+#else
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain__gemm_builtin(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+    dtrain__fpmode_restore(mode);
+#endif
+}
+
+#endif
 
 /* ---- >>train-kernels ----
  * The loops over elements of this floor, once for each instruction set. Every operation is rounded by itself and no

@@ -230,6 +230,7 @@ static dtrain_status dtrain__create_world(dtrain_comm **out, const dtrain__place
     dtrain__end end;
     dtrain_comm *comm;
     int64_t now = dtrain__os_now_ns();
+    memset(&end, 0, sizeof end);
     dtrain_status status = dtrain__create_processes(&end, place, desc);
     if (status != DTRAIN_OK)
         return status;

@@ -12,6 +12,7 @@
 
 #define DTRAIN__FOLD_TILE_BYTES 4096
 #define DTRAIN__FOLD_LEVELS 11 /* 1,024 inputs */
+#define DTRAIN__FOLD_BLOCK 16  /* elements that loops over registers go by; they need no loop for a rest then */
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
@@ -146,6 +147,7 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
         type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin;                       \
         type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin;                       \
         type by = (type)divisor;                                                                                       \
+        count -= count % DTRAIN__FOLD_BLOCK;                                                                           \
         DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                         \
         {                                                                                                              \
             type s = x0[i];                                                                                            \
@@ -170,6 +172,23 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
                 y6[i] = s;                                                                                             \
                 y7[i] = s;                                                                                             \
             }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    /* What is left of a block. */                                                                                     \
+    static void name##_rest(const void *const *in, int n, void *const *out, int m, size_t begin, size_t end,           \
+                            double divisor, int mean)                                                                  \
+    {                                                                                                                  \
+        for (size_t i = begin; i < end; i++) {                                                                         \
+            const type *const *x = (const type *const *)in;                                                            \
+            type s = x[0][i] + x[1][i];                                                                                \
+            if (n > 2)                                                                                                 \
+                s = s + (x[2][i] + x[3][i]);                                                                           \
+            if (n > 4)                                                                                                 \
+                s = s + ((x[4][i] + x[5][i]) + (x[6][i] + x[7][i]));                                                   \
+            if (mean)                                                                                                  \
+                s = s / (type)divisor;                                                                                 \
+            for (int k = 0; k < m; k++)                                                                                \
+                ((type *)out[k])[i] = s;                                                                               \
         }                                                                                                              \
     }                                                                                                                  \
     DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
@@ -358,11 +377,14 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
     uint64_t mode = dtrain__fpmode_enter();
     int mean = op == DTRAIN_MEAN && divisor != 1, direct = n == 2 || n == 4 || n == 8;
     direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN);
-    if (direct && dtype == DTRAIN_F32)
+    size_t end = begin + count, rest = end - count % DTRAIN__FOLD_BLOCK;
+    if (direct && dtype == DTRAIN_F32) {
         dtrain__fold_direct_f32(in, n, out, m, begin, count, divisor, mean);
-    else if (direct && dtype == DTRAIN_F64)
+        dtrain__fold_direct_f32_rest(in, n, out, m, rest, end, divisor, mean);
+    } else if (direct && dtype == DTRAIN_F64) {
         dtrain__fold_direct_f64(in, n, out, m, begin, count, divisor, mean);
-    else
+        dtrain__fold_direct_f64_rest(in, n, out, m, rest, end, divisor, mean);
+    } else
         dtrain__fold_tiles(dtype, op, divisor, in, n, out, m, begin, count);
     dtrain__fpmode_restore(mode);
 }

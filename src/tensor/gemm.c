@@ -7,7 +7,7 @@
  * Geijn, ACM TOMS 41(3), 2015. */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
-#include "tensor.h"
+#include "gemm.h"
 #include "isa.c"
 #include "vector.c"
 
