@@ -254,6 +254,13 @@
 #endif
 #endif
 
+/* Small, called from many places, and never where a few cycles count: one copy keeps the program smaller. */
+#if defined(__GNUC__)
+#define DTRAIN__NOINLINE __attribute__((noinline))
+#else
+#define DTRAIN__NOINLINE
+#endif
+
 /* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
  * under -ffp-contract=fast and approximate square roots under -ffast-math: see DTRAIN__ROUNDED and dtrain__sqrt.
  * The program's own code after them is compiled as if they were not there. gcc's pragma also redefines the macros that
@@ -5135,7 +5142,7 @@ __attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__
 }
 
 /* Makes an error kept elsewhere the calling thread's own. */
-static dtrain_status dtrain__report(const dtrain__error *error)
+static DTRAIN__NOINLINE dtrain_status dtrain__report(const dtrain__error *error)
 {
     if (error->status != DTRAIN_OK)
         dtrain__thread_error = *error;
@@ -5247,7 +5254,7 @@ DTRAIN_API int dtrain__without(const char *what)
 
 /* ---- time and processors ---- */
 
-static int64_t dtrain__os_now_ns(void)
+static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -5790,7 +5797,7 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t o
 }
 
 /* Returns zeroed memory, or NULL; bytes of 0 gives one byte's worth, so that NULL always means failure. */
-static void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
+static DTRAIN__NOINLINE void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
 {
     void *block = dtrain__resize(allocator, NULL, 0, bytes > 0 ? bytes : 1);
     if (block != NULL)
@@ -5798,7 +5805,7 @@ static void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
     return block;
 }
 
-static void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t bytes)
+static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t bytes)
 {
     if (pointer != NULL)
         dtrain__resize(allocator, pointer, bytes > 0 ? bytes : 1, 0);
@@ -6905,7 +6912,7 @@ static int dtrain__json_write_finish(const dtrain__json_writer *writer)
     return !writer->broken && writer->complete && writer->bytes <= writer->capacity;
 }
 
-static void dtrain__json_put(dtrain__json_writer *writer, const void *text, size_t bytes)
+static DTRAIN__NOINLINE void dtrain__json_put(dtrain__json_writer *writer, const void *text, size_t bytes)
 {
     if (writer->bytes <= writer->capacity && bytes > 0) {
         size_t room = writer->capacity - writer->bytes;
@@ -7181,6 +7188,9 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 #define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
+/* Elements that a kernel may go by: told that a count is a whole number of blocks, compilers write no loops for a rest. */
+#define DTRAIN__ISA_BLOCK 16
+
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 
 /* Defines name(...) from name_body(...), compiled for each instruction set. */
@@ -7215,6 +7225,24 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
         name##_body arguments;                      \
     }
 #endif
+
+/* Defines name(...), whose parameters have a count: a loop of `statement` over i, whose turns do not depend on each
+ * other, after `opening`. Blocks go by the instruction set, and what is left of one follows one by one. */
+#define DTRAIN__LOOP(name, parameters, arguments, opening, statement)                                                  \
+    DTRAIN__INLINE void name##_blocks_body parameters                                                                  \
+    {                                                                                                                  \
+        opening;                                                                                                       \
+        count -= count % DTRAIN__ISA_BLOCK;                                                                            \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) statement;                                              \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name##_blocks, parameters, arguments)                                                               \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        opening;                                                                                                       \
+        name##_blocks arguments;                                                                                       \
+        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;)                                                          \
+            statement;                                                                                                 \
+    }
 
 /* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
  * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:
@@ -7454,42 +7482,15 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
     return sign | (exponent == 0 ? bits : exponent == 31 ? special | (size > 0x7c00u ? 0x400000u : 0) : normal);
 }
 
-DTRAIN__INLINE void dtrain__dtype_narrow_bf16_body(const void *in, void *out, size_t count)
-{
-    const dtrain__u32 *from = (const dtrain__u32 *)in;
-    dtrain__u16 *to = (dtrain__u16 *)out;
-    for (size_t i = 0; i < count; i++)
-        to[i] = dtrain__dtype_f32_to_bf16(from[i]);
-}
+/* to[i] = expression of from[i]; the buffers are apart. */
+#define DTRAIN__DTYPE_CONVERT(name, input, output, expression)                                                         \
+    DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count),                                    \
+                 const input *from = (const input *)in; output *to = (output *)out, to[i] = expression)
 
-DTRAIN__INLINE void dtrain__dtype_widen_bf16_body(const void *in, void *out, size_t count)
-{
-    const dtrain__u16 *from = (const dtrain__u16 *)in;
-    dtrain__u32 *to = (dtrain__u32 *)out;
-    for (size_t i = 0; i < count; i++)
-        to[i] = (uint32_t)from[i] << 16;
-}
-
-DTRAIN__INLINE void dtrain__dtype_narrow_f16_body(const void *in, void *out, size_t count)
-{
-    const dtrain__u32 *from = (const dtrain__u32 *)in;
-    dtrain__u16 *to = (dtrain__u16 *)out;
-    for (size_t i = 0; i < count; i++)
-        to[i] = dtrain__dtype_f32_to_f16(from[i]);
-}
-
-DTRAIN__INLINE void dtrain__dtype_widen_f16_body(const void *in, void *out, size_t count)
-{
-    const dtrain__u16 *from = (const dtrain__u16 *)in;
-    dtrain__u32 *to = (dtrain__u32 *)out;
-    for (size_t i = 0; i < count; i++)
-        to[i] = dtrain__dtype_f16_to_f32(from[i]);
-}
-
-DTRAIN__KERNEL(dtrain__dtype_narrow_bf16, (const void *in, void *out, size_t count), (in, out, count))
-DTRAIN__KERNEL(dtrain__dtype_widen_bf16, (const void *in, void *out, size_t count), (in, out, count))
-DTRAIN__KERNEL(dtrain__dtype_narrow_f16, (const void *in, void *out, size_t count), (in, out, count))
-DTRAIN__KERNEL(dtrain__dtype_widen_f16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_bf16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_bf16(from[i]))
+DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_bf16, dtrain__u16, dtrain__u32, (uint32_t)from[i] << 16)
+DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_f16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_f16(from[i]))
+DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain__dtype_f16_to_f32(from[i]))
 
 DTRAIN__EXACT_END
 
@@ -7572,7 +7573,6 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
 
 #define DTRAIN__FOLD_TILE_BYTES 4096
 #define DTRAIN__FOLD_LEVELS 11 /* 1,024 inputs */
-#define DTRAIN__FOLD_BLOCK 16  /* elements that loops over registers go by; they need no loop for a rest then */
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
@@ -7612,13 +7612,8 @@ DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
 #define DTRAIN__FOLD_PAIR(name, type, expression)                                                                      \
-    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)                                       \
-    {                                                                                                                  \
-        type *a = (type *)left;                                                                                        \
-        const type *b = (const type *)right;                                                                           \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression;                                      \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name, (void *left, const void *right, size_t count), (left, right, count))
+    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count),                            \
+                 type *a = (type *)left; const type *b = (const type *)right, a[i] = expression)
 
 /* The same for integers, whose loops the base instruction set runs fast enough. */
 #define DTRAIN__FOLD_PAIR_INT(name, type, expression)                                                                  \
@@ -7626,7 +7621,10 @@ DTRAIN__EXACT_BEGIN
     {                                                                                                                  \
         type *a = (type *)left;                                                                                        \
         const type *b = (const type *)right;                                                                           \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression);                              \
+        size_t whole = count - count % DTRAIN__ISA_BLOCK;                                                              \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < whole; i++) a[i] = (type)(expression);                              \
+        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;)                                                          \
+            a[i] = (type)(expression);                                                                                 \
     }
 
 /* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
@@ -7669,26 +7667,16 @@ DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[
 
 /* x[i] = x[i] / divisor */
 #define DTRAIN__FOLD_DIVIDE(name, type)                                                                                \
-    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)                                          \
-    {                                                                                                                  \
-        type *x = (type *)data;                                                                                        \
-        type by = (type)divisor;                                                                                       \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by;                                       \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name, (void *data, double divisor, size_t count), (data, divisor, count))
+    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count),                             \
+                 type *x = (type *)data; type by = (type)divisor, x[i] = x[i] / by)
 
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f32, dtrain__f32)
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 
 /* y[i] = x[i] * factor; y may be x */
 #define DTRAIN__FOLD_WEIGH(name, type)                                                                                 \
-    DTRAIN__INLINE void name##_body(const void *in, double factor, void *out, size_t count)                            \
-    {                                                                                                                  \
-        const type *x = (const type *)in;                                                                              \
-        type *y = (type *)out, by = (type)factor;                                                                      \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = x[i] * by;                                       \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count))
+    DTRAIN__LOOP(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count),             \
+                 const type *x = (const type *)in; type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
 
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
@@ -7707,7 +7695,7 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
         type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin;                       \
         type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin;                       \
         type by = (type)divisor;                                                                                       \
-        count -= count % DTRAIN__FOLD_BLOCK;                                                                           \
+        count -= count % DTRAIN__ISA_BLOCK;                                                                            \
         DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                         \
         {                                                                                                              \
             type s = x0[i];                                                                                            \
@@ -7937,7 +7925,7 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
     uint64_t mode = dtrain__fpmode_enter();
     int mean = op == DTRAIN_MEAN && divisor != 1, direct = n == 2 || n == 4 || n == 8;
     direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN);
-    size_t end = begin + count, rest = end - count % DTRAIN__FOLD_BLOCK;
+    size_t end = begin + count, rest = end - count % DTRAIN__ISA_BLOCK;
     if (direct && dtype == DTRAIN_F32) {
         dtrain__fold_direct_f32(in, n, out, m, begin, count, divisor, mean);
         dtrain__fold_direct_f32_rest(in, n, out, m, rest, end, divisor, mean);
@@ -7959,25 +7947,11 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
 
 DTRAIN__EXACT_BEGIN
 
-#define DTRAIN__VECTOR_SCALE_KERNEL(name, type)                                  \
-    DTRAIN__INLINE void name##_body(void *data, double factor, size_t count)     \
-    {                                                                            \
-        type *x = (type *)data;                                                  \
-        type by = (type)factor;                                                  \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] * by; \
-    }                                                                            \
-    DTRAIN__KERNEL(name, (void *data, double factor, size_t count), (data, factor, count))
-
-#define DTRAIN__VECTOR_AXPY_KERNEL(name, type, rounded)                                                \
-    DTRAIN__INLINE void name##_body(void *to, double factor, const void *from, size_t count)           \
-    {                                                                                                  \
-        type *y = (type *)to;                                                                          \
-        const type *x = (const type *)from;                                                            \
-        type by = (type)factor;                                                                        \
-        uint32_t zero = dtrain__isa_zero;                                                              \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = y[i] + rounded(by * x[i], zero); \
-    }                                                                                                  \
-    DTRAIN__KERNEL(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count))
+/* y[i] = y[i] + factor * x[i] */
+#define DTRAIN__VECTOR_AXPY(name, type, rounded)                                                                       \
+    DTRAIN__LOOP(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count),           \
+                 type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor;                     \
+                 uint32_t zero = dtrain__isa_zero, y[i] = y[i] + rounded(by * x[i], zero))
 
 /* Lane i % 8 takes element i; lanes are joined as a tree. A float32's square is exact in float64. */
 #define DTRAIN__VECTOR_SQUARES_KERNEL(name, type)                                                                 \
@@ -7999,10 +7973,8 @@ DTRAIN__EXACT_BEGIN
     }                                                                                                             \
     DTRAIN__KERNEL(name, (const void *data, size_t count, double *lanes), (data, count, lanes))
 
-DTRAIN__VECTOR_SCALE_KERNEL(dtrain__vector_scale_f32, dtrain__f32)
-DTRAIN__VECTOR_SCALE_KERNEL(dtrain__vector_scale_f64, dtrain__f64)
-DTRAIN__VECTOR_AXPY_KERNEL(dtrain__vector_axpy_f32, dtrain__f32, dtrain__isa_rounded_f32)
-DTRAIN__VECTOR_AXPY_KERNEL(dtrain__vector_axpy_f64, dtrain__f64, dtrain__isa_rounded_f64)
+DTRAIN__VECTOR_AXPY(dtrain__vector_axpy_f32, dtrain__f32, dtrain__isa_rounded_f32)
+DTRAIN__VECTOR_AXPY(dtrain__vector_axpy_f64, dtrain__f64, dtrain__isa_rounded_f64)
 DTRAIN__VECTOR_SQUARES_KERNEL(dtrain__vector_squares_f32, dtrain__f32)
 DTRAIN__VECTOR_SQUARES_KERNEL(dtrain__vector_squares_f64, dtrain__f64)
 
@@ -8052,7 +8024,7 @@ static void dtrain__vector_wide(dtrain__vector_op op, dtrain_dtype dtype, void *
     if (op == DTRAIN__VECTOR_ADD)
         (wide ? dtrain__fold_sum_f64 : dtrain__fold_sum_f32)(y, x, count);
     else if (op == DTRAIN__VECTOR_SCALE)
-        (wide ? dtrain__vector_scale_f64 : dtrain__vector_scale_f32)(y, factor, count);
+        (wide ? dtrain__fold_weigh_f64 : dtrain__fold_weigh_f32)(y, factor, y, count);
     else
         (wide ? dtrain__vector_axpy_f64 : dtrain__vector_axpy_f32)(y, factor, x, count);
 }
@@ -8266,7 +8238,7 @@ DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
     return device == NULL ? "cpu" : device->name != NULL ? device->name : "a device without a name";
 }
 
-static dtrain_status dtrain__device_lacks(const dtrain_device *device, const char *call)
+static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *device, const char *call)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                         "%s on %s: the device's table has no such function: copy to the CPU's memory, and call it with "
@@ -8685,7 +8657,7 @@ static void dtrain__device_clip_cpu(const int64_t *limbs, float max_norm, double
     double length = dtrain__device_length(&sum);
     memcpy(norm, &length, sizeof length);
     if (max_norm != 0.0f && dtrain__norm_finite(&sum) && length > (double)max_norm)
-        dtrain__vector_scale_f32(x, (double)dtrain__device_ratio((double)max_norm, length), count);
+        dtrain__fold_weigh_f32(x, (double)dtrain__device_ratio((double)max_norm, length), x, count);
     dtrain__fpmode_restore(mode);
 }
 
@@ -12027,7 +11999,7 @@ static int dtrain__membership_break(dtrain__membership *members, const dtrain__e
     return 1;
 }
 
-static int dtrain__membership_left(const dtrain__membership *members, int rank)
+static DTRAIN__NOINLINE int dtrain__membership_left(const dtrain__membership *members, int rank)
 {
     return __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST) > 0 &&
            __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST) != 0;
@@ -18912,7 +18884,7 @@ struct dtrain_comm {
 };
 
 /* Refuses a group that is destroyed. Best effort: nothing can be known of memory that somebody else has taken. */
-static dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
+static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
 {
     if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;
@@ -19880,7 +19852,7 @@ static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char
     dtrain__json_write_string(&trace->json, clean, length);
 }
 
-static void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
+static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
 {
     dtrain__trace_key(trace, key);
     dtrain__json_write_u64(&trace->json, value);
@@ -20125,7 +20097,7 @@ typedef struct dtrain__place {
 } dtrain__place;
 
 /* The value of a variable; an empty one counts as unset. */
-static const char *dtrain__place_get(const char *name)
+static DTRAIN__NOINLINE const char *dtrain__place_get(const char *name)
 {
     const char *value = name != NULL ? getenv(name) : NULL;
     return value != NULL && value[0] != 0 ? value : NULL;
@@ -24496,7 +24468,7 @@ static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
     return DTRAIN_OK;
 }
 
-static void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
+static DTRAIN__NOINLINE void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
 {
     if (status != DTRAIN_OK && first->status == DTRAIN_OK)
         *first = dtrain__thread_error;
@@ -32655,7 +32627,7 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
                     for (size_t q = p; q < p + 8 && q < k; q++)
                         panel[q * width + i] = b[q * b_row + (j + i) * b_column];
         if (alpha != 1)
-            dtrain__vector_scale_f32(panel, (double)alpha, k * width);
+            dtrain__fold_weigh_f32(panel, (double)alpha, panel, k * width);
     }
 }
 
@@ -32727,7 +32699,7 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
         if (beta == 0 && k == 0)
             memset(c + i * ldc, 0, n * sizeof(float));
         else if (beta != 0 && beta != 1)
-            dtrain__vector_scale_f32(c + i * ldc, (double)beta, n);
+            dtrain__fold_weigh_f32(c + i * ldc, (double)beta, c + i * ldc, n);
     }
     for (size_t jc = 0; jc < n; jc += DTRAIN__GEMM_NC) {
         size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;

@@ -463,7 +463,7 @@ static int dtrain__json_write_finish(const dtrain__json_writer *writer)
     return !writer->broken && writer->complete && writer->bytes <= writer->capacity;
 }
 
-static void dtrain__json_put(dtrain__json_writer *writer, const void *text, size_t bytes)
+static DTRAIN__NOINLINE void dtrain__json_put(dtrain__json_writer *writer, const void *text, size_t bytes)
 {
     if (writer->bytes <= writer->capacity && bytes > 0) {
         size_t room = writer->capacity - writer->bytes;

@@ -84,7 +84,7 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t o
 }
 
 /* Returns zeroed memory, or NULL; bytes of 0 gives one byte's worth, so that NULL always means failure. */
-static void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
+static DTRAIN__NOINLINE void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
 {
     void *block = dtrain__resize(allocator, NULL, 0, bytes > 0 ? bytes : 1);
     if (block != NULL)
@@ -92,7 +92,7 @@ static void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
     return block;
 }
 
-static void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t bytes)
+static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t bytes)
 {
     if (pointer != NULL)
         dtrain__resize(allocator, pointer, bytes > 0 ? bytes : 1, 0);

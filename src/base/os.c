@@ -64,7 +64,7 @@ DTRAIN_API int dtrain__without(const char *what)
 
 /* ---- time and processors ---- */
 
-static int64_t dtrain__os_now_ns(void)
+static DTRAIN__NOINLINE int64_t dtrain__os_now_ns(void)
 {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);

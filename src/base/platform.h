@@ -17,6 +17,13 @@
 #endif
 #endif
 
+/* Small, called from many places, and never where a few cycles count: one copy keeps the program smaller. */
+#if defined(__GNUC__)
+#define DTRAIN__NOINLINE __attribute__((noinline))
+#else
+#define DTRAIN__NOINLINE
+#endif
+
 /* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
  * under -ffp-contract=fast and approximate square roots under -ffast-math: see DTRAIN__ROUNDED and dtrain__sqrt.
  * The program's own code after them is compiled as if they were not there. gcc's pragma also redefines the macros that

@@ -120,7 +120,7 @@ __attribute__((format(printf, 3, 4))) static dtrain_status dtrain__fail(dtrain__
 }
 
 /* Makes an error kept elsewhere the calling thread's own. */
-static dtrain_status dtrain__report(const dtrain__error *error)
+static DTRAIN__NOINLINE dtrain_status dtrain__report(const dtrain__error *error)
 {
     if (error->status != DTRAIN_OK)
         dtrain__thread_error = *error;

@@ -110,7 +110,7 @@ static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
     return DTRAIN_OK;
 }
 
-static void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
+static DTRAIN__NOINLINE void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
 {
     if (status != DTRAIN_OK && first->status == DTRAIN_OK)
         *first = dtrain__thread_error;

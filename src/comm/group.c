@@ -211,7 +211,7 @@ struct dtrain_comm {
 };
 
 /* Refuses a group that is destroyed. Best effort: nothing can be known of memory that somebody else has taken. */
-static dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
+static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
 {
     if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;

@@ -23,7 +23,7 @@ typedef struct dtrain__place {
 } dtrain__place;
 
 /* The value of a variable; an empty one counts as unset. */
-static const char *dtrain__place_get(const char *name)
+static DTRAIN__NOINLINE const char *dtrain__place_get(const char *name)
 {
     const char *value = name != NULL ? getenv(name) : NULL;
     return value != NULL && value[0] != 0 ? value : NULL;

@@ -71,7 +71,7 @@ static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char
     dtrain__json_write_string(&trace->json, clean, length);
 }
 
-static void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
+static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
 {
     dtrain__trace_key(trace, key);
     dtrain__json_write_u64(&trace->json, value);

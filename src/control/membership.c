@@ -50,7 +50,7 @@ static int dtrain__membership_break(dtrain__membership *members, const dtrain__e
     return 1;
 }
 
-static int dtrain__membership_left(const dtrain__membership *members, int rank)
+static DTRAIN__NOINLINE int dtrain__membership_left(const dtrain__membership *members, int rank)
 {
     return __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST) > 0 &&
            __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST) != 0;

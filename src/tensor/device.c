@@ -24,7 +24,7 @@ DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
     return device == NULL ? "cpu" : device->name != NULL ? device->name : "a device without a name";
 }
 
-static dtrain_status dtrain__device_lacks(const dtrain_device *device, const char *call)
+static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *device, const char *call)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                         "%s on %s: the device's table has no such function: copy to the CPU's memory, and call it with "
@@ -443,7 +443,7 @@ static void dtrain__device_clip_cpu(const int64_t *limbs, float max_norm, double
     double length = dtrain__device_length(&sum);
     memcpy(norm, &length, sizeof length);
     if (max_norm != 0.0f && dtrain__norm_finite(&sum) && length > (double)max_norm)
-        dtrain__vector_scale_f32(x, (double)dtrain__device_ratio((double)max_norm, length), count);
+        dtrain__fold_weigh_f32(x, (double)dtrain__device_ratio((double)max_norm, length), x, count);
     dtrain__fpmode_restore(mode);
 }
 

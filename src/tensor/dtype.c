@@ -192,42 +192,15 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
     return sign | (exponent == 0 ? bits : exponent == 31 ? special | (size > 0x7c00u ? 0x400000u : 0) : normal);
 }
 
-DTRAIN__INLINE void dtrain__dtype_narrow_bf16_body(const void *in, void *out, size_t count)
-{
-    const dtrain__u32 *from = (const dtrain__u32 *)in;
-    dtrain__u16 *to = (dtrain__u16 *)out;
-    for (size_t i = 0; i < count; i++)
-        to[i] = dtrain__dtype_f32_to_bf16(from[i]);
-}
+/* to[i] = expression of from[i]; the buffers are apart. */
+#define DTRAIN__DTYPE_CONVERT(name, input, output, expression)                                                         \
+    DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count),                                    \
+                 const input *from = (const input *)in; output *to = (output *)out, to[i] = expression)
 
-DTRAIN__INLINE void dtrain__dtype_widen_bf16_body(const void *in, void *out, size_t count)
-{
-    const dtrain__u16 *from = (const dtrain__u16 *)in;
-    dtrain__u32 *to = (dtrain__u32 *)out;
-    for (size_t i = 0; i < count; i++)
-        to[i] = (uint32_t)from[i] << 16;
-}
-
-DTRAIN__INLINE void dtrain__dtype_narrow_f16_body(const void *in, void *out, size_t count)
-{
-    const dtrain__u32 *from = (const dtrain__u32 *)in;
-    dtrain__u16 *to = (dtrain__u16 *)out;
-    for (size_t i = 0; i < count; i++)
-        to[i] = dtrain__dtype_f32_to_f16(from[i]);
-}
-
-DTRAIN__INLINE void dtrain__dtype_widen_f16_body(const void *in, void *out, size_t count)
-{
-    const dtrain__u16 *from = (const dtrain__u16 *)in;
-    dtrain__u32 *to = (dtrain__u32 *)out;
-    for (size_t i = 0; i < count; i++)
-        to[i] = dtrain__dtype_f16_to_f32(from[i]);
-}
-
-DTRAIN__KERNEL(dtrain__dtype_narrow_bf16, (const void *in, void *out, size_t count), (in, out, count))
-DTRAIN__KERNEL(dtrain__dtype_widen_bf16, (const void *in, void *out, size_t count), (in, out, count))
-DTRAIN__KERNEL(dtrain__dtype_narrow_f16, (const void *in, void *out, size_t count), (in, out, count))
-DTRAIN__KERNEL(dtrain__dtype_widen_f16, (const void *in, void *out, size_t count), (in, out, count))
+DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_bf16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_bf16(from[i]))
+DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_bf16, dtrain__u16, dtrain__u32, (uint32_t)from[i] << 16)
+DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_f16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_f16(from[i]))
+DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain__dtype_f16_to_f32(from[i]))
 
 DTRAIN__EXACT_END
 

@@ -12,7 +12,6 @@
 
 #define DTRAIN__FOLD_TILE_BYTES 4096
 #define DTRAIN__FOLD_LEVELS 11 /* 1,024 inputs */
-#define DTRAIN__FOLD_BLOCK 16  /* elements that loops over registers go by; they need no loop for a rest then */
 
 static int dtrain__fold_supported(dtrain_dtype dtype, dtrain_op op)
 {
@@ -52,13 +51,8 @@ DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
 #define DTRAIN__FOLD_PAIR(name, type, expression)                                                                      \
-    DTRAIN__INLINE void name##_body(void *left, const void *right, size_t count)                                       \
-    {                                                                                                                  \
-        type *a = (type *)left;                                                                                        \
-        const type *b = (const type *)right;                                                                           \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = expression;                                      \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name, (void *left, const void *right, size_t count), (left, right, count))
+    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count),                            \
+                 type *a = (type *)left; const type *b = (const type *)right, a[i] = expression)
 
 /* The same for integers, whose loops the base instruction set runs fast enough. */
 #define DTRAIN__FOLD_PAIR_INT(name, type, expression)                                                                  \
@@ -66,7 +60,10 @@ DTRAIN__EXACT_BEGIN
     {                                                                                                                  \
         type *a = (type *)left;                                                                                        \
         const type *b = (const type *)right;                                                                           \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) a[i] = (type)(expression);                              \
+        size_t whole = count - count % DTRAIN__ISA_BLOCK;                                                              \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < whole; i++) a[i] = (type)(expression);                              \
+        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;)                                                          \
+            a[i] = (type)(expression);                                                                                 \
     }
 
 /* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
@@ -109,26 +106,16 @@ DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[
 
 /* x[i] = x[i] / divisor */
 #define DTRAIN__FOLD_DIVIDE(name, type)                                                                                \
-    DTRAIN__INLINE void name##_body(void *data, double divisor, size_t count)                                          \
-    {                                                                                                                  \
-        type *x = (type *)data;                                                                                        \
-        type by = (type)divisor;                                                                                       \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] / by;                                       \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name, (void *data, double divisor, size_t count), (data, divisor, count))
+    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count),                             \
+                 type *x = (type *)data; type by = (type)divisor, x[i] = x[i] / by)
 
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f32, dtrain__f32)
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 
 /* y[i] = x[i] * factor; y may be x */
 #define DTRAIN__FOLD_WEIGH(name, type)                                                                                 \
-    DTRAIN__INLINE void name##_body(const void *in, double factor, void *out, size_t count)                            \
-    {                                                                                                                  \
-        const type *x = (const type *)in;                                                                              \
-        type *y = (type *)out, by = (type)factor;                                                                      \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = x[i] * by;                                       \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count))
+    DTRAIN__LOOP(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count),             \
+                 const type *x = (const type *)in; type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
 
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
@@ -147,7 +134,7 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
         type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin;                       \
         type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin;                       \
         type by = (type)divisor;                                                                                       \
-        count -= count % DTRAIN__FOLD_BLOCK;                                                                           \
+        count -= count % DTRAIN__ISA_BLOCK;                                                                            \
         DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                         \
         {                                                                                                              \
             type s = x0[i];                                                                                            \
@@ -377,7 +364,7 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
     uint64_t mode = dtrain__fpmode_enter();
     int mean = op == DTRAIN_MEAN && divisor != 1, direct = n == 2 || n == 4 || n == 8;
     direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN);
-    size_t end = begin + count, rest = end - count % DTRAIN__FOLD_BLOCK;
+    size_t end = begin + count, rest = end - count % DTRAIN__ISA_BLOCK;
     if (direct && dtype == DTRAIN_F32) {
         dtrain__fold_direct_f32(in, n, out, m, begin, count, divisor, mean);
         dtrain__fold_direct_f32_rest(in, n, out, m, rest, end, divisor, mean);

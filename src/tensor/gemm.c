@@ -9,7 +9,7 @@
 #define DTRAIN__GEMM
 #include "gemm.h"
 #include "isa.c"
-#include "vector.c"
+#include "fold.c"
 
 #define DTRAIN__GEMM_KC 256
 #define DTRAIN__GEMM_NC 256
@@ -160,7 +160,7 @@ static void dtrain__gemm_pack(const float *b, size_t b_row, size_t b_column, siz
                     for (size_t q = p; q < p + 8 && q < k; q++)
                         panel[q * width + i] = b[q * b_row + (j + i) * b_column];
         if (alpha != 1)
-            dtrain__vector_scale_f32(panel, (double)alpha, k * width);
+            dtrain__fold_weigh_f32(panel, (double)alpha, panel, k * width);
     }
 }
 
@@ -232,7 +232,7 @@ static void dtrain__gemm_builtin(int transpose_a, int transpose_b, size_t m, siz
         if (beta == 0 && k == 0)
             memset(c + i * ldc, 0, n * sizeof(float));
         else if (beta != 0 && beta != 1)
-            dtrain__vector_scale_f32(c + i * ldc, (double)beta, n);
+            dtrain__fold_weigh_f32(c + i * ldc, (double)beta, c + i * ldc, n);
     }
     for (size_t jc = 0; jc < n; jc += DTRAIN__GEMM_NC) {
         size_t nc = n - jc < DTRAIN__GEMM_NC ? n - jc : DTRAIN__GEMM_NC;

@@ -114,6 +114,9 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 #define DTRAIN__INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
+/* Elements that a kernel may go by: told that a count is a whole number of blocks, compilers write no loops for a rest. */
+#define DTRAIN__ISA_BLOCK 16
+
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 
 /* Defines name(...) from name_body(...), compiled for each instruction set. */
@@ -148,6 +151,24 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
         name##_body arguments;                      \
     }
 #endif
+
+/* Defines name(...), whose parameters have a count: a loop of `statement` over i, whose turns do not depend on each
+ * other, after `opening`. Blocks go by the instruction set, and what is left of one follows one by one. */
+#define DTRAIN__LOOP(name, parameters, arguments, opening, statement)                                                  \
+    DTRAIN__INLINE void name##_blocks_body parameters                                                                  \
+    {                                                                                                                  \
+        opening;                                                                                                       \
+        count -= count % DTRAIN__ISA_BLOCK;                                                                            \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) statement;                                              \
+    }                                                                                                                  \
+    DTRAIN__KERNEL(name##_blocks, parameters, arguments)                                                               \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        opening;                                                                                                       \
+        name##_blocks arguments;                                                                                       \
+        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;)                                                          \
+            statement;                                                                                                 \
+    }
 
 /* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
  * pragmas say under -ffp-contract=fast, but not across a change of bits that it cannot see through:

@@ -10,25 +10,11 @@
 
 DTRAIN__EXACT_BEGIN
 
-#define DTRAIN__VECTOR_SCALE_KERNEL(name, type)                                  \
-    DTRAIN__INLINE void name##_body(void *data, double factor, size_t count)     \
-    {                                                                            \
-        type *x = (type *)data;                                                  \
-        type by = (type)factor;                                                  \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) x[i] = x[i] * by; \
-    }                                                                            \
-    DTRAIN__KERNEL(name, (void *data, double factor, size_t count), (data, factor, count))
-
-#define DTRAIN__VECTOR_AXPY_KERNEL(name, type, rounded)                                                \
-    DTRAIN__INLINE void name##_body(void *to, double factor, const void *from, size_t count)           \
-    {                                                                                                  \
-        type *y = (type *)to;                                                                          \
-        const type *x = (const type *)from;                                                            \
-        type by = (type)factor;                                                                        \
-        uint32_t zero = dtrain__isa_zero;                                                              \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) y[i] = y[i] + rounded(by * x[i], zero); \
-    }                                                                                                  \
-    DTRAIN__KERNEL(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count))
+/* y[i] = y[i] + factor * x[i] */
+#define DTRAIN__VECTOR_AXPY(name, type, rounded)                                                                       \
+    DTRAIN__LOOP(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count),           \
+                 type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor;                     \
+                 uint32_t zero = dtrain__isa_zero, y[i] = y[i] + rounded(by * x[i], zero))
 
 /* Lane i % 8 takes element i; lanes are joined as a tree. A float32's square is exact in float64. */
 #define DTRAIN__VECTOR_SQUARES_KERNEL(name, type)                                                                 \
@@ -50,10 +36,8 @@ DTRAIN__EXACT_BEGIN
     }                                                                                                             \
     DTRAIN__KERNEL(name, (const void *data, size_t count, double *lanes), (data, count, lanes))
 
-DTRAIN__VECTOR_SCALE_KERNEL(dtrain__vector_scale_f32, dtrain__f32)
-DTRAIN__VECTOR_SCALE_KERNEL(dtrain__vector_scale_f64, dtrain__f64)
-DTRAIN__VECTOR_AXPY_KERNEL(dtrain__vector_axpy_f32, dtrain__f32, dtrain__isa_rounded_f32)
-DTRAIN__VECTOR_AXPY_KERNEL(dtrain__vector_axpy_f64, dtrain__f64, dtrain__isa_rounded_f64)
+DTRAIN__VECTOR_AXPY(dtrain__vector_axpy_f32, dtrain__f32, dtrain__isa_rounded_f32)
+DTRAIN__VECTOR_AXPY(dtrain__vector_axpy_f64, dtrain__f64, dtrain__isa_rounded_f64)
 DTRAIN__VECTOR_SQUARES_KERNEL(dtrain__vector_squares_f32, dtrain__f32)
 DTRAIN__VECTOR_SQUARES_KERNEL(dtrain__vector_squares_f64, dtrain__f64)
 
@@ -103,7 +87,7 @@ static void dtrain__vector_wide(dtrain__vector_op op, dtrain_dtype dtype, void *
     if (op == DTRAIN__VECTOR_ADD)
         (wide ? dtrain__fold_sum_f64 : dtrain__fold_sum_f32)(y, x, count);
     else if (op == DTRAIN__VECTOR_SCALE)
-        (wide ? dtrain__vector_scale_f64 : dtrain__vector_scale_f32)(y, factor, count);
+        (wide ? dtrain__fold_weigh_f64 : dtrain__fold_weigh_f32)(y, factor, y, count);
     else
         (wide ? dtrain__vector_axpy_f64 : dtrain__vector_axpy_f32)(y, factor, x, count);
 }
