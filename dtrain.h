@@ -159,7 +159,7 @@
  *     Threads   One line on each function: any thread; one thread per object; collective. Library threads block all
  *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
  *     Memory    From the desc's allocator, which counts bytes and their peak. A warm training loop allocates nothing.
- *     Groups    dtrain_comm_split, _duplicate, _subgroup and dtrain_mesh_create make groups of a group's ranks. Several
+ *     Groups    dtrain_comm_split and dtrain_mesh_create make groups of a group's ranks. Several
  *               may be used at once, from several threads; what breaks one leaves the others as they are, but for the
  *               loss of a rank of a mesh, which ends all groups of it.
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
@@ -652,7 +652,7 @@ typedef struct dtrain_device_sgd_step {
     int nesterov;
 } dtrain_device_sgd_step;
 
-/* A place in a queue: see dtrain_device_event_create. In a table the maker's own. */
+/* A place in a queue, that the library records and has other queues await: the table maker's own. */
 typedef struct dtrain_device_event dtrain_device_event;
 
 /* The k elements of largest magnitude of a device's vector: in a table the maker's own, in calls of the library's what
@@ -711,6 +711,10 @@ typedef struct dtrain_device_ops {
     dtrain_status (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes); /* from and to any memory */
     dtrain_status (*fill)(dtrain_device *device, void *to, const void *element, size_t element_bytes, size_t count);
     dtrain_status (*wait)(dtrain_device *device);
+    /* Events, never NULL: made once, recorded again and again. Record marks the end of what is queued now. Await: what is
+     * queued on `device` after it starts only after the event, and the CPU goes on. Done: *done is 1 when the event has
+     * passed, or was never recorded; it never blocks. Both speak of the last record before their call. Destroy comes
+     * also while queues of other devices still hold waits for it, which then end as they would have. */
     dtrain_status (*event_create)(dtrain_device *device, dtrain_device_event **event);
     void (*event_destroy)(dtrain_device *device, dtrain_device_event *event);
     dtrain_status (*event_record)(dtrain_device *device, dtrain_device_event *event);
@@ -739,6 +743,8 @@ typedef struct dtrain_device_ops {
                           void *out);
     dtrain_status (*unpack)(dtrain_device *device, dtrain_dtype code, size_t block, const void *in, float *out,
                             size_t count, int add);
+    /* Another queue on the device, of the same table and name, reaching the same memory. Destroy waits for what it holds,
+     * and comes before the end of the device that it was made of. */
     dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
     void (*queue_destroy)(dtrain_device *made);
     /* Between processes of a host, all or none. Nobody opens memory of his own process; what is opened may be opened
@@ -768,18 +774,6 @@ struct dtrain_device {
  *
  * any thread */
 DTRAIN_API const char *dtrain_device_name(const dtrain_device *device);
-
-/* Makes another queue on the device of a queue, for work that goes on beside it; events order the two.
- *
- *   made      out: of the same table and name, reaching the same memory; NULL on an error, and for a NULL device
- *   destroy   waits for what it holds; NULL is legal. Before the device that it was made of is destroyed
- *   errors    DTRAIN_ERR_INVALID      made is NULL
- *             DTRAIN_ERR_UNSUPPORTED  the device's table makes no queues
- *             DTRAIN_ERR_MEMORY, what the device says
- *
- * one thread per object; the two may be different threads' */
-DTRAIN_API_MUST dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made);
-DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made);
 
 /* Allocates memory of a device, or pinned memory of the CPU, aligned to 256 bytes (64 for a NULL device); not zeroed.
  *
@@ -821,22 +815,6 @@ DTRAIN_API_MUST dtrain_status dtrain_device_fill(dtrain_device *device, void *to
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_wait(dtrain_device *device);
-
-/* A place in a queue, to be awaited by other queues of the same kind of device, or asked for by the CPU.
- *
- *   create    out: an event, never NULL; made once, recorded again and again; await and done speak of the last record
- *             before their call
- *   destroy   also while queues of other devices still hold waits for it, which then end as they would have
- *   record    marks the end of what is queued now
- *   await     what is queued on `device` after this starts only after the event; the CPU goes on
- *   done      out: 1 when the event has passed, or was never recorded; never blocks
- *
- * one thread per object; an event may be awaited on any device */
-DTRAIN_API_MUST dtrain_status dtrain_device_event_create(dtrain_device *device, dtrain_device_event **event);
-DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, dtrain_device_event *event);
-DTRAIN_API_MUST dtrain_status dtrain_device_event_record(dtrain_device *device, dtrain_device_event *event);
-DTRAIN_API_MUST dtrain_status dtrain_device_event_await(dtrain_device *device, dtrain_device_event *event);
-DTRAIN_API_MUST dtrain_status dtrain_device_event_done(dtrain_device *device, dtrain_device_event *event, int *done);
 
 /* Converts as dtrain_convert, on a device.
  *
@@ -1528,8 +1506,8 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm);
 
 /* Returns the nanoseconds that this rank's callers have spent inside blocking calls and waits of the group.
  *
- * What is made from a group adds to the group's count as well as to its own: groups by split, duplicate, subgroup
- * and mesh, and all that DDP, FSDP, pipelines, servers and local SGD wait for in them. What threads of the library
+ * What is made from a group adds to the group's count as well as to its own: groups by split and mesh,
+ * and all that DDP, FSDP, pipelines, servers and local SGD wait for in them. What threads of the library
  * wait is not counted, dtrain_comm_poll neither. Threads that wait at once add up. The survivors' group of
  * dtrain_comm_shrink begins at 0, and adds to the group that the broken one was made from.
  *
@@ -1577,20 +1555,6 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *p
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                 dtrain_dtype dtype, dtrain_op op);
-
-/* Averages `count` elements over all ranks with a weight a rank: the sum of weight x in over the sum of the weights.
- *
- *   in, out   count elements of dtype; the same buffer, or apart; any alignment
- *   dtype     F64, F32, F16, BF16; products and sums are float64 for F64, float32 for the others, as the weight is,
- *             divided once and rounded once
- *   weight    0 or above, finite; that of this rank alone. With 0 its input does not count, NaNs included
- *   order     as dtrain_all_reduce
- *   errors    DTRAIN_ERR_INVALID  on every rank: all weights are 0, or their sum is too large; on this one: its
- *                                 weight is none, or a fuse is open. Others as dtrain_all_reduce
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
-DTRAIN_API_MUST dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                                         dtrain_dtype dtype, double weight);
 
 /* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_split).
  *
@@ -1764,16 +1728,6 @@ DTRAIN_API_MUST dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const v
                                                       dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
                                                      int root, dtrain_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
-                                                            const size_t *counts, const size_t *offsets,
-                                                            dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out,
-                                                        const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
-                                                        dtrain_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
-                                                        const size_t *in_offsets, void *out, const size_t *out_counts,
-                                                        const size_t *out_offsets, dtrain_dtype dtype,
-                                                        dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                                 int peer, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype,
@@ -1790,29 +1744,6 @@ DTRAIN_API int dtrain_work_done(const dtrain_work *work);
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_work_wait(dtrain_work *work);
-
-/* As dtrain_work_wait, but gives up after timeout_ms; the operation goes on, and the handle can be waited for again.
- *
- *   timeout_ms   0: only what can be done at once; negative: no limit but the operation's deadline
- *   returns      DTRAIN_ERR_TIMEOUT with the handle still valid (dtrain_work_done tells this from the operation's own
- *                deadline); else as dtrain_work_wait, and the handle is gone
- *
- * one thread per object; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms);
-
-/* Ends an operation before its time, on every rank. Its handle ends with DTRAIN_ERR_ABORTED and is still waited for,
- * as soon as the operations that it waits for have ended; one that has ended already stays as it is.
- *
- * A collective's other ranks get DTRAIN_ERR_ABORTED with this rank's number and the operation, and the group is
- * broken; so it is by a send or recv of which a byte may have moved. A send or recv that has not begun, because
- * earlier work of the same peer and direction or an earlier collective is under way, ends alone, and so does whatever
- * has not begun in a world of one: the group can be used as though it had never been called, so that the next
- * message between the two takes its place.
- *
- *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
- *
- * any thread, before dtrain_work_wait has returned */
-DTRAIN_API_MUST dtrain_status dtrain_work_cancel(dtrain_work *work);
 
 /* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
  * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
@@ -1838,7 +1769,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *w
  *                 all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and root, of up to
  *                 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls
  *   errors        DTRAIN_ERR_INVALID  a fuse is open already. So get calls that cannot wait for its end: asynchronous
- *                                     ones, weighted means, check_equal, and those that make groups
+ *                                     ones, check_equal, and those that make groups
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
@@ -1914,8 +1845,7 @@ DTRAIN_API_MUST dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *k
 #endif
 
 /* ---- >>groups ----
- * Groups made from a group: by color, of the same or of listed ranks, of those that survive, and meshes of named
- * dimensions. What survivors agree on, and the state that they give to newcomers. */
+ * Groups made from a group: by color, of those that survive, and meshes of named dimensions. What survivors agree on, and the state that they give to newcomers. */
 #ifndef DTRAIN__GROUPS_H
 #define DTRAIN__GROUPS_H
 
@@ -1924,6 +1854,9 @@ extern "C" {
 #endif
 
 /* Makes a group of the ranks that give the same color, in order of key, then of their rank in comm.
+ *
+ * With one color for all ranks the group is a second one of the same ranks, whose operations do not mix with those of
+ * comm: give one to each thread.
  *
  * Groups are used like the one they come of: several at once, also from several threads of a rank; none waits for
  * another. An error or a lost rank ends the groups that contain it, and no other. A group takes over timeout_ms,
@@ -1938,21 +1871,6 @@ extern "C" {
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group);
-
-/* Makes a group of the same ranks, whose operations do not mix with those of comm; otherwise as dtrain_comm_split.
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **group);
-
-/* Makes a group of the ranks listed, of which ranks[i] gets rank i; otherwise as dtrain_comm_split.
- *
- *   ranks    count ranks of comm, the same list on every rank of comm, listed or not
- *   group    out: NULL for a rank that is not listed
- *   errors   DTRAIN_ERR_INVALID   a rank outside comm or listed twice; the text says who gave it
- *            DTRAIN_ERR_MISMATCH  the lists differ
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *ranks, int count, dtrain_comm **group);
 
 /* Makes a working group of the ranks of comm that are left, in their old order.
  *
@@ -2087,7 +2005,7 @@ typedef struct dtrain_device_group_desc {
     dtrain_device_mode mode; /* 0: EVENTS where it can be, or HOSTS, else STAGED */
     size_t chunk_bytes;      /* STAGED, HOSTS: of a chunk; 0: by the call's size; from 256 KiB to 4 MiB */
     int slots;               /* STAGED, HOSTS: pinned, of the largest chunk each; 0: 4; 2 to 64 */
-    int async;               /* 1: has the calls that end in _async, and a queue and a thread for them */
+    int async;               /* 1: has dtrain_device_group_all_reduce_async, and a queue and a thread for it */
 } dtrain_device_group_desc;
 
 typedef struct dtrain_device_group dtrain_device_group;
@@ -2183,22 +2101,25 @@ DTRAIN_API_MUST dtrain_status dtrain_device_group_all_gather(dtrain_device_group
 DTRAIN_API_MUST dtrain_status dtrain_device_group_broadcast(dtrain_device_group *group, void *data, size_t count,
                                                             dtrain_dtype dtype, int root);
 
-/* The same for shards of any length, as dtrain_reduce_scatter_v and dtrain_all_gather_v.
+/* dtrain_device_group_reduce_scatter and dtrain_device_group_all_gather with parts as the caller says: of rank r the
+ * elements [offsets[r], offsets[r] + counts[r]).
  *
- *   counts   elements of every rank's shard, one after another in the whole vector; the same on every rank; 0 is legal
- *   errors   DTRAIN_ERR_INVALID   counts is NULL
- *            DTRAIN_ERR_MISMATCH  another rank gave other counts, of the same sum or not
+ *   counts, offsets   as in dtrain_reduce_scatter_v and dtrain_all_gather_v; offsets NULL: one after the other
+ *   errors            DTRAIN_ERR_INVALID   counts is NULL
+ *                     DTRAIN_ERR_MISMATCH  another rank gave other counts or offsets, of the same sum or not
  *
  * collective: every rank of comm, same order; blocks as the calls above */
 DTRAIN_API_MUST dtrain_status dtrain_device_group_reduce_scatter_v(dtrain_device_group *group, const void *in,
-                                                                   void *out, const size_t *counts, dtrain_dtype dtype,
+                                                                   void *out, const size_t *counts,
+                                                                   const size_t *offsets, dtrain_dtype dtype,
                                                                    dtrain_op op);
 DTRAIN_API_MUST dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *group, const void *in, void *out,
-                                                               const size_t *counts, dtrain_dtype dtype);
+                                                               const size_t *counts, const size_t *offsets,
+                                                               dtrain_dtype dtype);
 
 typedef struct dtrain_device_work dtrain_device_work;
 
-/* Starts a collective that comes after what the device's queue holds now, and goes on beside what is queued later.
+/* Starts an all-reduce that comes after what the device's queue holds now, and goes on beside what is queued later.
  *
  * With desc.async a thread of the group makes the calls above on a queue of the group's own, one after another in the
  * order in which they were started; the blocking calls take their turn among them. Other calls on comm may be made only
@@ -2206,7 +2127,6 @@ typedef struct dtrain_device_work dtrain_device_work;
  * there is neither: the call is made on the device before this returns, and blocks as it does.
  *
  *   in, out   until the work has been waited for: not to be written, out not to be read, neither to be freed
- *   counts    copied
  *   work      out: to be handed to dtrain_device_work_wait; NULL on an error
  *   errors    of the call itself, and of the device: dtrain_device_work_wait's. Here, on this rank alone:
  *             DTRAIN_ERR_INVALID  a NULL, no desc.async, a forked child, or arguments that the call refuses
@@ -2216,14 +2136,6 @@ typedef struct dtrain_device_work dtrain_device_work;
 DTRAIN_API_MUST dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *group, const void *in,
                                                                    void *out, size_t count, dtrain_dtype dtype,
                                                                    dtrain_op op, dtrain_device_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in,
-                                                                         void *out, const size_t *counts,
-                                                                         dtrain_dtype dtype, dtrain_op op,
-                                                                         dtrain_device_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in,
-                                                                     void *out, const size_t *counts,
-                                                                     dtrain_dtype dtype, dtrain_device_work **work);
-
 /* Orders a started collective before what is queued from now on, returns its result, once, and frees it.
  *
  * The CPU waits until the group's thread has handed the call over, as long as the blocking call would take: in EVENTS
@@ -4558,7 +4470,7 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, s
  *                                     program polls, or over a transport of its own
  *             DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the parameter or field, and who gave what
  *             DTRAIN_ERR_ABORTED      another rank could not create it; the text has its number and why
- *             those of dtrain_comm_duplicate
+ *             those of dtrain_comm_split
  *   source    Douillard and others, DiLoCo, arXiv:2311.08105, 2023; fragments, overlap and mixing: Douillard and
  *             others, Streaming DiLoCo, arXiv:2501.18512, 2025
  *
@@ -7839,26 +7751,6 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fpmode_restore(mode);
 }
 
-/* partial[i] = in[i] * weight, in the partial dtype of dtype. A weight of 0 gives -0, which any sum leaves as it is,
- * whatever is in `in`. */
-static void dtrain__fold_weigh(dtrain_dtype dtype, double weight, const void *in, void *partial, size_t count)
-{
-    uint64_t mode = dtrain__fpmode_enter();
-    int wide = dtype == DTRAIN_F64;
-    if (dtrain__fold_partial(dtype) != dtype && weight != 0) {
-        dtrain__dtype_convert(in, dtype, partial, DTRAIN_F32, count);
-        in = partial;
-    }
-    if (weight != 0)
-        (wide ? dtrain__fold_weigh_f64 : dtrain__fold_weigh_f32)(in, weight, partial, count);
-    for (size_t i = 0; weight == 0 && i < count; i++)
-        if (wide)
-            ((dtrain__u64 *)partial)[i] = (uint64_t)1 << 63;
-        else
-            ((dtrain__u32 *)partial)[i] = (uint32_t)1 << 31;
-    dtrain__fpmode_restore(mode);
-}
-
 /* tiles[0] = tree over in[0 .. n-1] at bytes [at, at + count elements); tiles[1 ..] are the levels below. */
 static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *const *in, int n, size_t at, size_t count,
                               unsigned char (*tiles)[DTRAIN__FOLD_TILE_BYTES])
@@ -8295,12 +8187,9 @@ static dtrain_status dtrain__device_floats(const dtrain_device *device, const ch
 
 /* ---- queues ---- */
 
-DTRAIN_API dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made)
+/* Makes another queue on the device of a queue, for work that goes on beside it. *made: NULL for a NULL device. */
+static dtrain_status dtrain__device_queue_create(dtrain_device *device, dtrain_device **made)
 {
-    if (made == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "device_queue_create on %s: made is NULL, expected a place for it",
-                            dtrain_device_name(device));
     *made = NULL;
     if (device == NULL)
         return DTRAIN_OK;
@@ -8315,7 +8204,7 @@ DTRAIN_API dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrai
     return status;
 }
 
-DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made)
+static void dtrain__device_queue_destroy(dtrain_device *made)
 {
     if (made != NULL && made->ops != NULL && made->ops->queue_destroy != NULL)
         made->ops->queue_destroy(made);
@@ -8426,16 +8315,8 @@ DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device)
 /* What stands for an event where all is done at once. */
 static char dtrain__device_event_cpu;
 
-static dtrain_status dtrain__device_event_null(const dtrain_device *device, const char *call)
+static dtrain_status dtrain__device_event_create(dtrain_device *device, dtrain_device_event **event)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: event is NULL, expected one of dtrain_device_event_create",
-                        call, dtrain_device_name(device));
-}
-
-DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, dtrain_device_event **event)
-{
-    if (event == NULL)
-        return dtrain__device_event_null(device, "device_event_create");
     *event = NULL;
     if (device != NULL) {
         dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_event_create", event_create, (device, event));
@@ -8447,34 +8328,25 @@ DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, dtrai
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, dtrain_device_event *event)
+static void dtrain__device_event_destroy(dtrain_device *device, dtrain_device_event *event)
 {
     if (device != NULL && event != NULL && device->ops != NULL && device->ops->event_destroy != NULL)
         device->ops->event_destroy(device, event);
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_record(dtrain_device *device, dtrain_device_event *event)
+static dtrain_status dtrain__device_event_record(dtrain_device *device, dtrain_device_event *event)
 {
-    if (event == NULL)
-        return dtrain__device_event_null(device, "device_event_record");
     return device == NULL ? DTRAIN_OK
                           : DTRAIN__DEVICE_CALL(device, "device_event_record", event_record, (device, event));
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_await(dtrain_device *device, dtrain_device_event *event)
+static dtrain_status dtrain__device_event_await(dtrain_device *device, dtrain_device_event *event)
 {
-    if (event == NULL)
-        return dtrain__device_event_null(device, "device_event_await");
     return device == NULL ? DTRAIN_OK : DTRAIN__DEVICE_CALL(device, "device_event_await", event_await, (device, event));
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_done(dtrain_device *device, dtrain_device_event *event, int *done)
+static dtrain_status dtrain__device_event_done(dtrain_device *device, dtrain_device_event *event, int *done)
 {
-    if (event == NULL)
-        return dtrain__device_event_null(device, "device_event_done");
-    if (done == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_event_done on %s: done is NULL, expected a place for it",
-                            dtrain_device_name(device));
     *done = 1;
     return device == NULL ? DTRAIN_OK
                           : DTRAIN__DEVICE_CALL(device, "device_event_done", event_done, (device, event, done));
@@ -18703,7 +18575,6 @@ typedef enum dtrain__kind {
     DTRAIN__KINDS
 } dtrain__kind;
 
-#define DTRAIN__WEIGHTED 1u
 #define DTRAIN__ON_DEVICE ((uint64_t)1 << 32)
 #define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: in any order */
 #define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
@@ -18720,9 +18591,9 @@ typedef struct dtrain__call {
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_split says */
     uint64_t group;
-    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED, DTRAIN__ON_DEVICE; else the number of calls that were fused */
+    uint64_t form;   /* 0: one call; DTRAIN__ON_DEVICE; else the number of calls that were fused */
     uint64_t first;  /* the count of the first of these, or of the call that this is a step of */
-    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean; see dtrain__op_call_whole */
+    uint64_t digest; /* of the counts of all of them; see dtrain__op_call_whole */
 } dtrain__call;
 
 typedef struct dtrain__message_header {
@@ -18772,7 +18643,6 @@ typedef struct dtrain__op {
     uint64_t form, first, digest; /* as in the call */
     uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it had none */
     unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's are used */
-    uint32_t cancelled;           /* set by any thread, seen by the one that drives */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
@@ -18912,7 +18782,7 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
     calling = __atomic_load_n(&comm->calling, __ATOMIC_RELAXED);
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "two threads called dtrain_%s and dtrain_%s on one group at once (rank %d of %d): give each "
-                        "thread a group of its own (dtrain_comm_duplicate)",
+                        "thread a group of its own (dtrain_comm_split)",
                         calling != NULL ? calling : call, call, comm->rank, comm->size);
 }
 
@@ -19116,9 +18986,8 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     dtrain__call whole = dtrain__op_call_whole(given);
     const dtrain__call *call = &whole;
     const char *prefix = given->form == DTRAIN__ON_DEVICE ? "device_group_" : "";
-    int weighted = call->form == DTRAIN__WEIGHTED;
-    uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
-    const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
+    uint64_t count = call->form != 0 ? call->first : call->count;
+    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
     char dtype[16], detail[32] = "", root[28] = "", fused[29] = "", elements[24] = "";
     size_t n = 0;
     int reduces =
@@ -19127,10 +18996,10 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
     if (reduces)
-        snprintf(detail, sizeof detail, "%s, ", weighted ? "weighted mean" : dtrain__op_name(call->op));
+        snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
     if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)
         snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
-    if (call->form > DTRAIN__WEIGHTED)
+    if (call->form > 1)
         snprintf(fused, sizeof fused, ", %llu fused", (unsigned long long)call->form);
     if (call->parts != 1 || count > 0) /* of an uneven all-to-all every rank has a count of its own */
         snprintf(elements, sizeof elements, " x %llu", (unsigned long long)count);
@@ -22600,33 +22469,10 @@ struct dtrain__service {
     uint32_t stop;
 };
 
-/* Ends a cancelled operation. A message that has not begun ends alone: nobody knows of it, and the next one takes its
- * place. All else breaks the group. */
-static int dtrain__queue_give_up(dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__error cause;
-    int message = dtrain__op_is_one_way(op);
-    if (op->phase == 0)
-        dtrain__message_number(comm, op);
-    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d cancelled %s", comm->rank, dtrain__op_text(comm, op).text);
-    if (op->phase == 0 && (message || comm->size == 1)) {
-        dtrain__fail(&op->error, DTRAIN_ERR_ABORTED, "%.600s before it began", cause.text);
-        return 1;
-    }
-    dtrain__group_break(comm, &cause);
-    if (dtrain__op_is_fused(op))
-        return dtrain__fused_end_broken(comm, op);
-    comm->broken = comm->broken.status == DTRAIN_OK ? cause : comm->broken;
-    dtrain__op_blame(comm, op, &cause);
-    return 1;
-}
-
 /* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
  * 0, what goes at once; else until about then. */
 static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    if (__atomic_load_n(&op->cancelled, __ATOMIC_SEQ_CST))
-        return dtrain__queue_give_up(comm, op);
     if (dtrain__op_is_fused(op)) {
         int ended = dtrain__fused_advance(comm, op, wait_ns);
         if (!ended)
@@ -23354,43 +23200,30 @@ DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
     return dtrain__work_end(work, INT64_MAX, &ended);
 }
 
-/* ", behind all_reduce of 100 elements, which was called before it"; "" for a work that is at its turn. */
-static void dtrain__work_behind(const dtrain_work *work, char *text, size_t capacity)
+/* dtrain_comm_abort may be called beside another call of the group, whose error text so stays as it is. */
+static dtrain_status dtrain__work_abortable(const dtrain_comm *comm)
 {
-    dtrain_comm *comm = work->comm;
-    const dtrain_work *first = NULL, *at;
-    int packet = dtrain__op_is_one_way(&work->op);
-    text[0] = 0;
-    pthread_mutex_lock(&comm->queue_mutex);
-    for (at = comm->head; at != NULL && at != work; at = at->next)
-        if (first == NULL && (!packet || !dtrain__op_is_one_way(&at->op) ||
-                              (at->op.kind == work->op.kind && at->op.root == work->op.root)))
-            first = at;
-    if (first != NULL && at == work)
-        snprintf(text, capacity, ", behind %s of %zu elements, which was called before it",
-                 dtrain__op_kind_name((uint64_t)first->op.kind), first->op.count);
-    pthread_mutex_unlock(&comm->queue_mutex);
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_abort: the group is NULL; was its creation checked?");
+    if (dtrain__group_alive(comm, "comm_abort") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    if (comm->process != getpid())
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_abort: process %ld made this group, and this is its forked child", (long)comm->process);
+    return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms)
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
 {
-    int64_t now = dtrain__os_now_ns();
-    int ended;
-    char behind[96];
-    dtrain_status status;
-    if (work == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait_for: the handle is NULL; was its call checked?");
-    status = dtrain__work_end(
-        work, timeout_ms < 0 || timeout_ms > (INT64_MAX - now) / 1000000 ? INT64_MAX : now + timeout_ms * 1000000,
-        &ended);
-    if (ended)
+    dtrain__error cause, kept = dtrain__thread_error;
+    dtrain_status status = dtrain__work_abortable(comm);
+    if (status != DTRAIN_OK)
         return status;
-    dtrain__work_behind(work, behind, sizeof behind);
-    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                        "work_wait_for on rank %d: %s of %zu elements is still under way after %lld ms%s; it goes on, "
-                        "and its handle can be waited for again",
-                        work->comm->rank, dtrain__op_kind_name((uint64_t)work->op.kind), work->op.count,
-                        (long long)timeout_ms, behind);
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d aborted the group: %.300s", comm->rank,
+                 why != NULL && why[0] != 0 ? why : "it gave no reason");
+    dtrain__thread_error = kept;
+    dtrain__group_break(comm, &cause);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
@@ -24124,16 +23957,14 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, NULL);
 }
 
-DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+static dtrain_status dtrain__reduce_scatter_v(dtrain_comm *comm, const void *in, void *out,
                                                        const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
                                                        dtrain_op op, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
 
-/* Sums as dtrain_reduce_scatter_v_async; results are of the dtype of partial sums, float32 for 16-bit floats, and are
+/* Sums as dtrain__reduce_scatter_v; results are of the dtype of partial sums, float32 for 16-bit floats, and are
  * not rounded to that of the inputs. in and out are apart. */
 static dtrain_status dtrain__reduce_scatter_partial(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                                     dtrain_dtype dtype, dtrain_work **work)
@@ -24164,11 +23995,9 @@ DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, 
     return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, NULL);
 }
 
-DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+static dtrain_status dtrain__all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                                    const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
     return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, work);
 }
 
@@ -24233,15 +24062,6 @@ DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, 
                                              const size_t *out_offsets, dtrain_dtype dtype)
 {
     return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, NULL);
-}
-
-DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
-                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
-                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
-    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, work);
 }
 
 DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm)
@@ -24890,160 +24710,6 @@ static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, dt
 
 #endif
 
-/* ---- >>cancel ----
- * Ending what is under way on purpose, from any thread: one operation, or the group. Nothing of a group that its
- * own thread writes is touched here but through atomics; the thread that drives finds out at its next turn. */
-#ifndef DTRAIN__CANCEL
-#define DTRAIN__CANCEL
-
-/* These may be called beside another call of the group, whose error text so stays as it is. */
-static dtrain_status dtrain__cancel_check(const dtrain_comm *comm, const char *call)
-{
-    if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: needs a group or handle (got NULL)", call);
-    if (dtrain__group_alive(comm, call) != DTRAIN_OK)
-        return DTRAIN_ERR_INVALID;
-    if (comm->process != getpid())
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: process %ld made this group, and this is its forked child",
-                            call, (long)comm->process);
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_work_cancel(dtrain_work *work)
-{
-    if (work != NULL && __atomic_load_n(&work->mark, __ATOMIC_RELAXED) == 0)
-        return DTRAIN_OK; /* another thread's wait has it: there is nothing left to cancel */
-    dtrain_status status = work != NULL ? dtrain__work_alive(work, "work_cancel") : DTRAIN_OK;
-    dtrain_comm *comm = work != NULL && status == DTRAIN_OK ? work->comm : NULL;
-    if (status == DTRAIN_OK)
-        status = dtrain__cancel_check(comm, "work_cancel");
-    if (status != DTRAIN_OK)
-        return status;
-    __atomic_store_n(&work->op.cancelled, 1, __ATOMIC_SEQ_CST);
-    dtrain__bell_ring(comm->bell);
-    if (comm->transport.wake != NULL)
-        comm->transport.wake(comm->transport.self);
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
-{
-    dtrain__error cause, kept = dtrain__thread_error;
-    dtrain_status status = dtrain__cancel_check(comm, "comm_abort");
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d aborted the group: %.300s", comm->rank,
-                 why != NULL && why[0] != 0 ? why : "it gave no reason");
-    dtrain__thread_error = kept;
-    dtrain__group_break(comm, &cause);
-    return DTRAIN_OK;
-}
-
-#endif
-
-/* ---- >>weighted ----
- * The mean with a weight a rank: the sum of the weights first, so that all ranks agree on whether there is a mean,
- * then the sum of the weighted inputs, divided once. Both are all-reduces in the tree order that say in their
- * headers what they are part of. 16-bit inputs are weighted as float32, piece by piece. */
-#ifndef DTRAIN__WEIGHTED_MEAN
-#define DTRAIN__WEIGHTED_MEAN
-
-#define DTRAIN__WEIGHTED_PIECE ((size_t)1 << 18) /* elements, where they cannot be weighted in place */
-
-/* Whether a weight is a number that the partial dtype of dtype can hold; by its bits, whatever the compiler assumes
- * of infinities. *positive: and above 0. */
-static int dtrain__weighted_number(dtrain_dtype dtype, double weight, int *positive)
-{
-    uint64_t bits;
-    memcpy(&bits, &weight, sizeof bits);
-    *positive = bits != 0 && bits >> 63 == 0;
-    return bits >> 52 < 0x7ff ? dtype == DTRAIN_F64 || weight <= (double)FLT_MAX : bits << 1 == 0;
-}
-
-/* One all-reduce of partial sums, in place. */
-static dtrain_status dtrain__weighted_sum(dtrain_comm *comm, void *sums, size_t count, dtrain_dtype dtype,
-                                          const dtrain__op *whole)
-{
-    dtrain__op op;
-    memcpy(&op, whole, offsetof(dtrain__op, error));
-    op.error.status = DTRAIN_OK;
-    op.in = op.out = sums;
-    op.count = count;
-    op.dtype = dtype;
-    op.op = DTRAIN_SUM;
-    op.form = DTRAIN__WEIGHTED;
-    op.first = whole->count;
-    op.digest = (uint64_t)whole->dtype;
-    return dtrain__work_call(comm, &op, NULL);
-}
-
-static dtrain_status dtrain__weighted_check(dtrain_comm *comm, const dtrain__op *op, double weight)
-{
-    dtrain_status status;
-    int positive;
-    if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "all_reduce_weighted: the group is NULL; was its creation "
-                            "checked?");
-    status = dtrain__op_check(comm, op);
-    if (status != DTRAIN_OK)
-        return status;
-    if (comm->fusing)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "all_reduce_weighted on rank %d: it cannot be fused; call fuse_end first", comm->rank);
-    if (!dtrain__weighted_number(op->dtype, weight, &positive))
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "all_reduce_weighted of %zu elements on rank %d: the weight is %g; a number of at least 0 "
-                            "is expected that %s can hold",
-                            op->count, comm->rank, weight, op->dtype == DTRAIN_F64 ? "a double" : "a float");
-    return DTRAIN_OK;
-}
-
-/* Sums the weights; every rank comes to the same verdict. */
-static dtrain_status dtrain__weighted_total(dtrain_comm *comm, const dtrain__op *op, double weight, double *total)
-{
-    dtrain_status status;
-    int positive;
-    *total = weight;
-    status = dtrain__weighted_sum(comm, total, 1, DTRAIN_F64, op);
-    if (status == DTRAIN_OK && !(dtrain__weighted_number(op->dtype, *total, &positive) && positive))
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "all_reduce_weighted of %zu elements: the weights of all %d ranks add up to %g, which "
-                            "nothing can be divided by; one at least must be above 0",
-                            op->count, comm->size, *total);
-    return status;
-}
-
-DTRAIN_API dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                                    dtrain_dtype dtype, double weight)
-{
-    dtrain__op op = dtrain__op_of(DTRAIN__ALL_REDUCE, in, out, count, dtype);
-    dtrain_status status;
-    double total;
-    size_t width = dtrain_dtype_bits(dtype) / 8;
-    dtrain_dtype partial = dtrain__fold_partial(dtype);
-    op.op = DTRAIN_MEAN;
-    status = dtrain__weighted_check(comm, &op, weight);
-    if (status != DTRAIN_OK)
-        return status;
-    weight = dtype == DTRAIN_F64 ? weight : (double)(float)weight;
-    status = dtrain__weighted_total(comm, &op, weight, &total);
-    size_t piece = partial == dtype ? count : DTRAIN__WEIGHTED_PIECE;
-    if (status == DTRAIN_OK && partial != dtype)
-        status = dtrain__fuse_reserve(comm, (count < piece ? count : piece) * sizeof(float));
-    for (size_t at = 0; status == DTRAIN_OK && at < count; at += piece) {
-        size_t n = count - at < piece ? count - at : piece;
-        void *sums = partial == dtype ? out : comm->packed;
-        dtrain__fold_weigh(dtype, weight, (const unsigned char *)in + at * width, sums, n);
-        status = dtrain__weighted_sum(comm, sums, n, partial, &op);
-        if (status == DTRAIN_OK)
-            dtrain__fold_finish(dtype, DTRAIN_MEAN, total, sums, (unsigned char *)out + at * width, n);
-    }
-    return status;
-}
-
-#endif
-
 /* ---- >>store_calls ----
  * The store's public calls; the group's control plane answers them. */
 #ifndef DTRAIN__STORE_CALLS
@@ -25377,79 +25043,6 @@ static dtrain_status dtrain__split_by_color(dtrain_comm *comm, int color, int ke
 DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group)
 {
     return dtrain__split_by_color(comm, color, key, 0, group, "comm_split");
-}
-
-DTRAIN_API dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **group)
-{
-    return dtrain__split_by_color(comm, 0, 0, 0, group, "comm_duplicate");
-}
-
-enum { DTRAIN__LIST_GOOD = 0, DTRAIN__LIST_NULL, DTRAIN__LIST_BAD, DTRAIN__LIST_TWICE };
-
-/* What is wrong with a list of ranks, and with which of its entries. */
-static int dtrain__split_subgroup_flaw(const dtrain_comm *comm, const int *ranks, int count, int *which)
-{
-    *which = 0;
-    if (count < 0 || (ranks == NULL && count > 0))
-        return DTRAIN__LIST_NULL;
-    for (; *which < count; ++*which) {
-        if (ranks[*which] < 0 || ranks[*which] >= comm->size)
-            return DTRAIN__LIST_BAD;
-        for (int i = 0; i < *which; i++)
-            if (ranks[i] == ranks[*which])
-                return DTRAIN__LIST_TWICE;
-    }
-    return DTRAIN__LIST_GOOD;
-}
-
-/* Compares what all ranks gave: an entry's color is the list's digest, its key the flaw and the length. */
-static dtrain_status dtrain__split_subgroup_compare(dtrain__split_state *split)
-{
-    static const char *const flaws[] = {"", "no list", "a rank that is not in the group", "a rank twice"};
-    dtrain_comm *comm = split->parent;
-    const dtrain__split_entry *first = &split->entries[0];
-    for (int rank = 0; rank < comm->size; rank++) {
-        uint64_t flaw = (uint64_t)split->entries[rank].key & 3;
-        if (flaw != DTRAIN__LIST_GOOD)
-            return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                                "%s on rank %d: rank %d gave %s; list each rank of 0 "
-                                "to %d at most once",
-                                split->call, comm->rank, rank, flaws[flaw], comm->size - 1);
-    }
-    for (int rank = 1; rank < comm->size; rank++) {
-        const dtrain__split_entry *other = &split->entries[rank];
-        if (other->color != first->color || other->key != first->key)
-            return dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
-                                "%s on rank %d: rank %d gave a list of %lld ranks, rank 0 another one of %lld; every "
-                                "rank, listed or not, must give the same",
-                                split->call, comm->rank, rank, (long long)(other->key >> 2),
-                                (long long)(first->key >> 2));
-    }
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *ranks, int count, dtrain_comm **group)
-{
-    dtrain__split_state split;
-    unsigned char digest[32];
-    int which, flaw;
-    dtrain_status status = dtrain__split_check(comm, group, "comm_subgroup");
-    if (status == DTRAIN_OK)
-        status = dtrain__split_begin(&split, comm, "comm_subgroup");
-    if (status != DTRAIN_OK)
-        return status;
-    flaw = dtrain__split_subgroup_flaw(comm, ranks, count, &which);
-    dtrain_sha256(ranks, flaw == DTRAIN__LIST_GOOD ? (size_t)count * sizeof *ranks : 0, digest);
-    status = dtrain__split_meet(&split, dtrain__get_le(digest, 8), (int64_t)count * 4 + flaw);
-    if (status == DTRAIN_OK)
-        status = dtrain__split_subgroup_compare(&split);
-    if (status == DTRAIN_OK) {
-        for (int i = 0; i < count; i++)
-            dtrain__split_add(&split, ranks[i], (int)split.entries[ranks[i]].origin);
-        status = dtrain__split_settle(&split, group);
-    }
-    dtrain__split_end(&split);
-    return status;
 }
 
 #endif
@@ -26038,6 +25631,16 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
     return group;
 }
 
+/* Elements of a call's vector, up to the end of its last part. */
+static size_t dtrain__device_span(const dtrain_device_group *group, const dtrain__op *op)
+{
+    size_t span = op->offsets != NULL ? 0 : op->count;
+    for (int rank = 0; op->offsets != NULL && rank < group->comm->size; rank++)
+        if (op->counts[rank] > 0 && op->offsets[rank] + op->counts[rank] > span)
+            span = op->offsets[rank] + op->counts[rank];
+    return span;
+}
+
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__op_call_whole. */
 static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
 {
@@ -26263,7 +25866,7 @@ static dtrain_status dtrain__staged_load(const dtrain__staged *run, size_t chunk
     }
     if (status != DTRAIN_OK)
         return status;
-    return dtrain_device_event_record(device, run->group->slot_events[chunk % (size_t)run->group->slots]);
+    return dtrain__device_event_record(device, run->group->slot_events[chunk % (size_t)run->group->slots]);
 }
 
 /* Queues what brings a chunk's result to the device. */
@@ -26300,7 +25903,7 @@ static dtrain_status dtrain__staged_await(const dtrain__staged *run, size_t chun
     int64_t limit = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     for (unsigned turn = 0; !run->direct; turn++) {
         int done = 0;
-        dtrain_status status = dtrain_device_event_done(run->group->device, event, &done);
+        dtrain_status status = dtrain__device_event_done(run->group->device, event, &done);
         if (status != DTRAIN_OK || done)
             return status;
         if (now - begun >= limit)
@@ -26750,9 +26353,9 @@ static int dtrain__processes_drain(dtrain_device_group *group, int64_t until_ns,
     const dtrain__processes *all = group->processes;
     dtrain__processes_words *own = &all->page->ranks[group->comm->rank];
     int done = 0, late = 0;
-    *status = dtrain_device_event_record(group->device, all->end);
+    *status = dtrain__device_event_record(group->device, all->end);
     for (unsigned turn = 0; *status == DTRAIN_OK; turn++) {
-        *status = dtrain_device_event_done(group->device, all->end, &done);
+        *status = dtrain__device_event_done(group->device, all->end, &done);
         if (done || *status != DTRAIN_OK)
             break;
         late = until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns;
@@ -26988,13 +26591,14 @@ static int dtrain__processes_holds(const dtrain_device_shared *what, size_t byte
 /* Makes the buffers of a call, which all ranks have told, ones that this rank's device can touch. */
 static dtrain_status dtrain__processes_reach(dtrain_device_group *group, const dtrain__op *op)
 {
+    size_t bytes = dtrain__device_span(group, op) * (dtrain_dtype_bits(op->dtype) / 8);
     for (int rank = 0; rank < group->comm->size; rank++) {
         const dtrain__processes_buffers *its = &group->processes->buffers[rank];
         int peer = rank != group->comm->rank;
         void *in = peer ? NULL : (void *)op->in, *out = peer ? NULL : op->out;
         dtrain_status status = DTRAIN_OK;
-        if (peer && ((its->has_in && !dtrain__processes_holds(&its->in, dtrain__op_bytes(op))) ||
-                     (its->has_out && !dtrain__processes_holds(&its->out, dtrain__op_bytes(op))))) {
+        if (peer && ((its->has_in && !dtrain__processes_holds(&its->in, bytes)) ||
+                     (its->has_out && !dtrain__processes_holds(&its->out, bytes)))) {
             status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                                   "rank %d tells of a buffer that its allocation does not hold", rank);
             return dtrain__device_failed(group, op, group->comm->number, status);
@@ -27037,7 +26641,7 @@ static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
 {
     dtrain__processes *all = group->processes;
     void *queues = NULL;
-    dtrain_status status = dtrain_device_event_create(group->device, &all->end);
+    dtrain_status status = dtrain__device_event_create(group->device, &all->end);
     if (status == DTRAIN_OK)
         status = group->device->ops->page_open(group->device, all->page, sizeof *all->page, &queues);
     if (status != DTRAIN_OK)
@@ -27093,7 +26697,7 @@ static void dtrain__processes_free(dtrain_device_group *group)
         dtrain__processes_close_all(group);
         group->device->ops->page_close(group->device, all->page);
     }
-    dtrain_device_event_destroy(group->device, all->end);
+    dtrain__device_event_destroy(group->device, all->end);
     dtrain__free(group->comm->allocator, all->opened, all->opened_room * sizeof(dtrain__processes_opened));
     if (all->page != NULL)
         dtrain__os_unreserve(all->page, sizeof *all->page);
@@ -27178,7 +26782,7 @@ static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 static dtrain_status dtrain__events_record(dtrain_device_group *group, uint64_t turn, int second)
 {
     if (group->processes == NULL)
-        return dtrain_device_event_record(group->device, group->mine.events[second]);
+        return dtrain__device_event_record(group->device, group->mine.events[second]);
     return second ? dtrain__processes_mark_second(group, turn) : dtrain__processes_mark(group);
 }
 
@@ -27199,7 +26803,7 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
         if (rank == comm->rank || (second && theirs < turn) || gone)
             continue;
         status = group->processes != NULL ? dtrain__processes_await(group, rank, second, turn)
-                                          : dtrain_device_event_await(group->device, group->notes[rank].events[second]);
+                                          : dtrain__device_event_await(group->device, group->notes[rank].events[second]);
     }
     return status;
 }
@@ -27419,7 +27023,7 @@ static dtrain_status dtrain__events_make(dtrain_device_group *group)
     int threads = group->comm->plane->in_process;
     dtrain_status status = threads ? DTRAIN_OK : dtrain__processes_join(group);
     for (int i = 0; i < 2 && threads && status == DTRAIN_OK; i++)
-        status = dtrain_device_event_create(device, &group->mine.events[i]);
+        status = dtrain__device_event_create(device, &group->mine.events[i]);
     if (!threads && status == DTRAIN_OK)
         status = dtrain__processes_open_page(group);
     if (status == DTRAIN_OK)
@@ -27529,7 +27133,7 @@ static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
     int done = 0;
     if (state != DTRAIN__FLAGS_LEFT)
         return state == DTRAIN__FLAGS_INSIDE;
-    return dtrain_device_event_done(group->device, group->flags->event[rank], &done) == DTRAIN_OK && !done;
+    return dtrain__device_event_done(group->device, group->flags->event[rank], &done) == DTRAIN_OK && !done;
 }
 
 /* Waits until this rank's device has left the others' memory, and theirs its own. */
@@ -28069,7 +27673,8 @@ static dtrain_status dtrain__hosts_between(dtrain_device_group *group, const dtr
 /* Hands this rank's share of the result, which is in its output, to all of its host. */
 static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dtrain__op *whole, int pieces)
 {
-    dtrain__op op = dtrain__op_of(DTRAIN__ALL_GATHER, NULL, whole->out, whole->count, whole->dtype);
+    size_t span = dtrain__device_span(group, whole);
+    dtrain__op op = dtrain__op_of(DTRAIN__ALL_GATHER, NULL, whole->out, span, whole->dtype);
     return dtrain__hosts_inside(group, whole, &op, pieces);
 }
 
@@ -28156,7 +27761,7 @@ static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, co
 {
     const dtrain__hosts *hosts = group->hosts;
     size_t width = dtrain_dtype_bits(whole->dtype) / 8, longest = 0;
-    size_t room = hosts->scratch_bytes / width / (size_t)hosts->count;
+    size_t room = hosts->scratch_bytes / width / (size_t)hosts->count, span = dtrain__device_span(group, whole);
     dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < group->comm->size; rank++)
         longest = group->shards[rank].count > longest ? group->shards[rank].count : longest;
@@ -28171,7 +27776,7 @@ static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, co
             hosts->between->shards[host].begin = sum;
             sum += n;
         }
-        dtrain__op fold = dtrain__op_of(DTRAIN__REDUCE_SCATTER, whole->in, hosts->scratch, whole->count, whole->dtype);
+        dtrain__op fold = dtrain__op_of(DTRAIN__REDUCE_SCATTER, whole->in, hosts->scratch, span, whole->dtype);
         dtrain__op add =
             dtrain__op_of(DTRAIN__REDUCE_SCATTER, hosts->scratch, (unsigned char *)whole->out + own, sum, whole->dtype);
         status = dtrain__hosts_inside(group, whole, &fold, hosts->count);
@@ -28217,7 +27822,7 @@ struct dtrain_device_work {
     dtrain__async *async;
     dtrain_device_work *next;           /* spare, too */
     dtrain_device_work *older;          /* of all that were made */
-    dtrain__op op;                      /* its counts are behind this struct */
+    dtrain__op op;                      /* its counts and offsets are behind this struct */
     uint64_t told;                      /* failures that the caller knew of when it started this */
     uint64_t failure;                   /* the number of the one that this ended with */
     dtrain_device_event *begun, *ended; /* of the caller's queue and of the group's; made when first needed */
@@ -28247,7 +27852,7 @@ static dtrain_status dtrain__async_run(dtrain_device_group *group, const dtrain_
         return dtrain__device_step(group, op, 0, &all);
     }
     if (op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__ALL_GATHER)
-        dtrain__op_extents(group->comm, op, op->counts, NULL, group->shards);
+        dtrain__op_extents(group->comm, op, op->counts, op->offsets, group->shards);
     if (group->mode == DTRAIN_DEVICE_FLAGS)
         return dtrain__flags_run(group, op);
     if (group->mode == DTRAIN_DEVICE_HOSTS)
@@ -28273,9 +27878,9 @@ static dtrain_status dtrain__async_enter(dtrain__async *async, dtrain_device_wor
     dtrain_device *device = async->group->device;
     dtrain_status status = dtrain__report(&work->error);
     if (status == DTRAIN_OK && device != async->caller)
-        status = dtrain_device_event_await(device, work->begun);
+        status = dtrain__device_event_await(device, work->begun);
     if (status == DTRAIN_OK && work->ended == NULL)
-        status = dtrain_device_event_create(device, &work->ended);
+        status = dtrain__device_event_create(device, &work->ended);
     return status;
 }
 
@@ -28292,7 +27897,7 @@ static dtrain_status dtrain__async_make(dtrain__async *async, dtrain_device_work
             status = dtrain__async_run(group, &work->op);
     }
     dtrain__error kept = dtrain__thread_error;
-    dtrain_status recorded = work->ended != NULL ? dtrain_device_event_record(group->device, work->ended) : status;
+    dtrain_status recorded = work->ended != NULL ? dtrain__device_event_record(group->device, work->ended) : status;
     work->ordered = recorded == DTRAIN_OK;
     if (!work->ordered)
         dtrain__events_wait(group);
@@ -28338,7 +27943,7 @@ static dtrain_status dtrain__async_forked(const dtrain__async *async, const char
 
 static size_t dtrain__async_work_bytes(const dtrain__async *async)
 {
-    return sizeof(dtrain_device_work) + (size_t)async->group->comm->size * sizeof(size_t);
+    return sizeof(dtrain_device_work) + 2 * (size_t)async->group->comm->size * sizeof(size_t);
 }
 
 /* A work that is free, or a new one. */
@@ -28369,9 +27974,9 @@ static void dtrain__async_mark(dtrain__async *async, dtrain_device_work *work)
     if (async->group->device == async->caller)
         return;
     if (work->begun == NULL)
-        status = dtrain_device_event_create(async->caller, &work->begun);
+        status = dtrain__device_event_create(async->caller, &work->begun);
     if (status == DTRAIN_OK)
-        status = dtrain_device_event_record(async->caller, work->begun);
+        status = dtrain__device_event_record(async->caller, work->begun);
     if (status != DTRAIN_OK) {
         work->error = dtrain__thread_error;
         work->error.status = status;
@@ -28393,9 +27998,12 @@ static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrai
         return DTRAIN_ERR_MEMORY;
     memcpy(&work->op, op, offsetof(dtrain__op, error));
     if (op->counts != NULL) {
-        size_t *counts = (size_t *)(void *)(work + 1);
-        memcpy(counts, op->counts, (size_t)async->shell.size * sizeof *counts);
+        size_t *counts = (size_t *)(void *)(work + 1), ranks = (size_t)async->shell.size;
+        memcpy(counts, op->counts, ranks * sizeof *counts);
         work->op.counts = counts;
+        if (op->offsets != NULL)
+            memcpy(counts + ranks, op->offsets, ranks * sizeof *counts);
+        work->op.offsets = op->offsets != NULL ? counts + ranks : NULL;
     }
     work->ordered = 0;
     work->told = async->told;
@@ -28436,7 +28044,7 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     if (ended.status != DTRAIN_OK && work->failure > async->told)
         async->told = work->failure;
     if (own != device && own != NULL && work->ordered) {
-        dtrain_status status = dtrain_device_event_await(device, work->ended);
+        dtrain_status status = dtrain__device_event_await(device, work->ended);
         if (status != DTRAIN_OK && ended.status == DTRAIN_OK)
             ended.status = dtrain__fail(&ended, status, "device_work_wait on rank %d: the device %s failed: %.400s",
                                         async->shell.rank, dtrain_device_name(device), dtrain__thread_error.text);
@@ -28489,7 +28097,7 @@ static dtrain_status dtrain__async_create(dtrain_device_group *group)
     async->worker.perform = dtrain__async_perform;
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return DTRAIN_OK;
-    dtrain_status status = dtrain_device_queue_create(group->device, &own);
+    dtrain_status status = dtrain__device_queue_create(group->device, &own);
     if (status == DTRAIN_ERR_UNSUPPORTED)
         return DTRAIN_OK;
     if (status != DTRAIN_OK)
@@ -28540,23 +28148,23 @@ static void dtrain__async_destroy(dtrain_device_group *group, int here)
         dtrain_device_work *work = async->newest;
         async->newest = work->older;
         if (here) {
-            dtrain_device_event_destroy(async->caller, work->begun);
-            dtrain_device_event_destroy(group->device, work->ended);
+            dtrain__device_event_destroy(async->caller, work->begun);
+            dtrain__device_event_destroy(group->device, work->ended);
         }
         dtrain__free(group->comm->allocator, work, dtrain__async_work_bytes(async));
     }
     if (here && group->device != async->caller)
-        dtrain_device_queue_destroy(group->device);
+        dtrain__device_queue_destroy(group->device);
     dtrain__free(group->comm->allocator, async, sizeof *async);
 }
 
 /* ---- the calls ---- */
 
-/* A call on shards of the caller's lengths. */
+/* A call on parts as the caller says. */
 static dtrain_status dtrain__async_op_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
-                                        const size_t *counts, dtrain_dtype dtype, dtrain__op *op)
+                                        const size_t *counts, const size_t *offsets, dtrain_dtype dtype, dtrain__op *op)
 {
-    *op = dtrain__op_of_parts(group != NULL ? group->comm : NULL, kind, in, out, counts, NULL, dtype);
+    *op = dtrain__op_of_parts(group != NULL ? group->comm : NULL, kind, in, out, counts, offsets, dtype);
     if (counts != NULL || group == NULL)
         return DTRAIN_OK;
     return dtrain__fail(group->async != NULL ? NULL : &group->comm->error, DTRAIN_ERR_INVALID,
@@ -28591,26 +28199,24 @@ DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_grou
     return dtrain__async_begin(group, &call, work);
 }
 
-DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in,
-                                                                    void *out, const size_t *counts, dtrain_dtype dtype,
-                                                                    dtrain_op op, dtrain_device_work **work)
+/* Start the uneven forms, of parts one after the other. */
+static dtrain_status dtrain__async_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
+                                                    const size_t *counts, dtrain_dtype dtype, dtrain_op op,
+                                                    dtrain_device_work **work)
 {
     dtrain__op call;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, dtype, &call);
+    *work = NULL;
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, NULL, dtype, &call);
     call.op = op;
-    if (status != DTRAIN_OK && work != NULL)
-        *work = NULL;
     return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
 }
 
-DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in, void *out,
-                                                                const size_t *counts, dtrain_dtype dtype,
-                                                                dtrain_device_work **work)
+static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, const void *in, void *out,
+                                                const size_t *counts, dtrain_dtype dtype, dtrain_device_work **work)
 {
     dtrain__op call;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, dtype, &call);
-    if (status != DTRAIN_OK && work != NULL)
-        *work = NULL;
+    *work = NULL;
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, NULL, dtype, &call);
     return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
 }
 
@@ -28871,7 +28477,7 @@ static dtrain_status dtrain__device_make_slots(dtrain_device_group *group)
     dtrain_status status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, bytes, &pinned);
     group->pinned = (unsigned char *)pinned;
     for (int slot = 0; slot < group->slots && status == DTRAIN_OK; slot++)
-        status = dtrain_device_event_create(group->device, &group->slot_events[slot]);
+        status = dtrain__device_event_create(group->device, &group->slot_events[slot]);
     return status;
 }
 
@@ -28985,19 +28591,21 @@ DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *grou
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
-                                                              const size_t *counts, dtrain_dtype dtype, dtrain_op op)
+                                                              const size_t *counts, const size_t *offsets,
+                                                              dtrain_dtype dtype, dtrain_op op)
 {
     dtrain__op call;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, dtype, &call);
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, &call);
     call.op = op;
     return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *group, const void *in, void *out,
-                                                          const size_t *counts, dtrain_dtype dtype)
+                                                          const size_t *counts, const size_t *offsets,
+                                                          dtrain_dtype dtype)
 {
     dtrain__op call;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, dtype, &call);
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, &call);
     return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
 }
 
@@ -29038,9 +28646,9 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain__processes_free(group);
     DTRAIN_IGNORE(dtrain_device_wait(group->device));
     for (int i = 0; i < 2; i++)
-        dtrain_device_event_destroy(group->device, group->mine.events[i]);
+        dtrain__device_event_destroy(group->device, group->mine.events[i]);
     for (int slot = 0; slot < group->slots; slot++)
-        dtrain_device_event_destroy(group->device, group->slot_events[slot]);
+        dtrain__device_event_destroy(group->device, group->slot_events[slot]);
     dtrain__device_end_probe(group);
     dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->pinned);
     dtrain__async_destroy(group, 1);
@@ -29048,7 +28656,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain__free(group->comm->allocator, group, group->bytes);
 }
 
-/* A group with the calls that end in _async, and all else by default. */
+/* A group with calls that are started, and all else by default. */
 static dtrain_status dtrain__device_group_async(dtrain_device_group **group, dtrain_comm *comm, dtrain_device *device)
 {
     dtrain_device_group_desc desc;
@@ -29108,17 +28716,16 @@ static dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *g
     return dtrain__no_device(NULL);
 }
 
-static dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in, void *out,
-                                                                const size_t *counts, dtrain_dtype dtype, dtrain_op op,
-                                                                dtrain_device_work **work)
+static dtrain_status dtrain__async_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
+                                                    const size_t *counts, dtrain_dtype dtype, dtrain_op op,
+                                                    dtrain_device_work **work)
 {
     (void)group, (void)in, (void)out, (void)counts, (void)dtype, (void)op, (void)work;
     return dtrain__no_device(NULL);
 }
 
-static dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in, void *out,
-                                                            const size_t *counts, dtrain_dtype dtype,
-                                                            dtrain_device_work **work)
+static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, const void *in, void *out,
+                                                const size_t *counts, dtrain_dtype dtype, dtrain_device_work **work)
 {
     (void)group, (void)in, (void)out, (void)counts, (void)dtype, (void)work;
     return dtrain__no_device(NULL);
@@ -36850,7 +36457,7 @@ static dtrain_status dtrain__fsdp_make_drift(dtrain_fsdp *fsdp)
     d->drift = d->limbs + DTRAIN__NORM_LIMBS + 1;
     if (fsdp->desc.check_every < 0 || fsdp->copies == NULL)
         return DTRAIN_OK;
-    dtrain_status status = dtrain_device_event_create(d->queue, &d->drift_event);
+    dtrain_status status = dtrain__device_event_create(d->queue, &d->drift_event);
     if (status == DTRAIN_OK)
         status = dtrain_device_alloc(d->queue, DTRAIN_MEMORY_PINNED, sizeof d->drift_sum.limbs, &heard);
     d->drift_heard = (int64_t *)heard;
@@ -36915,7 +36522,7 @@ static dtrain_status dtrain__fsdp_make_device_groups(dtrain_fsdp *fsdp)
     for (int i = 0; i < DTRAIN__FSDP_WAYS && status == DTRAIN_OK; i++) {
         if (comms[i] == NULL)
             continue;
-        status = dtrain_comm_duplicate(comms[i], &fsdp->device.comms[i]);
+        status = dtrain_comm_split(comms[i], 0, 0, &fsdp->device.comms[i]);
         if (status == DTRAIN_OK) {
             fsdp->device.comms[i]->apart = 1;
             status = dtrain__device_group_async(&fsdp->device.groups[i], fsdp->device.comms[i], fsdp->device.queue);
@@ -36937,7 +36544,7 @@ static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
     dtrain__fsdp_device_release(fsdp, d->limbs, DTRAIN__FSDP_PLACE_SUM_BYTES);
     dtrain_device_free(d->queue, DTRAIN_MEMORY_PINNED, d->drift_heard);
     if (d->drift_event != NULL)
-        dtrain_device_event_destroy(d->queue, d->drift_event);
+        dtrain__device_event_destroy(d->queue, d->drift_event);
 }
 
 /* Ends the groups of devices and with them what is under way. */
@@ -36997,7 +36604,7 @@ static dtrain_status dtrain__fsdp_device_gather(dtrain_fsdp *fsdp, int number)
     }
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
-    return dtrain_device_group_all_gather_v_async(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
+    return dtrain__async_all_gather_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
                                                   &fsdp->device.works[DTRAIN__FSDP_GATHERS][number]);
 }
 
@@ -37073,7 +36680,7 @@ static dtrain_status dtrain__fsdp_device_reduce(dtrain_fsdp *fsdp, int number, f
     }
     if (fsdp->reduces == NULL)
         return DTRAIN_OK;
-    return dtrain_device_group_reduce_scatter_v_async(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype,
+    return dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype,
                                                       DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number]);
 }
 
@@ -37232,7 +36839,7 @@ static dtrain_status dtrain__fsdp_code_gather(dtrain_fsdp *fsdp, size_t index)
     uint64_t mode = dtrain__fpmode_enter();
     dtrain__quantise_int8_pack(fsdp->masters + cut->weight, cut->own_count, fsdp->desc.quantise_gather, own);
     dtrain__fpmode_restore(mode);
-    return dtrain_all_gather_v_async(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->gathering[index]);
+    return dtrain__all_gather_v(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->gathering[index]);
 }
 
 /* Unpacks all ranks' parts of a range, this one's included: all have the same bits. */
@@ -37275,7 +36882,7 @@ static dtrain_status dtrain__fsdp_code_reduce(dtrain_fsdp *fsdp, size_t index)
                                        dtrain__fsdp_code_out(fsdp, cut) + out[n + shard]);
     }
     dtrain__fpmode_restore(mode);
-    return dtrain_all_to_all_v_async(fsdp->reduces, dtrain__fsdp_code_out(fsdp, cut), out, out + n,
+    return dtrain__all_to_all_v(fsdp->reduces, dtrain__fsdp_code_out(fsdp, cut), out, out + n,
                                      dtrain__fsdp_code_in(fsdp, cut), out + 2 * n, out + 3 * n, DTRAIN_U8,
                                      &fsdp->reducing[index]);
 }
@@ -37366,14 +36973,14 @@ static dtrain_status dtrain__reducer_run(dtrain__reducer *reducer, dtrain__reduc
     const size_t *ends = reducer->ends;
     size_t first = job->highest + 1 < reducer->layout->unit_count ? ends[job->highest + 1] : 0;
     dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * (job - reducer->jobs)] : NULL;
-    dtrain_status status = events != NULL ? dtrain_device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
+    dtrain_status status = events != NULL ? dtrain__device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
     if (reducer->adam)
         dtrain__compression_at_step(&reducer->set, first, ends[job->lowest], job->step);
     if (job->momenta.m != NULL)
         dtrain__compression_fold(&reducer->set, job->sums, first, ends[job->lowest], &job->momenta);
     if (status == DTRAIN_OK)
         status = dtrain__compression_send(&reducer->set, job->sums, first, ends[job->lowest], &job->stats);
-    return status == DTRAIN_OK && events != NULL ? dtrain_device_event_record(reducer->queue, events[1]) : status;
+    return status == DTRAIN_OK && events != NULL ? dtrain__device_event_record(reducer->queue, events[1]) : status;
 }
 
 static void dtrain__reducer_perform(void *owner, dtrain__worker_job *posted)
@@ -37398,7 +37005,7 @@ static dtrain_status dtrain__reducer_post(dtrain__reducer *reducer, int lowest, 
     uint64_t slot = reducer->worker.posted % (uint64_t)reducer->layout->unit_count;
     dtrain__reducer_job *job = &reducer->jobs[slot];
     dtrain_status status =
-        reducer->queue != NULL ? dtrain_device_event_record(reducer->caller, reducer->events[2 * slot]) : DTRAIN_OK;
+        reducer->queue != NULL ? dtrain__device_event_record(reducer->caller, reducer->events[2 * slot]) : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
     memset(job, 0, sizeof *job);
@@ -37428,7 +37035,7 @@ static const dtrain__reducer_job *dtrain__reducer_wait(dtrain__reducer *reducer,
 static dtrain_status dtrain__reducer_order(dtrain__reducer *reducer, uint64_t number)
 {
     uint64_t slot = (number - 1) % (uint64_t)reducer->layout->unit_count;
-    return reducer->queue != NULL ? dtrain_device_event_await(reducer->caller, reducer->events[2 * slot + 1])
+    return reducer->queue != NULL ? dtrain__device_event_await(reducer->caller, reducer->events[2 * slot + 1])
                                   : DTRAIN_OK;
 }
 
@@ -37450,8 +37057,8 @@ static void dtrain__reducer_destroy(dtrain__reducer *reducer)
     size_t units = (size_t)reducer->layout->unit_count;
     dtrain__compression_close(&reducer->set);
     for (size_t i = 0; reducer->events != NULL && i < 2 * units; i++)
-        dtrain_device_event_destroy(reducer->caller, reducer->events[i]);
-    dtrain_device_queue_destroy(reducer->queue);
+        dtrain__device_event_destroy(reducer->caller, reducer->events[i]);
+    dtrain__device_queue_destroy(reducer->queue);
     dtrain__free(memory, reducer->events, 2 * units * sizeof *reducer->events);
     dtrain__free(memory, reducer->ends, units * sizeof *reducer->ends);
     dtrain__free(memory, reducer->jobs, units * sizeof *reducer->jobs);
@@ -37526,7 +37133,7 @@ static dtrain_status dtrain__reducer_fill(dtrain__reducer *reducer, const dtrain
 static dtrain_status dtrain__reducer_make_queue(dtrain__reducer *reducer, int *threaded)
 {
     size_t events = 2 * (size_t)reducer->layout->unit_count;
-    dtrain_status status = dtrain_device_queue_create(reducer->caller, &reducer->queue);
+    dtrain_status status = dtrain__device_queue_create(reducer->caller, &reducer->queue);
     *threaded = status == DTRAIN_OK;
     if (status == DTRAIN_ERR_UNSUPPORTED)
         return DTRAIN_OK;
@@ -37534,7 +37141,7 @@ static dtrain_status dtrain__reducer_make_queue(dtrain__reducer *reducer, int *t
     if (reducer->events == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu events", events);
     for (size_t i = 0; status == DTRAIN_OK && i < events; i++)
-        status = dtrain_device_event_create(reducer->caller, &reducer->events[i]);
+        status = dtrain__device_event_create(reducer->caller, &reducer->events[i]);
     return status;
 }
 
@@ -37842,12 +37449,12 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
     if (cut->codes)
         return dtrain__fsdp_code_gather(fsdp, index);
     if (dtype == DTRAIN_F32)
-        return dtrain_all_gather_v_async(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
+        return dtrain__all_gather_v(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
                                          &fsdp->gathering[index]);
     dtrain__fsdp_narrow(fsdp->masters + cut->weight, half + 2 * cut->own, cut->own_count, dtype);
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
-    return dtrain_all_gather_v_async(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype,
+    return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype,
                                      &fsdp->gathering[index]);
 }
 
@@ -37883,7 +37490,7 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
             DTRAIN_IGNORE(dtrain_convert(dtrain__fsdp_own(fsdp, cut), DTRAIN_F32,
                                          stage + (cut->stage + cut->own) * width, dtype, cut->own_count));
     }
-    return dtrain_all_gather_v_async(fsdp->gathers, stage + begin * width, stage, counts, NULL, dtype,
+    return dtrain__all_gather_v(fsdp->gathers, stage + begin * width, stage, counts, NULL, dtype,
                                      &fsdp->gathering[first]);
 }
 
@@ -38231,7 +37838,7 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     if (dtrain__fsdp_narrows_grads(fsdp))
         return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->reducing[index]);
-    return dtrain_reduce_scatter_v_async(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM,
+    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM,
                                          &fsdp->reducing[index]);
 }
 
@@ -38983,7 +38590,7 @@ static void dtrain__fsdp_drift_queue(dtrain_fsdp *fsdp)
     if (status == DTRAIN_OK)
         status = dtrain_device_copy(d->queue, d->drift_heard, d->drift, sizeof d->drift_sum.limbs);
     if (status == DTRAIN_OK)
-        status = dtrain_device_event_record(d->queue, d->drift_event);
+        status = dtrain__device_event_record(d->queue, d->drift_event);
     if (status != DTRAIN_ERR_UNSUPPORTED)
         dtrain__fsdp_queued(fsdp, status);
     d->drift_queued = status == DTRAIN_OK ? 1 : -1;
@@ -38998,7 +38605,7 @@ static uint64_t dtrain__fsdp_device_hash(dtrain_fsdp *fsdp)
     if (d->drift_queued == 0)
         dtrain__fsdp_drift_queue(fsdp);
     if (d->drift_queued > 0)
-        dtrain__fsdp_queued(fsdp, dtrain_device_event_done(d->queue, d->drift_event, &done));
+        dtrain__fsdp_queued(fsdp, dtrain__device_event_done(d->queue, d->drift_event, &done));
     if (!done)
         return 0;
     memcpy(d->drift_sum.limbs, d->drift_heard, sizeof d->drift_sum.limbs);
@@ -40414,7 +40021,7 @@ static dtrain_status dtrain__fsdp_groups(dtrain_fsdp *fsdp)
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards, copies = fsdp->layout.copies;
     if (shards * copies == 1)
         return DTRAIN_OK;
-    dtrain_status status = dtrain_comm_duplicate(fsdp->comm, &fsdp->world);
+    dtrain_status status = dtrain_comm_split(fsdp->comm, 0, 0, &fsdp->world);
     if (status == DTRAIN_ERR_UNSUPPORTED && (shards == 1 || copies == 1)) {
         fsdp->shares_comm = 1;
         fsdp->world = fsdp->comm;
@@ -45296,18 +44903,17 @@ static const dtrain__alike_field dtrain__server_fields[] = {
 static dtrain_status dtrain__server_connect(dtrain_server *s)
 {
     dtrain_status status = DTRAIN_OK;
-    int links = 0, pair[2];
-    pair[0] = s->desc.server;
-    for (pair[1] = 0; pair[1] < s->ranks && status == DTRAIN_OK; pair[1]++) {
+    int links = 0, server = s->desc.server, me = s->comm->rank;
+    for (int worker = 0; worker < s->ranks && status == DTRAIN_OK; worker++) {
         dtrain_comm *group = NULL;
-        if (pair[1] == s->desc.server)
+        if (worker == server)
             continue;
-        status = dtrain_comm_subgroup(s->comm, pair, 2, &group);
+        status = dtrain_comm_split(s->comm, me == worker || me == server ? 0 : -1, me != server, &group);
         if (status != DTRAIN_OK || group == NULL)
             continue;
         s->links[links].comm = group;
         s->links[links].fresh = 1;
-        s->links[links++].rank = s->serves ? pair[1] : pair[0];
+        s->links[links++].rank = s->serves ? worker : server;
     }
     s->stats.workers = s->serves ? links : 0;
     return status;
@@ -47618,7 +47224,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
     for (size_t i = 0; status == DTRAIN_OK && i < count && !local->desc.no_broadcast; i++)
         status = dtrain_broadcast(comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, 0);
     if (status == DTRAIN_OK && local->ranks > 1)
-        status = dtrain_comm_duplicate(comm, &group);
+        status = dtrain_comm_split(comm, 0, 0, &group);
     if (group != NULL)
         group->apart = 1; /* the thread's, and so are the groups made from it */
     if (status == DTRAIN_OK && local->ranks > 1)

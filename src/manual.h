@@ -159,7 +159,7 @@
  *     Threads   One line on each function: any thread; one thread per object; collective. Library threads block all
  *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
  *     Memory    From the desc's allocator, which counts bytes and their peak. A warm training loop allocates nothing.
- *     Groups    dtrain_comm_split, _duplicate, _subgroup and dtrain_mesh_create make groups of a group's ranks. Several
+ *     Groups    dtrain_comm_split and dtrain_mesh_create make groups of a group's ranks. Several
  *               may be used at once, from several threads; what breaks one leaves the others as they are, but for the
  *               loss of a rank of a mesh, which ends all groups of it.
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires

@@ -103,16 +103,14 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, NULL);
 }
 
-DTRAIN_API dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
+static dtrain_status dtrain__reduce_scatter_v(dtrain_comm *comm, const void *in, void *out,
                                                        const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
                                                        dtrain_op op, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
 
-/* Sums as dtrain_reduce_scatter_v_async; results are of the dtype of partial sums, float32 for 16-bit floats, and are
+/* Sums as dtrain__reduce_scatter_v; results are of the dtype of partial sums, float32 for 16-bit floats, and are
  * not rounded to that of the inputs. in and out are apart. */
 static dtrain_status dtrain__reduce_scatter_partial(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                                     dtrain_dtype dtype, dtrain_work **work)
@@ -143,11 +141,9 @@ DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, 
     return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, NULL);
 }
 
-DTRAIN_API dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+static dtrain_status dtrain__all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                                    const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
     return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, work);
 }
 
@@ -212,15 +208,6 @@ DTRAIN_API dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, 
                                              const size_t *out_offsets, dtrain_dtype dtype)
 {
     return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, NULL);
-}
-
-DTRAIN_API dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
-                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
-                                                   const size_t *out_offsets, dtrain_dtype dtype, dtrain_work **work)
-{
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__ALL_TO_ALL);
-    return dtrain__all_to_all_v(comm, in, in_counts, in_offsets, out, out_counts, out_offsets, dtype, work);
 }
 
 DTRAIN_API dtrain_status dtrain_barrier(dtrain_comm *comm)

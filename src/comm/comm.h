@@ -222,8 +222,8 @@ DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm);
 
 /* Returns the nanoseconds that this rank's callers have spent inside blocking calls and waits of the group.
  *
- * What is made from a group adds to the group's count as well as to its own: groups by split, duplicate, subgroup
- * and mesh, and all that DDP, FSDP, pipelines, servers and local SGD wait for in them. What threads of the library
+ * What is made from a group adds to the group's count as well as to its own: groups by split and mesh,
+ * and all that DDP, FSDP, pipelines, servers and local SGD wait for in them. What threads of the library
  * wait is not counted, dtrain_comm_poll neither. Threads that wait at once add up. The survivors' group of
  * dtrain_comm_shrink begins at 0, and adds to the group that the broken one was made from.
  *
@@ -271,20 +271,6 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *p
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                 dtrain_dtype dtype, dtrain_op op);
-
-/* Averages `count` elements over all ranks with a weight a rank: the sum of weight x in over the sum of the weights.
- *
- *   in, out   count elements of dtype; the same buffer, or apart; any alignment
- *   dtype     F64, F32, F16, BF16; products and sums are float64 for F64, float32 for the others, as the weight is,
- *             divided once and rounded once
- *   weight    0 or above, finite; that of this rank alone. With 0 its input does not count, NaNs included
- *   order     as dtrain_all_reduce
- *   errors    DTRAIN_ERR_INVALID  on every rank: all weights are 0, or their sum is too large; on this one: its
- *                                 weight is none, or a fuse is open. Others as dtrain_all_reduce
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
-DTRAIN_API_MUST dtrain_status dtrain_all_reduce_weighted(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                                         dtrain_dtype dtype, double weight);
 
 /* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_split).
  *
@@ -458,16 +444,6 @@ DTRAIN_API_MUST dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const v
                                                       dtrain_dtype dtype, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
                                                      int root, dtrain_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_v_async(dtrain_comm *comm, const void *in, void *out,
-                                                            const size_t *counts, const size_t *offsets,
-                                                            dtrain_dtype dtype, dtrain_op op, dtrain_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_all_gather_v_async(dtrain_comm *comm, const void *in, void *out,
-                                                        const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
-                                                        dtrain_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_all_to_all_v_async(dtrain_comm *comm, const void *in, const size_t *in_counts,
-                                                        const size_t *in_offsets, void *out, const size_t *out_counts,
-                                                        const size_t *out_offsets, dtrain_dtype dtype,
-                                                        dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                                 int peer, dtrain_work **work);
 DTRAIN_API_MUST dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype,
@@ -484,29 +460,6 @@ DTRAIN_API int dtrain_work_done(const dtrain_work *work);
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_work_wait(dtrain_work *work);
-
-/* As dtrain_work_wait, but gives up after timeout_ms; the operation goes on, and the handle can be waited for again.
- *
- *   timeout_ms   0: only what can be done at once; negative: no limit but the operation's deadline
- *   returns      DTRAIN_ERR_TIMEOUT with the handle still valid (dtrain_work_done tells this from the operation's own
- *                deadline); else as dtrain_work_wait, and the handle is gone
- *
- * one thread per object; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms);
-
-/* Ends an operation before its time, on every rank. Its handle ends with DTRAIN_ERR_ABORTED and is still waited for,
- * as soon as the operations that it waits for have ended; one that has ended already stays as it is.
- *
- * A collective's other ranks get DTRAIN_ERR_ABORTED with this rank's number and the operation, and the group is
- * broken; so it is by a send or recv of which a byte may have moved. A send or recv that has not begun, because
- * earlier work of the same peer and direction or an earlier collective is under way, ends alone, and so does whatever
- * has not begun in a world of one: the group can be used as though it had never been called, so that the next
- * message between the two takes its place.
- *
- *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
- *
- * any thread, before dtrain_work_wait has returned */
-DTRAIN_API_MUST dtrain_status dtrain_work_cancel(dtrain_work *work);
 
 /* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
  * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
@@ -532,7 +485,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *w
  *                 all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and root, of up to
  *                 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls
  *   errors        DTRAIN_ERR_INVALID  a fuse is open already. So get calls that cannot wait for its end: asynchronous
- *                                     ones, weighted means, check_equal, and those that make groups
+ *                                     ones, check_equal, and those that make groups
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_fuse_begin(dtrain_comm *comm);

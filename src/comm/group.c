@@ -30,7 +30,6 @@ typedef enum dtrain__kind {
     DTRAIN__KINDS
 } dtrain__kind;
 
-#define DTRAIN__WEIGHTED 1u
 #define DTRAIN__ON_DEVICE ((uint64_t)1 << 32)
 #define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: in any order */
 #define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
@@ -47,9 +46,9 @@ typedef struct dtrain__call {
     uint64_t ranks;
     uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_split says */
     uint64_t group;
-    uint64_t form;   /* 0: one call; DTRAIN__WEIGHTED, DTRAIN__ON_DEVICE; else the number of calls that were fused */
+    uint64_t form;   /* 0: one call; DTRAIN__ON_DEVICE; else the number of calls that were fused */
     uint64_t first;  /* the count of the first of these, or of the call that this is a step of */
-    uint64_t digest; /* of the counts of all of them; the dtype of a weighted mean; see dtrain__op_call_whole */
+    uint64_t digest; /* of the counts of all of them; see dtrain__op_call_whole */
 } dtrain__call;
 
 typedef struct dtrain__message_header {
@@ -99,7 +98,6 @@ typedef struct dtrain__op {
     uint64_t form, first, digest; /* as in the call */
     uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it had none */
     unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's are used */
-    uint32_t cancelled;           /* set by any thread, seen by the one that drives */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
@@ -239,7 +237,7 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
     calling = __atomic_load_n(&comm->calling, __ATOMIC_RELAXED);
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "two threads called dtrain_%s and dtrain_%s on one group at once (rank %d of %d): give each "
-                        "thread a group of its own (dtrain_comm_duplicate)",
+                        "thread a group of its own (dtrain_comm_split)",
                         calling != NULL ? calling : call, call, comm->rank, comm->size);
 }
 

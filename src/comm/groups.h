@@ -1,6 +1,5 @@
 /* ---- >>groups ----
- * Groups made from a group: by color, of the same or of listed ranks, of those that survive, and meshes of named
- * dimensions. What survivors agree on, and the state that they give to newcomers. */
+ * Groups made from a group: by color, of those that survive, and meshes of named dimensions. What survivors agree on, and the state that they give to newcomers. */
 #ifndef DTRAIN__GROUPS_H
 #define DTRAIN__GROUPS_H
 #include "comm.h"
@@ -10,6 +9,9 @@ extern "C" {
 #endif
 
 /* Makes a group of the ranks that give the same color, in order of key, then of their rank in comm.
+ *
+ * With one color for all ranks the group is a second one of the same ranks, whose operations do not mix with those of
+ * comm: give one to each thread.
  *
  * Groups are used like the one they come of: several at once, also from several threads of a rank; none waits for
  * another. An error or a lost rank ends the groups that contain it, and no other. A group takes over timeout_ms,
@@ -24,21 +26,6 @@ extern "C" {
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key, dtrain_comm **group);
-
-/* Makes a group of the same ranks, whose operations do not mix with those of comm; otherwise as dtrain_comm_split.
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_comm_duplicate(dtrain_comm *comm, dtrain_comm **group);
-
-/* Makes a group of the ranks listed, of which ranks[i] gets rank i; otherwise as dtrain_comm_split.
- *
- *   ranks    count ranks of comm, the same list on every rank of comm, listed or not
- *   group    out: NULL for a rank that is not listed
- *   errors   DTRAIN_ERR_INVALID   a rank outside comm or listed twice; the text says who gave it
- *            DTRAIN_ERR_MISMATCH  the lists differ
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_comm_subgroup(dtrain_comm *comm, const int *ranks, int count, dtrain_comm **group);
 
 /* Makes a working group of the ranks of comm that are left, in their old order.
  *

@@ -137,9 +137,8 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     dtrain__call whole = dtrain__op_call_whole(given);
     const dtrain__call *call = &whole;
     const char *prefix = given->form == DTRAIN__ON_DEVICE ? "device_group_" : "";
-    int weighted = call->form == DTRAIN__WEIGHTED;
-    uint64_t type = weighted ? call->digest : call->dtype, count = call->form != 0 ? call->first : call->count;
-    const char *name = dtrain_dtype_name(type < 64 ? (dtrain_dtype)type : (dtrain_dtype)0);
+    uint64_t count = call->form != 0 ? call->first : call->count;
+    const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
     char dtype[16], detail[32] = "", root[28] = "", fused[29] = "", elements[24] = "";
     size_t n = 0;
     int reduces =
@@ -148,10 +147,10 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
     if (reduces)
-        snprintf(detail, sizeof detail, "%s, ", weighted ? "weighted mean" : dtrain__op_name(call->op));
+        snprintf(detail, sizeof detail, "%s, ", dtrain__op_name(call->op));
     if (call->kind >= DTRAIN__BROADCAST && call->kind <= DTRAIN__SCATTER)
         snprintf(root, sizeof root, ", root %llu", (unsigned long long)call->root);
-    if (call->form > DTRAIN__WEIGHTED)
+    if (call->form > 1)
         snprintf(fused, sizeof fused, ", %llu fused", (unsigned long long)call->form);
     if (call->parts != 1 || count > 0) /* of an uneven all-to-all every rank has a count of its own */
         snprintf(elements, sizeof elements, " x %llu", (unsigned long long)count);

@@ -27,33 +27,10 @@ struct dtrain__service {
     uint32_t stop;
 };
 
-/* Ends a cancelled operation. A message that has not begun ends alone: nobody knows of it, and the next one takes its
- * place. All else breaks the group. */
-static int dtrain__queue_give_up(dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__error cause;
-    int message = dtrain__op_is_one_way(op);
-    if (op->phase == 0)
-        dtrain__message_number(comm, op);
-    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d cancelled %s", comm->rank, dtrain__op_text(comm, op).text);
-    if (op->phase == 0 && (message || comm->size == 1)) {
-        dtrain__fail(&op->error, DTRAIN_ERR_ABORTED, "%.600s before it began", cause.text);
-        return 1;
-    }
-    dtrain__group_break(comm, &cause);
-    if (dtrain__op_is_fused(op))
-        return dtrain__fused_end_broken(comm, op);
-    comm->broken = comm->broken.status == DTRAIN_OK ? cause : comm->broken;
-    dtrain__op_blame(comm, op, &cause);
-    return 1;
-}
-
 /* Advances one operation; returns 1 at its end. wait_ns: INT64_MAX, the caller does nothing else until the end;
  * 0, what goes at once; else until about then. */
 static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
-    if (__atomic_load_n(&op->cancelled, __ATOMIC_SEQ_CST))
-        return dtrain__queue_give_up(comm, op);
     if (dtrain__op_is_fused(op)) {
         int ended = dtrain__fused_advance(comm, op, wait_ns);
         if (!ended)

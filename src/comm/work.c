@@ -228,43 +228,30 @@ DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
     return dtrain__work_end(work, INT64_MAX, &ended);
 }
 
-/* ", behind all_reduce of 100 elements, which was called before it"; "" for a work that is at its turn. */
-static void dtrain__work_behind(const dtrain_work *work, char *text, size_t capacity)
+/* dtrain_comm_abort may be called beside another call of the group, whose error text so stays as it is. */
+static dtrain_status dtrain__work_abortable(const dtrain_comm *comm)
 {
-    dtrain_comm *comm = work->comm;
-    const dtrain_work *first = NULL, *at;
-    int packet = dtrain__op_is_one_way(&work->op);
-    text[0] = 0;
-    pthread_mutex_lock(&comm->queue_mutex);
-    for (at = comm->head; at != NULL && at != work; at = at->next)
-        if (first == NULL && (!packet || !dtrain__op_is_one_way(&at->op) ||
-                              (at->op.kind == work->op.kind && at->op.root == work->op.root)))
-            first = at;
-    if (first != NULL && at == work)
-        snprintf(text, capacity, ", behind %s of %zu elements, which was called before it",
-                 dtrain__op_kind_name((uint64_t)first->op.kind), first->op.count);
-    pthread_mutex_unlock(&comm->queue_mutex);
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_abort: the group is NULL; was its creation checked?");
+    if (dtrain__group_alive(comm, "comm_abort") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    if (comm->process != getpid())
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_abort: process %ld made this group, and this is its forked child", (long)comm->process);
+    return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_status dtrain_work_wait_for(dtrain_work *work, int64_t timeout_ms)
+DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
 {
-    int64_t now = dtrain__os_now_ns();
-    int ended;
-    char behind[96];
-    dtrain_status status;
-    if (work == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait_for: the handle is NULL; was its call checked?");
-    status = dtrain__work_end(
-        work, timeout_ms < 0 || timeout_ms > (INT64_MAX - now) / 1000000 ? INT64_MAX : now + timeout_ms * 1000000,
-        &ended);
-    if (ended)
+    dtrain__error cause, kept = dtrain__thread_error;
+    dtrain_status status = dtrain__work_abortable(comm);
+    if (status != DTRAIN_OK)
         return status;
-    dtrain__work_behind(work, behind, sizeof behind);
-    return dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
-                        "work_wait_for on rank %d: %s of %zu elements is still under way after %lld ms%s; it goes on, "
-                        "and its handle can be waited for again",
-                        work->comm->rank, dtrain__op_kind_name((uint64_t)work->op.kind), work->op.count,
-                        (long long)timeout_ms, behind);
+    dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d aborted the group: %.300s", comm->rank,
+                 why != NULL && why[0] != 0 ? why : "it gave no reason");
+    dtrain__thread_error = kept;
+    dtrain__group_break(comm, &cause);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)

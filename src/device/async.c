@@ -12,7 +12,7 @@
 #include "events.c"
 #include "flags.c"
 #include "hosts.c"
-#include "../comm/cancel.c"
+#include "../comm/work.c"
 #include "../base/worker.c"
 
 #define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* for calls under way when their group is destroyed */
@@ -24,7 +24,7 @@ struct dtrain_device_work {
     dtrain__async *async;
     dtrain_device_work *next;           /* spare, too */
     dtrain_device_work *older;          /* of all that were made */
-    dtrain__op op;                      /* its counts are behind this struct */
+    dtrain__op op;                      /* its counts and offsets are behind this struct */
     uint64_t told;                      /* failures that the caller knew of when it started this */
     uint64_t failure;                   /* the number of the one that this ended with */
     dtrain_device_event *begun, *ended; /* of the caller's queue and of the group's; made when first needed */
@@ -54,7 +54,7 @@ static dtrain_status dtrain__async_run(dtrain_device_group *group, const dtrain_
         return dtrain__device_step(group, op, 0, &all);
     }
     if (op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__ALL_GATHER)
-        dtrain__op_extents(group->comm, op, op->counts, NULL, group->shards);
+        dtrain__op_extents(group->comm, op, op->counts, op->offsets, group->shards);
     if (group->mode == DTRAIN_DEVICE_FLAGS)
         return dtrain__flags_run(group, op);
     if (group->mode == DTRAIN_DEVICE_HOSTS)
@@ -80,9 +80,9 @@ static dtrain_status dtrain__async_enter(dtrain__async *async, dtrain_device_wor
     dtrain_device *device = async->group->device;
     dtrain_status status = dtrain__report(&work->error);
     if (status == DTRAIN_OK && device != async->caller)
-        status = dtrain_device_event_await(device, work->begun);
+        status = dtrain__device_event_await(device, work->begun);
     if (status == DTRAIN_OK && work->ended == NULL)
-        status = dtrain_device_event_create(device, &work->ended);
+        status = dtrain__device_event_create(device, &work->ended);
     return status;
 }
 
@@ -99,7 +99,7 @@ static dtrain_status dtrain__async_make(dtrain__async *async, dtrain_device_work
             status = dtrain__async_run(group, &work->op);
     }
     dtrain__error kept = dtrain__thread_error;
-    dtrain_status recorded = work->ended != NULL ? dtrain_device_event_record(group->device, work->ended) : status;
+    dtrain_status recorded = work->ended != NULL ? dtrain__device_event_record(group->device, work->ended) : status;
     work->ordered = recorded == DTRAIN_OK;
     if (!work->ordered)
         dtrain__events_wait(group);
@@ -145,7 +145,7 @@ static dtrain_status dtrain__async_forked(const dtrain__async *async, const char
 
 static size_t dtrain__async_work_bytes(const dtrain__async *async)
 {
-    return sizeof(dtrain_device_work) + (size_t)async->group->comm->size * sizeof(size_t);
+    return sizeof(dtrain_device_work) + 2 * (size_t)async->group->comm->size * sizeof(size_t);
 }
 
 /* A work that is free, or a new one. */
@@ -176,9 +176,9 @@ static void dtrain__async_mark(dtrain__async *async, dtrain_device_work *work)
     if (async->group->device == async->caller)
         return;
     if (work->begun == NULL)
-        status = dtrain_device_event_create(async->caller, &work->begun);
+        status = dtrain__device_event_create(async->caller, &work->begun);
     if (status == DTRAIN_OK)
-        status = dtrain_device_event_record(async->caller, work->begun);
+        status = dtrain__device_event_record(async->caller, work->begun);
     if (status != DTRAIN_OK) {
         work->error = dtrain__thread_error;
         work->error.status = status;
@@ -200,9 +200,12 @@ static dtrain_status dtrain__async_start(dtrain_device_group *group, const dtrai
         return DTRAIN_ERR_MEMORY;
     memcpy(&work->op, op, offsetof(dtrain__op, error));
     if (op->counts != NULL) {
-        size_t *counts = (size_t *)(void *)(work + 1);
-        memcpy(counts, op->counts, (size_t)async->shell.size * sizeof *counts);
+        size_t *counts = (size_t *)(void *)(work + 1), ranks = (size_t)async->shell.size;
+        memcpy(counts, op->counts, ranks * sizeof *counts);
         work->op.counts = counts;
+        if (op->offsets != NULL)
+            memcpy(counts + ranks, op->offsets, ranks * sizeof *counts);
+        work->op.offsets = op->offsets != NULL ? counts + ranks : NULL;
     }
     work->ordered = 0;
     work->told = async->told;
@@ -243,7 +246,7 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     if (ended.status != DTRAIN_OK && work->failure > async->told)
         async->told = work->failure;
     if (own != device && own != NULL && work->ordered) {
-        dtrain_status status = dtrain_device_event_await(device, work->ended);
+        dtrain_status status = dtrain__device_event_await(device, work->ended);
         if (status != DTRAIN_OK && ended.status == DTRAIN_OK)
             ended.status = dtrain__fail(&ended, status, "device_work_wait on rank %d: the device %s failed: %.400s",
                                         async->shell.rank, dtrain_device_name(device), dtrain__thread_error.text);
@@ -296,7 +299,7 @@ static dtrain_status dtrain__async_create(dtrain_device_group *group)
     async->worker.perform = dtrain__async_perform;
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return DTRAIN_OK;
-    dtrain_status status = dtrain_device_queue_create(group->device, &own);
+    dtrain_status status = dtrain__device_queue_create(group->device, &own);
     if (status == DTRAIN_ERR_UNSUPPORTED)
         return DTRAIN_OK;
     if (status != DTRAIN_OK)
@@ -347,23 +350,23 @@ static void dtrain__async_destroy(dtrain_device_group *group, int here)
         dtrain_device_work *work = async->newest;
         async->newest = work->older;
         if (here) {
-            dtrain_device_event_destroy(async->caller, work->begun);
-            dtrain_device_event_destroy(group->device, work->ended);
+            dtrain__device_event_destroy(async->caller, work->begun);
+            dtrain__device_event_destroy(group->device, work->ended);
         }
         dtrain__free(group->comm->allocator, work, dtrain__async_work_bytes(async));
     }
     if (here && group->device != async->caller)
-        dtrain_device_queue_destroy(group->device);
+        dtrain__device_queue_destroy(group->device);
     dtrain__free(group->comm->allocator, async, sizeof *async);
 }
 
 /* ---- the calls ---- */
 
-/* A call on shards of the caller's lengths. */
+/* A call on parts as the caller says. */
 static dtrain_status dtrain__async_op_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
-                                        const size_t *counts, dtrain_dtype dtype, dtrain__op *op)
+                                        const size_t *counts, const size_t *offsets, dtrain_dtype dtype, dtrain__op *op)
 {
-    *op = dtrain__op_of_parts(group != NULL ? group->comm : NULL, kind, in, out, counts, NULL, dtype);
+    *op = dtrain__op_of_parts(group != NULL ? group->comm : NULL, kind, in, out, counts, offsets, dtype);
     if (counts != NULL || group == NULL)
         return DTRAIN_OK;
     return dtrain__fail(group->async != NULL ? NULL : &group->comm->error, DTRAIN_ERR_INVALID,
@@ -398,26 +401,24 @@ DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_grou
     return dtrain__async_begin(group, &call, work);
 }
 
-DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in,
-                                                                    void *out, const size_t *counts, dtrain_dtype dtype,
-                                                                    dtrain_op op, dtrain_device_work **work)
+/* Start the uneven forms, of parts one after the other. */
+static dtrain_status dtrain__async_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
+                                                    const size_t *counts, dtrain_dtype dtype, dtrain_op op,
+                                                    dtrain_device_work **work)
 {
     dtrain__op call;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, dtype, &call);
+    *work = NULL;
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, NULL, dtype, &call);
     call.op = op;
-    if (status != DTRAIN_OK && work != NULL)
-        *work = NULL;
     return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
 }
 
-DTRAIN_API dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in, void *out,
-                                                                const size_t *counts, dtrain_dtype dtype,
-                                                                dtrain_device_work **work)
+static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, const void *in, void *out,
+                                                const size_t *counts, dtrain_dtype dtype, dtrain_device_work **work)
 {
     dtrain__op call;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, dtype, &call);
-    if (status != DTRAIN_OK && work != NULL)
-        *work = NULL;
+    *work = NULL;
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, NULL, dtype, &call);
     return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
 }
 

@@ -103,6 +103,16 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
     return group;
 }
 
+/* Elements of a call's vector, up to the end of its last part. */
+static size_t dtrain__device_span(const dtrain_device_group *group, const dtrain__op *op)
+{
+    size_t span = op->offsets != NULL ? 0 : op->count;
+    for (int rank = 0; op->offsets != NULL && rank < group->comm->size; rank++)
+        if (op->counts[rank] > 0 && op->offsets[rank] + op->counts[rank] > span)
+            span = op->offsets[rank] + op->counts[rank];
+    return span;
+}
+
 /* The call on memory of devices that an operation is a step of, and which step: see dtrain__op_call_whole. */
 static uint64_t dtrain__device_digest(const dtrain__op *whole, int step)
 {

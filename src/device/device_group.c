@@ -260,7 +260,7 @@ static dtrain_status dtrain__device_make_slots(dtrain_device_group *group)
     dtrain_status status = dtrain_device_alloc(group->device, DTRAIN_MEMORY_PINNED, bytes, &pinned);
     group->pinned = (unsigned char *)pinned;
     for (int slot = 0; slot < group->slots && status == DTRAIN_OK; slot++)
-        status = dtrain_device_event_create(group->device, &group->slot_events[slot]);
+        status = dtrain__device_event_create(group->device, &group->slot_events[slot]);
     return status;
 }
 
@@ -374,19 +374,21 @@ DTRAIN_API dtrain_status dtrain_device_group_broadcast(dtrain_device_group *grou
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
-                                                              const size_t *counts, dtrain_dtype dtype, dtrain_op op)
+                                                              const size_t *counts, const size_t *offsets,
+                                                              dtrain_dtype dtype, dtrain_op op)
 {
     dtrain__op call;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, dtype, &call);
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, &call);
     call.op = op;
     return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *group, const void *in, void *out,
-                                                          const size_t *counts, dtrain_dtype dtype)
+                                                          const size_t *counts, const size_t *offsets,
+                                                          dtrain_dtype dtype)
 {
     dtrain__op call;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, dtype, &call);
+    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, &call);
     return status == DTRAIN_OK ? dtrain__device_make(group, &call) : status;
 }
 
@@ -427,9 +429,9 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain__processes_free(group);
     DTRAIN_IGNORE(dtrain_device_wait(group->device));
     for (int i = 0; i < 2; i++)
-        dtrain_device_event_destroy(group->device, group->mine.events[i]);
+        dtrain__device_event_destroy(group->device, group->mine.events[i]);
     for (int slot = 0; slot < group->slots; slot++)
-        dtrain_device_event_destroy(group->device, group->slot_events[slot]);
+        dtrain__device_event_destroy(group->device, group->slot_events[slot]);
     dtrain__device_end_probe(group);
     dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->pinned);
     dtrain__async_destroy(group, 1);
@@ -437,7 +439,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain__free(group->comm->allocator, group, group->bytes);
 }
 
-/* A group with the calls that end in _async, and all else by default. */
+/* A group with calls that are started, and all else by default. */
 static dtrain_status dtrain__device_group_async(dtrain_device_group **group, dtrain_comm *comm, dtrain_device *device)
 {
     dtrain_device_group_desc desc;

@@ -23,7 +23,7 @@ typedef struct dtrain_device_group_desc {
     dtrain_device_mode mode; /* 0: EVENTS where it can be, or HOSTS, else STAGED */
     size_t chunk_bytes;      /* STAGED, HOSTS: of a chunk; 0: by the call's size; from 256 KiB to 4 MiB */
     int slots;               /* STAGED, HOSTS: pinned, of the largest chunk each; 0: 4; 2 to 64 */
-    int async;               /* 1: has the calls that end in _async, and a queue and a thread for them */
+    int async;               /* 1: has dtrain_device_group_all_reduce_async, and a queue and a thread for it */
 } dtrain_device_group_desc;
 
 typedef struct dtrain_device_group dtrain_device_group;
@@ -119,22 +119,25 @@ DTRAIN_API_MUST dtrain_status dtrain_device_group_all_gather(dtrain_device_group
 DTRAIN_API_MUST dtrain_status dtrain_device_group_broadcast(dtrain_device_group *group, void *data, size_t count,
                                                             dtrain_dtype dtype, int root);
 
-/* The same for shards of any length, as dtrain_reduce_scatter_v and dtrain_all_gather_v.
+/* dtrain_device_group_reduce_scatter and dtrain_device_group_all_gather with parts as the caller says: of rank r the
+ * elements [offsets[r], offsets[r] + counts[r]).
  *
- *   counts   elements of every rank's shard, one after another in the whole vector; the same on every rank; 0 is legal
- *   errors   DTRAIN_ERR_INVALID   counts is NULL
- *            DTRAIN_ERR_MISMATCH  another rank gave other counts, of the same sum or not
+ *   counts, offsets   as in dtrain_reduce_scatter_v and dtrain_all_gather_v; offsets NULL: one after the other
+ *   errors            DTRAIN_ERR_INVALID   counts is NULL
+ *                     DTRAIN_ERR_MISMATCH  another rank gave other counts or offsets, of the same sum or not
  *
  * collective: every rank of comm, same order; blocks as the calls above */
 DTRAIN_API_MUST dtrain_status dtrain_device_group_reduce_scatter_v(dtrain_device_group *group, const void *in,
-                                                                   void *out, const size_t *counts, dtrain_dtype dtype,
+                                                                   void *out, const size_t *counts,
+                                                                   const size_t *offsets, dtrain_dtype dtype,
                                                                    dtrain_op op);
 DTRAIN_API_MUST dtrain_status dtrain_device_group_all_gather_v(dtrain_device_group *group, const void *in, void *out,
-                                                               const size_t *counts, dtrain_dtype dtype);
+                                                               const size_t *counts, const size_t *offsets,
+                                                               dtrain_dtype dtype);
 
 typedef struct dtrain_device_work dtrain_device_work;
 
-/* Starts a collective that comes after what the device's queue holds now, and goes on beside what is queued later.
+/* Starts an all-reduce that comes after what the device's queue holds now, and goes on beside what is queued later.
  *
  * With desc.async a thread of the group makes the calls above on a queue of the group's own, one after another in the
  * order in which they were started; the blocking calls take their turn among them. Other calls on comm may be made only
@@ -142,7 +145,6 @@ typedef struct dtrain_device_work dtrain_device_work;
  * there is neither: the call is made on the device before this returns, and blocks as it does.
  *
  *   in, out   until the work has been waited for: not to be written, out not to be read, neither to be freed
- *   counts    copied
  *   work      out: to be handed to dtrain_device_work_wait; NULL on an error
  *   errors    of the call itself, and of the device: dtrain_device_work_wait's. Here, on this rank alone:
  *             DTRAIN_ERR_INVALID  a NULL, no desc.async, a forked child, or arguments that the call refuses
@@ -152,14 +154,6 @@ typedef struct dtrain_device_work dtrain_device_work;
 DTRAIN_API_MUST dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *group, const void *in,
                                                                    void *out, size_t count, dtrain_dtype dtype,
                                                                    dtrain_op op, dtrain_device_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in,
-                                                                         void *out, const size_t *counts,
-                                                                         dtrain_dtype dtype, dtrain_op op,
-                                                                         dtrain_device_work **work);
-DTRAIN_API_MUST dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in,
-                                                                     void *out, const size_t *counts,
-                                                                     dtrain_dtype dtype, dtrain_device_work **work);
-
 /* Orders a started collective before what is queued from now on, returns its result, once, and frees it.
  *
  * The CPU waits until the group's thread has handed the call over, as long as the blocking call would take: in EVENTS

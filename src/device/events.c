@@ -75,7 +75,7 @@ static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 static dtrain_status dtrain__events_record(dtrain_device_group *group, uint64_t turn, int second)
 {
     if (group->processes == NULL)
-        return dtrain_device_event_record(group->device, group->mine.events[second]);
+        return dtrain__device_event_record(group->device, group->mine.events[second]);
     return second ? dtrain__processes_mark_second(group, turn) : dtrain__processes_mark(group);
 }
 
@@ -96,7 +96,7 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
         if (rank == comm->rank || (second && theirs < turn) || gone)
             continue;
         status = group->processes != NULL ? dtrain__processes_await(group, rank, second, turn)
-                                          : dtrain_device_event_await(group->device, group->notes[rank].events[second]);
+                                          : dtrain__device_event_await(group->device, group->notes[rank].events[second]);
     }
     return status;
 }
@@ -316,7 +316,7 @@ static dtrain_status dtrain__events_make(dtrain_device_group *group)
     int threads = group->comm->plane->in_process;
     dtrain_status status = threads ? DTRAIN_OK : dtrain__processes_join(group);
     for (int i = 0; i < 2 && threads && status == DTRAIN_OK; i++)
-        status = dtrain_device_event_create(device, &group->mine.events[i]);
+        status = dtrain__device_event_create(device, &group->mine.events[i]);
     if (!threads && status == DTRAIN_OK)
         status = dtrain__processes_open_page(group);
     if (status == DTRAIN_OK)

@@ -73,7 +73,7 @@ static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
     int done = 0;
     if (state != DTRAIN__FLAGS_LEFT)
         return state == DTRAIN__FLAGS_INSIDE;
-    return dtrain_device_event_done(group->device, group->flags->event[rank], &done) == DTRAIN_OK && !done;
+    return dtrain__device_event_done(group->device, group->flags->event[rank], &done) == DTRAIN_OK && !done;
 }
 
 /* Waits until this rank's device has left the others' memory, and theirs its own. */

@@ -236,7 +236,8 @@ static dtrain_status dtrain__hosts_between(dtrain_device_group *group, const dtr
 /* Hands this rank's share of the result, which is in its output, to all of its host. */
 static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dtrain__op *whole, int pieces)
 {
-    dtrain__op op = dtrain__op_of(DTRAIN__ALL_GATHER, NULL, whole->out, whole->count, whole->dtype);
+    size_t span = dtrain__device_span(group, whole);
+    dtrain__op op = dtrain__op_of(DTRAIN__ALL_GATHER, NULL, whole->out, span, whole->dtype);
     return dtrain__hosts_inside(group, whole, &op, pieces);
 }
 
@@ -323,7 +324,7 @@ static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, co
 {
     const dtrain__hosts *hosts = group->hosts;
     size_t width = dtrain_dtype_bits(whole->dtype) / 8, longest = 0;
-    size_t room = hosts->scratch_bytes / width / (size_t)hosts->count;
+    size_t room = hosts->scratch_bytes / width / (size_t)hosts->count, span = dtrain__device_span(group, whole);
     dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < group->comm->size; rank++)
         longest = group->shards[rank].count > longest ? group->shards[rank].count : longest;
@@ -338,7 +339,7 @@ static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, co
             hosts->between->shards[host].begin = sum;
             sum += n;
         }
-        dtrain__op fold = dtrain__op_of(DTRAIN__REDUCE_SCATTER, whole->in, hosts->scratch, whole->count, whole->dtype);
+        dtrain__op fold = dtrain__op_of(DTRAIN__REDUCE_SCATTER, whole->in, hosts->scratch, span, whole->dtype);
         dtrain__op add =
             dtrain__op_of(DTRAIN__REDUCE_SCATTER, hosts->scratch, (unsigned char *)whole->out + own, sum, whole->dtype);
         status = dtrain__hosts_inside(group, whole, &fold, hosts->count);

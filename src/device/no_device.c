@@ -45,17 +45,16 @@ static dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *g
     return dtrain__no_device(NULL);
 }
 
-static dtrain_status dtrain_device_group_reduce_scatter_v_async(dtrain_device_group *group, const void *in, void *out,
-                                                                const size_t *counts, dtrain_dtype dtype, dtrain_op op,
-                                                                dtrain_device_work **work)
+static dtrain_status dtrain__async_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
+                                                    const size_t *counts, dtrain_dtype dtype, dtrain_op op,
+                                                    dtrain_device_work **work)
 {
     (void)group, (void)in, (void)out, (void)counts, (void)dtype, (void)op, (void)work;
     return dtrain__no_device(NULL);
 }
 
-static dtrain_status dtrain_device_group_all_gather_v_async(dtrain_device_group *group, const void *in, void *out,
-                                                            const size_t *counts, dtrain_dtype dtype,
-                                                            dtrain_device_work **work)
+static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, const void *in, void *out,
+                                                const size_t *counts, dtrain_dtype dtype, dtrain_device_work **work)
 {
     (void)group, (void)in, (void)out, (void)counts, (void)dtype, (void)work;
     return dtrain__no_device(NULL);

@@ -369,9 +369,9 @@ static int dtrain__processes_drain(dtrain_device_group *group, int64_t until_ns,
     const dtrain__processes *all = group->processes;
     dtrain__processes_words *own = &all->page->ranks[group->comm->rank];
     int done = 0, late = 0;
-    *status = dtrain_device_event_record(group->device, all->end);
+    *status = dtrain__device_event_record(group->device, all->end);
     for (unsigned turn = 0; *status == DTRAIN_OK; turn++) {
-        *status = dtrain_device_event_done(group->device, all->end, &done);
+        *status = dtrain__device_event_done(group->device, all->end, &done);
         if (done || *status != DTRAIN_OK)
             break;
         late = until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns;
@@ -607,13 +607,14 @@ static int dtrain__processes_holds(const dtrain_device_shared *what, size_t byte
 /* Makes the buffers of a call, which all ranks have told, ones that this rank's device can touch. */
 static dtrain_status dtrain__processes_reach(dtrain_device_group *group, const dtrain__op *op)
 {
+    size_t bytes = dtrain__device_span(group, op) * (dtrain_dtype_bits(op->dtype) / 8);
     for (int rank = 0; rank < group->comm->size; rank++) {
         const dtrain__processes_buffers *its = &group->processes->buffers[rank];
         int peer = rank != group->comm->rank;
         void *in = peer ? NULL : (void *)op->in, *out = peer ? NULL : op->out;
         dtrain_status status = DTRAIN_OK;
-        if (peer && ((its->has_in && !dtrain__processes_holds(&its->in, dtrain__op_bytes(op))) ||
-                     (its->has_out && !dtrain__processes_holds(&its->out, dtrain__op_bytes(op))))) {
+        if (peer && ((its->has_in && !dtrain__processes_holds(&its->in, bytes)) ||
+                     (its->has_out && !dtrain__processes_holds(&its->out, bytes)))) {
             status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                                   "rank %d tells of a buffer that its allocation does not hold", rank);
             return dtrain__device_failed(group, op, group->comm->number, status);
@@ -656,7 +657,7 @@ static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
 {
     dtrain__processes *all = group->processes;
     void *queues = NULL;
-    dtrain_status status = dtrain_device_event_create(group->device, &all->end);
+    dtrain_status status = dtrain__device_event_create(group->device, &all->end);
     if (status == DTRAIN_OK)
         status = group->device->ops->page_open(group->device, all->page, sizeof *all->page, &queues);
     if (status != DTRAIN_OK)
@@ -712,7 +713,7 @@ static void dtrain__processes_free(dtrain_device_group *group)
         dtrain__processes_close_all(group);
         group->device->ops->page_close(group->device, all->page);
     }
-    dtrain_device_event_destroy(group->device, all->end);
+    dtrain__device_event_destroy(group->device, all->end);
     dtrain__free(group->comm->allocator, all->opened, all->opened_room * sizeof(dtrain__processes_opened));
     if (all->page != NULL)
         dtrain__os_unreserve(all->page, sizeof *all->page);

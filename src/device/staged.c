@@ -142,7 +142,7 @@ static dtrain_status dtrain__staged_load(const dtrain__staged *run, size_t chunk
     }
     if (status != DTRAIN_OK)
         return status;
-    return dtrain_device_event_record(device, run->group->slot_events[chunk % (size_t)run->group->slots]);
+    return dtrain__device_event_record(device, run->group->slot_events[chunk % (size_t)run->group->slots]);
 }
 
 /* Queues what brings a chunk's result to the device. */
@@ -179,7 +179,7 @@ static dtrain_status dtrain__staged_await(const dtrain__staged *run, size_t chun
     int64_t limit = comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_ms_to_ns(comm->desc.timeout_ms);
     for (unsigned turn = 0; !run->direct; turn++) {
         int done = 0;
-        dtrain_status status = dtrain_device_event_done(run->group->device, event, &done);
+        dtrain_status status = dtrain__device_event_done(run->group->device, event, &done);
         if (status != DTRAIN_OK || done)
             return status;
         if (now - begun >= limit)

@@ -72,7 +72,7 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, s
  *                                     program polls, or over a transport of its own
  *             DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the parameter or field, and who gave what
  *             DTRAIN_ERR_ABORTED      another rank could not create it; the text has its number and why
- *             those of dtrain_comm_duplicate
+ *             those of dtrain_comm_split
  *   source    Douillard and others, DiLoCo, arXiv:2311.08105, 2023; fragments, overlap and mixing: Douillard and
  *             others, Streaming DiLoCo, arXiv:2501.18512, 2025
  *

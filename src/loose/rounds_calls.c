@@ -167,7 +167,7 @@ static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *c
     for (size_t i = 0; status == DTRAIN_OK && i < count && !local->desc.no_broadcast; i++)
         status = dtrain_broadcast(comm, table[i].data, dtrain_param_elements(&table[i]), table[i].dtype, 0);
     if (status == DTRAIN_OK && local->ranks > 1)
-        status = dtrain_comm_duplicate(comm, &group);
+        status = dtrain_comm_split(comm, 0, 0, &group);
     if (group != NULL)
         group->apart = 1; /* the thread's, and so are the groups made from it */
     if (status == DTRAIN_OK && local->ranks > 1)

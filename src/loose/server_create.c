@@ -151,18 +151,17 @@ static const dtrain__alike_field dtrain__server_fields[] = {
 static dtrain_status dtrain__server_connect(dtrain_server *s)
 {
     dtrain_status status = DTRAIN_OK;
-    int links = 0, pair[2];
-    pair[0] = s->desc.server;
-    for (pair[1] = 0; pair[1] < s->ranks && status == DTRAIN_OK; pair[1]++) {
+    int links = 0, server = s->desc.server, me = s->comm->rank;
+    for (int worker = 0; worker < s->ranks && status == DTRAIN_OK; worker++) {
         dtrain_comm *group = NULL;
-        if (pair[1] == s->desc.server)
+        if (worker == server)
             continue;
-        status = dtrain_comm_subgroup(s->comm, pair, 2, &group);
+        status = dtrain_comm_split(s->comm, me == worker || me == server ? 0 : -1, me != server, &group);
         if (status != DTRAIN_OK || group == NULL)
             continue;
         s->links[links].comm = group;
         s->links[links].fresh = 1;
-        s->links[links++].rank = s->serves ? pair[1] : pair[0];
+        s->links[links++].rank = s->serves ? worker : server;
     }
     s->stats.workers = s->serves ? links : 0;
     return status;

@@ -107,7 +107,7 @@ static dtrain_status dtrain__fsdp_groups(dtrain_fsdp *fsdp)
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards, copies = fsdp->layout.copies;
     if (shards * copies == 1)
         return DTRAIN_OK;
-    dtrain_status status = dtrain_comm_duplicate(fsdp->comm, &fsdp->world);
+    dtrain_status status = dtrain_comm_split(fsdp->comm, 0, 0, &fsdp->world);
     if (status == DTRAIN_ERR_UNSUPPORTED && (shards == 1 || copies == 1)) {
         fsdp->shares_comm = 1;
         fsdp->world = fsdp->comm;

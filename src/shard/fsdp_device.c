@@ -171,7 +171,7 @@ static dtrain_status dtrain__fsdp_make_drift(dtrain_fsdp *fsdp)
     d->drift = d->limbs + DTRAIN__NORM_LIMBS + 1;
     if (fsdp->desc.check_every < 0 || fsdp->copies == NULL)
         return DTRAIN_OK;
-    dtrain_status status = dtrain_device_event_create(d->queue, &d->drift_event);
+    dtrain_status status = dtrain__device_event_create(d->queue, &d->drift_event);
     if (status == DTRAIN_OK)
         status = dtrain_device_alloc(d->queue, DTRAIN_MEMORY_PINNED, sizeof d->drift_sum.limbs, &heard);
     d->drift_heard = (int64_t *)heard;
@@ -236,7 +236,7 @@ static dtrain_status dtrain__fsdp_make_device_groups(dtrain_fsdp *fsdp)
     for (int i = 0; i < DTRAIN__FSDP_WAYS && status == DTRAIN_OK; i++) {
         if (comms[i] == NULL)
             continue;
-        status = dtrain_comm_duplicate(comms[i], &fsdp->device.comms[i]);
+        status = dtrain_comm_split(comms[i], 0, 0, &fsdp->device.comms[i]);
         if (status == DTRAIN_OK) {
             fsdp->device.comms[i]->apart = 1;
             status = dtrain__device_group_async(&fsdp->device.groups[i], fsdp->device.comms[i], fsdp->device.queue);
@@ -258,7 +258,7 @@ static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
     dtrain__fsdp_device_release(fsdp, d->limbs, DTRAIN__FSDP_PLACE_SUM_BYTES);
     dtrain_device_free(d->queue, DTRAIN_MEMORY_PINNED, d->drift_heard);
     if (d->drift_event != NULL)
-        dtrain_device_event_destroy(d->queue, d->drift_event);
+        dtrain__device_event_destroy(d->queue, d->drift_event);
 }
 
 /* Ends the groups of devices and with them what is under way. */
@@ -318,7 +318,7 @@ static dtrain_status dtrain__fsdp_device_gather(dtrain_fsdp *fsdp, int number)
     }
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
-    return dtrain_device_group_all_gather_v_async(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
+    return dtrain__async_all_gather_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
                                                   &fsdp->device.works[DTRAIN__FSDP_GATHERS][number]);
 }
 
@@ -394,7 +394,7 @@ static dtrain_status dtrain__fsdp_device_reduce(dtrain_fsdp *fsdp, int number, f
     }
     if (fsdp->reduces == NULL)
         return DTRAIN_OK;
-    return dtrain_device_group_reduce_scatter_v_async(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype,
+    return dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype,
                                                       DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number]);
 }
 

@@ -73,7 +73,7 @@ static void dtrain__fsdp_drift_queue(dtrain_fsdp *fsdp)
     if (status == DTRAIN_OK)
         status = dtrain_device_copy(d->queue, d->drift_heard, d->drift, sizeof d->drift_sum.limbs);
     if (status == DTRAIN_OK)
-        status = dtrain_device_event_record(d->queue, d->drift_event);
+        status = dtrain__device_event_record(d->queue, d->drift_event);
     if (status != DTRAIN_ERR_UNSUPPORTED)
         dtrain__fsdp_queued(fsdp, status);
     d->drift_queued = status == DTRAIN_OK ? 1 : -1;
@@ -88,7 +88,7 @@ static uint64_t dtrain__fsdp_device_hash(dtrain_fsdp *fsdp)
     if (d->drift_queued == 0)
         dtrain__fsdp_drift_queue(fsdp);
     if (d->drift_queued > 0)
-        dtrain__fsdp_queued(fsdp, dtrain_device_event_done(d->queue, d->drift_event, &done));
+        dtrain__fsdp_queued(fsdp, dtrain__device_event_done(d->queue, d->drift_event, &done));
     if (!done)
         return 0;
     memcpy(d->drift_sum.limbs, d->drift_heard, sizeof d->drift_sum.limbs);

@@ -79,7 +79,7 @@ static dtrain_status dtrain__fsdp_code_gather(dtrain_fsdp *fsdp, size_t index)
     uint64_t mode = dtrain__fpmode_enter();
     dtrain__quantise_int8_pack(fsdp->masters + cut->weight, cut->own_count, fsdp->desc.quantise_gather, own);
     dtrain__fpmode_restore(mode);
-    return dtrain_all_gather_v_async(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->gathering[index]);
+    return dtrain__all_gather_v(fsdp->gathers, own, stage, counts, NULL, DTRAIN_U8, &fsdp->gathering[index]);
 }
 
 /* Unpacks all ranks' parts of a range, this one's included: all have the same bits. */
@@ -122,7 +122,7 @@ static dtrain_status dtrain__fsdp_code_reduce(dtrain_fsdp *fsdp, size_t index)
                                        dtrain__fsdp_code_out(fsdp, cut) + out[n + shard]);
     }
     dtrain__fpmode_restore(mode);
-    return dtrain_all_to_all_v_async(fsdp->reduces, dtrain__fsdp_code_out(fsdp, cut), out, out + n,
+    return dtrain__all_to_all_v(fsdp->reduces, dtrain__fsdp_code_out(fsdp, cut), out, out + n,
                                      dtrain__fsdp_code_in(fsdp, cut), out + 2 * n, out + 3 * n, DTRAIN_U8,
                                      &fsdp->reducing[index]);
 }

@@ -82,7 +82,7 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     if (dtrain__fsdp_narrows_grads(fsdp))
         return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->reducing[index]);
-    return dtrain_reduce_scatter_v_async(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM,
+    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM,
                                          &fsdp->reducing[index]);
 }
 

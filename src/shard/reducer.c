@@ -43,14 +43,14 @@ static dtrain_status dtrain__reducer_run(dtrain__reducer *reducer, dtrain__reduc
     const size_t *ends = reducer->ends;
     size_t first = job->highest + 1 < reducer->layout->unit_count ? ends[job->highest + 1] : 0;
     dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * (job - reducer->jobs)] : NULL;
-    dtrain_status status = events != NULL ? dtrain_device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
+    dtrain_status status = events != NULL ? dtrain__device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
     if (reducer->adam)
         dtrain__compression_at_step(&reducer->set, first, ends[job->lowest], job->step);
     if (job->momenta.m != NULL)
         dtrain__compression_fold(&reducer->set, job->sums, first, ends[job->lowest], &job->momenta);
     if (status == DTRAIN_OK)
         status = dtrain__compression_send(&reducer->set, job->sums, first, ends[job->lowest], &job->stats);
-    return status == DTRAIN_OK && events != NULL ? dtrain_device_event_record(reducer->queue, events[1]) : status;
+    return status == DTRAIN_OK && events != NULL ? dtrain__device_event_record(reducer->queue, events[1]) : status;
 }
 
 static void dtrain__reducer_perform(void *owner, dtrain__worker_job *posted)
@@ -75,7 +75,7 @@ static dtrain_status dtrain__reducer_post(dtrain__reducer *reducer, int lowest, 
     uint64_t slot = reducer->worker.posted % (uint64_t)reducer->layout->unit_count;
     dtrain__reducer_job *job = &reducer->jobs[slot];
     dtrain_status status =
-        reducer->queue != NULL ? dtrain_device_event_record(reducer->caller, reducer->events[2 * slot]) : DTRAIN_OK;
+        reducer->queue != NULL ? dtrain__device_event_record(reducer->caller, reducer->events[2 * slot]) : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
     memset(job, 0, sizeof *job);
@@ -105,7 +105,7 @@ static const dtrain__reducer_job *dtrain__reducer_wait(dtrain__reducer *reducer,
 static dtrain_status dtrain__reducer_order(dtrain__reducer *reducer, uint64_t number)
 {
     uint64_t slot = (number - 1) % (uint64_t)reducer->layout->unit_count;
-    return reducer->queue != NULL ? dtrain_device_event_await(reducer->caller, reducer->events[2 * slot + 1])
+    return reducer->queue != NULL ? dtrain__device_event_await(reducer->caller, reducer->events[2 * slot + 1])
                                   : DTRAIN_OK;
 }
 
@@ -127,8 +127,8 @@ static void dtrain__reducer_destroy(dtrain__reducer *reducer)
     size_t units = (size_t)reducer->layout->unit_count;
     dtrain__compression_close(&reducer->set);
     for (size_t i = 0; reducer->events != NULL && i < 2 * units; i++)
-        dtrain_device_event_destroy(reducer->caller, reducer->events[i]);
-    dtrain_device_queue_destroy(reducer->queue);
+        dtrain__device_event_destroy(reducer->caller, reducer->events[i]);
+    dtrain__device_queue_destroy(reducer->queue);
     dtrain__free(memory, reducer->events, 2 * units * sizeof *reducer->events);
     dtrain__free(memory, reducer->ends, units * sizeof *reducer->ends);
     dtrain__free(memory, reducer->jobs, units * sizeof *reducer->jobs);
@@ -203,7 +203,7 @@ static dtrain_status dtrain__reducer_fill(dtrain__reducer *reducer, const dtrain
 static dtrain_status dtrain__reducer_make_queue(dtrain__reducer *reducer, int *threaded)
 {
     size_t events = 2 * (size_t)reducer->layout->unit_count;
-    dtrain_status status = dtrain_device_queue_create(reducer->caller, &reducer->queue);
+    dtrain_status status = dtrain__device_queue_create(reducer->caller, &reducer->queue);
     *threaded = status == DTRAIN_OK;
     if (status == DTRAIN_ERR_UNSUPPORTED)
         return DTRAIN_OK;
@@ -211,7 +211,7 @@ static dtrain_status dtrain__reducer_make_queue(dtrain__reducer *reducer, int *t
     if (reducer->events == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu events", events);
     for (size_t i = 0; status == DTRAIN_OK && i < events; i++)
-        status = dtrain_device_event_create(reducer->caller, &reducer->events[i]);
+        status = dtrain__device_event_create(reducer->caller, &reducer->events[i]);
     return status;
 }
 

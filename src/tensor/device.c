@@ -81,12 +81,9 @@ static dtrain_status dtrain__device_floats(const dtrain_device *device, const ch
 
 /* ---- queues ---- */
 
-DTRAIN_API dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made)
+/* Makes another queue on the device of a queue, for work that goes on beside it. *made: NULL for a NULL device. */
+static dtrain_status dtrain__device_queue_create(dtrain_device *device, dtrain_device **made)
 {
-    if (made == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "device_queue_create on %s: made is NULL, expected a place for it",
-                            dtrain_device_name(device));
     *made = NULL;
     if (device == NULL)
         return DTRAIN_OK;
@@ -101,7 +98,7 @@ DTRAIN_API dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrai
     return status;
 }
 
-DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made)
+static void dtrain__device_queue_destroy(dtrain_device *made)
 {
     if (made != NULL && made->ops != NULL && made->ops->queue_destroy != NULL)
         made->ops->queue_destroy(made);
@@ -212,16 +209,8 @@ DTRAIN_API dtrain_status dtrain_device_wait(dtrain_device *device)
 /* What stands for an event where all is done at once. */
 static char dtrain__device_event_cpu;
 
-static dtrain_status dtrain__device_event_null(const dtrain_device *device, const char *call)
+static dtrain_status dtrain__device_event_create(dtrain_device *device, dtrain_device_event **event)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: event is NULL, expected one of dtrain_device_event_create",
-                        call, dtrain_device_name(device));
-}
-
-DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, dtrain_device_event **event)
-{
-    if (event == NULL)
-        return dtrain__device_event_null(device, "device_event_create");
     *event = NULL;
     if (device != NULL) {
         dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_event_create", event_create, (device, event));
@@ -233,34 +222,25 @@ DTRAIN_API dtrain_status dtrain_device_event_create(dtrain_device *device, dtrai
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, dtrain_device_event *event)
+static void dtrain__device_event_destroy(dtrain_device *device, dtrain_device_event *event)
 {
     if (device != NULL && event != NULL && device->ops != NULL && device->ops->event_destroy != NULL)
         device->ops->event_destroy(device, event);
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_record(dtrain_device *device, dtrain_device_event *event)
+static dtrain_status dtrain__device_event_record(dtrain_device *device, dtrain_device_event *event)
 {
-    if (event == NULL)
-        return dtrain__device_event_null(device, "device_event_record");
     return device == NULL ? DTRAIN_OK
                           : DTRAIN__DEVICE_CALL(device, "device_event_record", event_record, (device, event));
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_await(dtrain_device *device, dtrain_device_event *event)
+static dtrain_status dtrain__device_event_await(dtrain_device *device, dtrain_device_event *event)
 {
-    if (event == NULL)
-        return dtrain__device_event_null(device, "device_event_await");
     return device == NULL ? DTRAIN_OK : DTRAIN__DEVICE_CALL(device, "device_event_await", event_await, (device, event));
 }
 
-DTRAIN_API dtrain_status dtrain_device_event_done(dtrain_device *device, dtrain_device_event *event, int *done)
+static dtrain_status dtrain__device_event_done(dtrain_device *device, dtrain_device_event *event, int *done)
 {
-    if (event == NULL)
-        return dtrain__device_event_null(device, "device_event_done");
-    if (done == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_event_done on %s: done is NULL, expected a place for it",
-                            dtrain_device_name(device));
     *done = 1;
     return device == NULL ? DTRAIN_OK
                           : DTRAIN__DEVICE_CALL(device, "device_event_done", event_done, (device, event, done));

@@ -41,7 +41,7 @@ typedef struct dtrain_device_sgd_step {
     int nesterov;
 } dtrain_device_sgd_step;
 
-/* A place in a queue: see dtrain_device_event_create. In a table the maker's own. */
+/* A place in a queue, that the library records and has other queues await: the table maker's own. */
 typedef struct dtrain_device_event dtrain_device_event;
 
 /* The k elements of largest magnitude of a device's vector: in a table the maker's own, in calls of the library's what
@@ -100,6 +100,10 @@ typedef struct dtrain_device_ops {
     dtrain_status (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes); /* from and to any memory */
     dtrain_status (*fill)(dtrain_device *device, void *to, const void *element, size_t element_bytes, size_t count);
     dtrain_status (*wait)(dtrain_device *device);
+    /* Events, never NULL: made once, recorded again and again. Record marks the end of what is queued now. Await: what is
+     * queued on `device` after it starts only after the event, and the CPU goes on. Done: *done is 1 when the event has
+     * passed, or was never recorded; it never blocks. Both speak of the last record before their call. Destroy comes
+     * also while queues of other devices still hold waits for it, which then end as they would have. */
     dtrain_status (*event_create)(dtrain_device *device, dtrain_device_event **event);
     void (*event_destroy)(dtrain_device *device, dtrain_device_event *event);
     dtrain_status (*event_record)(dtrain_device *device, dtrain_device_event *event);
@@ -128,6 +132,8 @@ typedef struct dtrain_device_ops {
                           void *out);
     dtrain_status (*unpack)(dtrain_device *device, dtrain_dtype code, size_t block, const void *in, float *out,
                             size_t count, int add);
+    /* Another queue on the device, of the same table and name, reaching the same memory. Destroy waits for what it holds,
+     * and comes before the end of the device that it was made of. */
     dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
     void (*queue_destroy)(dtrain_device *made);
     /* Between processes of a host, all or none. Nobody opens memory of his own process; what is opened may be opened
@@ -157,18 +163,6 @@ struct dtrain_device {
  *
  * any thread */
 DTRAIN_API const char *dtrain_device_name(const dtrain_device *device);
-
-/* Makes another queue on the device of a queue, for work that goes on beside it; events order the two.
- *
- *   made      out: of the same table and name, reaching the same memory; NULL on an error, and for a NULL device
- *   destroy   waits for what it holds; NULL is legal. Before the device that it was made of is destroyed
- *   errors    DTRAIN_ERR_INVALID      made is NULL
- *             DTRAIN_ERR_UNSUPPORTED  the device's table makes no queues
- *             DTRAIN_ERR_MEMORY, what the device says
- *
- * one thread per object; the two may be different threads' */
-DTRAIN_API_MUST dtrain_status dtrain_device_queue_create(dtrain_device *device, dtrain_device **made);
-DTRAIN_API void dtrain_device_queue_destroy(dtrain_device *made);
 
 /* Allocates memory of a device, or pinned memory of the CPU, aligned to 256 bytes (64 for a NULL device); not zeroed.
  *
@@ -210,22 +204,6 @@ DTRAIN_API_MUST dtrain_status dtrain_device_fill(dtrain_device *device, void *to
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_wait(dtrain_device *device);
-
-/* A place in a queue, to be awaited by other queues of the same kind of device, or asked for by the CPU.
- *
- *   create    out: an event, never NULL; made once, recorded again and again; await and done speak of the last record
- *             before their call
- *   destroy   also while queues of other devices still hold waits for it, which then end as they would have
- *   record    marks the end of what is queued now
- *   await     what is queued on `device` after this starts only after the event; the CPU goes on
- *   done      out: 1 when the event has passed, or was never recorded; never blocks
- *
- * one thread per object; an event may be awaited on any device */
-DTRAIN_API_MUST dtrain_status dtrain_device_event_create(dtrain_device *device, dtrain_device_event **event);
-DTRAIN_API void dtrain_device_event_destroy(dtrain_device *device, dtrain_device_event *event);
-DTRAIN_API_MUST dtrain_status dtrain_device_event_record(dtrain_device *device, dtrain_device_event *event);
-DTRAIN_API_MUST dtrain_status dtrain_device_event_await(dtrain_device *device, dtrain_device_event *event);
-DTRAIN_API_MUST dtrain_status dtrain_device_event_done(dtrain_device *device, dtrain_device_event *event, int *done);
 
 /* Converts as dtrain_convert, on a device.
  *

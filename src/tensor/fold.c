@@ -278,26 +278,6 @@ static void dtrain__fold_finish(dtrain_dtype dtype, dtrain_op op, double divisor
     dtrain__fpmode_restore(mode);
 }
 
-/* partial[i] = in[i] * weight, in the partial dtype of dtype. A weight of 0 gives -0, which any sum leaves as it is,
- * whatever is in `in`. */
-static void dtrain__fold_weigh(dtrain_dtype dtype, double weight, const void *in, void *partial, size_t count)
-{
-    uint64_t mode = dtrain__fpmode_enter();
-    int wide = dtype == DTRAIN_F64;
-    if (dtrain__fold_partial(dtype) != dtype && weight != 0) {
-        dtrain__dtype_convert(in, dtype, partial, DTRAIN_F32, count);
-        in = partial;
-    }
-    if (weight != 0)
-        (wide ? dtrain__fold_weigh_f64 : dtrain__fold_weigh_f32)(in, weight, partial, count);
-    for (size_t i = 0; weight == 0 && i < count; i++)
-        if (wide)
-            ((dtrain__u64 *)partial)[i] = (uint64_t)1 << 63;
-        else
-            ((dtrain__u32 *)partial)[i] = (uint32_t)1 << 31;
-    dtrain__fpmode_restore(mode);
-}
-
 /* tiles[0] = tree over in[0 .. n-1] at bytes [at, at + count elements); tiles[1 ..] are the levels below. */
 static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *const *in, int n, size_t at, size_t count,
                               unsigned char (*tiles)[DTRAIN__FOLD_TILE_BYTES])

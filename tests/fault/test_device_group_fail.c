@@ -22,7 +22,7 @@ static dtrain_status until_it_breaks(dg_rank *r, char *x, char *y, size_t count,
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; i < calls && status == DTRAIN_OK; i++) {
-        dg_call c = {i % DG_KINDS, DTRAIN_F32, DTRAIN_SUM, count, i % r->size, NULL};
+        dg_call c = {i % DG_KINDS, DTRAIN_F32, DTRAIN_SUM, count, i % r->size, NULL, NULL};
         if (r->rank == 0 && r->device != NULL && r->world->behind_us > 0)
             async_sleep(r->device, r->world->behind_us);
         status = dg_do(r->comm, r->group, &c, x, y);
@@ -299,7 +299,7 @@ static void shards_differ(dg_rank *r)
     const cut *t = &cuts[r->world->number];
     const size_t *counts = t->counts[r->rank];
     char *x = dg_alloc(r, (counts[0] + counts[1]) * 4), *y = dg_alloc(r, (counts[0] + counts[1]) * 4);
-    dg_call c = {t->kind[r->rank], DTRAIN_F32, DTRAIN_SUM, counts[0] + counts[1], 0, counts};
+    dg_call c = {t->kind[r->rank], DTRAIN_F32, DTRAIN_SUM, counts[0] + counts[1], 0, counts, NULL};
     keep(r, dg_do(r->comm, r->group, &c, x, y));
     dtrain_device_group_destroy(r->group);
     r->group = NULL;
@@ -446,9 +446,9 @@ static void bad_arguments(dg_rank *r)
     CHECK_EQ(dtrain_device_group_broadcast(r->group, x, 1, DTRAIN_F32, r->size), DTRAIN_ERR_INVALID);
     CHECK(dtrain_device_group_all_reduce(r->group, x, x, 1, DTRAIN_I64, DTRAIN_MEAN) != DTRAIN_OK);
     CHECK(dtrain_device_group_all_gather(r->group, x, x + 32, 4, DTRAIN_F4) != DTRAIN_OK);
-    CHECK_EQ(dtrain_device_group_reduce_scatter_v(r->group, x, x, NULL, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_device_group_reduce_scatter_v(r->group, x, x, NULL, NULL, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "counts");
-    CHECK_EQ(dtrain_device_group_all_gather_v(NULL, x, x, NULL, DTRAIN_F32), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_device_group_all_gather_v(NULL, x, x, NULL, NULL, DTRAIN_F32), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_device_group_all_reduce_async(r->group, x, x, 1, DTRAIN_F32, DTRAIN_SUM, &work),
              DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "desc.async");

@@ -132,7 +132,7 @@ static int keeps_a_group(dtrain_comm *world, scene *s)
     static float x[300000];
     dtrain_comm *kept;
     (void)s;
-    CHECK_EQ(dtrain_comm_duplicate(world, &kept), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &kept), DTRAIN_OK);
     CHECK_EQ(sum(kept, 1), 5);
     for (int turn = 0; turn < 3; turn++) {
         for (int i = 0; i < 300000; i++)
@@ -163,7 +163,7 @@ static int one_leaves(dtrain_comm *world, scene *s)
     int32_t x[4] = {rank, 1, 2, 3}, y[4] = {0}, z = 0;
     dtrain_comm *group, *rest;
     dtrain_work *work;
-    CHECK_EQ(dtrain_comm_duplicate(world, &group), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &group), DTRAIN_OK);
     if (rank == 2) {
         CHECK_EQ(dtrain_send(group, x, 4, DTRAIN_I32, 0), DTRAIN_OK);
         dtrain_comm_destroy(group);
@@ -221,7 +221,7 @@ static int cuts_off(dtrain_comm *world, scene *s)
     for (int round = 0; round < 12; round++) {
         dtrain_comm *group;
         size_t count = counts[round % 3];
-        CHECK_EQ(dtrain_comm_duplicate(world, &group), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_split(world, 0, 0, &group), DTRAIN_OK);
         CHECK_EQ(sum(group, 1), 4);
         if (rank == 2 && round % 2 && !world->plane->in_process) /* in the middle of it */
             CHECK_EQ(dtrain_all_reduce_async(group, x, y, MOST, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);

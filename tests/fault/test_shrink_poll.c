@@ -98,7 +98,7 @@ static int leaver(dtrain_comm *world, scene *s)
     dtrain_comm *group = NULL, *own = NULL;
     size_t bytes;
     (void)s;
-    CHECK_EQ(dtrain_comm_duplicate(world, &own), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &own), DTRAIN_OK);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     if (rank == 2) {
         CHECK_EQ(dtrain_comm_shrink_poll(own, 0, &group), DTRAIN_OK);

@@ -336,7 +336,7 @@ static dtrain_status some_return(dtrain_comm *world, void *user)
     uint64_t flags = 1;
     float x[2000] = {0};
     dtrain_status status = DTRAIN_OK;
-    CHECK_EQ(dtrain_comm_duplicate(world, &group), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &group), DTRAIN_OK);
     for (int step = 0; status == DTRAIN_OK && step < 1000; step++) {
         if (rank == 0 && step == 30) {
             dtrain_comm_destroy(group);
@@ -521,7 +521,7 @@ static int hungry_voter(dtrain_comm *world, scene *s)
     uint64_t flags = 7;
     dtrain_comm *own = NULL, *group = NULL;
     (void)s;
-    CHECK_EQ(dtrain_comm_duplicate(world, &own), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &own), DTRAIN_OK);
     CHECK_EQ(dtrain_comm_agree(world, &flags), DTRAIN_OK); /* what a group keeps is there now */
     CHECK_EQ(dtrain_comm_agree(own, &flags), DTRAIN_OK);
     flags = rank == 0 ? 1 : 3;

@@ -139,7 +139,7 @@ static dtrain_status a_call(dtrain_comm *comm, int kind, int call)
     case 2: return dtrain_resync(comm, 3, buffers, sizes, 1, &step);
     case 3: return dtrain_all_to_all(comm, x, y, 64, DTRAIN_F32);
     case 4: status = dtrain_mesh_create(&mesh, comm, dims, 2); break;
-    case 5: return dtrain_all_reduce_weighted(comm, x, y, 64, DTRAIN_BF16, 0.5);
+    case 5: return dtrain_all_reduce(comm, x, y, 64, DTRAIN_BF16, DTRAIN_MEAN);
     case 6: return dtrain_exchange(comm, x, 64, 1 - comm->rank, y, 32, 1 - comm->rank, DTRAIN_F32);
     default:
         return call % 2 == 0 ? dtrain_all_reduce(comm, x, x, 64, DTRAIN_F32, DTRAIN_SUM)

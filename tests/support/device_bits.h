@@ -66,7 +66,7 @@ static void drawn_call(dg_rank *r, pair *p, int kind, size_t count, uint64_t see
     static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F64, DTRAIN_I64};
     static const dtrain_op ops[] = {DTRAIN_SUM, DTRAIN_MEAN, DTRAIN_MAX, DTRAIN_MIN};
     uint64_t draw = dg_mix(seed * 64 + count * 4 + (uint64_t)kind);
-    dg_call c = {kind, dtypes[draw % 4], ops[draw / 4 % 4], count, (int)(draw / 16 % (uint64_t)r->size), NULL};
+    dg_call c = {kind, dtypes[draw % 4], ops[draw / 4 % 4], count, (int)(draw / 16 % (uint64_t)r->size), NULL, NULL};
     dg_place place = {(size_t)(draw / 128 % 8), (size_t)(draw / 1024 % 8), (int)(draw / 8192 % 2)};
     if (c.dtype == DTRAIN_I64 && c.op == DTRAIN_MEAN)
         c.op = DTRAIN_SUM;
@@ -97,25 +97,32 @@ static void large_counts(dg_rank *r)
     pair_end(r, &p);
 }
 
-/* Shards that the caller cuts: equal, empty, all of one rank, of a few elements and of several chunks. */
+/* Shards that the caller cuts: equal, empty, all of one rank, of a few elements and of several chunks; one after the
+ * other, or from the last rank's to the first's with a gap before each. */
 static void cut_shards(dg_rank *r)
 {
     enum { MOST = 40009 };
     static const size_t most[] = {0, 1, 3, 17, 300, MOST};
     static const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F64, DTRAIN_I64, DTRAIN_U8};
     static const dtrain_op ops[] = {DTRAIN_SUM, DTRAIN_MEAN, DTRAIN_MAX, DTRAIN_MIN};
-    size_t counts[DG_MANY];
+    size_t counts[DG_MANY], offsets[DG_MANY];
     pair p;
-    pair_begin(r, &p, (size_t)r->size * 8 * MOST);
+    pair_begin(r, &p, (size_t)r->size * 8 * (MOST + 5));
     for (int i = 0; i < 60; i++) {
         uint64_t draw = dg_mix(r->world->seed * 64 + (uint64_t)i);
-        size_t sum = dg_counts(counts, r->size, most[i % 6], draw % 999);
+        size_t sum = dg_counts(counts, r->size, most[i % 6], draw % 999), next = 0;
+        int apart = i / 24 % 2;
+        for (int rank = r->size - 1; rank >= 0; rank--) {
+            offsets[rank] = next + 5;
+            next = offsets[rank] + counts[rank];
+        }
         dg_call c = {i / 6 % 2 == 0 ? DG_REDUCE_SCATTER_V : DG_ALL_GATHER_V,
                      dtypes[draw / 1024 % 5],
                      ops[draw / 8192 % 4],
-                     sum,
+                     apart ? next : sum,
                      0,
-                     counts};
+                     counts,
+                     apart ? offsets : NULL};
         dg_place place = {(size_t)(draw / 65536 % 8), (size_t)(draw / 524288 % 8), i / 12 % 2};
         if ((c.dtype == DTRAIN_I64 || c.dtype == DTRAIN_U8) && c.op == DTRAIN_MEAN)
             c.op = DTRAIN_SUM;

@@ -192,7 +192,7 @@ typedef struct dg_call {
     dtrain_op op;
     size_t count;
     int root;
-    const size_t *counts; /* of the forms that end in _V, whose sum is count */
+    const size_t *counts, *offsets; /* of the forms that end in _V, which lie within count elements */
 } dg_call;
 
 /* The collective of the group; of the CPU without one. */
@@ -203,8 +203,8 @@ static dtrain_status dg_do(dtrain_comm *comm, dtrain_device_group *group, const 
         case DG_ALL_REDUCE: return dtrain_all_reduce(comm, in, out, c->count, c->dtype, c->op);
         case DG_REDUCE_SCATTER: return dtrain_reduce_scatter(comm, in, out, c->count, c->dtype, c->op);
         case DG_ALL_GATHER: return dtrain_all_gather(comm, in, out, c->count, c->dtype);
-        case DG_REDUCE_SCATTER_V: return dtrain_reduce_scatter_v(comm, in, out, c->counts, NULL, c->dtype, c->op);
-        case DG_ALL_GATHER_V: return dtrain_all_gather_v(comm, in, out, c->counts, NULL, c->dtype);
+        case DG_REDUCE_SCATTER_V: return dtrain_reduce_scatter_v(comm, in, out, c->counts, c->offsets, c->dtype, c->op);
+        case DG_ALL_GATHER_V: return dtrain_all_gather_v(comm, in, out, c->counts, c->offsets, c->dtype);
         default: return dtrain_broadcast(comm, out, c->count, c->dtype, c->root);
         }
     switch (c->kind) {
@@ -212,8 +212,8 @@ static dtrain_status dg_do(dtrain_comm *comm, dtrain_device_group *group, const 
     case DG_REDUCE_SCATTER: return dtrain_device_group_reduce_scatter(group, in, out, c->count, c->dtype, c->op);
     case DG_ALL_GATHER: return dtrain_device_group_all_gather(group, in, out, c->count, c->dtype);
     case DG_REDUCE_SCATTER_V:
-        return dtrain_device_group_reduce_scatter_v(group, in, out, c->counts, c->dtype, c->op);
-    case DG_ALL_GATHER_V: return dtrain_device_group_all_gather_v(group, in, out, c->counts, c->dtype);
+        return dtrain_device_group_reduce_scatter_v(group, in, out, c->counts, c->offsets, c->dtype, c->op);
+    case DG_ALL_GATHER_V: return dtrain_device_group_all_gather_v(group, in, out, c->counts, c->offsets, c->dtype);
     default: return dtrain_device_group_broadcast(group, out, c->count, c->dtype, c->root);
     }
 }
@@ -248,6 +248,7 @@ static void dg_pointers(const dg_rank *r, const dg_call *c, const dg_place *p, c
         begin = 0;
         for (int rank = 0; rank < r->rank; rank++)
             begin += c->counts[rank];
+        begin = c->offsets != NULL ? c->offsets[r->rank] : begin;
     }
     *in = a + p->in;
     *out = p->in_place ? a + p->in : b + p->out;

@@ -26,8 +26,8 @@ static int groups_of_groups(dtrain_comm *world, scene *s)
     int64_t waited[4];
     (void)s;
     CHECK_EQ(dtrain_comm_split(world, 0, 0, &child), DTRAIN_OK);
-    CHECK_EQ(dtrain_comm_duplicate(child, &grandchild), DTRAIN_OK);
-    CHECK_EQ(dtrain_comm_duplicate(world, &sibling), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(child, 0, 0, &grandchild), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &sibling), DTRAIN_OK);
     dtrain_comm *all[] = {world, child, grandchild, sibling};
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     wait_in(grandchild, late, all, 4, waited);

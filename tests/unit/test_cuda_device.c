@@ -173,23 +173,22 @@ TEST(an_event_orders_two_queues)
         return;
     x = cuda_bytes(one, DTRAIN_MEMORY_DEVICE, bytes);
     y = cuda_bytes(two, DTRAIN_MEMORY_DEVICE, bytes);
-    CHECK_OK(dtrain_device_event_create(one, &event));
-    CHECK_OK(dtrain_device_event_done(one, event, &done));
+    CHECK_OK(one->ops->event_create(one, &event));
+    CHECK_OK(one->ops->event_done(one, event, &done));
     CHECK_EQ(done, 1);
     for (unsigned char round = 1; round < 20; round++) {
         for (unsigned char i = 0; i <= round; i++)
             CHECK_OK(dtrain_device_fill(one, x, &i, 1, bytes));
-        CHECK_OK(dtrain_device_event_record(one, event));
-        CHECK_OK(dtrain_device_event_await(two, event));
+        CHECK_OK(one->ops->event_record(one, event));
+        CHECK_OK(two->ops->event_await(two, event));
         CHECK_OK(dtrain_device_copy(two, y, x, bytes));
         CHECK_OK(dtrain_device_copy(two, back, y + bytes - sizeof back, sizeof back));
         for (size_t i = 0; i < sizeof back; i++)
             CHECK_EQ(back[i], round);
-        CHECK_OK(dtrain_device_event_done(two, event, &done));
+        CHECK_OK(two->ops->event_done(two, event, &done));
         CHECK_EQ(done, 1);
     }
-    dtrain_device_event_destroy(one, event);
-    dtrain_device_event_destroy(one, NULL);
+    one->ops->event_destroy(one, event);
     cuda_free(one, x);
     cuda_free(two, y);
     dtrain_cuda_destroy(one);
@@ -447,11 +446,11 @@ TEST(the_programs_own_error_waits_for_the_program)
     dtrain_device *device = cuda_device(0);
     unsigned char *on = cuda_bytes(device, DTRAIN_MEMORY_DEVICE, 64);
     dtrain_device_event *event = NULL;
-    CHECK_OK(dtrain_device_event_create(device, &event));
+    CHECK_OK(device->ops->event_create(device, &event));
     dtrain__cuda_emulated_last = cudaErrorInvalidConfiguration; /* as a launch leaves it */
     CHECK_OK(dtrain_device_fill(device, on, "x", 1, 64));
     cuda_free(device, on);
-    dtrain_device_event_destroy(device, event);
+    device->ops->event_destroy(device, event);
     dtrain_cuda_destroy(device);
     CHECK_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);
 }
@@ -501,17 +500,17 @@ TEST(a_lost_gpu_is_an_error_in_every_later_call)
     dtrain_device_event *event = NULL;
     void *more = NULL;
     int done = 0;
-    CHECK_OK(dtrain_device_event_create(device, &event));
+    CHECK_OK(device->ops->event_create(device, &event));
     dtrain__cuda_emulated.lasting = cudaErrorIllegalAddress;
     CHECK_ERROR(dtrain_device_wait(device), DTRAIN_ERR_IO, "cudaErrorIllegalAddress, error 700); the GPU is lost");
     CHECK_ERROR(dtrain_device_copy(device, host, on, 64), DTRAIN_ERR_IO, "lost");
     CHECK_ERROR(dtrain_device_fill(device, on, host, 1, 64), DTRAIN_ERR_IO, "lost");
-    CHECK_ERROR(dtrain_device_event_record(device, event), DTRAIN_ERR_IO, "lost");
-    CHECK_ERROR(dtrain_device_event_await(device, event), DTRAIN_ERR_IO, "lost");
-    CHECK_ERROR(dtrain_device_event_done(device, event, &done), DTRAIN_ERR_IO, "lost");
+    CHECK_ERROR(device->ops->event_record(device, event), DTRAIN_ERR_IO, "lost");
+    CHECK_ERROR(device->ops->event_await(device, event), DTRAIN_ERR_IO, "lost");
+    CHECK_ERROR(device->ops->event_done(device, event, &done), DTRAIN_ERR_IO, "lost");
     CHECK_ERROR(dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, 64, &more), DTRAIN_ERR_IO, "lost");
     cuda_free(device, on);
-    dtrain_device_event_destroy(device, event);
+    device->ops->event_destroy(device, event);
     dtrain_cuda_destroy(device);
     dtrain__cuda_emulated.lasting = 0;
     CHECK(dtrain__cuda_emulated.things == NULL);

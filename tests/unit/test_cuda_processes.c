@@ -569,9 +569,9 @@ static dtrain_device *late_begin(void)
 static int is_done(dtrain_device *device, dtrain_device_event *event)
 {
     int done = 0;
-    CHECK_OK(dtrain_device_event_record(device, event));
+    CHECK_OK(device->ops->event_record(device, event));
     for (int i = 0; i < 20 && !done; i++) {
-        CHECK_OK(dtrain_device_event_done(device, event, &done));
+        CHECK_OK(device->ops->event_done(device, event, &done));
         usleep(500);
     }
     return done;
@@ -586,7 +586,7 @@ static int one_is_late(dtrain_comm *world, scene *s)
     int victim = dtrain_comm_rank(world) == VICTIM, early = 0;
     (void)s;
     float *x = (float *)device_put(device, NULL, 4000);
-    CHECK_OK(dtrain_device_event_create(device, &event));
+    CHECK_OK(device->ops->event_create(device, &event));
     CHECK_OK(dtrain_device_group_create(&group, world, device, NULL));
     CHECK_EQ(dtrain_device_group_mode(group), DTRAIN_DEVICE_EVENTS);
     for (int i = 0; i < 40 && group != NULL; i++) {
@@ -602,7 +602,7 @@ static int one_is_late(dtrain_comm *world, scene *s)
     }
     CHECK_EQ(early, 0);
     dtrain_device_group_destroy(group);
-    dtrain_device_event_destroy(device, event);
+    device->ops->event_destroy(device, event);
     device_drop(device, x);
     device_finish(device);
     return 0;

@@ -50,8 +50,8 @@ static dtrain_status start(dtrain_comm *comm, dtrain_device_group *group, const 
     switch (c->kind) {
     case DG_ALL_REDUCE: return dtrain_device_group_all_reduce_async(group, in, out, c->count, c->dtype, c->op, work);
     case DG_REDUCE_SCATTER_V:
-        return dtrain_device_group_reduce_scatter_v_async(group, in, out, c->counts, c->dtype, c->op, work);
-    default: return dtrain_device_group_all_gather_v_async(group, in, out, c->counts, c->dtype, work);
+        return dtrain__async_reduce_scatter_v(group, in, out, c->counts, c->dtype, c->op, work);
+    default: return dtrain__async_all_gather_v(group, in, out, c->counts, c->dtype, work);
     }
 }
 
@@ -111,7 +111,7 @@ static dtrain_status together(program *p, int a, int b, uint64_t draw, int block
     dg_rank *r = p->r;
     size_t counts[DG_MANY];
     dg_call c = {kinds[draw / 8 % (blocks ? 6 : 3)],    DTRAIN_F32, ops[draw / 64 % 4], p->count,
-                 (int)(draw / 512 % (uint64_t)r->size), counts};
+                 (int)(draw / 512 % (uint64_t)r->size), counts, NULL};
     dg_place place = {0, 0, b < 0 || draw / 256 % 2};
     const char *in;
     char *out;
@@ -342,7 +342,7 @@ static void another_queue(dg_rank *r)
     float number = (float)(r->rank + 1), got[2];
     char *x = dg_alloc(r, COUNT * 4), *y = dg_alloc(r, COUNT * 4);
     stranger.ops = &ops;
-    CHECK_EQ(dtrain_device_queue_create(r->device, &other), DTRAIN_OK);
+    CHECK_EQ(dtrain__device_queue_create(r->device, &other), DTRAIN_OK);
     async_sleep(r->device, 5000);
     CHECK_EQ(dtrain_device_fill(r->device, x, &number, 4, COUNT), DTRAIN_OK);
     CHECK_EQ(dtrain_device_group_all_reduce_async(r->group, x, y, COUNT, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
@@ -352,7 +352,7 @@ static void another_queue(dg_rank *r)
     CHECK_EQ(dtrain_device_copy(other, got, y, 4), DTRAIN_OK);
     CHECK_EQ(dtrain_device_copy(other, got + 1, y + (COUNT - 1) * 4, 4), DTRAIN_OK);
     CHECK(got[0] == 6.0f && got[1] == 6.0f);
-    dtrain_device_queue_destroy(other);
+    dtrain__device_queue_destroy(other);
     dg_free(r, x);
     dg_free(r, y);
 }
@@ -377,14 +377,14 @@ static void bad_arguments(dg_rank *r)
     CHECK_EQ(dtrain_device_group_all_reduce_async(r->group, NULL, x, 1, DTRAIN_F32, DTRAIN_SUM, &work),
              DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "in is NULL");
-    CHECK_EQ(dtrain_device_group_all_gather_v_async(r->group, x, x, NULL, DTRAIN_F32, &work), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__async_all_gather_v(r->group, x, x, NULL, DTRAIN_F32, &work), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "counts");
-    CHECK_EQ(dtrain_device_group_reduce_scatter_v_async(r->group, x, x, huge, DTRAIN_F32, DTRAIN_SUM, &work),
+    CHECK_EQ(dtrain__async_reduce_scatter_v(r->group, x, x, huge, DTRAIN_F32, DTRAIN_SUM, &work),
              DTRAIN_ERR_INVALID);
-    CHECK_EQ(dtrain_device_group_reduce_scatter_v_async(r->group, x, x + 4, counts, DTRAIN_F32, DTRAIN_SUM, &work),
+    CHECK_EQ(dtrain__async_reduce_scatter_v(r->group, x, x + 4, counts, DTRAIN_F32, DTRAIN_SUM, &work),
              r->rank == 1 ? DTRAIN_OK : DTRAIN_ERR_INVALID); /* in place is at the rank's own offset */
     if (r->rank == 0)
-        CHECK_EQ(dtrain_device_group_reduce_scatter_v_async(r->group, x, x, counts, DTRAIN_F32, DTRAIN_SUM, &work),
+        CHECK_EQ(dtrain__async_reduce_scatter_v(r->group, x, x, counts, DTRAIN_F32, DTRAIN_SUM, &work),
                  DTRAIN_OK);
     CHECK_EQ(dtrain_device_work_wait(work, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_device_group_all_reduce(r->group, x, x, 1, DTRAIN_I64, DTRAIN_MEAN), DTRAIN_ERR_INVALID);
@@ -443,7 +443,8 @@ static dtrain_status several_start(dg_rank *r, several *s)
                      DTRAIN_SUM,
                      s->count,
                      0,
-                     counts};
+                     counts,
+                     NULL};
         dg_counts(counts, r->size, s->count / (size_t)r->size, (uint64_t)i + 1);
         status = start(r->comm, r->group, &c, s->in[i], s->out[i], &s->work[i]);
     }

@@ -84,7 +84,7 @@ static dtrain_status step(dg_rank *r, dtrain_device *device, dtrain_device_group
     static const dtrain_op ops[] = {DTRAIN_MEAN, DTRAIN_MAX, DTRAIN_MIN, DTRAIN_MEAN};
     int a = (int)(draw % BUFFERS), b = (a + 1 + (int)(draw / 4 % 2)) % BUFFERS;
     dg_call c = {(int)(draw / 256 % DG_KINDS),           DTRAIN_F32, ops[draw / 64 % 4], count,
-                 (int)(draw / 1024 % (uint64_t)r->size), NULL};
+                 (int)(draw / 1024 % (uint64_t)r->size), NULL, NULL};
     dg_place place = {0, 0, (int)(draw / 16 % 2)};
     float number = (float)(r->rank + 1) * (float)(draw % 97);
     const char *in;
@@ -250,7 +250,7 @@ static void warm(dg_rank *r)
     char *x = dg_alloc(r, 4 * 200000), *y = dg_alloc(r, 4 * 200000);
     for (int i = 0; i < 12; i++) {
         for (int kind = 0; kind < DG_KINDS; kind++) {
-            dg_call c = {kind, DTRAIN_F32, DTRAIN_SUM, 200000, 0, NULL};
+            dg_call c = {kind, DTRAIN_F32, DTRAIN_SUM, 200000, 0, NULL, NULL};
             CHECK_EQ(dg_do(r->comm, r->group, &c, x, y), DTRAIN_OK);
         }
         CHECK_EQ(dtrain_device_wait(r->device), DTRAIN_OK);

@@ -67,7 +67,7 @@ static void every_reduction(dg_rank *r)
     pair_begin(r, &p, 8 * 70001);
     for (size_t i = 0; i < 80; i++)
         for (int kind = DG_ALL_REDUCE; kind <= DG_REDUCE_SCATTER; kind++) {
-            dg_call c = {kind, dtypes[i / 8], ops[i % 8], i % 7 == 0 ? 70001 : 777, 0, NULL};
+            dg_call c = {kind, dtypes[i / 8], ops[i % 8], i % 7 == 0 ? 70001 : 777, 0, NULL, NULL};
             dg_place place = {i % 8, i % 5, (int)i % 2};
             int ints = i / 8 >= 4, bits = i % 8 >= 5;
             if (ints ? c.op == DTRAIN_MEAN : bits || c.dtype == DTRAIN_F16)
@@ -90,7 +90,7 @@ static void every_root(dg_rank *r)
     pair_begin(r, &p, 4 * 200003);
     for (int i = 0; i < 5; i++)
         for (int root = 0; root < r->size; root++) {
-            dg_call c = {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, counts[i], root, NULL};
+            dg_call c = {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, counts[i], root, NULL, NULL};
             dg_place place = {0, (size_t)root, 0};
             same_bits(r, &p, &c, &place, (uint64_t)root);
         }
@@ -227,7 +227,7 @@ static dtrain_status until_it_breaks(dg_rank *r, char *x, char *y, size_t count,
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; i < calls && status == DTRAIN_OK; i++) {
-        dg_call c = {i % DG_KINDS, DTRAIN_F32, DTRAIN_SUM, count, i % r->size, NULL};
+        dg_call c = {i % DG_KINDS, DTRAIN_F32, DTRAIN_SUM, count, i % r->size, NULL, NULL};
         status = dg_do(r->comm, r->group, &c, x, y);
         if (status == DTRAIN_OK && i % 3 == 2)
             DTRAIN_IGNORE(dtrain_device_wait(r->device)); /* what has broken stays so: the next call says it to all */
@@ -382,7 +382,7 @@ static void warm(dg_rank *r)
     long before = 0, events = 0, allocations = 0;
     for (int i = 0; i < 40; i++) {
         dg_call c = {i % DG_KINDS, DTRAIN_F32, DTRAIN_MEAN, i < 4 ? 70001 : (size_t)(1 + i * 997 % 70001),
-                     i % r->size,  NULL};
+                     i % r->size,  NULL, NULL};
         if (i == 4) {
             CHECK_EQ(dtrain_barrier(r->comm), DTRAIN_OK);
             before = __atomic_load_n(&resizes, __ATOMIC_SEQ_CST);

@@ -166,7 +166,7 @@ static int with_a_loss(dtrain_comm *world, remains *left, const char *text)
     dtrain_mesh *mesh;
     dtrain_comm *child, *free_group;
     CHECK_EQ(dtrain_mesh_create(&mesh, world, dims, 3), DTRAIN_OK);
-    CHECK_EQ(dtrain_comm_duplicate(dtrain_mesh_group(mesh, "tensor"), &child), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(dtrain_mesh_group(mesh, "tensor"), 0, 0, &child), DTRAIN_OK);
     CHECK_EQ(dtrain_comm_split(world, rank == 5 ? -1 : 0, 0, &free_group), DTRAIN_OK);
     CHECK_EQ(sum(world, 1), 8);
     snprintf(key, sizeof key, "%d has come so far", rank);

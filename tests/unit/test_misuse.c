@@ -43,7 +43,6 @@ static void is_gone(dtrain_status status, const char *call)
 /* Destroys a group of one rank of two, whose memory stays, and calls what there is to call. */
 static void use_after_the_end(dtrain_comm *gone, dtrain_work *handle)
 {
-    static const int ranks[] = {0};
     float x = 1;
     size_t bytes = sizeof x, got;
     uint64_t flags = 0;
@@ -56,11 +55,8 @@ static void use_after_the_end(dtrain_comm *gone, dtrain_work *handle)
     is_gone(dtrain_send(gone, &x, 1, DTRAIN_F32, 1), "send");
     is_gone(dtrain_all_reduce_async(gone, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work), "all_reduce");
     CHECK(work == NULL);
-    is_gone(dtrain_all_reduce_weighted(gone, &x, &x, 1, DTRAIN_F32, 1), "all_reduce");
     is_gone(dtrain_comm_check_equal(gone, &x, 1, DTRAIN_F32), "comm_check_equal");
     is_gone(dtrain_comm_split(gone, 0, 0, &group), "comm_split");
-    is_gone(dtrain_comm_duplicate(gone, &group), "comm_duplicate");
-    is_gone(dtrain_comm_subgroup(gone, ranks, 1, &group), "comm_subgroup");
     is_gone(dtrain_comm_shrink(gone, &group), "comm_shrink");
     is_gone(dtrain_comm_agree(gone, &flags), "comm_agree");
     is_gone(dtrain_resync(gone, 0, &buffer, &bytes, 1, NULL), "resync");
@@ -76,8 +72,6 @@ static void use_after_the_end(dtrain_comm *gone, dtrain_work *handle)
     is_gone(dtrain_comm_trace(gone, "/nowhere/trace.json"), "comm_trace");
     CHECK_EQ(dtrain_work_wait(handle), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "work_wait: the group of this handle was destroyed");
-    CHECK_EQ(dtrain_work_cancel(handle), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "work_cancel: the group of this handle was destroyed");
     logged[0] = 0;
     dtrain_set_log(note, NULL);
     dtrain_comm_destroy(gone);
@@ -139,8 +133,6 @@ TEST(a_handle_is_waited_for_once)
     CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
     CHECK_EQ(dtrain_work_wait(work), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "work_wait: this handle was waited for before, which ends it; wait once");
-    CHECK_EQ(dtrain_work_wait_for(work, 0), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "work_wait: this handle was waited for before");
     dtrain_work *again, *more;
     CHECK_EQ(dtrain_broadcast_async(world, &x, 1, DTRAIN_F32, 0, &again),
              DTRAIN_OK); /* and is in the list of spare ones once */
@@ -182,7 +174,7 @@ static void calls_beside(dtrain_comm *mine, dtrain_comm *other)
         usleep(100);
     CHECK_EQ(dtrain_barrier(mine), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "two threads called dtrain_all_reduce and dtrain_barrier on one group at once");
-    CHECK_CONTAINS(dtrain_last_error(), "give each thread a group of its own (dtrain_comm_duplicate)");
+    CHECK_CONTAINS(dtrain_last_error(), "give each thread a group of its own (dtrain_comm_split)");
     CHECK_EQ(dtrain_send_async(mine, &y, 1, DTRAIN_F32, 1, &work), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "dtrain_all_reduce and dtrain_send on one group");
     CHECK_EQ(dtrain_comm_rank(mine), 0); /* any thread may ask */
@@ -202,7 +194,7 @@ static dtrain_status two_groups(dtrain_comm *world, void *user)
     dtrain_comm *other;
     float x = 2;
     (void)user;
-    dtrain_status status = dtrain_comm_duplicate(world, &other);
+    dtrain_status status = dtrain_comm_split(world, 0, 0, &other);
     if (status != DTRAIN_OK)
         return status;
     if (dtrain_comm_rank(world) == 0) {

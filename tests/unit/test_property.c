@@ -304,7 +304,7 @@ static dtrain_status end(dtrain_status status, dtrain_work **work, const call *c
 
 static dtrain_status make_call(dtrain_comm *w, const call *c, const void *in, void *out)
 {
-    dtrain_work *work = NULL, **handle = &work;
+    dtrain_work *work = NULL, **handle = &work, **started = c->async ? handle : NULL;
     const size_t *at = c->offsets;
     int rank = dtrain_comm_rank(w), ranks = dtrain_comm_size(w), next = (rank + 1) % ranks;
 #define EITHER(name, ...) (c->async ? name##_async(w, __VA_ARGS__, handle) : name(w, __VA_ARGS__))
@@ -313,11 +313,11 @@ static dtrain_status make_call(dtrain_comm *w, const call *c, const void *in, vo
     case REDUCE: return dtrain_reduce(w, in, out, c->count, c->dtype, c->op, c->root);
     case REDUCE_SCATTER:
         if (c->uneven)
-            return end(EITHER(dtrain_reduce_scatter_v, in, out, c->counts, at, c->dtype, c->op), handle, c);
+            return end(dtrain__reduce_scatter_v(w, in, out, c->counts, at, c->dtype, c->op, started), handle, c);
         return end(EITHER(dtrain_reduce_scatter, in, out, c->count, c->dtype, c->op), handle, c);
     case ALL_GATHER:
         if (c->uneven)
-            return end(EITHER(dtrain_all_gather_v, in, out, c->counts, at, c->dtype), handle, c);
+            return end(dtrain__all_gather_v(w, in, out, c->counts, at, c->dtype, started), handle, c);
         return end(EITHER(dtrain_all_gather, in, out, c->count, c->dtype), handle, c);
     case BROADCAST: return end(EITHER(dtrain_broadcast, out, c->count, c->dtype, c->root), handle, c);
     case GATHER:

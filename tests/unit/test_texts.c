@@ -55,7 +55,7 @@ static int alone_in_time(dtrain_comm *world, scene *s)
 {
     int32_t x = 1;
     dtrain_comm *own = NULL;
-    CHECK_EQ(dtrain_comm_duplicate(world, &own), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &own), DTRAIN_OK);
     if (dtrain_comm_rank(world) == 0) {
         own->desc.timeout_ms = 100;
         CHECK_EQ(dtrain_all_reduce(own, &x, &x, 1, DTRAIN_I32, DTRAIN_SUM), DTRAIN_ERR_TIMEOUT);
@@ -84,7 +84,7 @@ static int samples(dtrain_comm *world, scene *s)
         table[i].shape[0] = 64;
         table[i].unit = i;
     }
-    CHECK_EQ(dtrain_comm_duplicate(world, &own), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &own), DTRAIN_OK);
     CHECK_EQ(dtrain_fsdp_create(&fsdp, own, table, 2, &desc), DTRAIN_OK);
     if (dtrain_comm_rank(world) == 0) {
         fsdp->gathers->desc.timeout_ms = 300;

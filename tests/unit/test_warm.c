@@ -92,7 +92,7 @@ static int game(dtrain_comm *world, scene *s)
     trainer *t = (trainer *)malloc(sizeof *t);
     dtrain_comm *own = NULL;
     (void)s;
-    CHECK_EQ(dtrain_comm_duplicate(world, &own), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &own), DTRAIN_OK);
     begin(t, world, own);
     for (int round = 0; round < ROUNDS && test_failures == 0; round++) {
         dtrain_work *works[2];
