@@ -24634,7 +24634,7 @@ static dtrain_status dtrain__alike_quote(dtrain_comm *comm, const dtrain__alike 
 }
 
 /* Hears why the first rank that cannot go on cannot, which ended with `told`. */
-static dtrain_status dtrain__alike_refused(dtrain_comm *comm, const dtrain__alike *alike, int rank, uint64_t told,
+static dtrain_status dtrain__alike_refused(dtrain_comm *comm, dtrain__alike *alike, int rank, uint64_t told,
                                            const dtrain__error *cause)
 {
     char why[DTRAIN__ERROR_BYTES];
@@ -24644,6 +24644,7 @@ static dtrain_status dtrain__alike_refused(dtrain_comm *comm, const dtrain__alik
     memset(why, 0, sizeof why);
     snprintf(why, sizeof why, "%s", cause->text + (own ? prefix + 2 : 0));
     dtrain_status status = dtrain_broadcast(comm, why, sizeof why, DTRAIN_U8, rank);
+    alike->unheard = status != DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
     why[sizeof why - 1] = 0;
@@ -24654,7 +24655,8 @@ static dtrain_status dtrain__alike_refused(dtrain_comm *comm, const dtrain__alik
                         rank, dtrain_comm_size(comm), DTRAIN__STATUS_CAUSE_BYTES - 1, why);
 }
 
-/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read.
+/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read. A rank
+ * to which another is lost counts as the first that cannot: that is why others cannot.
  *
  *   errors   mine; DTRAIN_ERR_ABORTED another rank cannot, with its text; told: that rank's; DTRAIN_ERR_MISMATCH;
  *            DTRAIN_ERR_INVALID the group is fusing; those of dtrain_all_reduce */
@@ -24674,16 +24676,18 @@ static dtrain_status dtrain__alike_meet(dtrain_comm *comm, dtrain__alike *alike,
     if (mine == DTRAIN_OK)
         dtrain__alike_digest(alike, said + 1);
     else
-        said[0] = (ranks - (uint64_t)comm->rank) << 8 | (uint64_t)mine;
+        said[0] = (uint64_t)(mine == DTRAIN_ERR_PEER_LOST) << 40 | (ranks - (uint64_t)comm->rank) << 8 | (uint64_t)mine;
     for (int i = 1; i <= 4; i++)
         said[4 + i] = ~said[i];
     memcpy(said + DTRAIN__ALIKE_WORDS, alike->most, sizeof alike->most);
     dtrain_status status = dtrain_all_reduce(comm, said, said, words, DTRAIN_U64, DTRAIN_MAX);
-    uint64_t refuses = said[0] >> 8;
+    uint64_t refuses = said[0] >> 8 & UINT32_MAX;
     for (int i = 1; i <= 4; i++)
         differ |= said[i] != ~said[4 + i];
     alike->unheard = status != DTRAIN_OK;
-    if (status == DTRAIN_OK)
+    if (alike->unheard)
+        dtrain__fail(&comm->error, status, "%s: %.560s", alike->call, dtrain__thread_error.text);
+    else
         memcpy(alike->most, said + DTRAIN__ALIKE_WORDS, sizeof alike->most);
     if (status == DTRAIN_OK && refuses > 0 && refuses <= ranks)
         status = dtrain__alike_refused(comm, alike, (int)(ranks - refuses), said[0] & 0xff, &cause);
@@ -24702,9 +24706,9 @@ static int dtrain__alike_nothing(const void *given, size_t index, dtrain__alike_
 }
 
 /* As dtrain__alike_meet, where there is nothing to compare. */
-static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, dtrain_status mine)
+static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, int told, dtrain_status mine)
 {
-    dtrain__alike alike = {call, NULL, dtrain__alike_nothing, "", 0, {0}, 0};
+    dtrain__alike alike = {call, NULL, dtrain__alike_nothing, "", told, {0}, 0};
     return dtrain__alike_meet(comm, &alike, mine);
 }
 
@@ -24768,8 +24772,8 @@ DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, v
 #endif
 
 /* ---- >>split ----
- * Groups out of groups. The ranks of the parent exchange who wants to be where, each makes its own end, and a second
- * exchange tells whether all could: either every rank has its group or every rank has the error. A group's name is
+ * Groups out of groups. The ranks of the parent exchange who wants to be where, each makes its own end, and then they
+ * agree whether all could: either every rank has its group or every rank has the error. A group's name is
  * the lowest member's rank in the world and a count that this member keeps, so that no two are ever the same. */
 #ifndef DTRAIN__SPLIT
 #define DTRAIN__SPLIT
@@ -24970,25 +24974,18 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
 static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_comm **group)
 {
     dtrain_comm *parent = split->parent;
-    dtrain_status made = DTRAIN_OK, status;
+    dtrain_status status = DTRAIN_OK;
     dtrain__error cause;
-    uint64_t mine;
     if (split->rank >= 0) {
         split->id = dtrain__split_name(split);
-        made = dtrain__split_make(split, group);
-        if (made == DTRAIN_OK)
-            made = dtrain__split_bind(split, *group);
+        status = dtrain__split_make(split, group);
+        if (status == DTRAIN_OK)
+            status = dtrain__split_bind(split, *group);
     }
     cause = dtrain__thread_error;
-    mine = (uint64_t)made;
-    status = dtrain__split_gather(split, &mine, split->states, 1);
-    if (made != DTRAIN_OK)
-        status = dtrain__fail(&parent->error, made, "%s on rank %d: %.560s", split->call, parent->rank, cause.text);
-    for (int rank = 0; status == DTRAIN_OK && rank < parent->size; rank++)
-        if (split->states[rank] != DTRAIN_OK)
-            status = dtrain__fail(&parent->error, dtrain__status_told(split->states[rank]),
-                                  "%s on rank %d: rank %d could not make its end of a group (%s)", split->call,
-                                  parent->rank, rank, dtrain_status_name(dtrain__status_told(split->states[rank])));
+    if (status != DTRAIN_OK)
+        dtrain__fail(&parent->error, status, "%s on rank %d: %.560s", split->call, parent->rank, cause.text);
+    status = dtrain__alike_agree(parent, split->call, 1, status);
     if (status == DTRAIN_OK || *group == NULL)
         return status;
     cause = dtrain__thread_error;
@@ -25099,32 +25096,6 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
     return DTRAIN_OK;
 }
 
-/* Says to all whether what this rank gave is good, and compares it by its digest. */
-static dtrain_status dtrain__mesh_agree(dtrain_comm *world, const char *call, const char *what, dtrain__sha256 *sha,
-                                        dtrain_status mine)
-{
-    dtrain__split_state split;
-    dtrain__error flaw = dtrain__thread_error;
-    unsigned char digest[32];
-    dtrain_status status = dtrain__split_begin(&split, world, call);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__sha256_finish(sha, digest);
-    status = dtrain__split_meet(&split, dtrain__get_le(digest, 8), mine);
-    for (int rank = 0; status == DTRAIN_OK && mine == DTRAIN_OK && rank < world->size; rank++) {
-        if (split.entries[rank].key != DTRAIN_OK)
-            status = dtrain__fail(&world->error, dtrain__status_told((uint64_t)split.entries[rank].key),
-                                  "%s on rank %d: rank %d gave %s that cannot be (%s)", call, world->rank, rank, what,
-                                  dtrain_status_name(dtrain__status_told((uint64_t)split.entries[rank].key)));
-        else if (split.entries[rank].color != split.entries[0].color)
-            status = dtrain__fail(&world->error, DTRAIN_ERR_MISMATCH,
-                                  "%s on rank %d: rank %d gave other %s than rank 0; every rank must give the same",
-                                  call, world->rank, rank, what);
-    }
-    dtrain__split_end(&split);
-    return mine != DTRAIN_OK ? dtrain__report(&flaw) : status;
-}
-
 /* Memory for the mesh, and this rank's place in it. */
 static dtrain_mesh *dtrain__mesh_place(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int rest)
 {
@@ -25148,12 +25119,23 @@ static dtrain_mesh *dtrain__mesh_place(dtrain_comm *world, const dtrain_mesh_dim
     return mesh;
 }
 
+static int dtrain__mesh_line(const void *given, size_t index, dtrain__alike_line *line)
+{
+    const dtrain_mesh *mesh = (const dtrain_mesh *)given;
+    if (index > (size_t)mesh->count)
+        return 0;
+    if (index == 0)
+        return dtrain__alike_number(line, "the number of dimensions is", mesh->count, 0);
+    snprintf(line->what, sizeof line->what, "dimension %zu is", index - 1);
+    snprintf(line->value, sizeof line->value, "%s of %d", mesh->axes[index - 1].name, mesh->axes[index - 1].size);
+    return 1;
+}
+
 DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *world, const dtrain_mesh_dim *dims,
                                             int count)
 {
     dtrain_mesh *mesh = NULL;
     dtrain_status status;
-    dtrain__sha256 sha;
     int rest = 1, stride = 1;
     if (out != NULL)
         *out = NULL;
@@ -25164,12 +25146,8 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
     status = dtrain__mesh_check(world, dims, count, &rest);
     if (status == DTRAIN_OK && (mesh = dtrain__mesh_place(world, dims, count, rest)) == NULL)
         status = dtrain__fail(&world->error, DTRAIN_ERR_MEMORY, "mesh_create on rank %d: no memory", world->rank);
-    dtrain__sha256_start(&sha);
-    for (int i = 0; status == DTRAIN_OK && i < count; i++) {
-        dtrain__sha256_add(&sha, mesh->axes[i].name, sizeof mesh->axes[i].name);
-        dtrain__sha256_add(&sha, &mesh->axes[i].size, sizeof mesh->axes[i].size);
-    }
-    status = dtrain__mesh_agree(world, "mesh_create", "dimensions", &sha, status);
+    dtrain__alike alike = {"mesh_create", mesh, dtrain__mesh_line, "give every rank the same", 1, {0}, 0};
+    status = dtrain__alike_meet(world, &alike, status);
     for (int i = count; status == DTRAIN_OK && i-- > 0;) {
         dtrain__axis *axis = &mesh->axes[i]; /* its group: the rank with this coordinate taken out */
         status = dtrain__split_by_color(world, world->rank - axis->index * stride, axis->index, 1, &axis->group,
@@ -25235,11 +25213,37 @@ static dtrain_status dtrain__mesh_check_join(const dtrain_mesh *mesh, dtrain_com
     return DTRAIN_OK;
 }
 
+/* The dimensions that a join is of. */
+typedef struct dtrain__mesh_joined {
+    const dtrain_mesh *mesh;
+    const char *const *names;
+    int count;
+} dtrain__mesh_joined;
+
+static int dtrain__mesh_joins(const dtrain__mesh_joined *join, int axis)
+{
+    for (int k = 0; k < join->count; k++)
+        if (strcmp(join->names[k], join->mesh->axes[axis].name) == 0)
+            return 1;
+    return 0;
+}
+
+static int dtrain__mesh_joined_line(const void *given, size_t index, dtrain__alike_line *line)
+{
+    const dtrain__mesh_joined *join = (const dtrain__mesh_joined *)given;
+    if (index >= (size_t)join->mesh->count)
+        return 0;
+    dtrain__alike_text(line, "", dtrain__mesh_joins(join, (int)index) ? "joined" : "not joined");
+    snprintf(line->what, sizeof line->what, "dimension %s is", join->mesh->axes[index].name);
+    return 1;
+}
+
 DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
                                           int count, dtrain_comm **group)
 {
-    dtrain__sha256 sha;
-    int rest, stride = 1;
+    dtrain__mesh_joined join = {mesh, names, count};
+    dtrain__alike alike = {"mesh_join", &join, dtrain__mesh_joined_line, "give every rank the same names", 1, {0}, 0};
+    int stride = 1;
     if (group != NULL)
         *group = NULL;
     if (mesh == NULL || world == NULL || group == NULL)
@@ -25249,19 +25253,12 @@ DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *
                             : world == NULL ? "world"
                                             : "group");
     dtrain_status status = dtrain__mesh_check_join(mesh, world, names, count);
-    dtrain__sha256_start(&sha);
-    rest = world->rank;
+    status = dtrain__alike_meet(world, &alike, status);
+    int rest = world->rank;
     for (int i = mesh->count; status == DTRAIN_OK && i-- > 0;) { /* takes coordinates that are joined out of the rank */
-        const dtrain__axis *axis = &mesh->axes[i];
-        for (int k = 0; k < count; k++)
-            if (strcmp(names[k], axis->name) == 0) {
-                rest -= axis->index * stride;
-                dtrain__sha256_add(&sha, axis->name, sizeof axis->name);
-                break;
-            }
-        stride *= axis->size;
+        rest -= dtrain__mesh_joins(&join, i) ? mesh->axes[i].index * stride : 0;
+        stride *= mesh->axes[i].size;
     }
-    status = dtrain__mesh_agree(world, "mesh_join", "names or another world", &sha, status);
     return status == DTRAIN_OK ? dtrain__split_by_color(world, rest, world->rank, 1, group, "mesh_join") : status;
 }
 
@@ -25439,77 +25436,68 @@ DTRAIN_API dtrain_status dtrain_comm_agree(dtrain_comm *comm, uint64_t *flags)
     return status;
 }
 
-/* What a rank has to offer, or to receive. */
-typedef struct dtrain__survive_progress {
-    uint64_t step;
-    uint64_t shape; /* a digest of the buffers' sizes */
-} dtrain__survive_progress;
+/* The sizes of a resync's buffers. */
+typedef struct dtrain__survive_sizes {
+    const size_t *bytes;
+    int count;
+} dtrain__survive_sizes;
 
-/* The rank with the highest step, or an error where sizes differ. */
-static dtrain_status dtrain__survive_source(dtrain_comm *comm, const dtrain__survive_progress *all, int *source)
+static int dtrain__survive_line(const void *given, size_t index, dtrain__alike_line *line)
 {
-    *source = 0;
-    for (int rank = 1; rank < comm->size; rank++) {
-        if (all[rank].shape != all[0].shape)
-            return dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
-                                "resync on rank %d: rank %d gave buffers of other sizes than rank 0", comm->rank, rank);
-        *source = all[rank].step > all[*source].step ? rank : *source;
-    }
-    return DTRAIN_OK;
+    const dtrain__survive_sizes *sizes = (const dtrain__survive_sizes *)given;
+    if (index > (size_t)sizes->count)
+        return 0;
+    if (index == 0)
+        return dtrain__alike_number(line, "the number of buffers is", sizes->count, 0);
+    dtrain__alike_text(line, "", "");
+    snprintf(line->what, sizeof line->what, "bytes[%zu] is", index - 1);
+    snprintf(line->value, sizeof line->value, "%zu", sizes->bytes[index - 1]);
+    return 1;
+}
+
+/* The rank with the highest step, which becomes *step. All give the same sizes. */
+static dtrain_status dtrain__survive_source(dtrain_comm *comm, const dtrain__survive_sizes *sizes, uint64_t *step,
+                                            int *source)
+{
+    dtrain__alike alike = {"resync", sizes, dtrain__survive_line, "give every rank the same sizes", 1, {*step}, 0};
+    dtrain_status status = dtrain__alike_meet(comm, &alike, DTRAIN_OK);
+    *source = *step == alike.most[0] ? comm->rank : comm->size;
+    *step = alike.most[0];
+    return status == DTRAIN_OK ? dtrain_all_reduce(comm, source, source, 1, DTRAIN_I32, DTRAIN_MIN) : status;
 }
 
 /* Room for what a rank receives, *total bytes, or an error on all ranks where one has none: what it has itself stays
  * whole until all has come, as the source may be lost on the way. */
-static dtrain_status dtrain__survive_room(dtrain__split_state *split, int source, const size_t *bytes, int count,
+static dtrain_status dtrain__survive_room(dtrain_comm *comm, int source, const dtrain__survive_sizes *sizes,
                                           unsigned char **room, size_t *total)
 {
-    dtrain_comm *comm = split->parent;
-    uint64_t *all = (uint64_t *)(void *)split->entries, fits = 1;
-    for (int i = 0; i < count && fits; i++) {
-        fits = bytes[i] <= SIZE_MAX - *total;
-        *total += bytes[i];
-    }
-    if (comm->rank != source && *total > 0) {
-        *room = fits ? (unsigned char *)dtrain__alloc(comm->allocator, *total) : NULL;
-        fits = *room != NULL;
-    }
-    dtrain_status status = dtrain__split_gather(split, &fits, all, 1);
-    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++)
-        if (!all[rank])
-            status = dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
-                                  "resync on rank %d: rank %d has no memory to receive %zu bytes beside its own",
-                                  comm->rank, rank, *total);
-    return status;
+    dtrain_status status = DTRAIN_OK;
+    int fits = 1;
+    for (int i = 0; i < sizes->count && fits; i++)
+        fits = dtrain__add_size(*total, sizes->bytes[i], total);
+    if (comm->rank != source && fits && *total > 0)
+        *room = (unsigned char *)dtrain__alloc(comm->allocator, *total);
+    if (comm->rank != source && *room == NULL && (*total > 0 || !fits))
+        status = dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "resync: no memory to receive %zu bytes beside its own",
+                              *total);
+    return dtrain__alike_agree(comm, "resync", 1, status);
 }
 
 DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *const *buffers, const size_t *bytes,
                                        int count, uint64_t *step_out)
 {
-    dtrain__split_state split;
-    dtrain__survive_progress mine, *all;
-    unsigned char digest[32], *room = NULL;
+    dtrain__survive_sizes sizes = {bytes, count};
+    unsigned char *room = NULL;
     size_t total = 0, at = 0;
-    dtrain_status status;
     int source = 0, flaw = count < 0 || (count > 0 && (buffers == NULL || bytes == NULL));
     for (int i = 0; !flaw && i < count; i++)
         flaw = buffers[i] == NULL && bytes[i] > 0;
     if (comm == NULL || flaw)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "resync: needs a group and %d buffers with their sizes", count);
-    status = dtrain__split_begin(&split, comm, "resync");
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain_sha256(count > 0 ? (const void *)bytes : "", (size_t)count * sizeof(size_t), digest);
-    mine.step = step;
-    mine.shape = dtrain__get_le(digest, 8);
-    all = (dtrain__survive_progress *)(void *)split.entries; /* an entry is larger */
-    status = dtrain__split_gather(&split, &mine, all, sizeof mine / sizeof(uint64_t));
+    dtrain_status status = dtrain__survive_source(comm, &sizes, &step, &source);
     if (status == DTRAIN_OK)
-        status = dtrain__survive_source(comm, all, &source);
-    if (status == DTRAIN_OK) {
-        step = all[source].step;
-        status = dtrain__survive_room(&split, source, bytes, count, &room, &total);
-    }
+        status = dtrain__survive_room(comm, source, &sizes, &room, &total);
     for (int i = 0; status == DTRAIN_OK && i < count; i++) {
         status = dtrain_broadcast(comm, room != NULL ? room + at : buffers[i], bytes[i], DTRAIN_U8, source);
         at += bytes[i];
@@ -25523,7 +25511,6 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
     if (status == DTRAIN_OK && step_out != NULL)
         *step_out = step;
     dtrain__free(comm->allocator, room, total);
-    dtrain__split_end(&split);
     return status;
 }
 
@@ -25546,7 +25533,6 @@ typedef struct dtrain__flags_state dtrain__flags_state; /* see >>device_flags */
 /* What a rank tells the others while the group is made, in whole 64-bit words. */
 typedef struct dtrain__device_note {
     uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
-    uint64_t mode, chunk_bytes, slots, async;
     uint64_t host;            /* equal on ranks of one */
     uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
     dtrain_device_event *events[2] __attribute__((aligned(8))); /* see >>device_events */
@@ -28249,20 +28235,6 @@ static dtrain_status dtrain__device_meet(dtrain_device_group *group)
     return dtrain__fail(&comm->error, status, "device_group_create: %.560s", cause.text);
 }
 
-/* The error of the first rank that has one, the same everywhere. */
-static dtrain_status dtrain__device_verdict(dtrain_device_group *group)
-{
-    dtrain_comm *comm = group->comm;
-    for (int rank = 0; rank < comm->size; rank++) {
-        dtrain__device_note *note = &group->notes[rank];
-        note->text[sizeof note->text - 1] = 0;
-        if (note->status != DTRAIN_OK)
-            return dtrain__fail(&comm->error, dtrain__status_told(note->status),
-                                "device_group_create on rank %d: rank %d: %s", comm->rank, rank, note->text);
-    }
-    return DTRAIN_OK;
-}
-
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
 {
     if (desc->mode != DTRAIN_DEVICE_MODE_AUTO && desc->mode != DTRAIN_DEVICE_STAGED &&
@@ -28283,20 +28255,15 @@ static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *d
     return DTRAIN_OK;
 }
 
-/* Takes a desc over, with its defaults filled in; a bad one is told to all. */
-static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_device_group_desc *desc)
+/* Takes a desc over, and fills its defaults in. */
+static dtrain_status dtrain__device_take_desc(dtrain_device_group *group, dtrain_device_group_desc *desc)
 {
-    dtrain_device_group_desc defaults;
-    memset(&defaults, 0, sizeof defaults);
-    desc = desc != NULL ? desc : &defaults;
-    dtrain__device_note_status(group, dtrain__device_check_desc(desc));
+    dtrain_status status = dtrain__device_check_desc(desc);
+    if (status != DTRAIN_OK)
+        return status;
     group->mode = desc->mode;
-    group->chunk_bytes = desc->chunk_bytes / 64 * 64;
-    group->slots = desc->slots > 0 ? desc->slots : 4;
-    group->mine.mode = (uint64_t)desc->mode;
-    group->mine.chunk_bytes = (uint64_t)group->chunk_bytes;
-    group->mine.slots = (uint64_t)group->slots;
-    group->mine.async = (uint64_t)(desc->async == 1);
+    group->chunk_bytes = desc->chunk_bytes = desc->chunk_bytes / 64 * 64;
+    group->slots = desc->slots = desc->slots > 0 ? desc->slots : 4;
     group->mine.host = dtrain__hosts_own(group->comm);
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
@@ -28304,37 +28271,32 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     if (group->mine.ops != 0 && group->comm->plane->knows && !group->comm->plane->in_process &&
         desc->mode != DTRAIN_DEVICE_STAGED && dtrain__processes_has_all(group->device))
         dtrain__processes_offer(group);
-    if (group->mine.status == DTRAIN_OK && group->mode == DTRAIN_DEVICE_FLAGS)
-        dtrain__device_note_status(group, dtrain__flags_note(group));
+    if (group->mode == DTRAIN_DEVICE_FLAGS)
+        status = dtrain__flags_note(group);
+    return status == DTRAIN_OK && desc->async ? dtrain__async_create(group) : status;
 }
 
-static dtrain_status dtrain__device_differs(dtrain_device_group *group, int rank, const char *field, uint64_t theirs,
-                                            uint64_t first)
+static const dtrain__alike_field dtrain__device_fields[] = {
+    DTRAIN__ALIKE_FIELD(dtrain_device_group_desc, mode, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_device_group_desc, chunk_bytes, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_device_group_desc, slots, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_device_group_desc, async, NUMBER)};
+
+static int dtrain__device_line(const void *desc, size_t index, dtrain__alike_line *line)
 {
-    return dtrain__fail(&group->comm->error, DTRAIN_ERR_MISMATCH,
-                        "device_group_create on rank %d: rank %d has desc.%s %llu, rank 0 %llu; give every rank the "
-                        "same desc",
-                        group->comm->rank, rank, field, (unsigned long long)theirs, (unsigned long long)first);
+    return desc != NULL && index < sizeof dtrain__device_fields / sizeof dtrain__device_fields[0] &&
+           dtrain__alike_field_line(line, "desc.", &dtrain__device_fields[index], desc);
 }
 
-/* Compares all descs with rank 0's. */
-static dtrain_status dtrain__device_compare(dtrain_device_group *group)
+/* Hears whether every rank could do its part, and gave the same desc where there is one. */
+static dtrain_status dtrain__device_agree(dtrain_comm *comm, const dtrain_device_group_desc *desc, dtrain_status mine)
 {
-    const dtrain__device_note *first = &group->notes[0];
-    group->no_devices = 1;
-    for (int rank = 0; rank < group->comm->size; rank++) {
-        const dtrain__device_note *note = &group->notes[rank];
-        if (note->mode != first->mode)
-            return dtrain__device_differs(group, rank, "mode", note->mode, first->mode);
-        if (note->chunk_bytes != first->chunk_bytes)
-            return dtrain__device_differs(group, rank, "chunk_bytes", note->chunk_bytes, first->chunk_bytes);
-        if (note->slots != first->slots)
-            return dtrain__device_differs(group, rank, "slots", note->slots, first->slots);
-        if (note->async != first->async)
-            return dtrain__device_differs(group, rank, "async", note->async, first->async);
-        group->no_devices &= note->has_device == 0;
-    }
-    return DTRAIN_OK;
+    dtrain__alike alike = {
+        "device_group_create", desc, dtrain__device_line, "give every rank the same desc", 1, {0}, 0};
+    if (mine != DTRAIN_OK)
+        dtrain__fail(&comm->error, mine, "device_group_create on rank %d: %.560s", comm->rank,
+                     dtrain__thread_error.text);
+    return dtrain__alike_meet(comm, &alike, mine);
 }
 
 /* Why there can be no EVENTS, or within hosts none, by what all ranks have said; NULL: there can. */
@@ -28396,19 +28358,22 @@ static dtrain_status dtrain__device_confirm(dtrain_device_group *group)
  * a mode was asked for. */
 static dtrain_status dtrain__device_reached(dtrain_device_group *group, int tried, int *reached)
 {
-    int asked = group->mode != DTRAIN_DEVICE_MODE_AUTO;
-    dtrain_status status = DTRAIN_OK;
-    for (int rank = 0; rank < group->comm->size; rank++)
-        if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK && !tried)
-            return dtrain__device_verdict(group);
-    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
+    dtrain_comm *comm = group->comm;
+    for (int rank = 0; rank < comm->size; rank++) {
         dtrain__device_note *note = &group->notes[rank];
         note->text[sizeof note->text - 1] = 0;
-        *reached &= note->status == DTRAIN_OK;
-        if (note->status != DTRAIN_OK && asked)
-            status = dtrain__device_no_events(group, rank, note->text);
+        if (note->status == DTRAIN_OK)
+            continue;
+        *reached = 0;
+        if (note->status != DTRAIN_ERR_UNSUPPORTED && !tried)
+            return dtrain__fail(&comm->error, dtrain__status_told(note->status),
+                                "device_group_create on rank %d: rank %d: %s", comm->rank, rank, note->text);
+        if (group->mode == DTRAIN_DEVICE_MODE_AUTO)
+            continue;
+        dtrain__device_no_events(group, rank, note->text);
+        return dtrain__device_confirm(group);
     }
-    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_confirm(group);
+    return DTRAIN_OK;
 }
 
 /* Makes what a trial takes. Where that is not to be had, *reached becomes 0; all else that fails is an error. */
@@ -28451,11 +28416,8 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
  */
 static dtrain_status dtrain__device_try_hosts(dtrain_device_group *group, int *reached)
 {
-    dtrain__device_note_status(group, dtrain__hosts_new(group));
-    dtrain_status status = dtrain__device_meet(group);
+    dtrain_status status = dtrain__device_agree(group->comm, NULL, dtrain__hosts_new(group));
     dtrain__processes_close_offer(group);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_verdict(group);
     if (status == DTRAIN_OK)
         status = dtrain__hosts_split(group);
     if (status != DTRAIN_OK)
@@ -28486,12 +28448,11 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
 {
     int rank, reached;
     dtrain_status status = dtrain__device_meet(group);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_verdict(group);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_compare(group);
     if (status != DTRAIN_OK)
         return status;
+    group->no_devices = 1;
+    for (rank = 0; rank < group->comm->size; rank++)
+        group->no_devices &= group->notes[rank].has_device == 0;
     int hosts =
         group->mode == DTRAIN_DEVICE_HOSTS || (group->mode == DTRAIN_DEVICE_MODE_AUTO && dtrain__hosts_differ(group));
     const char *why = dtrain__device_hindrance(group, hosts, &rank);
@@ -28508,14 +28469,13 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
         group->mode = hosts ? DTRAIN_DEVICE_HOSTS : DTRAIN_DEVICE_EVENTS;
     if (status != DTRAIN_OK || (reached && !hosts) || group->no_devices)
         return status;
-    dtrain__device_note_status(group, dtrain__device_make_slots(group));
-    status = dtrain__device_meet(group);
-    return status == DTRAIN_OK ? dtrain__device_verdict(group) : status;
+    return dtrain__device_agree(group->comm, NULL, dtrain__device_make_slots(group));
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
                                                     dtrain_device *device, const dtrain_device_group_desc *desc)
 {
+    dtrain_device_group_desc taken;
     dtrain_status status;
     if (group != NULL)
         *group = NULL;
@@ -28530,10 +28490,12 @@ DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group,
     if (made == NULL)
         return DTRAIN_ERR_MEMORY;
     made->device = device;
-    dtrain__device_take_desc(made, desc);
-    if (made->mine.status == DTRAIN_OK && made->mine.async)
-        dtrain__device_note_status(made, dtrain__async_create(made));
-    status = dtrain__device_settle(made);
+    memset(&taken, 0, sizeof taken);
+    if (desc != NULL)
+        taken = *desc;
+    status = dtrain__device_agree(comm, &taken, dtrain__device_take_desc(made, &taken));
+    if (status == DTRAIN_OK)
+        status = dtrain__device_settle(made);
     if (status == DTRAIN_OK) {
         *group = made;
         return DTRAIN_OK;
@@ -40320,7 +40282,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
     if (fsdp->world != NULL)
-        status = dtrain__alike_agree(fsdp->world, fsdp->call, status);
+        status = dtrain__alike_agree(fsdp->world, fsdp->call, 0, status);
     if (status != DTRAIN_OK)
         return status;
     dtrain__fsdp_group_params(fsdp);
@@ -40433,7 +40395,7 @@ static dtrain_status dtrain__fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, c
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_adopt_values(*fsdp, table, (unsigned char *)(bare + count), stage);
-    return (*fsdp)->world != NULL ? dtrain__alike_agree((*fsdp)->world, (*fsdp)->call, status) : status;
+    return (*fsdp)->world != NULL ? dtrain__alike_agree((*fsdp)->world, (*fsdp)->call, 0, status) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, dtrain_param *table, size_t count,
@@ -43418,12 +43380,6 @@ typedef struct dtrain__pipeline_message {
     dtrain_work *receiving;
 } dtrain__pipeline_message;
 
-/* Why a rank could not go on, as it is told to the others. */
-typedef struct dtrain__pipeline_note {
-    uint64_t status;
-    char why[DTRAIN__PIPELINE_WHY];
-} dtrain__pipeline_note;
-
 struct dtrain_pipeline {
     dtrain_allocator own; /* used when the caller gives none */
     dtrain_allocator *allocator;
@@ -43445,11 +43401,10 @@ struct dtrain_pipeline {
     unsigned char *evaluated; /* what was received to evaluate */
     size_t evaluated_bytes;
     uint64_t *shapes; /* of all micro-batches, as they travel */
-    dtrain__pipeline_note note, *notes;
     int agreed;
     const char *call;
     dtrain_pipeline_stats stats;
-    dtrain__error broken, error;
+    dtrain__error note, broken, error; /* note: why this rank cannot go on in the call under way */
 };
 
 /* Scratch of one making. */
@@ -43641,10 +43596,8 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
 /* Keeps why this rank cannot go on: the first cause. */
 static void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
 {
-    if (pipeline->note.status != 0)
-        return;
-    pipeline->note.status = (uint64_t)status;
-    snprintf(pipeline->note.why, sizeof pipeline->note.why, "%.*s", DTRAIN__PIPELINE_WHY - 1, why);
+    if (pipeline->note.status == DTRAIN_OK)
+        dtrain__fail(&pipeline->note, status, "%s: %s", dtrain_status_name(status), why);
 }
 
 /* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
@@ -43704,15 +43657,13 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
                             "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
                             pipeline->rank);
     pipeline->call = call;
-    memset(&pipeline->note, 0, sizeof pipeline->note);
+    pipeline->note.status = DTRAIN_OK;
     return DTRAIN_OK;
 }
 
 /* Gives a step up: for the other pipelines too, and micro-batches that are on their way are forgotten. */
-static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *cause)
+static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *why)
 {
-    char why[DTRAIN__FSDP_WHY];
-    snprintf(why, sizeof why, "%.*s", DTRAIN__FSDP_WHY - 1, cause);
     for (int c = 0; c < pipeline->chunks; c++) {
         dtrain_module *module = pipeline->modules[c];
         dtrain_fsdp_fail(pipeline->fsdps[c], why);
@@ -43721,38 +43672,20 @@ static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *cause)
     }
 }
 
-/* The first rank that could not go on; before it one to which a rank is lost, as that is why others could not. */
-static int dtrain__pipeline_first_note(const dtrain_pipeline *pipeline)
-{
-    int first = pipeline->ranks;
-    for (int rank = pipeline->ranks - 1; rank >= 0; rank--)
-        if (pipeline->notes[rank].status != 0 &&
-            (first == pipeline->ranks || pipeline->notes[first].status != DTRAIN_ERR_PEER_LOST ||
-             pipeline->notes[rank].status == DTRAIN_ERR_PEER_LOST))
-            first = rank;
-    return first;
-}
-
 /* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
 static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fails_step)
 {
-    dtrain__pipeline_note *notes = pipeline->notes;
-    notes[pipeline->rank] = pipeline->note;
-    if (pipeline->ranks > 1) {
-        dtrain_status status = dtrain_all_gather(pipeline->group, &pipeline->note, notes,
-                                                 sizeof *notes * (size_t)pipeline->ranks, DTRAIN_U8);
-        if (status != DTRAIN_OK)
-            return dtrain__pipeline_break(pipeline, status);
-    }
-    int rank = dtrain__pipeline_first_note(pipeline);
-    if (rank == pipeline->ranks)
+    dtrain__alike alike = {pipeline->call, NULL, dtrain__alike_nothing, "", 1, {0}, 0};
+    dtrain_status status = dtrain__alike_meet(pipeline->group, &alike, dtrain__report(&pipeline->note));
+    if (alike.unheard)
+        return dtrain__pipeline_break(pipeline, dtrain__report(&pipeline->group->error));
+    if (status == DTRAIN_OK)
         return DTRAIN_OK;
-    notes[rank].why[DTRAIN__PIPELINE_WHY - 1] = 0;
+    dtrain__error told = dtrain__thread_error;
     if (fails_step)
-        dtrain__pipeline_drop(pipeline, notes[rank].why);
-    dtrain_status status = notes[rank].status == DTRAIN_ERR_PEER_LOST ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_ABORTED;
-    return dtrain__fail(&pipeline->error, status, "%s: rank %d of the pipeline could not go on, %s: %s", pipeline->call,
-                        rank, dtrain_status_name((dtrain_status)notes[rank].status), notes[rank].why);
+        dtrain__pipeline_drop(pipeline, told.text);
+    return dtrain__fail(&pipeline->error, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
+                        "%s: the pipeline could not go on: %s", pipeline->call, told.text);
 }
 
 /* ---- shapes ---- */
@@ -43905,7 +43838,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const 
     status = dtrain__pipeline_pass_shapes(pipeline, inputs);
     if (status != DTRAIN_OK)
         return dtrain__pipeline_break(pipeline, status);
-    if (pipeline->note.status == 0)
+    if (pipeline->note.status == DTRAIN_OK)
         dtrain__pipeline_take_memory(pipeline);
     status = dtrain__pipeline_verdict(pipeline, 0);
     pipeline->agreed = status == DTRAIN_OK;
@@ -44003,7 +43936,7 @@ static dtrain_status dtrain__pipeline_judge(dtrain_pipeline *pipeline, const dtr
 
 static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run, void *batch)
 {
-    int failed = pipeline->note.status != 0;
+    int failed = pipeline->note.status != DTRAIN_OK;
     dtrain_status status = DTRAIN_OK;
     dtrain_tensor *shape = &pipeline->outputs[run->cell];
     memset(&run->out, 0, sizeof run->out);
@@ -44031,7 +43964,7 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
 
 static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run)
 {
-    int failed = pipeline->note.status != 0, place = run->move->place;
+    int failed = pipeline->note.status != DTRAIN_OK, place = run->move->place;
     const dtrain_tensor *d_output = run->move->in >= 0 ? &run->in : NULL;
     const dtrain_tensor *d_input = run->move->out >= 0 ? &run->out : NULL;
     dtrain_status status = DTRAIN_OK;
@@ -44051,7 +43984,7 @@ static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain
         status = dtrain__module_backward_weights(run->fsdp, run->module, place);
     if (!(failed && run->fsdp == NULL))
         status = dtrain__pipeline_judge(pipeline, run, status);
-    if (d_input != NULL && run->out.bytes > 0 && pipeline->note.status != 0)
+    if (d_input != NULL && run->out.bytes > 0 && pipeline->note.status != DTRAIN_OK)
         memset(run->out.data, 0, run->out.bytes);
     return status;
 }
@@ -44275,10 +44208,9 @@ static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
     pipeline->inputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->inputs);
     pipeline->outputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->outputs);
     pipeline->shapes = (uint64_t *)dtrain__alloc(memory, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
-    pipeline->notes = (dtrain__pipeline_note *)dtrain__alloc(memory, (size_t)pipeline->ranks * sizeof *pipeline->notes);
     return pipeline->modules != NULL && pipeline->fsdps != NULL && pipeline->moves != NULL &&
            pipeline->messages != NULL && pipeline->places != NULL && pipeline->inputs != NULL &&
-           pipeline->outputs != NULL && pipeline->shapes != NULL && pipeline->notes != NULL;
+           pipeline->outputs != NULL && pipeline->shapes != NULL;
 }
 
 static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
@@ -44400,7 +44332,6 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
     dtrain__free(memory, pipeline->inputs, cells * sizeof *pipeline->inputs);
     dtrain__free(memory, pipeline->outputs, cells * sizeof *pipeline->outputs);
     dtrain__free(memory, pipeline->shapes, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
-    dtrain__free(memory, pipeline->notes, (size_t)pipeline->ranks * sizeof *pipeline->notes);
     dtrain__free(memory, pipeline->memory, pipeline->memory_bytes);
     dtrain__free(memory, pipeline->evaluated, pipeline->evaluated_bytes);
     dtrain_pipeline_plan_destroy(pipeline->plan);
@@ -50544,8 +50475,6 @@ static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status st
         return DTRAIN_OK;
     if (alike->unheard && failed) /* that may be why */
         snprintf(who, sizeof who, "rank %d: ", ckpt->rank);
-    else if (alike->unheard)
-        snprintf(who, sizeof who, "checkpoint: ");
     return dtrain__fail(&ckpt->error, status, "%s%s", who, dtrain__thread_error.text);
 }
 

@@ -93,8 +93,6 @@ static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status st
         return DTRAIN_OK;
     if (alike->unheard && failed) /* that may be why */
         snprintf(who, sizeof who, "rank %d: ", ckpt->rank);
-    else if (alike->unheard)
-        snprintf(who, sizeof who, "checkpoint: ");
     return dtrain__fail(&ckpt->error, status, "%s%s", who, dtrain__thread_error.text);
 }
 

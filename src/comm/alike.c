@@ -266,7 +266,7 @@ static dtrain_status dtrain__alike_quote(dtrain_comm *comm, const dtrain__alike 
 }
 
 /* Hears why the first rank that cannot go on cannot, which ended with `told`. */
-static dtrain_status dtrain__alike_refused(dtrain_comm *comm, const dtrain__alike *alike, int rank, uint64_t told,
+static dtrain_status dtrain__alike_refused(dtrain_comm *comm, dtrain__alike *alike, int rank, uint64_t told,
                                            const dtrain__error *cause)
 {
     char why[DTRAIN__ERROR_BYTES];
@@ -276,6 +276,7 @@ static dtrain_status dtrain__alike_refused(dtrain_comm *comm, const dtrain__alik
     memset(why, 0, sizeof why);
     snprintf(why, sizeof why, "%s", cause->text + (own ? prefix + 2 : 0));
     dtrain_status status = dtrain_broadcast(comm, why, sizeof why, DTRAIN_U8, rank);
+    alike->unheard = status != DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
     why[sizeof why - 1] = 0;
@@ -286,7 +287,8 @@ static dtrain_status dtrain__alike_refused(dtrain_comm *comm, const dtrain__alik
                         rank, dtrain_comm_size(comm), DTRAIN__STATUS_CAUSE_BYTES - 1, why);
 }
 
-/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read.
+/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read. A rank
+ * to which another is lost counts as the first that cannot: that is why others cannot.
  *
  *   errors   mine; DTRAIN_ERR_ABORTED another rank cannot, with its text; told: that rank's; DTRAIN_ERR_MISMATCH;
  *            DTRAIN_ERR_INVALID the group is fusing; those of dtrain_all_reduce */
@@ -306,16 +308,18 @@ static dtrain_status dtrain__alike_meet(dtrain_comm *comm, dtrain__alike *alike,
     if (mine == DTRAIN_OK)
         dtrain__alike_digest(alike, said + 1);
     else
-        said[0] = (ranks - (uint64_t)comm->rank) << 8 | (uint64_t)mine;
+        said[0] = (uint64_t)(mine == DTRAIN_ERR_PEER_LOST) << 40 | (ranks - (uint64_t)comm->rank) << 8 | (uint64_t)mine;
     for (int i = 1; i <= 4; i++)
         said[4 + i] = ~said[i];
     memcpy(said + DTRAIN__ALIKE_WORDS, alike->most, sizeof alike->most);
     dtrain_status status = dtrain_all_reduce(comm, said, said, words, DTRAIN_U64, DTRAIN_MAX);
-    uint64_t refuses = said[0] >> 8;
+    uint64_t refuses = said[0] >> 8 & UINT32_MAX;
     for (int i = 1; i <= 4; i++)
         differ |= said[i] != ~said[4 + i];
     alike->unheard = status != DTRAIN_OK;
-    if (status == DTRAIN_OK)
+    if (alike->unheard)
+        dtrain__fail(&comm->error, status, "%s: %.560s", alike->call, dtrain__thread_error.text);
+    else
         memcpy(alike->most, said + DTRAIN__ALIKE_WORDS, sizeof alike->most);
     if (status == DTRAIN_OK && refuses > 0 && refuses <= ranks)
         status = dtrain__alike_refused(comm, alike, (int)(ranks - refuses), said[0] & 0xff, &cause);
@@ -334,9 +338,9 @@ static int dtrain__alike_nothing(const void *given, size_t index, dtrain__alike_
 }
 
 /* As dtrain__alike_meet, where there is nothing to compare. */
-static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, dtrain_status mine)
+static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, int told, dtrain_status mine)
 {
-    dtrain__alike alike = {call, NULL, dtrain__alike_nothing, "", 0, {0}, 0};
+    dtrain__alike alike = {call, NULL, dtrain__alike_nothing, "", told, {0}, 0};
     return dtrain__alike_meet(comm, &alike, mine);
 }
 

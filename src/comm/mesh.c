@@ -51,32 +51,6 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
     return DTRAIN_OK;
 }
 
-/* Says to all whether what this rank gave is good, and compares it by its digest. */
-static dtrain_status dtrain__mesh_agree(dtrain_comm *world, const char *call, const char *what, dtrain__sha256 *sha,
-                                        dtrain_status mine)
-{
-    dtrain__split_state split;
-    dtrain__error flaw = dtrain__thread_error;
-    unsigned char digest[32];
-    dtrain_status status = dtrain__split_begin(&split, world, call);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__sha256_finish(sha, digest);
-    status = dtrain__split_meet(&split, dtrain__get_le(digest, 8), mine);
-    for (int rank = 0; status == DTRAIN_OK && mine == DTRAIN_OK && rank < world->size; rank++) {
-        if (split.entries[rank].key != DTRAIN_OK)
-            status = dtrain__fail(&world->error, dtrain__status_told((uint64_t)split.entries[rank].key),
-                                  "%s on rank %d: rank %d gave %s that cannot be (%s)", call, world->rank, rank, what,
-                                  dtrain_status_name(dtrain__status_told((uint64_t)split.entries[rank].key)));
-        else if (split.entries[rank].color != split.entries[0].color)
-            status = dtrain__fail(&world->error, DTRAIN_ERR_MISMATCH,
-                                  "%s on rank %d: rank %d gave other %s than rank 0; every rank must give the same",
-                                  call, world->rank, rank, what);
-    }
-    dtrain__split_end(&split);
-    return mine != DTRAIN_OK ? dtrain__report(&flaw) : status;
-}
-
 /* Memory for the mesh, and this rank's place in it. */
 static dtrain_mesh *dtrain__mesh_place(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int rest)
 {
@@ -100,12 +74,23 @@ static dtrain_mesh *dtrain__mesh_place(dtrain_comm *world, const dtrain_mesh_dim
     return mesh;
 }
 
+static int dtrain__mesh_line(const void *given, size_t index, dtrain__alike_line *line)
+{
+    const dtrain_mesh *mesh = (const dtrain_mesh *)given;
+    if (index > (size_t)mesh->count)
+        return 0;
+    if (index == 0)
+        return dtrain__alike_number(line, "the number of dimensions is", mesh->count, 0);
+    snprintf(line->what, sizeof line->what, "dimension %zu is", index - 1);
+    snprintf(line->value, sizeof line->value, "%s of %d", mesh->axes[index - 1].name, mesh->axes[index - 1].size);
+    return 1;
+}
+
 DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *world, const dtrain_mesh_dim *dims,
                                             int count)
 {
     dtrain_mesh *mesh = NULL;
     dtrain_status status;
-    dtrain__sha256 sha;
     int rest = 1, stride = 1;
     if (out != NULL)
         *out = NULL;
@@ -116,12 +101,8 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
     status = dtrain__mesh_check(world, dims, count, &rest);
     if (status == DTRAIN_OK && (mesh = dtrain__mesh_place(world, dims, count, rest)) == NULL)
         status = dtrain__fail(&world->error, DTRAIN_ERR_MEMORY, "mesh_create on rank %d: no memory", world->rank);
-    dtrain__sha256_start(&sha);
-    for (int i = 0; status == DTRAIN_OK && i < count; i++) {
-        dtrain__sha256_add(&sha, mesh->axes[i].name, sizeof mesh->axes[i].name);
-        dtrain__sha256_add(&sha, &mesh->axes[i].size, sizeof mesh->axes[i].size);
-    }
-    status = dtrain__mesh_agree(world, "mesh_create", "dimensions", &sha, status);
+    dtrain__alike alike = {"mesh_create", mesh, dtrain__mesh_line, "give every rank the same", 1, {0}, 0};
+    status = dtrain__alike_meet(world, &alike, status);
     for (int i = count; status == DTRAIN_OK && i-- > 0;) {
         dtrain__axis *axis = &mesh->axes[i]; /* its group: the rank with this coordinate taken out */
         status = dtrain__split_by_color(world, world->rank - axis->index * stride, axis->index, 1, &axis->group,
@@ -187,11 +168,37 @@ static dtrain_status dtrain__mesh_check_join(const dtrain_mesh *mesh, dtrain_com
     return DTRAIN_OK;
 }
 
+/* The dimensions that a join is of. */
+typedef struct dtrain__mesh_joined {
+    const dtrain_mesh *mesh;
+    const char *const *names;
+    int count;
+} dtrain__mesh_joined;
+
+static int dtrain__mesh_joins(const dtrain__mesh_joined *join, int axis)
+{
+    for (int k = 0; k < join->count; k++)
+        if (strcmp(join->names[k], join->mesh->axes[axis].name) == 0)
+            return 1;
+    return 0;
+}
+
+static int dtrain__mesh_joined_line(const void *given, size_t index, dtrain__alike_line *line)
+{
+    const dtrain__mesh_joined *join = (const dtrain__mesh_joined *)given;
+    if (index >= (size_t)join->mesh->count)
+        return 0;
+    dtrain__alike_text(line, "", dtrain__mesh_joins(join, (int)index) ? "joined" : "not joined");
+    snprintf(line->what, sizeof line->what, "dimension %s is", join->mesh->axes[index].name);
+    return 1;
+}
+
 DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
                                           int count, dtrain_comm **group)
 {
-    dtrain__sha256 sha;
-    int rest, stride = 1;
+    dtrain__mesh_joined join = {mesh, names, count};
+    dtrain__alike alike = {"mesh_join", &join, dtrain__mesh_joined_line, "give every rank the same names", 1, {0}, 0};
+    int stride = 1;
     if (group != NULL)
         *group = NULL;
     if (mesh == NULL || world == NULL || group == NULL)
@@ -201,19 +208,12 @@ DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *
                             : world == NULL ? "world"
                                             : "group");
     dtrain_status status = dtrain__mesh_check_join(mesh, world, names, count);
-    dtrain__sha256_start(&sha);
-    rest = world->rank;
+    status = dtrain__alike_meet(world, &alike, status);
+    int rest = world->rank;
     for (int i = mesh->count; status == DTRAIN_OK && i-- > 0;) { /* takes coordinates that are joined out of the rank */
-        const dtrain__axis *axis = &mesh->axes[i];
-        for (int k = 0; k < count; k++)
-            if (strcmp(names[k], axis->name) == 0) {
-                rest -= axis->index * stride;
-                dtrain__sha256_add(&sha, axis->name, sizeof axis->name);
-                break;
-            }
-        stride *= axis->size;
+        rest -= dtrain__mesh_joins(&join, i) ? mesh->axes[i].index * stride : 0;
+        stride *= mesh->axes[i].size;
     }
-    status = dtrain__mesh_agree(world, "mesh_join", "names or another world", &sha, status);
     return status == DTRAIN_OK ? dtrain__split_by_color(world, rest, world->rank, 1, group, "mesh_join") : status;
 }
 

@@ -1,13 +1,13 @@
 /* ---- >>split ----
- * Groups out of groups. The ranks of the parent exchange who wants to be where, each makes its own end, and a second
- * exchange tells whether all could: either every rank has its group or every rank has the error. A group's name is
+ * Groups out of groups. The ranks of the parent exchange who wants to be where, each makes its own end, and then they
+ * agree whether all could: either every rank has its group or every rank has the error. A group's name is
  * the lowest member's rank in the world and a count that this member keeps, so that no two are ever the same. */
 #ifndef DTRAIN__SPLIT
 #define DTRAIN__SPLIT
 #include "op.c"
 #include "work.c"
 #include "create.c"
-#include "collectives.c"
+#include "alike.c"
 
 /* What a rank tells the others before a group is made. */
 typedef struct dtrain__split_entry {
@@ -205,25 +205,18 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
 static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_comm **group)
 {
     dtrain_comm *parent = split->parent;
-    dtrain_status made = DTRAIN_OK, status;
+    dtrain_status status = DTRAIN_OK;
     dtrain__error cause;
-    uint64_t mine;
     if (split->rank >= 0) {
         split->id = dtrain__split_name(split);
-        made = dtrain__split_make(split, group);
-        if (made == DTRAIN_OK)
-            made = dtrain__split_bind(split, *group);
+        status = dtrain__split_make(split, group);
+        if (status == DTRAIN_OK)
+            status = dtrain__split_bind(split, *group);
     }
     cause = dtrain__thread_error;
-    mine = (uint64_t)made;
-    status = dtrain__split_gather(split, &mine, split->states, 1);
-    if (made != DTRAIN_OK)
-        status = dtrain__fail(&parent->error, made, "%s on rank %d: %.560s", split->call, parent->rank, cause.text);
-    for (int rank = 0; status == DTRAIN_OK && rank < parent->size; rank++)
-        if (split->states[rank] != DTRAIN_OK)
-            status = dtrain__fail(&parent->error, dtrain__status_told(split->states[rank]),
-                                  "%s on rank %d: rank %d could not make its end of a group (%s)", split->call,
-                                  parent->rank, rank, dtrain_status_name(dtrain__status_told(split->states[rank])));
+    if (status != DTRAIN_OK)
+        dtrain__fail(&parent->error, status, "%s on rank %d: %.560s", split->call, parent->rank, cause.text);
+    status = dtrain__alike_agree(parent, split->call, 1, status);
     if (status == DTRAIN_OK || *group == NULL)
         return status;
     cause = dtrain__thread_error;

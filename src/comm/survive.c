@@ -159,77 +159,68 @@ DTRAIN_API dtrain_status dtrain_comm_agree(dtrain_comm *comm, uint64_t *flags)
     return status;
 }
 
-/* What a rank has to offer, or to receive. */
-typedef struct dtrain__survive_progress {
-    uint64_t step;
-    uint64_t shape; /* a digest of the buffers' sizes */
-} dtrain__survive_progress;
+/* The sizes of a resync's buffers. */
+typedef struct dtrain__survive_sizes {
+    const size_t *bytes;
+    int count;
+} dtrain__survive_sizes;
 
-/* The rank with the highest step, or an error where sizes differ. */
-static dtrain_status dtrain__survive_source(dtrain_comm *comm, const dtrain__survive_progress *all, int *source)
+static int dtrain__survive_line(const void *given, size_t index, dtrain__alike_line *line)
 {
-    *source = 0;
-    for (int rank = 1; rank < comm->size; rank++) {
-        if (all[rank].shape != all[0].shape)
-            return dtrain__fail(&comm->error, DTRAIN_ERR_MISMATCH,
-                                "resync on rank %d: rank %d gave buffers of other sizes than rank 0", comm->rank, rank);
-        *source = all[rank].step > all[*source].step ? rank : *source;
-    }
-    return DTRAIN_OK;
+    const dtrain__survive_sizes *sizes = (const dtrain__survive_sizes *)given;
+    if (index > (size_t)sizes->count)
+        return 0;
+    if (index == 0)
+        return dtrain__alike_number(line, "the number of buffers is", sizes->count, 0);
+    dtrain__alike_text(line, "", "");
+    snprintf(line->what, sizeof line->what, "bytes[%zu] is", index - 1);
+    snprintf(line->value, sizeof line->value, "%zu", sizes->bytes[index - 1]);
+    return 1;
+}
+
+/* The rank with the highest step, which becomes *step. All give the same sizes. */
+static dtrain_status dtrain__survive_source(dtrain_comm *comm, const dtrain__survive_sizes *sizes, uint64_t *step,
+                                            int *source)
+{
+    dtrain__alike alike = {"resync", sizes, dtrain__survive_line, "give every rank the same sizes", 1, {*step}, 0};
+    dtrain_status status = dtrain__alike_meet(comm, &alike, DTRAIN_OK);
+    *source = *step == alike.most[0] ? comm->rank : comm->size;
+    *step = alike.most[0];
+    return status == DTRAIN_OK ? dtrain_all_reduce(comm, source, source, 1, DTRAIN_I32, DTRAIN_MIN) : status;
 }
 
 /* Room for what a rank receives, *total bytes, or an error on all ranks where one has none: what it has itself stays
  * whole until all has come, as the source may be lost on the way. */
-static dtrain_status dtrain__survive_room(dtrain__split_state *split, int source, const size_t *bytes, int count,
+static dtrain_status dtrain__survive_room(dtrain_comm *comm, int source, const dtrain__survive_sizes *sizes,
                                           unsigned char **room, size_t *total)
 {
-    dtrain_comm *comm = split->parent;
-    uint64_t *all = (uint64_t *)(void *)split->entries, fits = 1;
-    for (int i = 0; i < count && fits; i++) {
-        fits = bytes[i] <= SIZE_MAX - *total;
-        *total += bytes[i];
-    }
-    if (comm->rank != source && *total > 0) {
-        *room = fits ? (unsigned char *)dtrain__alloc(comm->allocator, *total) : NULL;
-        fits = *room != NULL;
-    }
-    dtrain_status status = dtrain__split_gather(split, &fits, all, 1);
-    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++)
-        if (!all[rank])
-            status = dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
-                                  "resync on rank %d: rank %d has no memory to receive %zu bytes beside its own",
-                                  comm->rank, rank, *total);
-    return status;
+    dtrain_status status = DTRAIN_OK;
+    int fits = 1;
+    for (int i = 0; i < sizes->count && fits; i++)
+        fits = dtrain__add_size(*total, sizes->bytes[i], total);
+    if (comm->rank != source && fits && *total > 0)
+        *room = (unsigned char *)dtrain__alloc(comm->allocator, *total);
+    if (comm->rank != source && *room == NULL && (*total > 0 || !fits))
+        status = dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "resync: no memory to receive %zu bytes beside its own",
+                              *total);
+    return dtrain__alike_agree(comm, "resync", 1, status);
 }
 
 DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *const *buffers, const size_t *bytes,
                                        int count, uint64_t *step_out)
 {
-    dtrain__split_state split;
-    dtrain__survive_progress mine, *all;
-    unsigned char digest[32], *room = NULL;
+    dtrain__survive_sizes sizes = {bytes, count};
+    unsigned char *room = NULL;
     size_t total = 0, at = 0;
-    dtrain_status status;
     int source = 0, flaw = count < 0 || (count > 0 && (buffers == NULL || bytes == NULL));
     for (int i = 0; !flaw && i < count; i++)
         flaw = buffers[i] == NULL && bytes[i] > 0;
     if (comm == NULL || flaw)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "resync: needs a group and %d buffers with their sizes", count);
-    status = dtrain__split_begin(&split, comm, "resync");
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain_sha256(count > 0 ? (const void *)bytes : "", (size_t)count * sizeof(size_t), digest);
-    mine.step = step;
-    mine.shape = dtrain__get_le(digest, 8);
-    all = (dtrain__survive_progress *)(void *)split.entries; /* an entry is larger */
-    status = dtrain__split_gather(&split, &mine, all, sizeof mine / sizeof(uint64_t));
+    dtrain_status status = dtrain__survive_source(comm, &sizes, &step, &source);
     if (status == DTRAIN_OK)
-        status = dtrain__survive_source(comm, all, &source);
-    if (status == DTRAIN_OK) {
-        step = all[source].step;
-        status = dtrain__survive_room(&split, source, bytes, count, &room, &total);
-    }
+        status = dtrain__survive_room(comm, source, &sizes, &room, &total);
     for (int i = 0; status == DTRAIN_OK && i < count; i++) {
         status = dtrain_broadcast(comm, room != NULL ? room + at : buffers[i], bytes[i], DTRAIN_U8, source);
         at += bytes[i];
@@ -243,7 +234,6 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
     if (status == DTRAIN_OK && step_out != NULL)
         *step_out = step;
     dtrain__free(comm->allocator, room, total);
-    dtrain__split_end(&split);
     return status;
 }
 

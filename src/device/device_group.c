@@ -11,6 +11,7 @@
 #include "flags.c"
 #include "hosts.c"
 #include "async.c"
+#include "../comm/alike.c"
 
 /* Keeps what has failed on this rank for its next note. */
 static void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
@@ -30,20 +31,6 @@ static dtrain_status dtrain__device_meet(dtrain_device_group *group)
         return DTRAIN_OK;
     dtrain__error cause = comm->error;
     return dtrain__fail(&comm->error, status, "device_group_create: %.560s", cause.text);
-}
-
-/* The error of the first rank that has one, the same everywhere. */
-static dtrain_status dtrain__device_verdict(dtrain_device_group *group)
-{
-    dtrain_comm *comm = group->comm;
-    for (int rank = 0; rank < comm->size; rank++) {
-        dtrain__device_note *note = &group->notes[rank];
-        note->text[sizeof note->text - 1] = 0;
-        if (note->status != DTRAIN_OK)
-            return dtrain__fail(&comm->error, dtrain__status_told(note->status),
-                                "device_group_create on rank %d: rank %d: %s", comm->rank, rank, note->text);
-    }
-    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
@@ -66,20 +53,15 @@ static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *d
     return DTRAIN_OK;
 }
 
-/* Takes a desc over, with its defaults filled in; a bad one is told to all. */
-static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_device_group_desc *desc)
+/* Takes a desc over, and fills its defaults in. */
+static dtrain_status dtrain__device_take_desc(dtrain_device_group *group, dtrain_device_group_desc *desc)
 {
-    dtrain_device_group_desc defaults;
-    memset(&defaults, 0, sizeof defaults);
-    desc = desc != NULL ? desc : &defaults;
-    dtrain__device_note_status(group, dtrain__device_check_desc(desc));
+    dtrain_status status = dtrain__device_check_desc(desc);
+    if (status != DTRAIN_OK)
+        return status;
     group->mode = desc->mode;
-    group->chunk_bytes = desc->chunk_bytes / 64 * 64;
-    group->slots = desc->slots > 0 ? desc->slots : 4;
-    group->mine.mode = (uint64_t)desc->mode;
-    group->mine.chunk_bytes = (uint64_t)group->chunk_bytes;
-    group->mine.slots = (uint64_t)group->slots;
-    group->mine.async = (uint64_t)(desc->async == 1);
+    group->chunk_bytes = desc->chunk_bytes = desc->chunk_bytes / 64 * 64;
+    group->slots = desc->slots = desc->slots > 0 ? desc->slots : 4;
     group->mine.host = dtrain__hosts_own(group->comm);
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
@@ -87,37 +69,32 @@ static void dtrain__device_take_desc(dtrain_device_group *group, const dtrain_de
     if (group->mine.ops != 0 && group->comm->plane->knows && !group->comm->plane->in_process &&
         desc->mode != DTRAIN_DEVICE_STAGED && dtrain__processes_has_all(group->device))
         dtrain__processes_offer(group);
-    if (group->mine.status == DTRAIN_OK && group->mode == DTRAIN_DEVICE_FLAGS)
-        dtrain__device_note_status(group, dtrain__flags_note(group));
+    if (group->mode == DTRAIN_DEVICE_FLAGS)
+        status = dtrain__flags_note(group);
+    return status == DTRAIN_OK && desc->async ? dtrain__async_create(group) : status;
 }
 
-static dtrain_status dtrain__device_differs(dtrain_device_group *group, int rank, const char *field, uint64_t theirs,
-                                            uint64_t first)
+static const dtrain__alike_field dtrain__device_fields[] = {
+    DTRAIN__ALIKE_FIELD(dtrain_device_group_desc, mode, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_device_group_desc, chunk_bytes, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_device_group_desc, slots, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_device_group_desc, async, NUMBER)};
+
+static int dtrain__device_line(const void *desc, size_t index, dtrain__alike_line *line)
 {
-    return dtrain__fail(&group->comm->error, DTRAIN_ERR_MISMATCH,
-                        "device_group_create on rank %d: rank %d has desc.%s %llu, rank 0 %llu; give every rank the "
-                        "same desc",
-                        group->comm->rank, rank, field, (unsigned long long)theirs, (unsigned long long)first);
+    return desc != NULL && index < sizeof dtrain__device_fields / sizeof dtrain__device_fields[0] &&
+           dtrain__alike_field_line(line, "desc.", &dtrain__device_fields[index], desc);
 }
 
-/* Compares all descs with rank 0's. */
-static dtrain_status dtrain__device_compare(dtrain_device_group *group)
+/* Hears whether every rank could do its part, and gave the same desc where there is one. */
+static dtrain_status dtrain__device_agree(dtrain_comm *comm, const dtrain_device_group_desc *desc, dtrain_status mine)
 {
-    const dtrain__device_note *first = &group->notes[0];
-    group->no_devices = 1;
-    for (int rank = 0; rank < group->comm->size; rank++) {
-        const dtrain__device_note *note = &group->notes[rank];
-        if (note->mode != first->mode)
-            return dtrain__device_differs(group, rank, "mode", note->mode, first->mode);
-        if (note->chunk_bytes != first->chunk_bytes)
-            return dtrain__device_differs(group, rank, "chunk_bytes", note->chunk_bytes, first->chunk_bytes);
-        if (note->slots != first->slots)
-            return dtrain__device_differs(group, rank, "slots", note->slots, first->slots);
-        if (note->async != first->async)
-            return dtrain__device_differs(group, rank, "async", note->async, first->async);
-        group->no_devices &= note->has_device == 0;
-    }
-    return DTRAIN_OK;
+    dtrain__alike alike = {
+        "device_group_create", desc, dtrain__device_line, "give every rank the same desc", 1, {0}, 0};
+    if (mine != DTRAIN_OK)
+        dtrain__fail(&comm->error, mine, "device_group_create on rank %d: %.560s", comm->rank,
+                     dtrain__thread_error.text);
+    return dtrain__alike_meet(comm, &alike, mine);
 }
 
 /* Why there can be no EVENTS, or within hosts none, by what all ranks have said; NULL: there can. */
@@ -179,19 +156,22 @@ static dtrain_status dtrain__device_confirm(dtrain_device_group *group)
  * a mode was asked for. */
 static dtrain_status dtrain__device_reached(dtrain_device_group *group, int tried, int *reached)
 {
-    int asked = group->mode != DTRAIN_DEVICE_MODE_AUTO;
-    dtrain_status status = DTRAIN_OK;
-    for (int rank = 0; rank < group->comm->size; rank++)
-        if (group->notes[rank].status != DTRAIN_ERR_UNSUPPORTED && group->notes[rank].status != DTRAIN_OK && !tried)
-            return dtrain__device_verdict(group);
-    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
+    dtrain_comm *comm = group->comm;
+    for (int rank = 0; rank < comm->size; rank++) {
         dtrain__device_note *note = &group->notes[rank];
         note->text[sizeof note->text - 1] = 0;
-        *reached &= note->status == DTRAIN_OK;
-        if (note->status != DTRAIN_OK && asked)
-            status = dtrain__device_no_events(group, rank, note->text);
+        if (note->status == DTRAIN_OK)
+            continue;
+        *reached = 0;
+        if (note->status != DTRAIN_ERR_UNSUPPORTED && !tried)
+            return dtrain__fail(&comm->error, dtrain__status_told(note->status),
+                                "device_group_create on rank %d: rank %d: %s", comm->rank, rank, note->text);
+        if (group->mode == DTRAIN_DEVICE_MODE_AUTO)
+            continue;
+        dtrain__device_no_events(group, rank, note->text);
+        return dtrain__device_confirm(group);
     }
-    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_confirm(group);
+    return DTRAIN_OK;
 }
 
 /* Makes what a trial takes. Where that is not to be had, *reached becomes 0; all else that fails is an error. */
@@ -234,11 +214,8 @@ static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *
  */
 static dtrain_status dtrain__device_try_hosts(dtrain_device_group *group, int *reached)
 {
-    dtrain__device_note_status(group, dtrain__hosts_new(group));
-    dtrain_status status = dtrain__device_meet(group);
+    dtrain_status status = dtrain__device_agree(group->comm, NULL, dtrain__hosts_new(group));
     dtrain__processes_close_offer(group);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_verdict(group);
     if (status == DTRAIN_OK)
         status = dtrain__hosts_split(group);
     if (status != DTRAIN_OK)
@@ -269,12 +246,11 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
 {
     int rank, reached;
     dtrain_status status = dtrain__device_meet(group);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_verdict(group);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_compare(group);
     if (status != DTRAIN_OK)
         return status;
+    group->no_devices = 1;
+    for (rank = 0; rank < group->comm->size; rank++)
+        group->no_devices &= group->notes[rank].has_device == 0;
     int hosts =
         group->mode == DTRAIN_DEVICE_HOSTS || (group->mode == DTRAIN_DEVICE_MODE_AUTO && dtrain__hosts_differ(group));
     const char *why = dtrain__device_hindrance(group, hosts, &rank);
@@ -291,14 +267,13 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
         group->mode = hosts ? DTRAIN_DEVICE_HOSTS : DTRAIN_DEVICE_EVENTS;
     if (status != DTRAIN_OK || (reached && !hosts) || group->no_devices)
         return status;
-    dtrain__device_note_status(group, dtrain__device_make_slots(group));
-    status = dtrain__device_meet(group);
-    return status == DTRAIN_OK ? dtrain__device_verdict(group) : status;
+    return dtrain__device_agree(group->comm, NULL, dtrain__device_make_slots(group));
 }
 
 DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
                                                     dtrain_device *device, const dtrain_device_group_desc *desc)
 {
+    dtrain_device_group_desc taken;
     dtrain_status status;
     if (group != NULL)
         *group = NULL;
@@ -313,10 +288,12 @@ DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group,
     if (made == NULL)
         return DTRAIN_ERR_MEMORY;
     made->device = device;
-    dtrain__device_take_desc(made, desc);
-    if (made->mine.status == DTRAIN_OK && made->mine.async)
-        dtrain__device_note_status(made, dtrain__async_create(made));
-    status = dtrain__device_settle(made);
+    memset(&taken, 0, sizeof taken);
+    if (desc != NULL)
+        taken = *desc;
+    status = dtrain__device_agree(comm, &taken, dtrain__device_take_desc(made, &taken));
+    if (status == DTRAIN_OK)
+        status = dtrain__device_settle(made);
     if (status == DTRAIN_OK) {
         *group = made;
         return DTRAIN_OK;

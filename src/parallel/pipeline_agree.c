@@ -10,10 +10,8 @@
 /* Keeps why this rank cannot go on: the first cause. */
 static void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
 {
-    if (pipeline->note.status != 0)
-        return;
-    pipeline->note.status = (uint64_t)status;
-    snprintf(pipeline->note.why, sizeof pipeline->note.why, "%.*s", DTRAIN__PIPELINE_WHY - 1, why);
+    if (pipeline->note.status == DTRAIN_OK)
+        dtrain__fail(&pipeline->note, status, "%s: %s", dtrain_status_name(status), why);
 }
 
 /* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
@@ -73,15 +71,13 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
                             "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
                             pipeline->rank);
     pipeline->call = call;
-    memset(&pipeline->note, 0, sizeof pipeline->note);
+    pipeline->note.status = DTRAIN_OK;
     return DTRAIN_OK;
 }
 
 /* Gives a step up: for the other pipelines too, and micro-batches that are on their way are forgotten. */
-static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *cause)
+static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *why)
 {
-    char why[DTRAIN__FSDP_WHY];
-    snprintf(why, sizeof why, "%.*s", DTRAIN__FSDP_WHY - 1, cause);
     for (int c = 0; c < pipeline->chunks; c++) {
         dtrain_module *module = pipeline->modules[c];
         dtrain_fsdp_fail(pipeline->fsdps[c], why);
@@ -90,38 +86,20 @@ static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *cause)
     }
 }
 
-/* The first rank that could not go on; before it one to which a rank is lost, as that is why others could not. */
-static int dtrain__pipeline_first_note(const dtrain_pipeline *pipeline)
-{
-    int first = pipeline->ranks;
-    for (int rank = pipeline->ranks - 1; rank >= 0; rank--)
-        if (pipeline->notes[rank].status != 0 &&
-            (first == pipeline->ranks || pipeline->notes[first].status != DTRAIN_ERR_PEER_LOST ||
-             pipeline->notes[rank].status == DTRAIN_ERR_PEER_LOST))
-            first = rank;
-    return first;
-}
-
 /* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
 static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fails_step)
 {
-    dtrain__pipeline_note *notes = pipeline->notes;
-    notes[pipeline->rank] = pipeline->note;
-    if (pipeline->ranks > 1) {
-        dtrain_status status = dtrain_all_gather(pipeline->group, &pipeline->note, notes,
-                                                 sizeof *notes * (size_t)pipeline->ranks, DTRAIN_U8);
-        if (status != DTRAIN_OK)
-            return dtrain__pipeline_break(pipeline, status);
-    }
-    int rank = dtrain__pipeline_first_note(pipeline);
-    if (rank == pipeline->ranks)
+    dtrain__alike alike = {pipeline->call, NULL, dtrain__alike_nothing, "", 1, {0}, 0};
+    dtrain_status status = dtrain__alike_meet(pipeline->group, &alike, dtrain__report(&pipeline->note));
+    if (alike.unheard)
+        return dtrain__pipeline_break(pipeline, dtrain__report(&pipeline->group->error));
+    if (status == DTRAIN_OK)
         return DTRAIN_OK;
-    notes[rank].why[DTRAIN__PIPELINE_WHY - 1] = 0;
+    dtrain__error told = dtrain__thread_error;
     if (fails_step)
-        dtrain__pipeline_drop(pipeline, notes[rank].why);
-    dtrain_status status = notes[rank].status == DTRAIN_ERR_PEER_LOST ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_ABORTED;
-    return dtrain__fail(&pipeline->error, status, "%s: rank %d of the pipeline could not go on, %s: %s", pipeline->call,
-                        rank, dtrain_status_name((dtrain_status)notes[rank].status), notes[rank].why);
+        dtrain__pipeline_drop(pipeline, told.text);
+    return dtrain__fail(&pipeline->error, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
+                        "%s: the pipeline could not go on: %s", pipeline->call, told.text);
 }
 
 /* ---- shapes ---- */
@@ -274,7 +252,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const 
     status = dtrain__pipeline_pass_shapes(pipeline, inputs);
     if (status != DTRAIN_OK)
         return dtrain__pipeline_break(pipeline, status);
-    if (pipeline->note.status == 0)
+    if (pipeline->note.status == DTRAIN_OK)
         dtrain__pipeline_take_memory(pipeline);
     status = dtrain__pipeline_verdict(pipeline, 0);
     pipeline->agreed = status == DTRAIN_OK;

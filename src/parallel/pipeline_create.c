@@ -34,10 +34,9 @@ static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
     pipeline->inputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->inputs);
     pipeline->outputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->outputs);
     pipeline->shapes = (uint64_t *)dtrain__alloc(memory, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
-    pipeline->notes = (dtrain__pipeline_note *)dtrain__alloc(memory, (size_t)pipeline->ranks * sizeof *pipeline->notes);
     return pipeline->modules != NULL && pipeline->fsdps != NULL && pipeline->moves != NULL &&
            pipeline->messages != NULL && pipeline->places != NULL && pipeline->inputs != NULL &&
-           pipeline->outputs != NULL && pipeline->shapes != NULL && pipeline->notes != NULL;
+           pipeline->outputs != NULL && pipeline->shapes != NULL;
 }
 
 static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
@@ -159,7 +158,6 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
     dtrain__free(memory, pipeline->inputs, cells * sizeof *pipeline->inputs);
     dtrain__free(memory, pipeline->outputs, cells * sizeof *pipeline->outputs);
     dtrain__free(memory, pipeline->shapes, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
-    dtrain__free(memory, pipeline->notes, (size_t)pipeline->ranks * sizeof *pipeline->notes);
     dtrain__free(memory, pipeline->memory, pipeline->memory_bytes);
     dtrain__free(memory, pipeline->evaluated, pipeline->evaluated_bytes);
     dtrain_pipeline_plan_destroy(pipeline->plan);

@@ -33,12 +33,6 @@ typedef struct dtrain__pipeline_message {
     dtrain_work *receiving;
 } dtrain__pipeline_message;
 
-/* Why a rank could not go on, as it is told to the others. */
-typedef struct dtrain__pipeline_note {
-    uint64_t status;
-    char why[DTRAIN__PIPELINE_WHY];
-} dtrain__pipeline_note;
-
 struct dtrain_pipeline {
     dtrain_allocator own; /* used when the caller gives none */
     dtrain_allocator *allocator;
@@ -60,11 +54,10 @@ struct dtrain_pipeline {
     unsigned char *evaluated; /* what was received to evaluate */
     size_t evaluated_bytes;
     uint64_t *shapes; /* of all micro-batches, as they travel */
-    dtrain__pipeline_note note, *notes;
     int agreed;
     const char *call;
     dtrain_pipeline_stats stats;
-    dtrain__error broken, error;
+    dtrain__error note, broken, error; /* note: why this rank cannot go on in the call under way */
 };
 
 /* Scratch of one making. */

@@ -88,7 +88,7 @@ static dtrain_status dtrain__pipeline_judge(dtrain_pipeline *pipeline, const dtr
 
 static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run, void *batch)
 {
-    int failed = pipeline->note.status != 0;
+    int failed = pipeline->note.status != DTRAIN_OK;
     dtrain_status status = DTRAIN_OK;
     dtrain_tensor *shape = &pipeline->outputs[run->cell];
     memset(&run->out, 0, sizeof run->out);
@@ -116,7 +116,7 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
 
 static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run)
 {
-    int failed = pipeline->note.status != 0, place = run->move->place;
+    int failed = pipeline->note.status != DTRAIN_OK, place = run->move->place;
     const dtrain_tensor *d_output = run->move->in >= 0 ? &run->in : NULL;
     const dtrain_tensor *d_input = run->move->out >= 0 ? &run->out : NULL;
     dtrain_status status = DTRAIN_OK;
@@ -136,7 +136,7 @@ static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain
         status = dtrain__module_backward_weights(run->fsdp, run->module, place);
     if (!(failed && run->fsdp == NULL))
         status = dtrain__pipeline_judge(pipeline, run, status);
-    if (d_input != NULL && run->out.bytes > 0 && pipeline->note.status != 0)
+    if (d_input != NULL && run->out.bytes > 0 && pipeline->note.status != DTRAIN_OK)
         memset(run->out.data, 0, run->out.bytes);
     return status;
 }

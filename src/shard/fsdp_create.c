@@ -406,7 +406,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
     if (fsdp->world != NULL)
-        status = dtrain__alike_agree(fsdp->world, fsdp->call, status);
+        status = dtrain__alike_agree(fsdp->world, fsdp->call, 0, status);
     if (status != DTRAIN_OK)
         return status;
     dtrain__fsdp_group_params(fsdp);
@@ -519,7 +519,7 @@ static dtrain_status dtrain__fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, c
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_adopt_values(*fsdp, table, (unsigned char *)(bare + count), stage);
-    return (*fsdp)->world != NULL ? dtrain__alike_agree((*fsdp)->world, (*fsdp)->call, status) : status;
+    return (*fsdp)->world != NULL ? dtrain__alike_agree((*fsdp)->world, (*fsdp)->call, 0, status) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, dtrain_param *table, size_t count,

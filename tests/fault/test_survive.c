@@ -101,7 +101,7 @@ static int in_step(dtrain_comm *world, scene *s)
     CHECK(step == 9 && weights[0] == 1 && weights[2] == 1 && moments[0] == 1);
     bytes[0] = rank == 2 ? 4 : 8;
     CHECK_EQ(dtrain_resync(world, 1, buffers, bytes, 3, &step), DTRAIN_ERR_MISMATCH);
-    CHECK_CONTAINS(world->error.text, "rank 2 gave buffers of other sizes than rank 0");
+    CHECK_CONTAINS(world->error.text, "bytes[0] is 8 on ranks 0, 1, 3, but 4 on rank 2; give every rank the same sizes");
     CHECK_EQ(dtrain_resync(world, (uint64_t)rank, NULL, NULL, 0, &step), DTRAIN_OK);
     CHECK_EQ(step, 3);
     CHECK_EQ(dtrain_resync(world, 1, NULL, bytes, 1, NULL), DTRAIN_ERR_INVALID);
@@ -178,7 +178,7 @@ static int short_of_memory(dtrain_comm *world, scene *s)
     memset(state, rank, STATE);
     starves = rank == 1;
     CHECK_EQ(dtrain_resync(world, step, buffers, bytes, 1, &step), DTRAIN_ERR_MEMORY);
-    CHECK_CONTAINS(world->error.text, "rank 1 has no memory to receive 1048576 bytes");
+    CHECK_CONTAINS(world->error.text, "rank 1: resync: no memory to receive 1048576 bytes");
     CHECK(step == (uint64_t)rank && state[0] == rank && state[STATE - 1] == rank);
     starves = 0;
     CHECK_EQ(dtrain_resync(world, step, buffers, bytes, 1, &step), DTRAIN_OK);

@@ -64,6 +64,7 @@ TEST(every_byte_of_a_desc_is_compared_or_each_ranks_own)
     CHECK_TABLE(dtrain__server_fields, dtrain_server_desc, 0);
     CHECK_TABLE(dtrain__checkpoint_fields, dtrain_checkpoint_desc, 0);
     CHECK_TABLE(dtrain__pipeline_fields, dtrain_pipeline_plan_desc, 0);
+    CHECK_TABLE(dtrain__device_fields, dtrain_device_group_desc, 4);
 }
 
 TEST(a_name_is_compared_as_text)
