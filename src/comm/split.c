@@ -25,7 +25,7 @@ typedef struct dtrain__split_state {
     const char *call;
     dtrain_comm *parent;
     dtrain__split_entry *entries; /* of all ranks of the parent */
-    uint64_t *states;             /* how each of them fared */
+    uint64_t *states;             /* 1: in the new group */
     int *members;                 /* ranks of the parent, in the new order */
     int *origins;                 /* the same in the world */
     int bound;      /* the loss of any rank of the parent ends the new group; else as the parent is bound */
@@ -70,30 +70,18 @@ static void dtrain__split_end(dtrain__split_state *split)
     split->parent->split_bytes = split->bytes;
 }
 
-/* A number that this rank gives to no other group; 0 over a transport of the user's own, which has no groups. */
-static uint64_t dtrain__split_serial(dtrain_comm *parent)
-{
-    return parent->origin != NULL ? dtrain__origin_serial(parent->origin) : 0;
-}
-
-/* Gathers what every rank of the parent says: `words` 64-bit words of each. */
-static dtrain_status dtrain__split_gather(dtrain__split_state *split, const void *mine, void *all, size_t words)
-{
-    dtrain_comm *parent = split->parent;
-    dtrain_status status = dtrain_all_gather(parent, mine, all, words * (size_t)parent->size, DTRAIN_U64);
-    if (status == DTRAIN_OK)
-        return DTRAIN_OK;
-    dtrain__error cause = parent->error;
-    return dtrain__fail(&parent->error, status, "%s: %.560s", split->call, cause.text);
-}
-
+/* Hears from every rank of the parent where it wants to be. */
 static dtrain_status dtrain__split_meet(dtrain__split_state *split, uint64_t color, int64_t key)
 {
     dtrain_comm *parent = split->parent;
     dtrain__split_entry mine = {color, key, (uint64_t)dtrain__group_world(parent, parent->rank), 0};
-    mine.serial = dtrain__split_serial(parent);
-    dtrain_status status = dtrain__split_gather(split, &mine, split->entries, DTRAIN__SPLIT_WORDS);
-    for (int rank = 0; status == DTRAIN_OK && rank < parent->size; rank++)
+    if (parent->origin != NULL) /* a transport of the user's own has none */
+        mine.serial = dtrain__origin_serial(parent->origin);
+    dtrain_status status =
+        dtrain_all_gather(parent, &mine, split->entries, DTRAIN__SPLIT_WORDS * (size_t)parent->size, DTRAIN_U64);
+    if (status != DTRAIN_OK)
+        return dtrain__fail(&parent->error, status, "%s: %.560s", split->call, dtrain__thread_error.text);
+    for (int rank = 0; rank < parent->size && status == DTRAIN_OK; rank++)
         if (split->entries[rank].origin != (uint64_t)dtrain__group_world(parent, rank))
             status = dtrain__fail(&parent->error, DTRAIN_ERR_CORRUPT,
                                   "%s on rank %d: rank %d says that it is rank %llu of the world, and it is rank %d",
@@ -147,19 +135,13 @@ static int dtrain__split_bound(const dtrain__split_state *split, int *bound)
     return parent->size;
 }
 
-/* How many ranks there are in the world at most. */
-static int dtrain__split_world(const dtrain__split_state *split)
-{
-    const dtrain_comm *parent = split->parent;
-    int bound = parent->plane->bound(parent->transport.self, NULL);
-    return bound > parent->size ? bound : parent->size;
-}
-
 /* Binds the new group to ranks beyond it, where its parent is bound so or the call says so. */
 static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm *group)
 {
-    dtrain_allocator *allocator = split->parent->allocator;
-    size_t bytes = (size_t)dtrain__split_world(split) * sizeof(int);
+    const dtrain_comm *parent = split->parent;
+    dtrain_allocator *allocator = parent->allocator;
+    int most = parent->plane->bound(parent->transport.self, NULL);
+    size_t bytes = (size_t)(most > parent->size ? most : parent->size) * sizeof(int);
     int *bound = (int *)dtrain__alloc(allocator, bytes), count = bound != NULL ? dtrain__split_bound(split, bound) : 0;
     int good = bound != NULL;
     if (count > 0)
