@@ -415,7 +415,8 @@ typedef void *(*dtrain_resize_fn)(void *user, void *pointer, size_t old_bytes, s
 /* Where an object's memory comes from, and how much of it is in use.
  *
  * A program sets resize and user and zeroes the rest; objects given the same allocator add to the same
- * counters. It must outlive them. The macro DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align),
+ * counters. It must outlive them. The library asks resize for 64 bytes more for each block, where it keeps the block's
+ * size; the counters leave them out. The macro DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align),
  * defined before the implementation, replaces the default for allocators whose resize is NULL. */
 typedef struct dtrain_allocator {
     dtrain_resize_fn resize; /* NULL: the C library */
@@ -5628,7 +5629,7 @@ static int dtrain__os_replace_file(const char *path, void (*write)(FILE *file, c
 
 /* ---- >>memory ----
  * The allocator behind every object, its counters, arithmetic on sizes that notices overflow, numbers as bytes and
- * the comparison of secrets. Blocks are aligned to a cache line and remembered with their size by whoever owns them.
+ * the comparison of secrets. Blocks are aligned to a cache line; the line before a block holds its size.
  * Counters are kept with atomics: one allocator may serve several objects and threads. */
 #ifndef DTRAIN__MEMORY
 #define DTRAIN__MEMORY
@@ -5697,30 +5698,45 @@ static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
         continue;
 }
 
-static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t old_bytes, size_t new_bytes)
+#define DTRAIN__MEMORY_WORDS (DTRAIN__CACHE_LINE / sizeof(size_t)) /* of the line before a block */
+
+/* How many bytes a block has; 0 for NULL. */
+static size_t dtrain__memory_bytes(const void *pointer)
 {
-    void *block = allocator->resize != NULL
-                      ? allocator->resize(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE)
-                      : DTRAIN_RESIZE(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE);
-    if (new_bytes > 0 && block == NULL)
+    return pointer != NULL ? *((const size_t *)pointer - DTRAIN__MEMORY_WORDS) : 0;
+}
+
+/* Bytes of 0 free the block, and the result is NULL. */
+static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t bytes)
+{
+    size_t line = DTRAIN__CACHE_LINE, old = dtrain__memory_bytes(pointer);
+    size_t from = pointer != NULL ? old + line : 0, to = bytes > 0 ? bytes + line : 0;
+    void *block = pointer != NULL ? (size_t *)pointer - DTRAIN__MEMORY_WORDS : NULL;
+    if (bytes > SIZE_MAX - line)
         return NULL;
-    dtrain__memory_count(allocator, new_bytes - old_bytes);
-    return block;
+    block = allocator->resize != NULL ? allocator->resize(allocator->user, block, from, to, line)
+                                      : DTRAIN_RESIZE(allocator->user, block, from, to, line);
+    if (bytes == 0 || block != NULL)
+        dtrain__memory_count(allocator, bytes - old);
+    if (bytes == 0 || block == NULL)
+        return NULL;
+    *(size_t *)block = bytes;
+    return (size_t *)block + DTRAIN__MEMORY_WORDS;
 }
 
 /* Returns zeroed memory, or NULL; bytes of 0 gives one byte's worth, so that NULL always means failure. */
 static DTRAIN__NOINLINE void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
 {
-    void *block = dtrain__resize(allocator, NULL, 0, bytes > 0 ? bytes : 1);
+    void *block = dtrain__resize(allocator, NULL, bytes > 0 ? bytes : 1);
     if (block != NULL)
         memset(block, 0, bytes);
     return block;
 }
 
-static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t bytes)
+static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *pointer)
 {
     if (pointer != NULL)
-        dtrain__resize(allocator, pointer, bytes > 0 ? bytes : 1, 0);
+        dtrain__resize(allocator, pointer, 0);
 }
 
 static void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)
@@ -8122,7 +8138,6 @@ static double dtrain__norm_value(const dtrain__norm *sum)
 #endif
 
 #define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
-#define DTRAIN__DEVICE_HEADER 64                  /* before memory of a NULL device: how many bytes it has */
 #define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* whose bytes can be counted, whatever the dtype */
 
 DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
@@ -8215,14 +8230,9 @@ static void dtrain__device_queue_destroy(dtrain_device *made)
 static dtrain_status dtrain__device_alloc_cpu(size_t bytes, void **pointer)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
-    size_t all;
-    unsigned char *block = NULL;
-    if (dtrain__add_size(bytes, DTRAIN__DEVICE_HEADER, &all))
-        block = (unsigned char *)dtrain__resize(&heap, NULL, 0, all);
-    if (block == NULL)
+    *pointer = dtrain__resize(&heap, NULL, bytes);
+    if (*pointer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device_alloc on cpu: no memory for %zu bytes", bytes);
-    memcpy(block, &all, sizeof all);
-    *pointer = block + DTRAIN__DEVICE_HEADER;
     return DTRAIN_OK;
 }
 
@@ -8249,16 +8259,10 @@ DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memor
 DTRAIN_API void dtrain_device_free(dtrain_device *device, dtrain_memory memory, void *pointer)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
-    size_t all;
-    if (pointer == NULL)
-        return;
-    if (device == NULL) {
-        unsigned char *block = (unsigned char *)pointer - DTRAIN__DEVICE_HEADER;
-        memcpy(&all, block, sizeof all);
-        dtrain__resize(&heap, block, all, 0);
-    } else if (device->ops != NULL && device->ops->release != NULL) {
+    if (device == NULL)
+        dtrain__free(&heap, pointer);
+    else if (pointer != NULL && device->ops != NULL && device->ops->release != NULL)
         device->ops->release(device, memory, pointer);
-    }
 }
 
 DTRAIN_API dtrain_status dtrain_device_copy(dtrain_device *device, void *to, const void *from, size_t bytes)
@@ -8648,7 +8652,7 @@ DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
     if (tensor == NULL)
         return;
     if (tensor->allocator != NULL)
-        dtrain__free(tensor->allocator, tensor->data, tensor->bytes);
+        dtrain__free(tensor->allocator, tensor->data);
     memset(tensor, 0, sizeof *tensor);
 }
 
@@ -8879,24 +8883,22 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
 
 /* Reads text, `bytes` bytes from an offset on, into memory that grows with what came: a file may claim gigabytes and
  * hold none. No text has a zero byte, which is what holes read as: reading stops behind the first. *have: bytes read.
- * dtrain__free(allocator, *data, *room), also after an error. */
+ * dtrain__free(allocator, *data), also after an error. */
 static dtrain_status dtrain__file_read_text(int fd, uint64_t offset, uint64_t bytes, dtrain_allocator *allocator,
-                                            unsigned char **data, size_t *room, size_t *have, const char *name,
-                                            const char *what)
+                                            unsigned char **data, size_t *have, const char *name, const char *what)
 {
     const unsigned char *zero = NULL;
     dtrain_status status = DTRAIN_OK;
     *data = NULL;
-    *room = *have = 0;
+    *have = 0;
     while (status == DTRAIN_OK && zero == NULL && (*have < bytes || *data == NULL)) {
         uint64_t wanted = *have > 0 ? 2 * (uint64_t)*have : 1 << 18;
         wanted = wanted < bytes ? wanted : bytes > 0 ? bytes : 1;
-        void *larger = wanted <= SIZE_MAX ? dtrain__resize(allocator, *data, *room, (size_t)wanted) : NULL;
+        void *larger = wanted <= SIZE_MAX ? dtrain__resize(allocator, *data, (size_t)wanted) : NULL;
         if (larger == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for the %llu bytes of \"%s\"", what,
                                 (unsigned long long)bytes, name);
         *data = (unsigned char *)larger;
-        *room = (size_t)wanted;
         wanted = wanted < bytes ? wanted : bytes;
         status = dtrain__file_read_at(fd, *data + *have, wanted - *have, offset + *have, name, what);
         zero = status == DTRAIN_OK ? (const unsigned char *)memchr(*data + *have, 0, (size_t)wanted - *have) : NULL;
@@ -8905,13 +8907,12 @@ static dtrain_status dtrain__file_read_text(int fd, uint64_t offset, uint64_t by
     return status;
 }
 
-/* Reads a whole file of text, of at most `most` bytes, into memory of the allocator; dtrain__free(allocator, *data,
- * *bytes). */
+/* Reads a whole file of text, of at most `most` bytes, into memory of the allocator; dtrain__free(allocator, *data). */
 static dtrain_status dtrain__file_read_all(int directory, const char *name, uint64_t most, dtrain_allocator *allocator,
                                            void **data, size_t *bytes, const char *what)
 {
     uint64_t size = 0;
-    size_t room = 0, have = 0;
+    size_t have = 0;
     unsigned char *text = NULL;
     int fd;
     *data = NULL;
@@ -8923,7 +8924,7 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s: \"%s\" has %llu bytes, expected at most %llu", what, name,
                               (unsigned long long)size, (unsigned long long)most);
     if (status == DTRAIN_OK)
-        status = dtrain__file_read_text(fd, 0, size, allocator, &text, &room, &have, name, what);
+        status = dtrain__file_read_text(fd, 0, size, allocator, &text, &have, name, what);
     if (status == DTRAIN_OK && have > 0 && text[have - 1] == 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "%s: \"%s\" is no text: its byte %zu of %llu is zero; it was damaged, or a part was "
@@ -8931,7 +8932,7 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
                               what, name, have - 1, (unsigned long long)size);
     dtrain__file_close(fd);
     if (status != DTRAIN_OK) {
-        dtrain__free(allocator, text, room);
+        dtrain__free(allocator, text);
         return status;
     }
     *data = text;
@@ -9344,8 +9345,7 @@ static size_t dtrain__names_enter(dtrain__names *names, dtrain__names_bins *bins
 
 static void dtrain__names_free(dtrain__names *names, dtrain_allocator *allocator)
 {
-    if (names->slots != NULL)
-        dtrain__free(allocator, names->slots, (names->mask + 1) * sizeof *names->slots);
+    dtrain__free(allocator, names->slots);
     names->slots = NULL;
 }
 
@@ -9377,7 +9377,7 @@ static int dtrain__names_build(dtrain__names *names, dtrain_allocator *allocator
         *twice = dtrain__names_enter(names, &bins, bin_shift, count);
     else
         dtrain__names_free(names, allocator);
-    dtrain__free(allocator, bins.slots, bin_count * sizeof *bins.slots);
+    dtrain__free(allocator, bins.slots);
     return built;
 }
 
@@ -9425,8 +9425,8 @@ struct dtrain_safetensors {
     const unsigned char *memory; /* the whole file: the mapping, or the caller's; NULL: neither */
     void *mapping;
     uint64_t file_bytes, header_bytes, read_bytes;
-    unsigned char *header;           /* header_have bytes, texts unescaped */
-    size_t header_room, header_have; /* have: header_bytes - 8, or up to a zero byte that ends it early */
+    unsigned char *header; /* header_have bytes, texts unescaped */
+    size_t header_have;    /* have: header_bytes - 8, or up to a zero byte that ends it early */
     dtrain__safetensors_entry *entries;
     size_t count, room;
     dtrain_safetensors_pair *pairs;
@@ -9518,7 +9518,7 @@ static int dtrain__safetensors_grow(dtrain_allocator *allocator, const dtrain__j
     size_t more = count + count / 4 + 16;
     size_t told = (size_t)((double)count * (double)json->length / (double)(json->offset + 1) * 1.03);
     more = told > more && count > 1000 ? told : more;
-    void *grown = dtrain__resize(allocator, *array, *room * bytes, more * bytes);
+    void *grown = dtrain__resize(allocator, *array, more * bytes);
     if (grown == NULL)
         return 0;
     *array = grown;
@@ -9817,7 +9817,7 @@ static dtrain_status dtrain__safetensors_parse(dtrain_safetensors *file)
     parser.file = file;
     dtrain__json_open(&parser.json, file->header, file->header_have);
     status = dtrain__safetensors_top(&parser);
-    dtrain__free(file->allocator, parser.fields, parser.field_room * sizeof *parser.fields);
+    dtrain__free(file->allocator, parser.fields);
     if (status != DTRAIN_OK || file->pair_count == 0)
         return status;
     if (!dtrain__names_build(&file->keys, file->allocator, file->pairs, sizeof *file->pairs, file->pair_count, &twice))
@@ -9880,13 +9880,13 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
         order = dtrain__safetensors_merge(places, places + count, count);
         for (size_t i = 0; i < count; i++)
             entries[i] = file->entries[order[i].index];
-        dtrain__free(file->allocator, file->entries, file->room * sizeof *file->entries);
+        dtrain__free(file->allocator, file->entries);
         file->entries = entries;
         file->room = count;
         entries = NULL;
     }
-    dtrain__free(file->allocator, entries, count * sizeof *entries);
-    dtrain__free(file->allocator, places, 2 * bytes);
+    dtrain__free(file->allocator, entries);
+    dtrain__free(file->allocator, places);
     return entries == NULL && places != NULL ? DTRAIN_OK : dtrain__safetensors_memory(file);
 }
 
@@ -9944,7 +9944,7 @@ static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
 {
     size_t *next;
     if (file->shape_count > 0) /* each has a byte or more of the header: the product does not overflow */
-        file->shapes = (size_t *)dtrain__resize(file->allocator, NULL, 0, file->shape_count * sizeof *file->shapes);
+        file->shapes = (size_t *)dtrain__resize(file->allocator, NULL, file->shape_count * sizeof *file->shapes);
     if (file->shape_count > 0 && file->shapes == NULL)
         return dtrain__safetensors_memory(file);
     next = file->shapes;
@@ -10000,10 +10000,9 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
                                           (unsigned long long)length, (unsigned long long)file->file_bytes);
     file->header_bytes = length + 8;
     if (file->fd >= 0) /* up to a zero byte, which the parser refuses */
-        return dtrain__file_read_text(file->fd, 8, length, file->allocator, &file->header, &file->header_room,
-                                      &file->header_have, file->label, "reading");
-    file->header_room = length > 0 ? (size_t)length : 1;
-    file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, 0, file->header_room);
+        return dtrain__file_read_text(file->fd, 8, length, file->allocator, &file->header, &file->header_have,
+                                      file->label, "reading");
+    file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, length > 0 ? (size_t)length : 1);
     if (file->header == NULL)
         return dtrain__safetensors_memory(file);
     memcpy(file->header, file->memory + 8, (size_t)length);
@@ -10148,15 +10147,15 @@ DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
     dtrain__file_close(file->fd);
     dtrain__names_free(&file->names, allocator);
     dtrain__names_free(&file->keys, allocator);
-    dtrain__free(allocator, file->shapes, file->shape_count * sizeof *file->shapes);
-    dtrain__free(allocator, file->pairs, file->pair_room * sizeof *file->pairs);
-    dtrain__free(allocator, file->entries, file->room * sizeof *file->entries);
-    dtrain__free(allocator, file->header, file->header_room);
+    dtrain__free(allocator, file->shapes);
+    dtrain__free(allocator, file->pairs);
+    dtrain__free(allocator, file->entries);
+    dtrain__free(allocator, file->header);
     if (allocator == &file->own) { /* it counts to the last, and lies in what is freed */
         own = file->own;
         allocator = &own;
     }
-    dtrain__free(allocator, file, sizeof *file);
+    dtrain__free(allocator, file);
 }
 
 /* ---- lookup ---- */
@@ -10764,9 +10763,9 @@ static dtrain_status dtrain__safetensors_plan_header(dtrain__safetensors_plan *p
 
 static void dtrain__safetensors_plan_end(dtrain__safetensors_plan *plan)
 {
-    dtrain__free(plan->allocator, plan->header, plan->header_bytes);
-    dtrain__free(plan->allocator, plan->pairs, plan->pair_count * sizeof *plan->pairs);
-    dtrain__free(plan->allocator, plan->items, plan->count * sizeof *plan->items);
+    dtrain__free(plan->allocator, plan->header);
+    dtrain__free(plan->allocator, plan->pairs);
+    dtrain__free(plan->allocator, plan->items);
 }
 
 /* Checks everything and makes the header; to be ended unless it fails. */
@@ -10866,7 +10865,7 @@ static dtrain_status dtrain__safetensors_emit(dtrain__safetensors_plan *plan, dt
     }
     for (size_t i = 0; i < plan->count && status == DTRAIN_OK; i++)
         status = dtrain__safetensors_emit_tensor(&plan->items[i], stage, sink, user);
-    dtrain__free(plan->allocator, stage, DTRAIN__SAFETENSORS_FILL);
+    dtrain__free(plan->allocator, stage);
     if (status == DTRAIN_OK)
         dtrain__thread_error = before;
     return status;
@@ -11011,7 +11010,7 @@ struct dtrain_safetensors_model {
     dtrain_safetensors_pair *pairs; /* of the index */
     size_t pair_count, pair_room;
     dtrain__huggingface_shard *shards; /* in the order of their names */
-    size_t shard_count, shard_room, count;
+    size_t shard_count, count;
     dtrain__names names, keys;
     uint64_t total_size;
     int has_total;
@@ -11182,14 +11181,13 @@ static dtrain_status dtrain__huggingface_number(dtrain_safetensors_model *model)
     for (size_t i = 1; i < model->line_count; i++)
         files += dtrain__huggingface_compare_lines(&sorted[i - 1], &sorted[i]) != 0;
     model->shards = (dtrain__huggingface_shard *)dtrain__alloc(model->allocator, files * sizeof *model->shards);
-    model->shard_room = model->shards != NULL ? files : 0;
     for (size_t i = 0; i < model->line_count && model->shards != NULL; i++) {
         model->shard_count += i == 0 || dtrain__huggingface_compare_lines(&sorted[i - 1], &sorted[i]) != 0;
         sorted[i]->shard = model->shard_count - 1;
         model->shards[model->shard_count - 1].name = sorted[i]->file;
         model->shards[model->shard_count - 1].lines++;
     }
-    dtrain__free(model->allocator, sorted, bytes);
+    dtrain__free(model->allocator, sorted);
     return model->shards != NULL ? DTRAIN_OK : dtrain__huggingface_memory(model);
 }
 
@@ -11269,7 +11267,7 @@ static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *mode
     model->shards = (dtrain__huggingface_shard *)dtrain__alloc(model->allocator, sizeof *model->shards);
     if (model->shards == NULL)
         return dtrain__huggingface_memory(model);
-    model->shard_room = model->shard_count = 1;
+    model->shard_count = 1;
     dtrain_status status = dtrain__safetensors_open_at(&model->shards[0].file, directory, name, desc, model->label);
     model->count = status == DTRAIN_OK ? model->shards[0].file->count : 0;
     return status;
@@ -11341,15 +11339,15 @@ DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model)
         dtrain_safetensors_close(model->shards[i].file);
     dtrain__names_free(&model->names, allocator);
     dtrain__names_free(&model->keys, allocator);
-    dtrain__free(allocator, model->shards, model->shard_room * sizeof *model->shards);
-    dtrain__free(allocator, model->pairs, model->pair_room * sizeof *model->pairs);
-    dtrain__free(allocator, model->lines, model->line_room * sizeof *model->lines);
-    dtrain__free(allocator, model->index, model->index_bytes);
+    dtrain__free(allocator, model->shards);
+    dtrain__free(allocator, model->pairs);
+    dtrain__free(allocator, model->lines);
+    dtrain__free(allocator, model->index);
     if (allocator == &model->own) { /* it counts to the last, and lies in what is freed */
         own = model->own;
         allocator = &own;
     }
-    dtrain__free(allocator, model, sizeof *model);
+    dtrain__free(allocator, model);
 }
 
 /* ---- lookup ---- */
@@ -11455,9 +11453,9 @@ typedef struct dtrain__huggingface_plan {
     dtrain_allocator *allocator, own;
     dtrain_safetensors_source *sources; /* those that are stored, in the given order; then, unsorted, those dropped */
     size_t *first;                      /* of the sources, by file; and one more */
-    size_t count, kept, files, room;
+    size_t count, kept, files;
     dtrain_safetensors_pair *pairs;
-    size_t pair_count, pair_room;
+    size_t pair_count;
     uint64_t total;
 } dtrain__huggingface_plan;
 
@@ -11542,8 +11540,8 @@ static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, c
                 plan->sources[plan->kept++] = sources[i];
     }
     int out = sorted == NULL || dropped == NULL;
-    dtrain__free(plan->allocator, dropped, plan->count);
-    dtrain__free(plan->allocator, sorted, bytes);
+    dtrain__free(plan->allocator, dropped);
+    dtrain__free(plan->allocator, sorted);
     return !out ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to sort %zu tensors",
                                plan->count);
@@ -11580,9 +11578,9 @@ static void dtrain__huggingface_deal(dtrain__huggingface_plan *plan, uint64_t mo
 
 static void dtrain__huggingface_plan_end(dtrain__huggingface_plan *plan)
 {
-    dtrain__free(plan->allocator, plan->pairs, plan->pair_room * sizeof *plan->pairs);
-    dtrain__free(plan->allocator, plan->first, (plan->count + 2) * sizeof *plan->first);
-    dtrain__free(plan->allocator, plan->sources, plan->room * sizeof *plan->sources);
+    dtrain__free(plan->allocator, plan->pairs);
+    dtrain__free(plan->allocator, plan->first);
+    dtrain__free(plan->allocator, plan->sources);
 }
 
 /* Whether a pair with its lengths filled in has that key, which need not end with a zero byte. */
@@ -11611,6 +11609,7 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
                                                     const dtrain_safetensors_source *sources, size_t count,
                                                     uint64_t most, const dtrain_safetensors_write_desc *desc)
 {
+    size_t pairs = count + (desc != NULL ? desc->metadata_count : 0) + 1;
     uint64_t bytes;
     dtrain_status status =
         dtrain_safetensors_size(&bytes, sources, count, desc); /* which checks all of them together */
@@ -11618,11 +11617,10 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
     if (status != DTRAIN_OK)
         return status;
     plan->allocator = desc != NULL && desc->allocator != NULL ? desc->allocator : &plan->own;
-    plan->count = plan->room = count;
-    plan->pair_room = count + (desc != NULL ? desc->metadata_count : 0) + 1;
-    plan->sources = (dtrain_safetensors_source *)dtrain__alloc(plan->allocator, plan->room * sizeof *plan->sources);
+    plan->count = count;
+    plan->sources = (dtrain_safetensors_source *)dtrain__alloc(plan->allocator, count * sizeof *plan->sources);
     plan->first = (size_t *)dtrain__alloc(plan->allocator, (count + 2) * sizeof *plan->first);
-    plan->pairs = (dtrain_safetensors_pair *)dtrain__alloc(plan->allocator, plan->pair_room * sizeof *plan->pairs);
+    plan->pairs = (dtrain_safetensors_pair *)dtrain__alloc(plan->allocator, pairs * sizeof *plan->pairs);
     if (plan->sources == NULL || plan->first == NULL || plan->pairs == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to plan %zu tensors", count);
     if (status == DTRAIN_OK) {
@@ -11696,13 +11694,13 @@ static dtrain_status dtrain__huggingface_write_index(const dtrain__huggingface_p
     }
     if (text != NULL)
         dtrain__huggingface_print(plan, names, text, text_bytes);
-    dtrain__free(plan->allocator, names, bytes);
+    dtrain__free(plan->allocator, names);
     if (text == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory for an index of %zu tensors",
                             plan->kept);
     dtrain_status status =
         dtrain__file_put(directory, DTRAIN__HUGGINGFACE_INDEX, text, text_bytes, no_sync, "safetensors_model_save");
-    dtrain__free(plan->allocator, text, text_bytes);
+    dtrain__free(plan->allocator, text);
     return status;
 }
 
@@ -12045,7 +12043,7 @@ static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocat
     size_t bytes = sizeof *entry + entry->key_bytes + entry->bytes;
     *at = entry->next;
     store->total -= bytes;
-    dtrain__free(allocator, entry, bytes);
+    dtrain__free(allocator, entry);
 }
 
 /* Sets key to value; what it was before stays on an error. Sizes are checked by the caller. */
@@ -12196,7 +12194,7 @@ struct dtrain__plane {
     int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
     dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns); /* NULL: there is none */
     /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
-    void (*publish)(void *self, dtrain__tell tell, void *record, size_t bytes);
+    void (*publish)(void *self, dtrain__tell tell, void *record);
     /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
     size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
     void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
@@ -12278,9 +12276,9 @@ static void dtrain__plane_skipped(void *self, int rank, uint64_t calls)
     (void)self, (void)rank, (void)calls;
 }
 
-static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record, size_t bytes)
+static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record)
 {
-    (void)self, (void)tell, (void)record, (void)bytes;
+    (void)self, (void)tell, (void)record;
 }
 
 static size_t dtrain__plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
@@ -12494,7 +12492,7 @@ static void dtrain__council_wake(dtrain__council *council, const char *key, size
         }
         *at = asker->next;
         dtrain__council_answer(council, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
-        dtrain__free(council->allocator, asker, sizeof *asker);
+        dtrain__free(council->allocator, asker);
     }
 }
 
@@ -12507,7 +12505,7 @@ static void dtrain__council_forget(dtrain__council *council, int rank, uint64_t 
             continue;
         }
         *at = asker->next;
-        dtrain__free(council->allocator, asker, sizeof *asker);
+        dtrain__free(council->allocator, asker);
     }
 }
 
@@ -12687,7 +12685,7 @@ static void dtrain__consent_drop(dtrain__council *council, dtrain__consent **at)
 {
     dtrain__consent *consent = *at;
     *at = consent->next;
-    dtrain__free(council->allocator, consent, dtrain__consent_bytes(consent->count));
+    dtrain__free(council->allocator, consent);
 }
 
 /* Whether its members are those of the council's list. */
@@ -13081,7 +13079,6 @@ typedef struct dtrain__threads_rank {
     dtrain__error why; /* it left; written by itself, readable once it has */
     dtrain__tell tell; /* readable once there is a record */
     void *record;      /* what it does, which peers read until the group is freed */
-    size_t record_bytes;
 } dtrain__threads_rank;
 
 typedef struct dtrain__threads_ring {
@@ -13256,16 +13253,16 @@ static void dtrain__threads_free(dtrain__threads_group *group)
     dtrain_allocator *allocator = group->allocator;
     if (group->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
-            dtrain__free(allocator, group->rings[i], sizeof(dtrain__threads_ring));
+            dtrain__free(allocator, group->rings[i]);
     for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
-        dtrain__free(allocator, group->ranks[rank].record, group->ranks[rank].record_bytes);
-    dtrain__free(allocator, group->rings, size * size * sizeof(dtrain__threads_ring *));
-    dtrain__free(allocator, group->bound, (size_t)group->bound_count * sizeof(int));
-    dtrain__free(allocator, group->shared.slots, size * sizeof(dtrain__slot));
-    dtrain__free(allocator, group->shared.members.ranks, size * sizeof(dtrain__departure));
-    dtrain__free(allocator, group->ranks, size * sizeof(dtrain__threads_rank));
-    dtrain__free(allocator, group->rank_ends, size * sizeof(dtrain__threads_end));
-    dtrain__free(allocator, group, sizeof *group);
+        dtrain__free(allocator, group->ranks[rank].record);
+    dtrain__free(allocator, group->rings);
+    dtrain__free(allocator, group->bound);
+    dtrain__free(allocator, group->shared.slots);
+    dtrain__free(allocator, group->shared.members.ranks);
+    dtrain__free(allocator, group->ranks);
+    dtrain__free(allocator, group->rank_ends);
+    dtrain__free(allocator, group);
 }
 
 static void dtrain__threads_world_free(dtrain__threads_world *world)
@@ -13276,7 +13273,7 @@ static void dtrain__threads_world_free(dtrain__threads_world *world)
     pthread_mutex_destroy(&world->mutex);
     pthread_mutex_destroy(&world->origin.mutex);
     own = world->own;
-    dtrain__free(world->allocator == &world->own ? &own : world->allocator, world, sizeof *world);
+    dtrain__free(world->allocator == &world->own ? &own : world->allocator, world);
 }
 
 /* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */
@@ -13667,13 +13664,12 @@ static dtrain_status dtrain__threads_plane_store(void *self, dtrain__store_call 
 }
 
 /* The group keeps the record. */
-static void dtrain__threads_plane_publish(void *self, dtrain__tell tell, void *record, size_t bytes)
+static void dtrain__threads_plane_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__threads_rank *mine = &dtrain__threads_plane_of(self)->ranks[((dtrain__threads_end *)self)->rank];
     if (tell == NULL)
         return;
     mine->tell = tell;
-    mine->record_bytes = bytes;
     __atomic_store_n(&mine->record, record, __ATOMIC_RELEASE);
 }
 
@@ -15368,7 +15364,7 @@ static void dtrain__stream_unseal(dtrain_allocator *allocator, dtrain__stream *s
     if (stream->seal == NULL)
         return;
     dtrain__wipe(stream->seal, offsetof(dtrain__seal, out_records));
-    dtrain__free(allocator, stream->seal, sizeof *stream->seal);
+    dtrain__free(allocator, stream->seal);
     stream->seal = NULL;
 }
 
@@ -15497,8 +15493,7 @@ static void dtrain__stream_end(dtrain__stream *stream)
 
 static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *stream)
 {
-    if (stream->replay != NULL)
-        dtrain__free(allocator, stream->replay, DTRAIN__REPLAY_BYTES);
+    dtrain__free(allocator, stream->replay);
     dtrain__stream_unseal(allocator, stream);
 }
 
@@ -15519,7 +15514,7 @@ static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block,
         return 1;
     while (capacity - block->bytes < more)
         capacity *= 2;
-    data = (unsigned char *)dtrain__resize(allocator, block->data, block->capacity, capacity);
+    data = (unsigned char *)dtrain__resize(allocator, block->data, capacity);
     if (data == NULL) {
         block->short_of = 1;
         return 0;
@@ -15538,8 +15533,7 @@ static void dtrain__bytes_drop(dtrain__bytes *block, size_t bytes)
 
 static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block)
 {
-    if (block->data != NULL)
-        dtrain__resize(allocator, block->data, block->capacity, 0);
+    dtrain__free(allocator, block->data);
     memset(block, 0, sizeof *block);
 }
 
@@ -16544,7 +16538,7 @@ static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 static void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__handshake_close(handshake);
-    dtrain__free(hub->allocator, handshake, sizeof *handshake);
+    dtrain__free(hub->allocator, handshake);
 }
 
 static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtrain__address *peer)
@@ -17287,13 +17281,13 @@ static void dtrain__hub_work(dtrain__hub *hub)
 /* Adds to the poll list; what finds no memory there is looked at when something else is due. */
 static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 {
-    size_t bytes = (size_t)hub->fds_room * sizeof(struct pollfd);
     if (*count == hub->fds_room) {
-        void *larger = dtrain__resize(hub->allocator, hub->fds, bytes, bytes > 0 ? 2 * bytes : 4096);
+        int room = hub->fds_room > 0 ? 2 * hub->fds_room : 512;
+        void *larger = dtrain__resize(hub->allocator, hub->fds, (size_t)room * sizeof(struct pollfd));
         if (larger == NULL)
             return;
         hub->fds = (struct pollfd *)larger;
-        hub->fds_room = bytes > 0 ? 2 * hub->fds_room : (int)(4096 / sizeof(struct pollfd));
+        hub->fds_room = room;
     }
     hub->fds[*count].fd = fd;
     hub->fds[*count].events = (short)events;
@@ -17477,19 +17471,16 @@ static void dtrain__channel_free(dtrain__channel *channel)
             dtrain__hub_free_handshake(hub, lane->handshake);
         dtrain__stream_free(hub->allocator, &lane->stream);
     }
-    dtrain__free(hub->allocator, channel->lanes, (size_t)count * sizeof(dtrain__lane));
-    for (int rank = 0; channel->members.ranks != NULL && rank < channel->size; rank++) {
-        char *why = (char *)(uintptr_t)channel->members.ranks[rank].why;
-        if (why != NULL)
-            dtrain__free(hub->allocator, why, strlen(why) + 1);
-    }
-    dtrain__free(hub->allocator, channel->members.ranks, (size_t)channel->size * sizeof(dtrain__departure));
-    dtrain__free(hub->allocator, channel->peers, (size_t)channel->size * sizeof(dtrain__peer));
-    dtrain__free(hub->allocator, channel->bound, (size_t)hub->size);
+    dtrain__free(hub->allocator, channel->lanes);
+    for (int rank = 0; channel->members.ranks != NULL && rank < channel->size; rank++)
+        dtrain__free(hub->allocator, (void *)(uintptr_t)channel->members.ranks[rank].why);
+    dtrain__free(hub->allocator, channel->members.ranks);
+    dtrain__free(hub->allocator, channel->peers);
+    dtrain__free(hub->allocator, channel->bound);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
             close(channel->wake[i]);
-    dtrain__free(hub->allocator, channel, sizeof *channel);
+    dtrain__free(hub->allocator, channel);
 }
 
 /* Adds a channel of `size` members, of which worlds[i] is the rank in the world (NULL: i itself); the caller holds the
@@ -17500,7 +17491,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     dtrain__channel *channel = (dtrain__channel *)dtrain__alloc(hub->allocator, sizeof *channel);
     int error = ENOMEM;
     if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* what comes over the wire names it so */
-        dtrain__free(hub->allocator, channel, sizeof *channel);
+        dtrain__free(hub->allocator, channel);
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "rank %d cannot make its end of a group of %d ranks: its members call it %llx, as another "
                             "group is called",
@@ -17573,7 +17564,7 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
         dtrain__bytes_free(hub->allocator, &member->in);
         dtrain__bytes_free(hub->allocator, &member->out);
     }
-    dtrain__free(hub->allocator, hub->members, (size_t)hub->size * sizeof(dtrain__member));
+    dtrain__free(hub->allocator, hub->members);
 }
 
 /* Frees a hub that has no channel any more. */
@@ -17597,13 +17588,13 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
         if (hub->kick[i] >= 0)
             close(hub->kick[i]);
     dtrain__council_free(&hub->council);
-    dtrain__free(allocator, hub->fds, (size_t)hub->fds_room * sizeof(struct pollfd));
+    dtrain__free(allocator, hub->fds);
     memset(&hub->keys, 0, sizeof hub->keys);
     pthread_mutex_destroy(&hub->mutex);
     pthread_mutex_destroy(&hub->step_mutex);
     pthread_mutex_destroy(&hub->origin.mutex);
     own = hub->own;
-    dtrain__free(allocator == &hub->own ? &own : allocator, hub, sizeof *hub);
+    dtrain__free(allocator == &hub->own ? &own : allocator, hub);
 }
 
 /* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its
@@ -18413,10 +18404,9 @@ static dtrain_status dtrain__socket_plane_store(void *self, dtrain__store_call *
 }
 
 /* Heartbeats carry what `tell` writes, which is called with the hub's mutex held. */
-static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record, size_t bytes)
+static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
-    (void)bytes;
     pthread_mutex_lock(&channel->hub->mutex);
     channel->last_user = record;
     channel->last = tell;
@@ -18745,8 +18735,7 @@ struct dtrain_comm {
     dtrain_comm *next_served; /* by the same service */
     uint64_t consents;        /* that this end has taken part in */
     void *split_room;         /* of the last split of a group made from this one, for the next */
-    size_t split_bytes;
-    int64_t vote_ns; /* when it voted in the one that is pending; 0: none is */
+    int64_t vote_ns;          /* when it voted in the one that is pending; 0: none is */
     int vote_kind;
     uint32_t mark;       /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
     uintptr_t caller;    /* the thread that is in a call of the group; 0: none */
@@ -19114,7 +19103,7 @@ static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
                      dtrain__op_text(comm, op).text, comm->rank, bytes);
         return 0;
     }
-    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__free(comm->allocator, comm->scratch);
     comm->scratch = scratch;
     comm->scratch_bytes = bytes;
     return 1;
@@ -19379,7 +19368,7 @@ static void dtrain__recorder_free(dtrain_comm *comm)
     pthread_mutex_destroy(&comm->recorder->error_mutex);
     pthread_mutex_destroy(&comm->recorder->mutex);
     if (!comm->published)
-        dtrain__free(comm->allocator, comm->recorder, sizeof *comm->recorder);
+        dtrain__free(comm->allocator, comm->recorder);
 }
 
 static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)
@@ -22846,7 +22835,7 @@ static void dtrain__service_main(void *pointer)
 static void dtrain__service_free(dtrain__service *service)
 {
     pthread_mutex_destroy(&service->mutex);
-    dtrain__free(service->allocator, service, sizeof *service);
+    dtrain__free(service->allocator, service);
 }
 
 static void dtrain__service_stop(void *pointer)
@@ -23146,7 +23135,7 @@ static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_alloca
 {
     while (blocked != NULL && __atomic_sub_fetch(&blocked->held, 1, __ATOMIC_ACQ_REL) == 0) {
         dtrain__blocked *above = blocked->above;
-        dtrain__free(allocator, blocked, sizeof *blocked);
+        dtrain__free(allocator, blocked);
         blocked = above;
     }
 }
@@ -23251,8 +23240,7 @@ static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
 {
     if (comm->noted + 2 > comm->notes_capacity) {
         size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
-        dtrain__note *notes = (dtrain__note *)dtrain__resize(
-            comm->allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note), more * sizeof(dtrain__note));
+        dtrain__note *notes = (dtrain__note *)dtrain__resize(comm->allocator, comm->notes, more * sizeof *notes);
         if (notes == NULL)
             return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
                                 comm->noted + 1);
@@ -23335,32 +23323,31 @@ static dtrain_status dtrain__work_call(dtrain_comm *comm, dtrain__op *op, dtrain
 
 static void dtrain__create_free(dtrain_comm *comm)
 {
-    size_t size = (size_t)comm->size;
     dtrain_allocator *allocator = comm->allocator, own;
     while (comm->newest != NULL) {
         dtrain_work *work = comm->newest;
         comm->newest = work->older;
         __atomic_store_n(&work->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
-        dtrain__free(allocator, work, sizeof *work);
+        dtrain__free(allocator, work);
     }
-    dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
-    dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
-    dtrain__free(allocator, comm->ins, size * sizeof(void *));
-    dtrain__free(allocator, comm->outs, size * sizeof(void *));
-    dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
-    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
-    dtrain__free(allocator, comm->owed, 2 * size * sizeof(size_t));
-    dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
-    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
-    dtrain__free(allocator, comm->packed, comm->packed_bytes);
+    dtrain__free(allocator, comm->sent);
+    dtrain__free(allocator, comm->received);
+    dtrain__free(allocator, comm->ins);
+    dtrain__free(allocator, comm->outs);
+    dtrain__free(allocator, comm->parts);
+    dtrain__free(allocator, comm->lanes);
+    dtrain__free(allocator, comm->owed);
+    dtrain__free(allocator, comm->scratch);
+    dtrain__free(allocator, comm->notes);
+    dtrain__free(allocator, comm->packed);
     dtrain__recorder_free(comm);
     dtrain__work_blocked_release(comm->blocked, allocator);
-    dtrain__free(allocator, comm->split_room, comm->split_bytes);
+    dtrain__free(allocator, comm->split_room);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
     __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
-    dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
+    dtrain__free(allocator == &comm->own ? &own : allocator, comm);
 }
 
 /* The algorithms that desc and environment ask for; where nodes are said to be. */
@@ -23478,7 +23465,7 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
         end->transport.destroy(end->transport.self);
         return dtrain__report(&kept);
     }
-    comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder, sizeof *comm->recorder);
+    comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder);
     comm->published = comm->plane->keeps;
     *out = comm;
     return DTRAIN_OK;
@@ -23705,7 +23692,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     int own = comm->origin == NULL; /* else the transport owns the allocator of its ranks */
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
-        comm->plane->publish(transport.self, NULL, NULL, 0);
+        comm->plane->publish(transport.self, NULL, NULL);
         dtrain__create_cancel(comm);
     }
     comm->plane->leaving(transport.self, forked, why, comm->number);
@@ -23847,8 +23834,8 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
         int started = dtrain__create_runners_start(runners, comms, ranks, stack, &status);
         status = dtrain__create_runners_join(runners, started, status);
     }
-    dtrain__free(&heap, comms, n * sizeof(dtrain_comm *));
-    dtrain__free(&heap, runners, n * sizeof(dtrain__create_runner));
+    dtrain__free(&heap, comms);
+    dtrain__free(&heap, runners);
     return status;
 }
 
@@ -24171,7 +24158,7 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
                                   "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; their "
                                   "replicas took different steps",
                                   dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
-    dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
+    dtrain__free(comm->allocator, piece);
     return status;
 }
 
@@ -24282,7 +24269,7 @@ static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
     if (packed == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
                             bytes);
-    dtrain__free(comm->allocator, comm->packed, comm->packed_bytes);
+    dtrain__free(comm->allocator, comm->packed);
     comm->packed = packed;
     comm->packed_bytes = bytes;
     return DTRAIN_OK;
@@ -24793,7 +24780,7 @@ typedef struct dtrain__split_entry {
 typedef struct dtrain__split_state {
     const char *call;
     dtrain_comm *parent;
-    dtrain__split_entry *entries; /* of all ranks of the parent */
+    dtrain__split_entry *entries; /* of all ranks of the parent; at the start of one block with the next three */
     uint64_t *states;             /* 1: in the new group */
     int *members;                 /* ranks of the parent, in the new order */
     int *origins;                 /* the same in the world */
@@ -24801,12 +24788,11 @@ typedef struct dtrain__split_state {
     int replaces;   /* the new group comes in the parent's place */
     int size, rank; /* of the new group; rank -1: this rank is none of it */
     uint64_t id;    /* its name */
-    size_t bytes;   /* of the one block that all this is in, with entries at its start */
 } dtrain__split_state;
 
 static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm *parent, const char *call)
 {
-    size_t size = (size_t)parent->size;
+    size_t size = (size_t)parent->size, bytes = size * (sizeof *split->entries + sizeof(uint64_t) + 2 * sizeof(int));
     memset(split, 0, sizeof *split);
     if (dtrain__group_alive(parent, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
@@ -24816,15 +24802,14 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
     split->call = call;
     split->parent = parent;
     split->rank = -1;
-    split->bytes = size * (sizeof(dtrain__split_entry) + sizeof(uint64_t) + 2 * sizeof(int));
     split->entries = (dtrain__split_entry *)__atomic_exchange_n(&parent->split_room, NULL, __ATOMIC_SEQ_CST);
     if (split->entries != NULL)
-        memset((void *)split->entries, 0, split->bytes);
+        memset((void *)split->entries, 0, bytes);
     else
-        split->entries = (dtrain__split_entry *)dtrain__alloc(parent->allocator, split->bytes);
+        split->entries = (dtrain__split_entry *)dtrain__alloc(parent->allocator, bytes);
     if (split->entries == NULL)
         return dtrain__fail(&parent->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes", call,
-                            parent->rank, split->bytes);
+                            parent->rank, bytes);
     split->states = (uint64_t *)(void *)(split->entries + size);
     split->members = (int *)(void *)(split->states + size);
     split->origins = split->members + size;
@@ -24835,8 +24820,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
 static void dtrain__split_end(dtrain__split_state *split)
 {
     void *entries = __atomic_exchange_n(&split->parent->split_room, (void *)split->entries, __ATOMIC_SEQ_CST);
-    dtrain__free(split->parent->allocator, entries, split->bytes);
-    split->parent->split_bytes = split->bytes;
+    dtrain__free(split->parent->allocator, entries);
 }
 
 /* Hears from every rank of the parent where it wants to be. */
@@ -24915,7 +24899,7 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
     int good = bound != NULL;
     if (count > 0)
         good = group->plane->bind(group->transport.self, bound, count);
-    dtrain__free(allocator, bound, bytes);
+    dtrain__free(allocator, bound);
     return good ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", split->call);
 }
@@ -25252,8 +25236,7 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
     for (int i = 0; i < mesh->count; i++)
         dtrain_comm_destroy(mesh->axes[i].group);
     own = mesh->own;
-    dtrain__free(mesh->allocator == &mesh->own ? &own : mesh->allocator, mesh,
-                 sizeof *mesh + (size_t)mesh->count * sizeof(dtrain__axis));
+    dtrain__free(mesh->allocator == &mesh->own ? &own : mesh->allocator, mesh);
 }
 
 #endif
@@ -25492,7 +25475,7 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
     }
     if (status == DTRAIN_OK && step_out != NULL)
         *step_out = step;
-    dtrain__free(comm->allocator, room, total);
+    dtrain__free(comm->allocator, room);
     return status;
 }
 
@@ -25550,7 +25533,6 @@ struct dtrain_device_group {
     size_t chunk_bytes; /* 0: by the size of each call */
     int slots;
     int no_devices;                   /* no rank has one: calls are the CPU's */
-    size_t bytes;                     /* of the block that this is at the start of, with all arrays */
     dtrain__device_note mine, *notes; /* notes: of every rank */
     dtrain__device_buffers *buffers;  /* of every rank, of the call under way */
     dtrain__extent *shards;           /* of every rank, of the call under way */
@@ -25588,7 +25570,6 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
         return NULL;
     }
     group->comm = comm;
-    group->bytes = bytes;
     group->notes = (dtrain__device_note *)(void *)(block + header);
     group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
     group->shards = (dtrain__extent *)(void *)(group->buffers + size);
@@ -26019,7 +26000,6 @@ struct dtrain__processes {
     uint32_t mark;            /* of this rank's last first place */
     dtrain_device_event *end; /* of this rank's queue */
     dtrain__worker watch;
-    size_t bytes;
     dtrain__processes_peer *peers;
     dtrain__processes_buffers *buffers; /* of the call under way */
     dtrain__processes_opened *opened;
@@ -26048,7 +26028,6 @@ static dtrain_status dtrain__processes_new(dtrain_device_group *group)
     if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
     group->processes = (dtrain__processes *)(void *)block;
-    group->processes->bytes = bytes;
     group->processes->page_fd = -1;
     group->processes->buffers = (dtrain__processes_buffers *)(void *)(block + header);
     group->processes->peers = (dtrain__processes_peer *)(void *)(group->processes->buffers + size);
@@ -26438,7 +26417,7 @@ static dtrain_status dtrain__processes_room(dtrain_device_group *group)
     size_t room = 2 * all->opened_room + 16, width = sizeof(dtrain__processes_opened);
     if (all->opened_count < all->opened_room)
         return DTRAIN_OK;
-    void *grown = dtrain__resize(group->comm->allocator, all->opened, all->opened_room * width, room * width);
+    void *grown = dtrain__resize(group->comm->allocator, all->opened, room * width);
     if (grown == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", room * width);
     all->opened = (dtrain__processes_opened *)grown;
@@ -26666,10 +26645,10 @@ static void dtrain__processes_free(dtrain_device_group *group)
         group->device->ops->page_close(group->device, all->page);
     }
     dtrain__device_event_destroy(group->device, all->end);
-    dtrain__free(group->comm->allocator, all->opened, all->opened_room * sizeof(dtrain__processes_opened));
+    dtrain__free(group->comm->allocator, all->opened);
     if (all->page != NULL)
         dtrain__os_unreserve(all->page, sizeof *all->page);
-    dtrain__free(group->comm->allocator, all, all->bytes);
+    dtrain__free(group->comm->allocator, all);
     group->processes = NULL;
 }
 
@@ -27164,10 +27143,9 @@ static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int
 static dtrain_status dtrain__flags_new(dtrain_device_group *group)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
-    group->flags = (dtrain__flags_state *)dtrain__resize(&heap, NULL, 0, sizeof *group->flags);
+    group->flags = (dtrain__flags_state *)dtrain__alloc(&heap, sizeof *group->flags);
     if (group->flags == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *group->flags);
-    memset(group->flags, 0, sizeof *group->flags);
     group->flags->members = 1;
     return DTRAIN_OK;
 }
@@ -27249,7 +27227,7 @@ static void dtrain__flags_leave(dtrain_device_group *group)
             while (__atomic_load_n(&shared->state[rank], __ATOMIC_SEQ_CST) == DTRAIN__FLAGS_NAMED)
                 sched_yield();
         if (__atomic_sub_fetch(&shared->members, 1, __ATOMIC_SEQ_CST) == 0)
-            dtrain__resize(&heap, shared, sizeof *shared, 0);
+            dtrain__free(&heap, shared);
         group->flags = NULL;
     }
     dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, group->words);
@@ -27436,7 +27414,6 @@ struct dtrain__hosts {
     dtrain__extent *pieces;    /* one for each host at most */
     void *scratch;             /* of the device: a reduce-scatter's sums of this host */
     size_t scratch_bytes;
-    size_t bytes; /* of the block that this is at the start of */
 };
 
 /* ---- who is where ---- */
@@ -27512,7 +27489,6 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
     group->hosts = (dtrain__hosts *)(void *)block;
-    group->hosts->bytes = bytes;
     group->hosts->each = each;
     group->hosts->count = count;
     group->hosts->place = comm->rank % each;
@@ -27566,11 +27542,11 @@ static void dtrain__hosts_free(dtrain_device_group *group)
         return;
     dtrain_device_group_destroy(hosts->inside);
     if (hosts->between != NULL)
-        dtrain__free(hosts->far_ranks->allocator, hosts->between, hosts->between->bytes);
+        dtrain__free(hosts->far_ranks->allocator, hosts->between);
     dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, hosts->scratch);
     dtrain_comm_destroy(hosts->far_ranks);
     dtrain_comm_destroy(hosts->near_ranks);
-    dtrain__free(group->comm->allocator, hosts, hosts->bytes);
+    dtrain__free(group->comm->allocator, hosts);
     group->hosts = NULL;
 }
 
@@ -27909,20 +27885,16 @@ static dtrain_status dtrain__async_forked(const dtrain__async *async, const char
                         call, (long)async->process, (long)getpid());
 }
 
-static size_t dtrain__async_work_bytes(const dtrain__async *async)
-{
-    return sizeof(dtrain_device_work) + 2 * (size_t)async->group->comm->size * sizeof(size_t);
-}
-
 /* A work that is free, or a new one. */
 static dtrain_device_work *dtrain__async_take(dtrain__async *async)
 {
+    const dtrain_comm *comm = async->group->comm;
     dtrain_device_work *work = async->spare;
     if (work != NULL) {
         async->spare = work->next;
         return work;
     }
-    work = (dtrain_device_work *)dtrain__alloc(async->group->comm->allocator, dtrain__async_work_bytes(async));
+    work = (dtrain_device_work *)dtrain__alloc(comm->allocator, sizeof *work + 2 * (size_t)comm->size * sizeof(size_t));
     if (work == NULL) {
         dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device group on rank %d: no memory for another call beside the device",
                      async->shell.rank);
@@ -28119,11 +28091,11 @@ static void dtrain__async_destroy(dtrain_device_group *group, int here)
             dtrain__device_event_destroy(async->caller, work->begun);
             dtrain__device_event_destroy(group->device, work->ended);
         }
-        dtrain__free(group->comm->allocator, work, dtrain__async_work_bytes(async));
+        dtrain__free(group->comm->allocator, work);
     }
     if (here && group->device != async->caller)
         dtrain__device_queue_destroy(group->device);
-    dtrain__free(group->comm->allocator, async, sizeof *async);
+    dtrain__free(group->comm->allocator, async);
 }
 
 /* ---- the calls ---- */
@@ -28576,7 +28548,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain__error kept = dtrain__thread_error;
     if (!dtrain__async_stop(group)) {
         dtrain__async_destroy(group, 0);
-        dtrain__free(group->comm->allocator, group, group->bytes);
+        dtrain__free(group->comm->allocator, group);
         return;
     }
     dtrain__hosts_free(group);
@@ -28597,7 +28569,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->pinned);
     dtrain__async_destroy(group, 1);
     dtrain__thread_error = kept;
-    dtrain__free(group->comm->allocator, group, group->bytes);
+    dtrain__free(group->comm->allocator, group);
 }
 
 /* A group with calls that are started, and all else by default. */
@@ -28832,7 +28804,7 @@ static dtrain_allocator *dtrain__topk_allocator(const dtrain_sparse *sparse, dtr
 static dtrain_status dtrain__topk_reserve(dtrain_sparse *sparse, size_t count)
 {
     dtrain_allocator heap, *allocator = dtrain__topk_allocator(sparse, &heap);
-    size_t capacity, bytes, old = sparse->capacity * sizeof(float);
+    size_t capacity, bytes;
     sparse->count = 0;
     if (sparse->capacity > 0 && sparse->capacity - DTRAIN__TOPK_BLOCK >= count)
         return DTRAIN_OK;
@@ -28845,13 +28817,13 @@ static dtrain_status dtrain__topk_reserve(dtrain_sparse *sparse, size_t count)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements", count);
     void *indices = dtrain__alloc(allocator, bytes), *values = dtrain__alloc(allocator, bytes);
     if (indices == NULL || values == NULL) {
-        dtrain__free(allocator, indices, bytes);
-        dtrain__free(allocator, values, bytes);
+        dtrain__free(allocator, indices);
+        dtrain__free(allocator, values);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements, twice %zu bytes", count,
                             bytes);
     }
-    dtrain__free(allocator, sparse->indices, old);
-    dtrain__free(allocator, sparse->values, old);
+    dtrain__free(allocator, sparse->indices);
+    dtrain__free(allocator, sparse->values);
     sparse->indices = (uint32_t *)indices;
     sparse->values = (float *)values;
     sparse->capacity = capacity;
@@ -28865,8 +28837,8 @@ DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse)
         return;
     if (sparse->capacity > 0) {
         dtrain_allocator *allocator = dtrain__topk_allocator(sparse, &heap);
-        dtrain__free(allocator, sparse->indices, sparse->capacity * sizeof(uint32_t));
-        dtrain__free(allocator, sparse->values, sparse->capacity * sizeof(float));
+        dtrain__free(allocator, sparse->indices);
+        dtrain__free(allocator, sparse->values);
     }
     memset(sparse, 0, sizeof *sparse);
 }
@@ -29874,7 +29846,7 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
         status = dtrain__topk_reserve(&mine->sparse, dtrain__topk_room(count, k));
     if (status != DTRAIN_OK) {
         heap = mine->heap;
-        dtrain__free(&heap, mine, sizeof *mine);
+        dtrain__free(&heap, mine);
         return status;
     }
     *selection = (dtrain_device_selection *)(void *)mine;
@@ -29926,7 +29898,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
         mine->device->ops->selection_destroy(mine->device, mine->made);
     dtrain_sparse_destroy(&mine->sparse);
     dtrain_allocator heap = mine->heap;
-    dtrain__free(&heap, mine, sizeof *mine);
+    dtrain__free(&heap, mine);
 }
 
 static void dtrain__device_sparse_add_cpu(const uint32_t *indices, const float *values, size_t k, float *data,
@@ -30121,7 +30093,7 @@ static dtrain_status dtrain__feedback_buffer_reserve(dtrain__feedback_buffer *bu
         data = (unsigned char *)dtrain__alloc(allocator, whole);
     if (data == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed all_reduce: no memory for %zu bytes", bytes);
-    dtrain__free(allocator, buffer->data, buffer->bytes);
+    dtrain__free(allocator, buffer->data);
     buffer->data = data;
     buffer->bytes = whole;
     return DTRAIN_OK;
@@ -30129,7 +30101,7 @@ static dtrain_status dtrain__feedback_buffer_reserve(dtrain__feedback_buffer *bu
 
 static void dtrain__feedback_buffer_free(dtrain__feedback_buffer *buffer, dtrain_allocator *allocator)
 {
-    dtrain__free(allocator, buffer->data, buffer->bytes);
+    dtrain__free(allocator, buffer->data);
     memset(buffer, 0, sizeof *buffer);
 }
 
@@ -30289,7 +30261,7 @@ static void dtrain__device_vector_destroy(dtrain__device_vector *v, dtrain_alloc
     dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there);
     dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->wide);
     dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->spread);
-    dtrain__free(allocator, v, sizeof *v);
+    dtrain__free(allocator, v);
 }
 
 /* ---- arithmetic ---- */
@@ -30543,9 +30515,9 @@ static void dtrain__selections_free(dtrain__selections_state *state)
     size_t n = (size_t)state->ranks;
     for (size_t i = 0; state->pieces != NULL && i < 2 * n; i++)
         dtrain_sparse_destroy(&state->pieces[i]);
-    dtrain__free(state->allocator, state->pieces, 2 * n * sizeof(dtrain_sparse));
-    dtrain__free(state->allocator, state->sizes, 2 * n * sizeof(uint64_t));
-    dtrain__free(state->allocator, state->numbers, (5 * n + 1) * sizeof(size_t));
+    dtrain__free(state->allocator, state->pieces);
+    dtrain__free(state->allocator, state->sizes);
+    dtrain__free(state->allocator, state->numbers);
     state->pieces = NULL;
     state->sizes = NULL;
     state->numbers = NULL;
@@ -31019,7 +30991,7 @@ static void dtrain__selections_destroy(void *self)
     dtrain_sparse_destroy(&state->picked);
     dtrain__feedback_buffer_free(&state->out, allocator);
     dtrain__feedback_buffer_free(&state->in, allocator);
-    dtrain__free(allocator != &state->heap ? allocator : &heap, state, sizeof *state);
+    dtrain__free(allocator != &state->heap ? allocator : &heap, state);
 }
 
 static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
@@ -31269,9 +31241,9 @@ static void dtrain__powersgd_destroy(void *self)
 {
     dtrain__powersgd *p = (dtrain__powersgd *)self;
     dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = p->allocator;
-    dtrain__free(allocator, p->left, p->rows * p->rank * sizeof(float));
-    dtrain__free(allocator, p->right, p->columns * p->rank * sizeof(float));
-    dtrain__free(allocator != &p->heap ? allocator : &heap, p, sizeof *p);
+    dtrain__free(allocator, p->left);
+    dtrain__free(allocator, p->right);
+    dtrain__free(allocator != &p->heap ? allocator : &heap, p);
 }
 
 DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
@@ -32003,14 +31975,14 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
         return;
     dtrain_compressor_destroy(&c->compressor);
     dtrain__device_vector_destroy(c->there, c->allocator);
-    dtrain__free(c->allocator, c->residual, c->count * sizeof(float));
-    dtrain__free(c->allocator, c->velocity, c->count * sizeof(float));
-    dtrain__free(c->allocator, c->numbers, 4 * (size_t)c->ranks * sizeof(size_t));
-    dtrain__free(c->allocator, c->parts, (size_t)c->ranks * sizeof(void *));
+    dtrain__free(c->allocator, c->residual);
+    dtrain__free(c->allocator, c->velocity);
+    dtrain__free(c->allocator, c->numbers);
+    dtrain__free(c->allocator, c->parts);
     dtrain__feedback_buffer_free(&c->out, c->allocator);
     dtrain__feedback_buffer_free(&c->in, c->allocator);
     dtrain__feedback_buffer_free(&c->wide, c->allocator);
-    dtrain__free(c->allocator, c, sizeof *c);
+    dtrain__free(c->allocator, c);
 }
 
 #endif
@@ -32761,7 +32733,7 @@ static dtrain_status dtrain__params_check_for(const dtrain_param *table, size_t 
         status = dtrain__params_check_units(table, count, spans);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_memory(table, count, spans);
-    dtrain__free(&allocator, spans, bytes);
+    dtrain__free(&allocator, spans);
     return status;
 }
 
@@ -32986,8 +32958,8 @@ static dtrain_status dtrain__params_device(const dtrain_param *table, size_t cou
 
 static void dtrain__params_destroy(dtrain__params *params, dtrain_allocator *allocator)
 {
-    dtrain__free(allocator, params->ranges, params->range_count * sizeof *params->ranges);
-    dtrain__free(allocator, params->unit_begin, ((size_t)params->units + 1) * sizeof *params->unit_begin);
+    dtrain__free(allocator, params->ranges);
+    dtrain__free(allocator, params->unit_begin);
     memset(params, 0, sizeof *params);
 }
 
@@ -33611,8 +33583,8 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     if (optimizer->device != NULL)
         dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);
     else
-        dtrain__free(allocator, optimizer->state, optimizer->state_count * sizeof(float));
-    dtrain__free(allocator, optimizer, sizeof *optimizer);
+        dtrain__free(allocator, optimizer->state);
+    dtrain__free(allocator, optimizer);
 }
 
 /* ---- learning rates ----
@@ -33946,14 +33918,14 @@ static void dtrain__compression_close(dtrain__compression_set *set)
 {
     for (size_t i = 0; i < set->part_count; i++) {
         dtrain_compressed_destroy(set->parts[i].state);
-        dtrain__free(set->allocator, set->parts[i].before, set->parts[i].count * sizeof(float));
+        dtrain__free(set->allocator, set->parts[i].before);
     }
-    dtrain__free(set->allocator, set->parts, set->part_capacity * sizeof *set->parts);
+    dtrain__free(set->allocator, set->parts);
     if (set->device != NULL)
         dtrain_device_free(set->device, DTRAIN_MEMORY_PINNED, set->plain);
     else
-        dtrain__free(set->allocator, set->plain, set->plain_count * sizeof(float));
-    dtrain__free(set->allocator, set->velocity, set->plain_count * sizeof(float));
+        dtrain__free(set->allocator, set->plain);
+    dtrain__free(set->allocator, set->velocity);
     memset(set, 0, sizeof *set);
 }
 
@@ -34184,10 +34156,10 @@ static void dtrain__compression_destroy(void *self)
 {
     dtrain__compression *all = (dtrain__compression *)self;
     dtrain_allocator *allocator = all->set.allocator;
-    dtrain__free(allocator, all->flat, all->total * sizeof(float));
-    dtrain__free(allocator, all->elements, all->count * sizeof *all->elements);
+    dtrain__free(allocator, all->flat);
+    dtrain__free(allocator, all->elements);
     dtrain__compression_close(&all->set);
-    dtrain__free(allocator, all, sizeof *all);
+    dtrain__free(allocator, all);
 }
 
 static dtrain_status dtrain__compression_check(const dtrain__compression *all, const dtrain_param *table, size_t count,
@@ -34527,12 +34499,12 @@ static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_
 
 static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *allocator)
 {
-    dtrain__free(allocator, layout->table, layout->table_count * sizeof(dtrain_param));
-    dtrain__free(allocator, layout->names, layout->names_bytes);
-    dtrain__free(allocator, layout->parts, layout->part_count * sizeof(dtrain_param_part));
-    dtrain__free(allocator, layout->cuts, layout->cut_count * sizeof(dtrain__layout_cut));
-    dtrain__free(allocator, layout->units, (size_t)layout->unit_count * sizeof(dtrain__layout_unit));
-    dtrain__free(allocator, layout->offsets, layout->table_count * sizeof(size_t));
+    dtrain__free(allocator, layout->table);
+    dtrain__free(allocator, layout->names);
+    dtrain__free(allocator, layout->parts);
+    dtrain__free(allocator, layout->cuts);
+    dtrain__free(allocator, layout->units);
+    dtrain__free(allocator, layout->offsets);
     memset(layout, 0, sizeof *layout);
 }
 
@@ -35067,8 +35039,7 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
         dtrain__pages_hold(pages, (size_t)0 - pages->held);
     if (pages->base != NULL)
         dtrain__os_unreserve(pages->base, pages->reserved);
-    if (pages->users != NULL)
-        dtrain__free(pages->allocator, pages->users, pages->bytes / pages->page * sizeof(uint16_t));
+    dtrain__free(pages->allocator, pages->users);
     memset(pages, 0, sizeof *pages);
 }
 
@@ -35178,7 +35149,7 @@ typedef struct dtrain__fsdp_note {
 typedef struct dtrain__fsdp_backend {
     int queues; /* work is put into a queue: the CPU does not see when it has been done */
     void *(*alloc)(dtrain_fsdp *fsdp, size_t bytes);
-    void (*release)(dtrain_fsdp *fsdp, void *memory, size_t bytes);
+    void (*release)(dtrain_fsdp *fsdp, void *memory);
     dtrain_status (*reserve)(dtrain_fsdp *fsdp); /* memory for units in full */
     dtrain_status (*broadcast)(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype);
     dtrain_status (*get)(dtrain_fsdp *fsdp, size_t cut, const float *own, float *out, int root);
@@ -35218,8 +35189,7 @@ struct dtrain_fsdp {
     int staged[2];                       /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* of a cut */
     dtrain_work **copying;               /* of a unit */
-    size_t *code_counts;                 /* of what is quantised: see >>fsdp-quantise; code_bytes, stages included */
-    size_t code_bytes;
+    size_t *code_counts;                 /* of what is quantised: see >>fsdp-quantise; stages included */
     float *code_scratch;
     unsigned char *code_stages;
     const void **code_parts;  /* of a rank */
@@ -35853,10 +35823,10 @@ static void dtrain__guard_destroy(dtrain__guard *guard)
         if (guard->regions[i].end > guard->regions[i].begin && !guard->off)
             dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
     dtrain__guard_remove(guard);
-    dtrain__free(&last, guard->open, guard->pages * sizeof *guard->open);
-    dtrain__free(&last, guard->regions, guard->range_count * sizeof *guard->regions);
-    dtrain__free(&last, guard->ranges, guard->range_count * sizeof *guard->ranges);
-    dtrain__free(&last, guard, sizeof *guard);
+    dtrain__free(&last, guard->open);
+    dtrain__free(&last, guard->regions);
+    dtrain__free(&last, guard->ranges);
+    dtrain__free(&last, guard);
 }
 
 /* Makes one that guards nothing yet; NULL: there is no memory. Ranges are filled in, then it is started. */
@@ -35989,7 +35959,7 @@ static int dtrain__guard_start(dtrain__guard *guard)
     }
     qsort(order, guard->range_count, sizeof *order, dtrain__guard_compare);
     dtrain__guard_find_regions(guard, order);
-    dtrain__free(&guard->memory, order, bytes);
+    dtrain__free(&guard->memory, order);
     guard->open = (uint16_t *)dtrain__alloc(&guard->memory, guard->pages * sizeof *guard->open);
     if (guard->open == NULL) {
         guard->region_count = 0;
@@ -36138,9 +36108,8 @@ static void dtrain__fsdp_debug_destroy(dtrain_fsdp *fsdp)
     if (debug == NULL)
         return;
     dtrain__guard_destroy(debug->guard);
-    if (debug->left != NULL)
-        dtrain__free(&memory, debug->left, fsdp->layout.cut_count * sizeof *debug->left);
-    dtrain__free(&memory, debug, sizeof *debug);
+    dtrain__free(&memory, debug->left);
+    dtrain__free(&memory, debug);
 }
 
 /* Makes what an object needs for it. Without it training goes on as well. */
@@ -36259,12 +36228,9 @@ static void *dtrain__fsdp_device_alloc(dtrain_fsdp *fsdp, size_t bytes)
     return made;
 }
 
-static void dtrain__fsdp_device_release(dtrain_fsdp *fsdp, void *memory, size_t bytes)
+static void dtrain__fsdp_device_release(dtrain_fsdp *fsdp, void *memory)
 {
-    if (memory == NULL)
-        return;
     dtrain_device_free(fsdp->device.queue, DTRAIN_MEMORY_DEVICE, memory);
-    fsdp->memory.bytes -= bytes;
 }
 
 static void dtrain__fsdp_copy(dtrain_fsdp *fsdp, float *to, const float *from, size_t count)
@@ -36478,14 +36444,13 @@ static dtrain_status dtrain__fsdp_make_device_groups(dtrain_fsdp *fsdp)
 static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
-    size_t units = (size_t)fsdp->layout.unit_count;
-    dtrain__free(&fsdp->memory, d->places, units * sizeof *d->places);
-    dtrain__free(&fsdp->memory, d->works[0], DTRAIN__FSDP_WAYS * units * sizeof(dtrain_device_work *));
-    dtrain__fsdp_device_release(fsdp, d->blocks[0], d->block_floats[0] * sizeof(float));
-    dtrain__fsdp_device_release(fsdp, d->blocks[1], d->block_floats[1] * sizeof(float));
-    dtrain__fsdp_device_release(fsdp, d->stages, DTRAIN__FSDP_STAGES * d->stage_bytes);
-    dtrain__fsdp_device_release(fsdp, d->halves, dtrain__fsdp_place_half_bytes(&fsdp->layout, &fsdp->desc));
-    dtrain__fsdp_device_release(fsdp, d->limbs, DTRAIN__FSDP_PLACE_SUM_BYTES);
+    dtrain__free(&fsdp->memory, d->places);
+    dtrain__free(&fsdp->memory, d->works[0]);
+    dtrain__fsdp_device_release(fsdp, d->blocks[0]);
+    dtrain__fsdp_device_release(fsdp, d->blocks[1]);
+    dtrain__fsdp_device_release(fsdp, d->stages);
+    dtrain__fsdp_device_release(fsdp, d->halves);
+    dtrain__fsdp_device_release(fsdp, d->limbs);
     dtrain_device_free(d->queue, DTRAIN_MEMORY_PINNED, d->drift_heard);
     if (d->drift_event != NULL)
         dtrain__device_event_destroy(d->queue, d->drift_event);
@@ -36658,7 +36623,7 @@ static dtrain_status dtrain__fsdp_device_get(dtrain_fsdp *fsdp, size_t index, co
     dtrain_status status = dtrain_device_copy(fsdp->device.queue, copy, own, bytes);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_cpu_get(fsdp, index, copy, out, root);
-    dtrain__free(&fsdp->memory, copy, bytes);
+    dtrain__free(&fsdp->memory, copy);
     return status;
 }
 
@@ -36749,10 +36714,10 @@ static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
     size_t n = (size_t)layout->shards;
     if (desc->quantise_gather == 0 && desc->quantise_reduce == 0)
         return DTRAIN_OK;
-    fsdp->code_bytes = dtrain__fsdp_code_memory(layout, desc);
-    fsdp->code_counts = (size_t *)dtrain__alloc(&fsdp->memory, fsdp->code_bytes);
+    size_t bytes = dtrain__fsdp_code_memory(layout, desc);
+    fsdp->code_counts = (size_t *)dtrain__alloc(&fsdp->memory, bytes);
     if (fsdp->code_counts == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of quantised ranges", fsdp->code_bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of quantised ranges", bytes);
     fsdp->code_scratch = (float *)(void *)(fsdp->code_counts + 5 * layout->cut_count * n);
     fsdp->code_stages = (unsigned char *)fsdp->code_scratch + dtrain__fsdp_code_scratch(layout, desc);
     for (size_t i = 0; i < layout->cut_count; i++) {
@@ -37003,10 +36968,10 @@ static void dtrain__reducer_destroy(dtrain__reducer *reducer)
     for (size_t i = 0; reducer->events != NULL && i < 2 * units; i++)
         dtrain__device_event_destroy(reducer->caller, reducer->events[i]);
     dtrain__device_queue_destroy(reducer->queue);
-    dtrain__free(memory, reducer->events, 2 * units * sizeof *reducer->events);
-    dtrain__free(memory, reducer->ends, units * sizeof *reducer->ends);
-    dtrain__free(memory, reducer->jobs, units * sizeof *reducer->jobs);
-    dtrain__free(memory, reducer, sizeof *reducer);
+    dtrain__free(memory, reducer->events);
+    dtrain__free(memory, reducer->ends);
+    dtrain__free(memory, reducer->jobs);
+    dtrain__free(memory, reducer);
 }
 
 /* What travels together of a bucket. */
@@ -39451,7 +39416,7 @@ static dtrain_status dtrain__fsdp_set_now(dtrain_fsdp *fsdp, size_t param, const
                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", most * sizeof(float));
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_distribute(fsdp, param, value, NULL, stage, most, root);
-    dtrain__free(&fsdp->memory, stage, most * sizeof(float));
+    dtrain__free(&fsdp->memory, stage);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
 }
 
@@ -39830,7 +39795,7 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
     plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
                  plan->bookkeeping + plan->compression;
     dtrain__fsdp_traffic(layout, desc, rank, plan);
-    dtrain__free(allocator, spans, bytes);
+    dtrain__free(allocator, spans);
     return DTRAIN_OK;
 }
 
@@ -40120,9 +40085,9 @@ static void *dtrain__fsdp_cpu_alloc(dtrain_fsdp *fsdp, size_t bytes)
     return dtrain__alloc(&fsdp->memory, bytes);
 }
 
-static void dtrain__fsdp_cpu_release(dtrain_fsdp *fsdp, void *memory, size_t bytes)
+static void dtrain__fsdp_cpu_release(dtrain_fsdp *fsdp, void *memory)
 {
-    dtrain__free(&fsdp->memory, memory, bytes);
+    dtrain__free(&fsdp->memory, memory);
 }
 
 static dtrain_status dtrain__fsdp_cpu_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
@@ -40393,8 +40358,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm
     float *stage = (float *)dtrain__alloc(memory, stage_bytes);
     dtrain_status status = dtrain__fsdp_adopt(fsdp, comm, table, bare, count, desc, stage);
     dtrain__error cause = dtrain__thread_error;
-    dtrain__free(memory, stage, stage_bytes);
-    dtrain__free(memory, bare, bytes);
+    dtrain__free(memory, stage);
+    dtrain__free(memory, bare);
     if (status != DTRAIN_OK) {
         dtrain_fsdp_destroy(*fsdp);
         *fsdp = NULL;
@@ -40441,38 +40406,35 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
-    const dtrain__layout *layout = &fsdp->layout;
     dtrain_allocator *memory = &fsdp->memory, last;
-    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
-    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
-    dtrain__free(memory, fsdp->units, units * sizeof *fsdp->units);
-    dtrain__free(memory, fsdp->copying, units * sizeof *fsdp->copying);
-    dtrain__free(memory, fsdp->reserved, params);
-    dtrain__free(memory, fsdp->lr_factors, 2 * params * sizeof(float));
-    dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
-    dtrain__free(memory, fsdp->packed_counts, 2 * units * (size_t)layout->shards * sizeof(size_t));
-    dtrain__free(memory, fsdp->stages, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
-    dtrain__free(memory, fsdp->code_parts, (size_t)layout->shards * sizeof(void *));
-    dtrain__free(memory, fsdp->code_counts, fsdp->code_bytes);
-    dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
-    dtrain__free(memory, fsdp->reducing, cuts * sizeof *fsdp->reducing);
-    dtrain__free(memory, fsdp->slices, cuts * sizeof *fsdp->slices);
-    dtrain__free(memory, fsdp->notes, world * sizeof *fsdp->notes);
-    dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
-    dtrain__free(memory, fsdp->buckets, 2 * units * sizeof *fsdp->buckets);
-    dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
-    fsdp->backend->release(fsdp, fsdp->state, floats * layout->grads * sizeof(float));
-    fsdp->backend->release(fsdp, fsdp->masters, dtrain__fsdp_plan_apart(layout));
+    dtrain__free(memory, fsdp->units);
+    dtrain__free(memory, fsdp->copying);
+    dtrain__free(memory, fsdp->reserved);
+    dtrain__free(memory, fsdp->lr_factors);
+    dtrain__free(memory, fsdp->counts);
+    dtrain__free(memory, fsdp->packed_counts);
+    dtrain__free(memory, fsdp->stages);
+    dtrain__free(memory, fsdp->code_parts);
+    dtrain__free(memory, fsdp->code_counts);
+    dtrain__free(memory, fsdp->gathering);
+    dtrain__free(memory, fsdp->reducing);
+    dtrain__free(memory, fsdp->slices);
+    dtrain__free(memory, fsdp->notes);
+    dtrain__free(memory, fsdp->announcements);
+    dtrain__free(memory, fsdp->buckets);
+    dtrain__free(memory, fsdp->events);
+    fsdp->backend->release(fsdp, fsdp->state);
+    fsdp->backend->release(fsdp, fsdp->masters);
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
-        fsdp->backend->release(fsdp, fsdp->levels[i], layout->grads * sizeof(float));
-        fsdp->backend->release(fsdp, fsdp->full_levels[i], layout->trained * sizeof(float));
+        fsdp->backend->release(fsdp, fsdp->levels[i]);
+        fsdp->backend->release(fsdp, fsdp->full_levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
     dtrain__pages_destroy(&fsdp->weight_pages);
     dtrain__pages_destroy(&fsdp->grad_pages);
     dtrain__layout_destroy(&fsdp->layout, memory);
     last = *memory;
-    dtrain__free(&last, fsdp, sizeof *fsdp);
+    dtrain__free(&last, fsdp);
 }
 
 DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
@@ -40649,7 +40611,7 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     full.debug = -1;
     dtrain_status made =
         dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, "dtrain_ddp_create", status);
-    dtrain__free(ddp->allocator, copy, count * sizeof *copy);
+    dtrain__free(ddp->allocator, copy);
     if (made == DTRAIN_OK && dtrain__fsdp_debug_asked(desc->debug))
         dtrain__fsdp_debug_create(ddp->fsdp, 1);
     return made;
@@ -40678,7 +40640,7 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
     if (status == DTRAIN_OK)
         *ddp = made;
     else
-        dtrain__free(allocator, made, sizeof *made);
+        dtrain__free(allocator, made);
     return status;
 }
 
@@ -40687,7 +40649,7 @@ DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
     if (ddp == NULL)
         return;
     dtrain_fsdp_destroy(ddp->fsdp);
-    dtrain__free(ddp->allocator, ddp, sizeof *ddp);
+    dtrain__free(ddp->allocator, ddp);
 }
 
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets)
@@ -40983,22 +40945,21 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
     if (module == NULL)
         return;
     dtrain_allocator *memory = module->allocator, last;
-    size_t layers = (size_t)module->layer_count, places = (size_t)module->place_count;
-    for (size_t i = 0; module->places != NULL && i < places; i++) {
-        dtrain__free(memory, module->places[i].block, module->places[i].bytes);
-        dtrain__free(memory, module->places[i].kept, module->places[i].kept_bytes);
+    for (int i = 0; module->places != NULL && i < module->place_count; i++) {
+        dtrain__free(memory, module->places[i].block);
+        dtrain__free(memory, module->places[i].kept);
     }
-    dtrain__free(memory, module->gradients, module->gradient_bytes);
-    dtrain__free(memory, module->again, module->again_bytes);
-    dtrain__free(memory, module->layers, layers * sizeof *module->layers);
-    dtrain__free(memory, module->table, module->table_count * sizeof *module->table);
-    dtrain__free(memory, module->text, module->text_bytes);
-    dtrain__free(memory, module->uses, module->use_count * sizeof *module->uses);
-    dtrain__free(memory, module->addresses, 3 * module->use_count * sizeof *module->addresses);
-    dtrain__free(memory, module->places, places * sizeof *module->places);
-    dtrain__free(memory, module->values, places * (layers + 1) * sizeof *module->values);
+    dtrain__free(memory, module->gradients);
+    dtrain__free(memory, module->again);
+    dtrain__free(memory, module->layers);
+    dtrain__free(memory, module->table);
+    dtrain__free(memory, module->text);
+    dtrain__free(memory, module->uses);
+    dtrain__free(memory, module->addresses);
+    dtrain__free(memory, module->places);
+    dtrain__free(memory, module->values);
     last = module->own;
-    dtrain__free(memory == &module->own ? &last : memory, module, sizeof *module);
+    dtrain__free(memory == &module->own ? &last : memory, module);
 }
 
 DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer)
@@ -41046,7 +41007,7 @@ static int dtrain__module_room(dtrain_module *module, unsigned char **block, siz
     unsigned char *more = (unsigned char *)dtrain__alloc(module->allocator, need);
     if (more == NULL)
         return 0;
-    dtrain__free(module->allocator, *block, *have);
+    dtrain__free(module->allocator, *block);
     *block = more;
     *have = need;
     return 1;
@@ -41979,8 +41940,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_check(dtrain_pipeline_plan *plan)
         walk.marks != NULL && walk.ranks != NULL
             ? dtrain__pipeline_walk_all(&walk)
             : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "pipeline_plan: no memory for %zu tasks", ranks * plan->rank_tasks);
-    dtrain__free(plan->allocator, walk.marks, walk.mark_count * sizeof *walk.marks);
-    dtrain__free(plan->allocator, walk.ranks, ranks * sizeof *walk.ranks);
+    dtrain__free(plan->allocator, walk.marks);
+    dtrain__free(plan->allocator, walk.ranks);
     return status;
 }
 
@@ -42095,15 +42056,14 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)
 {
     if (plan == NULL)
         return;
-    size_t ranks = (size_t)plan->desc.ranks;
     dtrain_allocator *allocator = plan->allocator, own;
-    dtrain__free(allocator, plan->tasks, plan->rank_tasks * ranks * sizeof *plan->tasks);
-    dtrain__free(allocator, plan->peak, ranks * sizeof *plan->peak);
+    dtrain__free(allocator, plan->tasks);
+    dtrain__free(allocator, plan->peak);
     if (allocator == &plan->own) { /* it counts to the last, and lies in what is freed */
         own = plan->own;
         allocator = &own;
     }
-    dtrain__free(allocator, plan, sizeof *plan);
+    dtrain__free(allocator, plan);
 }
 
 /* ---- cutting layers into stages ---- */
@@ -42278,7 +42238,6 @@ typedef struct dtrain__tp {
     int rank, size;
     dtrain_allocator *memory, own; /* own: without a group */
     void *rooms[DTRAIN__TP_ROOMS];
-    size_t bytes[DTRAIN__TP_ROOMS];
     int used;
 } dtrain__tp;
 
@@ -42305,10 +42264,8 @@ static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_c
 /* Frees the memory of a call and hands its status on. */
 static dtrain_status dtrain__tp_end(dtrain__tp *tp, dtrain_status status)
 {
-    while (tp->used > 0) {
-        tp->used--;
-        dtrain__free(tp->memory, tp->rooms[tp->used], tp->bytes[tp->used]);
-    }
+    while (tp->used > 0)
+        dtrain__free(tp->memory, tp->rooms[--tp->used]);
     return status;
 }
 
@@ -42320,15 +42277,13 @@ static void *dtrain__tp_room(dtrain__tp *tp, size_t rows, size_t row_bytes, dtra
     if (*status != DTRAIN_OK)
         return NULL;
     if (dtrain__mul_size(rows, row_bytes, &bytes))
-        room = dtrain__resize(tp->memory, NULL, 0, bytes > 0 ? bytes : 1);
+        room = dtrain__resize(tp->memory, NULL, bytes > 0 ? bytes : 1);
     if (room == NULL) {
         *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu x %zu bytes",
                                tp->name, tp->rank, rows, row_bytes);
         return NULL;
     }
-    tp->rooms[tp->used] = room;
-    tp->bytes[tp->used++] = bytes;
-    return room;
+    return tp->rooms[tp->used++] = room;
 }
 
 static float *dtrain__tp_floats(dtrain__tp *tp, size_t rows, size_t columns, dtrain_status *status)
@@ -43772,7 +43727,7 @@ static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
         memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
         return;
     }
-    dtrain__free(pipeline->allocator, pipeline->memory, pipeline->memory_bytes);
+    dtrain__free(pipeline->allocator, pipeline->memory);
     pipeline->memory = fits ? (unsigned char *)dtrain__alloc(pipeline->allocator, need) : NULL;
     pipeline->memory_bytes = pipeline->memory != NULL ? need : 0;
     if (pipeline->memory == NULL)
@@ -44047,7 +44002,7 @@ static int dtrain__pipeline_evaluate_room(dtrain_pipeline *pipeline, size_t byte
 {
     if (pipeline->evaluated != NULL && bytes <= pipeline->evaluated_bytes)
         return 1;
-    dtrain__free(pipeline->allocator, pipeline->evaluated, pipeline->evaluated_bytes);
+    dtrain__free(pipeline->allocator, pipeline->evaluated);
     pipeline->evaluated = (unsigned char *)dtrain__alloc(pipeline->allocator, bytes);
     pipeline->evaluated_bytes = pipeline->evaluated != NULL ? bytes : 0;
     return pipeline->evaluated != NULL;
@@ -44211,8 +44166,8 @@ static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
                                ? dtrain__pipeline_route(&router)
                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                                               "dtrain_pipeline_create: no memory for %zu tasks", pipeline->task_count);
-    dtrain__free(pipeline->allocator, block, words * sizeof *block);
-    dtrain__free(pipeline->allocator, router.busy, busy);
+    dtrain__free(pipeline->allocator, block);
+    dtrain__free(pipeline->allocator, router.busy);
     return status;
 }
 
@@ -44305,20 +44260,19 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
     if (pipeline == NULL)
         return;
     dtrain_allocator *memory = pipeline->allocator, last;
-    size_t chunks = (size_t)pipeline->chunks, micro = (size_t)pipeline->micro_batches, cells = chunks * micro;
-    dtrain__free(memory, pipeline->modules, chunks * sizeof *pipeline->modules);
-    dtrain__free(memory, pipeline->fsdps, chunks * sizeof *pipeline->fsdps);
-    dtrain__free(memory, pipeline->moves, pipeline->task_count * sizeof *pipeline->moves);
-    dtrain__free(memory, pipeline->messages, 2 * cells * sizeof *pipeline->messages);
-    dtrain__free(memory, pipeline->places, cells * sizeof *pipeline->places);
-    dtrain__free(memory, pipeline->inputs, cells * sizeof *pipeline->inputs);
-    dtrain__free(memory, pipeline->outputs, cells * sizeof *pipeline->outputs);
-    dtrain__free(memory, pipeline->shapes, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
-    dtrain__free(memory, pipeline->memory, pipeline->memory_bytes);
-    dtrain__free(memory, pipeline->evaluated, pipeline->evaluated_bytes);
+    dtrain__free(memory, pipeline->modules);
+    dtrain__free(memory, pipeline->fsdps);
+    dtrain__free(memory, pipeline->moves);
+    dtrain__free(memory, pipeline->messages);
+    dtrain__free(memory, pipeline->places);
+    dtrain__free(memory, pipeline->inputs);
+    dtrain__free(memory, pipeline->outputs);
+    dtrain__free(memory, pipeline->shapes);
+    dtrain__free(memory, pipeline->memory);
+    dtrain__free(memory, pipeline->evaluated);
     dtrain_pipeline_plan_destroy(pipeline->plan);
     last = pipeline->own;
-    dtrain__free(memory == &pipeline->own ? &last : memory, pipeline, sizeof *pipeline);
+    dtrain__free(memory == &pipeline->own ? &last : memory, pipeline);
 }
 
 #endif
@@ -44393,7 +44347,7 @@ static void dtrain__server_topk_destroy(void *self)
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)self;
     dtrain_sparse_destroy(&topk->sparse);
-    dtrain__free(topk->allocator, topk, sizeof *topk);
+    dtrain__free(topk->allocator, topk);
 }
 
 static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtrain_topk_desc *desc,
@@ -44757,7 +44711,7 @@ static int dtrain__server_buffer(dtrain_server *s, int frees, void *place, size_
     if (!frees)
         return dtrain__server_take_memory(s, place, count, width);
     memcpy(&memory, place, sizeof memory);
-    dtrain__free(s->allocator, memory, count * width);
+    dtrain__free(s->allocator, memory);
     return 1;
 }
 
@@ -44899,12 +44853,12 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server)
         dtrain__server_close(&s->links[i]);
     dtrain__server_buffers(s, 1);
     dtrain_compressor_destroy(&s->compressor);
-    dtrain__free(allocator, s->links, (size_t)s->link_count * sizeof *s->links);
-    dtrain__free(allocator, s->pieces, s->piece_count * sizeof *s->pieces);
-    dtrain__free(allocator, s->begins, s->count * sizeof *s->begins);
-    dtrain__free(allocator, s->elements, s->count * sizeof *s->elements);
-    dtrain__free(allocator, s->table, s->count * sizeof *s->table);
-    dtrain__free(allocator, s, sizeof *s);
+    dtrain__free(allocator, s->links);
+    dtrain__free(allocator, s->pieces);
+    dtrain__free(allocator, s->begins);
+    dtrain__free(allocator, s->elements);
+    dtrain__free(allocator, s->table);
+    dtrain__free(allocator, s);
 }
 
 DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *server)
@@ -47001,25 +46955,21 @@ DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t
 static void dtrain__rounds_free(dtrain_local_sgd *local)
 {
     dtrain_allocator *allocator = local->allocator;
-    const dtrain__rounds_sizes *sizes = &local->sizes;
     for (int i = 0; local->fragments != NULL && i < local->desc.fragments; i++)
-        if (local->fragments[i].pack != NULL) {
-            local->fragments[i].pack->ranks = local->ranks; /* as its arrays are long */
-            dtrain_compressed_destroy(local->fragments[i].pack);
-        }
+        dtrain_compressed_destroy(local->fragments[i].pack);
     for (int i = 0; i < 3; i++)
         dtrain__feedback_buffer_free(&local->rooms[i], allocator);
-    dtrain__free(allocator, local->outer, sizes->floats);
-    dtrain__free(allocator, local->weights, sizes->weights);
-    dtrain__free(allocator, local->counters, sizes->counters);
-    dtrain__free(allocator, local->fragments, sizes->fragments);
-    dtrain__free(allocator, local->works, sizes->works);
-    dtrain__free(allocator, local->words, sizes->words);
-    dtrain__free(allocator, local->parts, sizes->told);
-    dtrain__free(allocator, local->hellos, sizes->hellos);
+    dtrain__free(allocator, local->outer);
+    dtrain__free(allocator, local->weights);
+    dtrain__free(allocator, local->counters);
+    dtrain__free(allocator, local->fragments);
+    dtrain__free(allocator, local->works);
+    dtrain__free(allocator, local->words);
+    dtrain__free(allocator, local->parts);
+    dtrain__free(allocator, local->hellos);
     dtrain__params_destroy(&local->params, allocator);
     pthread_mutex_destroy(&local->mutex);
-    dtrain__free(allocator, local, sizeof *local);
+    dtrain__free(allocator, local);
 }
 
 /* Gives the fragments their places, and those that travel packed their state. */
@@ -47542,7 +47492,7 @@ static int dtrain__params_extra(const dtrain_param *table, size_t count, const d
             dtrain__params_list_add(list, tensor->name, tensor->name_length, " is extra");
     }
     dtrain__names_free(&names, &heap);
-    dtrain__free(&heap, own, count * sizeof *own);
+    dtrain__free(&heap, own);
     return built;
 }
 
@@ -47572,7 +47522,7 @@ DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t co
         sources[i].data = table[i].data;
     }
     status = dtrain_safetensors_save(path, sources, count, NULL);
-    dtrain__free(&heap, sources, count * sizeof *sources);
+    dtrain__free(&heap, sources);
     return status;
 }
 
@@ -48346,12 +48296,12 @@ typedef struct dtrain__index {
 
 static void dtrain__index_free(dtrain__index *index)
 {
-    dtrain__free(index->allocator, index->texts, index->text_room);
-    dtrain__free(index->allocator, index->numbers, index->number_room * sizeof *index->numbers);
-    dtrain__free(index->allocator, index->files, index->file_room * sizeof *index->files);
-    dtrain__free(index->allocator, index->tensors, index->tensor_room * sizeof *index->tensors);
-    dtrain__free(index->allocator, index->pieces, index->piece_room * sizeof *index->pieces);
-    dtrain__free(index->allocator, index->values, index->value_room * sizeof *index->values);
+    dtrain__free(index->allocator, index->texts);
+    dtrain__free(index->allocator, index->numbers);
+    dtrain__free(index->allocator, index->files);
+    dtrain__free(index->allocator, index->tensors);
+    dtrain__free(index->allocator, index->pieces);
+    dtrain__free(index->allocator, index->values);
 }
 
 static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocator)
@@ -48382,7 +48332,7 @@ static void *dtrain__index_grow(dtrain_allocator *allocator, void *array, size_t
         return array;
     if (!dtrain__mul_size(wanted, size, &bytes))
         return NULL;
-    void *larger = dtrain__resize(allocator, array, *room * size, bytes);
+    void *larger = dtrain__resize(allocator, array, bytes);
     *room = larger != NULL ? wanted : *room;
     return larger;
 }
@@ -48576,7 +48526,7 @@ static dtrain_status dtrain__index_part_copies(dtrain__index *index, dtrain__ind
                 pieces[kept++] = copies[i].piece;
             tensor->spares += (size_t)(again && spare);
         }
-    dtrain__free(index->allocator, copies, tensor->count * sizeof *copies);
+    dtrain__free(index->allocator, copies);
     tensor->count -= tensor->spares;
     return DTRAIN_OK;
 }
@@ -48631,10 +48581,10 @@ static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
             memcpy(index->tensors, joined, count * sizeof *joined);
         dtrain__index_deal(index, dealt, moved);
     }
-    dtrain__free(allocator, order, tensors * sizeof *order);
-    dtrain__free(allocator, joined, tensors * sizeof *joined);
-    dtrain__free(allocator, moved, tensors * sizeof *moved);
-    dtrain__free(allocator, dealt, pieces * sizeof *dealt);
+    dtrain__free(allocator, order);
+    dtrain__free(allocator, joined);
+    dtrain__free(allocator, moved);
+    dtrain__free(allocator, dealt);
     for (size_t i = 0; status == DTRAIN_OK && tiled && i < index->tensor_count; i++)
         status = dtrain__index_check_tensor(index, &index->tensors[i]);
     return status;
@@ -49815,12 +49765,12 @@ static void dtrain__part_free(dtrain__part_writer *part)
 {
     dtrain_allocator *allocator = part->allocator;
     dtrain__index_free(&part->index);
-    dtrain__free(allocator, part->pieces, part->piece_room * sizeof *part->pieces);
-    dtrain__free(allocator, part->items, part->item_room * sizeof *part->items);
-    dtrain__free(allocator, part->sources, part->source_room * sizeof *part->sources);
-    dtrain__free(allocator, part->staging, part->staging_room);
-    dtrain__free(allocator, part->blocks, part->block_room * sizeof *part->blocks);
-    dtrain__free(allocator, part->text, part->text_room);
+    dtrain__free(allocator, part->pieces);
+    dtrain__free(allocator, part->items);
+    dtrain__free(allocator, part->sources);
+    dtrain__free(allocator, part->staging);
+    dtrain__free(allocator, part->blocks);
+    dtrain__free(allocator, part->text);
 }
 
 /* ---- names ---- */
@@ -50027,7 +49977,7 @@ static dtrain_status dtrain__part_values_once(dtrain__part_writer *part)
         built = dtrain__names_build(&names, part->allocator, keys, sizeof *keys, index->value_count, &twice);
         dtrain__names_free(&names, part->allocator);
     }
-    dtrain__free(part->allocator, keys, bytes);
+    dtrain__free(part->allocator, keys);
     if (!built)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu values", index->value_count);
     return twice == index->value_count
@@ -50182,7 +50132,7 @@ static dtrain_status dtrain__part_stage(dtrain__part_writer *part)
     for (size_t i = 0; i < part->item_count; i++)
         all += (part->items[i].bytes + 63) / 64 * 64;
     if (all > part->staging_room) { /* nothing of the old one is needed */
-        dtrain__free(part->allocator, part->staging, part->staging_room);
+        dtrain__free(part->allocator, part->staging);
         part->staging_room = 0;
         part->staging = (unsigned char *)dtrain__alloc(part->allocator, all);
         if (part->staging == NULL)
@@ -50565,7 +50515,7 @@ static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, const ch
     if (status == DTRAIN_OK)
         status = dtrain__index_read(&index, name, (const char *)text, bytes);
     *id = index.facts.id;
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     dtrain__index_free(&index);
     dtrain__thread_error = before;
     return status == DTRAIN_OK;
@@ -50615,7 +50565,7 @@ static dtrain_status dtrain__save_keep_before(dtrain_checkpoint *ckpt, int direc
                                                  &text, &bytes, "checkpoint");
     if (status == DTRAIN_OK)
         status = dtrain__file_put(directory, DTRAIN__SAVE_BEFORE, text, bytes, ckpt->no_sync, "checkpoint");
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     return status;
 }
 
@@ -50682,7 +50632,7 @@ static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory,
     memset(why, 0, sizeof why);
     if (status == DTRAIN_OK && bytes > 0)
         memcpy(why, text, bytes);
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %s",
                         (unsigned long long)ckpt->part.index.facts.step, rank, why);
 }
@@ -50788,7 +50738,7 @@ static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
             dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
         if (status == DTRAIN_OK)
             status = dtrain__index_read(&ckpt->whole, name, (const char *)text, bytes);
-        dtrain__free(ckpt->allocator, text, bytes);
+        dtrain__free(ckpt->allocator, text);
     }
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&ckpt->whole, 1);
@@ -51107,7 +51057,7 @@ static void dtrain__verify_file_close(dtrain__verify_file *open, dtrain_allocato
 {
     dtrain_safetensors_close(open->file);
     dtrain__file_close(open->fd);
-    dtrain__free(allocator, open->window, open->window_bytes);
+    dtrain__free(allocator, open->window);
     memset(open, 0, sizeof *open);
     open->fd = -1;
 }
@@ -51357,7 +51307,7 @@ static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dt
                               reader->data.name, name, piece->count, dtrain_dtype_name(tensor->dtype));
     else
         *begin = found->begin - reader->data.data_begin;
-    dtrain__free(reader->allocator, name, room);
+    dtrain__free(reader->allocator, name);
     return status;
 }
 
@@ -51487,7 +51437,7 @@ typedef struct dtrain__load {
     dtrain__load_want *wants;
     unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
     dtrain__load_job *jobs;
-    size_t piece_room, piece_count, want_room, flag_room, job_room, job_count;
+    size_t piece_room, piece_count, job_room, job_count;
     dtrain__verify_reader reader;
     dtrain__error failed; /* of reading for others */
 } dtrain__load;
@@ -51500,10 +51450,10 @@ static void dtrain__load_end(dtrain__load *load)
     dtrain_safetensors_model_close(load->model);
     dtrain__file_close(load->directory);
     dtrain__index_free(&load->index);
-    dtrain__free(allocator, load->pieces, load->piece_room * sizeof *load->pieces);
-    dtrain__free(allocator, load->wants, load->want_room * sizeof *load->wants);
-    dtrain__free(allocator, load->flags, load->flag_room);
-    dtrain__free(allocator, load->jobs, load->job_room * sizeof *load->jobs);
+    dtrain__free(allocator, load->pieces);
+    dtrain__free(allocator, load->wants);
+    dtrain__free(allocator, load->flags);
+    dtrain__free(allocator, load->jobs);
 }
 
 /* ---- which checkpoint ---- */
@@ -51522,7 +51472,7 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     length = bytes > 0 && ((const char *)text)[bytes - 1] == '\n' ? bytes - 1 : bytes;
     if (status == DTRAIN_OK && length > 0 && length < 32)
         memcpy(name, text, length);
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     if (status != DTRAIN_OK && status != DTRAIN_ERR_CORRUPT && /* that is too long */
         (status == DTRAIN_ERR_MEMORY || dtrain__file_sys_stat_at(directory, DTRAIN__SAVE_LATEST, &there, 0) == 0))
         return status;
@@ -51615,7 +51565,7 @@ static dtrain_status dtrain__load_index(dtrain__index *index, int directory, con
     *bytes_read += bytes;
     if (status == DTRAIN_OK)
         status = dtrain__index_read(index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
-    dtrain__free(index->allocator, text, bytes);
+    dtrain__free(index->allocator, text);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(index, name);
     return status == DTRAIN_OK ? dtrain__index_settle(index, 1) : status;
@@ -51824,18 +51774,15 @@ static void dtrain__load_compare_sampler(dtrain__load *load, const dtrain_checkp
 static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    size_t tensors = load->index.tensor_count;
+    size_t tensors = load->index.tensor_count, bytes;
     dtrain_status status = DTRAIN_OK;
-    void *wants =
-        dtrain__index_grow(ckpt->allocator, NULL, sizeof *load->wants, 0, load->piece_count, &load->want_room);
-    void *flags = dtrain__index_grow(ckpt->allocator, NULL, 1, 0, tensors + 1, &load->flag_room);
-    load->wants = (dtrain__load_want *)wants;
-    load->flags = (unsigned char *)flags;
-    if (wants == NULL || flags == NULL)
+    if (dtrain__mul_size(load->piece_count, sizeof *load->wants, &bytes))
+        load->wants = (dtrain__load_want *)dtrain__alloc(ckpt->allocator, bytes);
+    load->flags = (unsigned char *)dtrain__alloc(ckpt->allocator, tensors + 1);
+    if (load->wants == NULL || load->flags == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", load->piece_count);
     if ((status = dtrain__save_agree(ckpt, status, 0, NULL)) != DTRAIN_OK)
         return status;
-    memset(load->flags, 0, tensors + 1);
     dtrain__load_match(load);
     if (!dtrain__save_alone(ckpt)) {
         status = dtrain_all_reduce(ckpt->comm, load->flags, load->flags, tensors + 1, DTRAIN_U8, DTRAIN_OR);
@@ -52128,7 +52075,7 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
         status = dtrain__index_read(&index, dtrain__local_index(before), (const char *)text, bytes);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(&index, name);
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     if (status == DTRAIN_OK && index.file_count == 1 && index.files[0].rank == list->rank) {
         dtrain__local_part part = {step,
                                    index.facts.id.nonce,
@@ -52195,8 +52142,8 @@ typedef struct dtrain__local_told {
 
 static void dtrain__local_told_free(dtrain_checkpoint *ckpt, dtrain__local_told *told)
 {
-    dtrain__free(ckpt->allocator, told->data, told->bytes);
-    dtrain__free(ckpt->allocator, told->counts, (size_t)ckpt->ranks * sizeof *told->counts);
+    dtrain__free(ckpt->allocator, told->data);
+    dtrain__free(ckpt->allocator, told->counts);
     memset(told, 0, sizeof *told);
 }
 
@@ -52237,7 +52184,7 @@ static dtrain_status dtrain__local_gather(dtrain_checkpoint *ckpt, const void *m
         status = dtrain_all_gather_v(ckpt->comm, mine, told->data, told->counts, NULL, DTRAIN_U8);
     else if (status == DTRAIN_OK && mine_bytes > 0)
         memcpy(told->data, mine, mine_bytes);
-    dtrain__free(ckpt->allocator, sizes, ranks * sizeof *sizes);
+    dtrain__free(ckpt->allocator, sizes);
     if (status == DTRAIN_ERR_MEMORY)
         dtrain__fail(NULL, status, "checkpoint: no memory for lists of %zu ranks", ranks);
     return status;
@@ -52325,7 +52272,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
                                     (int)parts[i].holder, &told);
         if (sent == DTRAIN_OK)
             *whole = dtrain__local_take_index(load, &parts[i], &told, &status);
-        dtrain__free(ckpt->allocator, text, bytes);
+        dtrain__free(ckpt->allocator, text);
         dtrain__local_told_free(ckpt, &told);
         if (sent != DTRAIN_OK)
             return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
@@ -52420,7 +52367,7 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     if (status == DTRAIN_OK)
         status = dtrain__local_choose(load, (dtrain__local_part *)(void *)told.data,
                                       told.bytes / sizeof(dtrain__local_part));
-    dtrain__free(ckpt->allocator, list.parts, list.room * sizeof *list.parts);
+    dtrain__free(ckpt->allocator, list.parts);
     dtrain__local_told_free(ckpt, &told);
     return status;
 }
@@ -52437,8 +52384,8 @@ typedef struct dtrain__local_turn {
     dtrain__load *load;
     dtrain__local_request *requests; /* of all ranks */
     unsigned char *out, *in;         /* in: what was asked for, and before it whether it is good */
-    size_t out_bytes;
     size_t *counts[2];
+    size_t out_bytes;
     size_t job, done; /* of which this many elements of the wanted piece were asked for */
 } dtrain__local_turn;
 
@@ -52682,10 +52629,10 @@ static dtrain_status dtrain__local_fetch(dtrain__load *load, dtrain_status own)
     turn.counts[1] = turn.counts[0] != NULL ? turn.counts[0] + ranks : NULL;
     while (status == DTRAIN_OK && more && ranks > 1)
         status = dtrain__local_exchange(&turn, &more);
-    dtrain__free(ckpt->allocator, turn.requests, ranks * sizeof *turn.requests);
-    dtrain__free(ckpt->allocator, turn.in, DTRAIN__LOCAL_TURN + 1);
-    dtrain__free(ckpt->allocator, turn.counts[0], 2 * ranks * sizeof(size_t));
-    dtrain__free(ckpt->allocator, turn.out, turn.out_bytes);
+    dtrain__free(ckpt->allocator, turn.requests);
+    dtrain__free(ckpt->allocator, turn.in);
+    dtrain__free(ckpt->allocator, turn.counts[0]);
+    dtrain__free(ckpt->allocator, turn.out);
     return load->failed.status != DTRAIN_OK ? dtrain__report(&load->failed) : status;
 }
 
@@ -52946,11 +52893,11 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
     dtrain__part_free(&ckpt->part);
     dtrain__index_free(&ckpt->whole);
     dtrain__index_free(&ckpt->loaded);
-    dtrain__free(ckpt->allocator, ckpt->text, ckpt->text_room);
-    dtrain__free(ckpt->allocator, ckpt->seen, (size_t)ckpt->ranks);
-    dtrain__free(ckpt->allocator, ckpt->steps, ckpt->step_room * sizeof *ckpt->steps);
+    dtrain__free(ckpt->allocator, ckpt->text);
+    dtrain__free(ckpt->allocator, ckpt->seen);
+    dtrain__free(ckpt->allocator, ckpt->steps);
     own = ckpt->own;
-    dtrain__free(allocator, ckpt, sizeof *ckpt);
+    dtrain__free(allocator, ckpt);
 }
 
 /* Begins a save: whether one may begin now, and what this rank writes. */
@@ -53244,11 +53191,10 @@ typedef struct dtrain__export_tensor {
 
 static void dtrain__export_end(dtrain__export *all)
 {
-    size_t tensors = all->index.tensor_count;
     dtrain__verify_close(&all->reader);
     dtrain__file_close(all->directory);
-    dtrain__free(&all->memory, all->sources, tensors * sizeof *all->sources);
-    dtrain__free(&all->memory, all->tensors, tensors * sizeof *all->tensors);
+    dtrain__free(&all->memory, all->sources);
+    dtrain__free(&all->memory, all->tensors);
     dtrain__index_free(&all->index);
 }
 
@@ -53297,7 +53243,7 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
         if (status == DTRAIN_OK)
             status = dtrain__file_open_directory(&all->directory, base, name, "checkpoint");
         dtrain__file_close(base);
-        dtrain__free(&all->memory, finder.steps, finder.step_room * sizeof *finder.steps);
+        dtrain__free(&all->memory, finder.steps);
     }
     if (status == DTRAIN_OK)
         status = dtrain__load_index(&all->index, all->directory, name, &all->reader.bytes_read);

@@ -110,7 +110,8 @@ typedef void *(*dtrain_resize_fn)(void *user, void *pointer, size_t old_bytes, s
 /* Where an object's memory comes from, and how much of it is in use.
  *
  * A program sets resize and user and zeroes the rest; objects given the same allocator add to the same
- * counters. It must outlive them. The macro DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align),
+ * counters. It must outlive them. The library asks resize for 64 bytes more for each block, where it keeps the block's
+ * size; the counters leave them out. The macro DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align),
  * defined before the implementation, replaces the default for allocators whose resize is NULL. */
 typedef struct dtrain_allocator {
     dtrain_resize_fn resize; /* NULL: the C library */

@@ -1,6 +1,6 @@
 /* ---- >>memory ----
  * The allocator behind every object, its counters, arithmetic on sizes that notices overflow, numbers as bytes and
- * the comparison of secrets. Blocks are aligned to a cache line and remembered with their size by whoever owns them.
+ * the comparison of secrets. Blocks are aligned to a cache line; the line before a block holds its size.
  * Counters are kept with atomics: one allocator may serve several objects and threads. */
 #ifndef DTRAIN__MEMORY
 #define DTRAIN__MEMORY
@@ -72,30 +72,45 @@ static void dtrain__memory_count(dtrain_allocator *allocator, size_t more)
         continue;
 }
 
-static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t old_bytes, size_t new_bytes)
+#define DTRAIN__MEMORY_WORDS (DTRAIN__CACHE_LINE / sizeof(size_t)) /* of the line before a block */
+
+/* How many bytes a block has; 0 for NULL. */
+static size_t dtrain__memory_bytes(const void *pointer)
 {
-    void *block = allocator->resize != NULL
-                      ? allocator->resize(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE)
-                      : DTRAIN_RESIZE(allocator->user, pointer, old_bytes, new_bytes, DTRAIN__CACHE_LINE);
-    if (new_bytes > 0 && block == NULL)
+    return pointer != NULL ? *((const size_t *)pointer - DTRAIN__MEMORY_WORDS) : 0;
+}
+
+/* Bytes of 0 free the block, and the result is NULL. */
+static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t bytes)
+{
+    size_t line = DTRAIN__CACHE_LINE, old = dtrain__memory_bytes(pointer);
+    size_t from = pointer != NULL ? old + line : 0, to = bytes > 0 ? bytes + line : 0;
+    void *block = pointer != NULL ? (size_t *)pointer - DTRAIN__MEMORY_WORDS : NULL;
+    if (bytes > SIZE_MAX - line)
         return NULL;
-    dtrain__memory_count(allocator, new_bytes - old_bytes);
-    return block;
+    block = allocator->resize != NULL ? allocator->resize(allocator->user, block, from, to, line)
+                                      : DTRAIN_RESIZE(allocator->user, block, from, to, line);
+    if (bytes == 0 || block != NULL)
+        dtrain__memory_count(allocator, bytes - old);
+    if (bytes == 0 || block == NULL)
+        return NULL;
+    *(size_t *)block = bytes;
+    return (size_t *)block + DTRAIN__MEMORY_WORDS;
 }
 
 /* Returns zeroed memory, or NULL; bytes of 0 gives one byte's worth, so that NULL always means failure. */
 static DTRAIN__NOINLINE void *dtrain__alloc(dtrain_allocator *allocator, size_t bytes)
 {
-    void *block = dtrain__resize(allocator, NULL, 0, bytes > 0 ? bytes : 1);
+    void *block = dtrain__resize(allocator, NULL, bytes > 0 ? bytes : 1);
     if (block != NULL)
         memset(block, 0, bytes);
     return block;
 }
 
-static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *pointer, size_t bytes)
+static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *pointer)
 {
     if (pointer != NULL)
-        dtrain__resize(allocator, pointer, bytes > 0 ? bytes : 1, 0);
+        dtrain__resize(allocator, pointer, 0);
 }
 
 static void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)

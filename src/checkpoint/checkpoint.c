@@ -255,11 +255,11 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
     dtrain__part_free(&ckpt->part);
     dtrain__index_free(&ckpt->whole);
     dtrain__index_free(&ckpt->loaded);
-    dtrain__free(ckpt->allocator, ckpt->text, ckpt->text_room);
-    dtrain__free(ckpt->allocator, ckpt->seen, (size_t)ckpt->ranks);
-    dtrain__free(ckpt->allocator, ckpt->steps, ckpt->step_room * sizeof *ckpt->steps);
+    dtrain__free(ckpt->allocator, ckpt->text);
+    dtrain__free(ckpt->allocator, ckpt->seen);
+    dtrain__free(ckpt->allocator, ckpt->steps);
     own = ckpt->own;
-    dtrain__free(allocator, ckpt, sizeof *ckpt);
+    dtrain__free(allocator, ckpt);
 }
 
 /* Begins a save: whether one may begin now, and what this rank writes. */

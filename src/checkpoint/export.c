@@ -23,11 +23,10 @@ typedef struct dtrain__export_tensor {
 
 static void dtrain__export_end(dtrain__export *all)
 {
-    size_t tensors = all->index.tensor_count;
     dtrain__verify_close(&all->reader);
     dtrain__file_close(all->directory);
-    dtrain__free(&all->memory, all->sources, tensors * sizeof *all->sources);
-    dtrain__free(&all->memory, all->tensors, tensors * sizeof *all->tensors);
+    dtrain__free(&all->memory, all->sources);
+    dtrain__free(&all->memory, all->tensors);
     dtrain__index_free(&all->index);
 }
 
@@ -76,7 +75,7 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
         if (status == DTRAIN_OK)
             status = dtrain__file_open_directory(&all->directory, base, name, "checkpoint");
         dtrain__file_close(base);
-        dtrain__free(&all->memory, finder.steps, finder.step_room * sizeof *finder.steps);
+        dtrain__free(&all->memory, finder.steps);
     }
     if (status == DTRAIN_OK)
         status = dtrain__load_index(&all->index, all->directory, name, &all->reader.bytes_read);

@@ -104,12 +104,12 @@ typedef struct dtrain__index {
 
 static void dtrain__index_free(dtrain__index *index)
 {
-    dtrain__free(index->allocator, index->texts, index->text_room);
-    dtrain__free(index->allocator, index->numbers, index->number_room * sizeof *index->numbers);
-    dtrain__free(index->allocator, index->files, index->file_room * sizeof *index->files);
-    dtrain__free(index->allocator, index->tensors, index->tensor_room * sizeof *index->tensors);
-    dtrain__free(index->allocator, index->pieces, index->piece_room * sizeof *index->pieces);
-    dtrain__free(index->allocator, index->values, index->value_room * sizeof *index->values);
+    dtrain__free(index->allocator, index->texts);
+    dtrain__free(index->allocator, index->numbers);
+    dtrain__free(index->allocator, index->files);
+    dtrain__free(index->allocator, index->tensors);
+    dtrain__free(index->allocator, index->pieces);
+    dtrain__free(index->allocator, index->values);
 }
 
 static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocator)
@@ -140,7 +140,7 @@ static void *dtrain__index_grow(dtrain_allocator *allocator, void *array, size_t
         return array;
     if (!dtrain__mul_size(wanted, size, &bytes))
         return NULL;
-    void *larger = dtrain__resize(allocator, array, *room * size, bytes);
+    void *larger = dtrain__resize(allocator, array, bytes);
     *room = larger != NULL ? wanted : *room;
     return larger;
 }
@@ -334,7 +334,7 @@ static dtrain_status dtrain__index_part_copies(dtrain__index *index, dtrain__ind
                 pieces[kept++] = copies[i].piece;
             tensor->spares += (size_t)(again && spare);
         }
-    dtrain__free(index->allocator, copies, tensor->count * sizeof *copies);
+    dtrain__free(index->allocator, copies);
     tensor->count -= tensor->spares;
     return DTRAIN_OK;
 }
@@ -389,10 +389,10 @@ static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
             memcpy(index->tensors, joined, count * sizeof *joined);
         dtrain__index_deal(index, dealt, moved);
     }
-    dtrain__free(allocator, order, tensors * sizeof *order);
-    dtrain__free(allocator, joined, tensors * sizeof *joined);
-    dtrain__free(allocator, moved, tensors * sizeof *moved);
-    dtrain__free(allocator, dealt, pieces * sizeof *dealt);
+    dtrain__free(allocator, order);
+    dtrain__free(allocator, joined);
+    dtrain__free(allocator, moved);
+    dtrain__free(allocator, dealt);
     for (size_t i = 0; status == DTRAIN_OK && tiled && i < index->tensor_count; i++)
         status = dtrain__index_check_tensor(index, &index->tensors[i]);
     return status;

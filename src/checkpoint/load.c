@@ -35,7 +35,7 @@ typedef struct dtrain__load {
     dtrain__load_want *wants;
     unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
     dtrain__load_job *jobs;
-    size_t piece_room, piece_count, want_room, flag_room, job_room, job_count;
+    size_t piece_room, piece_count, job_room, job_count;
     dtrain__verify_reader reader;
     dtrain__error failed; /* of reading for others */
 } dtrain__load;
@@ -48,10 +48,10 @@ static void dtrain__load_end(dtrain__load *load)
     dtrain_safetensors_model_close(load->model);
     dtrain__file_close(load->directory);
     dtrain__index_free(&load->index);
-    dtrain__free(allocator, load->pieces, load->piece_room * sizeof *load->pieces);
-    dtrain__free(allocator, load->wants, load->want_room * sizeof *load->wants);
-    dtrain__free(allocator, load->flags, load->flag_room);
-    dtrain__free(allocator, load->jobs, load->job_room * sizeof *load->jobs);
+    dtrain__free(allocator, load->pieces);
+    dtrain__free(allocator, load->wants);
+    dtrain__free(allocator, load->flags);
+    dtrain__free(allocator, load->jobs);
 }
 
 /* ---- which checkpoint ---- */
@@ -70,7 +70,7 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     length = bytes > 0 && ((const char *)text)[bytes - 1] == '\n' ? bytes - 1 : bytes;
     if (status == DTRAIN_OK && length > 0 && length < 32)
         memcpy(name, text, length);
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     if (status != DTRAIN_OK && status != DTRAIN_ERR_CORRUPT && /* that is too long */
         (status == DTRAIN_ERR_MEMORY || dtrain__file_sys_stat_at(directory, DTRAIN__SAVE_LATEST, &there, 0) == 0))
         return status;
@@ -163,7 +163,7 @@ static dtrain_status dtrain__load_index(dtrain__index *index, int directory, con
     *bytes_read += bytes;
     if (status == DTRAIN_OK)
         status = dtrain__index_read(index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
-    dtrain__free(index->allocator, text, bytes);
+    dtrain__free(index->allocator, text);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(index, name);
     return status == DTRAIN_OK ? dtrain__index_settle(index, 1) : status;
@@ -372,18 +372,15 @@ static void dtrain__load_compare_sampler(dtrain__load *load, const dtrain_checkp
 static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    size_t tensors = load->index.tensor_count;
+    size_t tensors = load->index.tensor_count, bytes;
     dtrain_status status = DTRAIN_OK;
-    void *wants =
-        dtrain__index_grow(ckpt->allocator, NULL, sizeof *load->wants, 0, load->piece_count, &load->want_room);
-    void *flags = dtrain__index_grow(ckpt->allocator, NULL, 1, 0, tensors + 1, &load->flag_room);
-    load->wants = (dtrain__load_want *)wants;
-    load->flags = (unsigned char *)flags;
-    if (wants == NULL || flags == NULL)
+    if (dtrain__mul_size(load->piece_count, sizeof *load->wants, &bytes))
+        load->wants = (dtrain__load_want *)dtrain__alloc(ckpt->allocator, bytes);
+    load->flags = (unsigned char *)dtrain__alloc(ckpt->allocator, tensors + 1);
+    if (load->wants == NULL || load->flags == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", load->piece_count);
     if ((status = dtrain__save_agree(ckpt, status, 0, NULL)) != DTRAIN_OK)
         return status;
-    memset(load->flags, 0, tensors + 1);
     dtrain__load_match(load);
     if (!dtrain__save_alone(ckpt)) {
         status = dtrain_all_reduce(ckpt->comm, load->flags, load->flags, tensors + 1, DTRAIN_U8, DTRAIN_OR);

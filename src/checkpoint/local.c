@@ -49,7 +49,7 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
         status = dtrain__index_read(&index, dtrain__local_index(before), (const char *)text, bytes);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(&index, name);
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     if (status == DTRAIN_OK && index.file_count == 1 && index.files[0].rank == list->rank) {
         dtrain__local_part part = {step,
                                    index.facts.id.nonce,
@@ -116,8 +116,8 @@ typedef struct dtrain__local_told {
 
 static void dtrain__local_told_free(dtrain_checkpoint *ckpt, dtrain__local_told *told)
 {
-    dtrain__free(ckpt->allocator, told->data, told->bytes);
-    dtrain__free(ckpt->allocator, told->counts, (size_t)ckpt->ranks * sizeof *told->counts);
+    dtrain__free(ckpt->allocator, told->data);
+    dtrain__free(ckpt->allocator, told->counts);
     memset(told, 0, sizeof *told);
 }
 
@@ -158,7 +158,7 @@ static dtrain_status dtrain__local_gather(dtrain_checkpoint *ckpt, const void *m
         status = dtrain_all_gather_v(ckpt->comm, mine, told->data, told->counts, NULL, DTRAIN_U8);
     else if (status == DTRAIN_OK && mine_bytes > 0)
         memcpy(told->data, mine, mine_bytes);
-    dtrain__free(ckpt->allocator, sizes, ranks * sizeof *sizes);
+    dtrain__free(ckpt->allocator, sizes);
     if (status == DTRAIN_ERR_MEMORY)
         dtrain__fail(NULL, status, "checkpoint: no memory for lists of %zu ranks", ranks);
     return status;
@@ -246,7 +246,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
                                     (int)parts[i].holder, &told);
         if (sent == DTRAIN_OK)
             *whole = dtrain__local_take_index(load, &parts[i], &told, &status);
-        dtrain__free(ckpt->allocator, text, bytes);
+        dtrain__free(ckpt->allocator, text);
         dtrain__local_told_free(ckpt, &told);
         if (sent != DTRAIN_OK)
             return dtrain__fail(&ckpt->error, sent, "checkpoint: %.600s", dtrain__thread_error.text);
@@ -341,7 +341,7 @@ static dtrain_status dtrain__local_open(dtrain__load *load)
     if (status == DTRAIN_OK)
         status = dtrain__local_choose(load, (dtrain__local_part *)(void *)told.data,
                                       told.bytes / sizeof(dtrain__local_part));
-    dtrain__free(ckpt->allocator, list.parts, list.room * sizeof *list.parts);
+    dtrain__free(ckpt->allocator, list.parts);
     dtrain__local_told_free(ckpt, &told);
     return status;
 }
@@ -358,8 +358,8 @@ typedef struct dtrain__local_turn {
     dtrain__load *load;
     dtrain__local_request *requests; /* of all ranks */
     unsigned char *out, *in;         /* in: what was asked for, and before it whether it is good */
-    size_t out_bytes;
     size_t *counts[2];
+    size_t out_bytes;
     size_t job, done; /* of which this many elements of the wanted piece were asked for */
 } dtrain__local_turn;
 
@@ -603,10 +603,10 @@ static dtrain_status dtrain__local_fetch(dtrain__load *load, dtrain_status own)
     turn.counts[1] = turn.counts[0] != NULL ? turn.counts[0] + ranks : NULL;
     while (status == DTRAIN_OK && more && ranks > 1)
         status = dtrain__local_exchange(&turn, &more);
-    dtrain__free(ckpt->allocator, turn.requests, ranks * sizeof *turn.requests);
-    dtrain__free(ckpt->allocator, turn.in, DTRAIN__LOCAL_TURN + 1);
-    dtrain__free(ckpt->allocator, turn.counts[0], 2 * ranks * sizeof(size_t));
-    dtrain__free(ckpt->allocator, turn.out, turn.out_bytes);
+    dtrain__free(ckpt->allocator, turn.requests);
+    dtrain__free(ckpt->allocator, turn.in);
+    dtrain__free(ckpt->allocator, turn.counts[0]);
+    dtrain__free(ckpt->allocator, turn.out);
     return load->failed.status != DTRAIN_OK ? dtrain__report(&load->failed) : status;
 }
 

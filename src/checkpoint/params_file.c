@@ -91,7 +91,7 @@ static int dtrain__params_extra(const dtrain_param *table, size_t count, const d
             dtrain__params_list_add(list, tensor->name, tensor->name_length, " is extra");
     }
     dtrain__names_free(&names, &heap);
-    dtrain__free(&heap, own, count * sizeof *own);
+    dtrain__free(&heap, own);
     return built;
 }
 
@@ -121,7 +121,7 @@ DTRAIN_API dtrain_status dtrain_params_save(const dtrain_param *table, size_t co
         sources[i].data = table[i].data;
     }
     status = dtrain_safetensors_save(path, sources, count, NULL);
-    dtrain__free(&heap, sources, count * sizeof *sources);
+    dtrain__free(&heap, sources);
     return status;
 }
 

@@ -43,12 +43,12 @@ static void dtrain__part_free(dtrain__part_writer *part)
 {
     dtrain_allocator *allocator = part->allocator;
     dtrain__index_free(&part->index);
-    dtrain__free(allocator, part->pieces, part->piece_room * sizeof *part->pieces);
-    dtrain__free(allocator, part->items, part->item_room * sizeof *part->items);
-    dtrain__free(allocator, part->sources, part->source_room * sizeof *part->sources);
-    dtrain__free(allocator, part->staging, part->staging_room);
-    dtrain__free(allocator, part->blocks, part->block_room * sizeof *part->blocks);
-    dtrain__free(allocator, part->text, part->text_room);
+    dtrain__free(allocator, part->pieces);
+    dtrain__free(allocator, part->items);
+    dtrain__free(allocator, part->sources);
+    dtrain__free(allocator, part->staging);
+    dtrain__free(allocator, part->blocks);
+    dtrain__free(allocator, part->text);
 }
 
 /* ---- names ---- */
@@ -255,7 +255,7 @@ static dtrain_status dtrain__part_values_once(dtrain__part_writer *part)
         built = dtrain__names_build(&names, part->allocator, keys, sizeof *keys, index->value_count, &twice);
         dtrain__names_free(&names, part->allocator);
     }
-    dtrain__free(part->allocator, keys, bytes);
+    dtrain__free(part->allocator, keys);
     if (!built)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu values", index->value_count);
     return twice == index->value_count
@@ -410,7 +410,7 @@ static dtrain_status dtrain__part_stage(dtrain__part_writer *part)
     for (size_t i = 0; i < part->item_count; i++)
         all += (part->items[i].bytes + 63) / 64 * 64;
     if (all > part->staging_room) { /* nothing of the old one is needed */
-        dtrain__free(part->allocator, part->staging, part->staging_room);
+        dtrain__free(part->allocator, part->staging);
         part->staging_room = 0;
         part->staging = (unsigned char *)dtrain__alloc(part->allocator, all);
         if (part->staging == NULL)

@@ -201,7 +201,7 @@ static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, const ch
     if (status == DTRAIN_OK)
         status = dtrain__index_read(&index, name, (const char *)text, bytes);
     *id = index.facts.id;
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     dtrain__index_free(&index);
     dtrain__thread_error = before;
     return status == DTRAIN_OK;
@@ -251,7 +251,7 @@ static dtrain_status dtrain__save_keep_before(dtrain_checkpoint *ckpt, int direc
                                                  &text, &bytes, "checkpoint");
     if (status == DTRAIN_OK)
         status = dtrain__file_put(directory, DTRAIN__SAVE_BEFORE, text, bytes, ckpt->no_sync, "checkpoint");
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     return status;
 }
 
@@ -318,7 +318,7 @@ static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory,
     memset(why, 0, sizeof why);
     if (status == DTRAIN_OK && bytes > 0)
         memcpy(why, text, bytes);
-    dtrain__free(ckpt->allocator, text, bytes);
+    dtrain__free(ckpt->allocator, text);
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %s",
                         (unsigned long long)ckpt->part.index.facts.step, rank, why);
 }
@@ -424,7 +424,7 @@ static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
             dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
         if (status == DTRAIN_OK)
             status = dtrain__index_read(&ckpt->whole, name, (const char *)text, bytes);
-        dtrain__free(ckpt->allocator, text, bytes);
+        dtrain__free(ckpt->allocator, text);
     }
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&ckpt->whole, 1);

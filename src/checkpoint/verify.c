@@ -26,7 +26,7 @@ static void dtrain__verify_file_close(dtrain__verify_file *open, dtrain_allocato
 {
     dtrain_safetensors_close(open->file);
     dtrain__file_close(open->fd);
-    dtrain__free(allocator, open->window, open->window_bytes);
+    dtrain__free(allocator, open->window);
     memset(open, 0, sizeof *open);
     open->fd = -1;
 }
@@ -276,7 +276,7 @@ static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dt
                               reader->data.name, name, piece->count, dtrain_dtype_name(tensor->dtype));
     else
         *begin = found->begin - reader->data.data_begin;
-    dtrain__free(reader->allocator, name, room);
+    dtrain__free(reader->allocator, name);
     return status;
 }
 

@@ -317,7 +317,7 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
                                   "check_equal (%s x %zu): rank %d differs from rank 0, first in element %llu; their "
                                   "replicas took different steps",
                                   dtrain_dtype_name(dtype), count, rank, (unsigned long long)table[rank]);
-    dtrain__free(comm->allocator, piece, piece_bytes + table_bytes);
+    dtrain__free(comm->allocator, piece);
     return status;
 }
 

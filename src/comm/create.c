@@ -11,32 +11,31 @@
 
 static void dtrain__create_free(dtrain_comm *comm)
 {
-    size_t size = (size_t)comm->size;
     dtrain_allocator *allocator = comm->allocator, own;
     while (comm->newest != NULL) {
         dtrain_work *work = comm->newest;
         comm->newest = work->older;
         __atomic_store_n(&work->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
-        dtrain__free(allocator, work, sizeof *work);
+        dtrain__free(allocator, work);
     }
-    dtrain__free(allocator, comm->sent, size * sizeof(uint64_t));
-    dtrain__free(allocator, comm->received, size * sizeof(uint64_t));
-    dtrain__free(allocator, comm->ins, size * sizeof(void *));
-    dtrain__free(allocator, comm->outs, size * sizeof(void *));
-    dtrain__free(allocator, comm->parts, 2 * size * sizeof(dtrain__extent));
-    dtrain__free(allocator, comm->lanes, 2 * size * sizeof(uint64_t));
-    dtrain__free(allocator, comm->owed, 2 * size * sizeof(size_t));
-    dtrain__free(allocator, comm->scratch, comm->scratch_bytes);
-    dtrain__free(allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note));
-    dtrain__free(allocator, comm->packed, comm->packed_bytes);
+    dtrain__free(allocator, comm->sent);
+    dtrain__free(allocator, comm->received);
+    dtrain__free(allocator, comm->ins);
+    dtrain__free(allocator, comm->outs);
+    dtrain__free(allocator, comm->parts);
+    dtrain__free(allocator, comm->lanes);
+    dtrain__free(allocator, comm->owed);
+    dtrain__free(allocator, comm->scratch);
+    dtrain__free(allocator, comm->notes);
+    dtrain__free(allocator, comm->packed);
     dtrain__recorder_free(comm);
     dtrain__work_blocked_release(comm->blocked, allocator);
-    dtrain__free(allocator, comm->split_room, comm->split_bytes);
+    dtrain__free(allocator, comm->split_room);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
     own = comm->own;
     __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
-    dtrain__free(allocator == &comm->own ? &own : allocator, comm, sizeof *comm);
+    dtrain__free(allocator == &comm->own ? &own : allocator, comm);
 }
 
 /* The algorithms that desc and environment ask for; where nodes are said to be. */
@@ -154,7 +153,7 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
         end->transport.destroy(end->transport.self);
         return dtrain__report(&kept);
     }
-    comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder, sizeof *comm->recorder);
+    comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder);
     comm->published = comm->plane->keeps;
     *out = comm;
     return DTRAIN_OK;
@@ -381,7 +380,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     int own = comm->origin == NULL; /* else the transport owns the allocator of its ranks */
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
-        comm->plane->publish(transport.self, NULL, NULL, 0);
+        comm->plane->publish(transport.self, NULL, NULL);
         dtrain__create_cancel(comm);
     }
     comm->plane->leaving(transport.self, forked, why, comm->number);
@@ -523,8 +522,8 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
         int started = dtrain__create_runners_start(runners, comms, ranks, stack, &status);
         status = dtrain__create_runners_join(runners, started, status);
     }
-    dtrain__free(&heap, comms, n * sizeof(dtrain_comm *));
-    dtrain__free(&heap, runners, n * sizeof(dtrain__create_runner));
+    dtrain__free(&heap, comms);
+    dtrain__free(&heap, runners);
     return status;
 }
 

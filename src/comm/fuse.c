@@ -104,7 +104,7 @@ static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
     if (packed == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
                             bytes);
-    dtrain__free(comm->allocator, comm->packed, comm->packed_bytes);
+    dtrain__free(comm->allocator, comm->packed);
     comm->packed = packed;
     comm->packed_bytes = bytes;
     return DTRAIN_OK;

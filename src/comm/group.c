@@ -200,8 +200,7 @@ struct dtrain_comm {
     dtrain_comm *next_served; /* by the same service */
     uint64_t consents;        /* that this end has taken part in */
     void *split_room;         /* of the last split of a group made from this one, for the next */
-    size_t split_bytes;
-    int64_t vote_ns; /* when it voted in the one that is pending; 0: none is */
+    int64_t vote_ns;          /* when it voted in the one that is pending; 0: none is */
     int vote_kind;
     uint32_t mark;       /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
     uintptr_t caller;    /* the thread that is in a call of the group; 0: none */

@@ -225,8 +225,7 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
     for (int i = 0; i < mesh->count; i++)
         dtrain_comm_destroy(mesh->axes[i].group);
     own = mesh->own;
-    dtrain__free(mesh->allocator == &mesh->own ? &own : mesh->allocator, mesh,
-                 sizeof *mesh + (size_t)mesh->count * sizeof(dtrain__axis));
+    dtrain__free(mesh->allocator == &mesh->own ? &own : mesh->allocator, mesh);
 }
 
 #endif

@@ -265,7 +265,7 @@ static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
                      dtrain__op_text(comm, op).text, comm->rank, bytes);
         return 0;
     }
-    dtrain__free(comm->allocator, comm->scratch, comm->scratch_bytes);
+    dtrain__free(comm->allocator, comm->scratch);
     comm->scratch = scratch;
     comm->scratch_bytes = bytes;
     return 1;

@@ -79,7 +79,7 @@ static void dtrain__recorder_free(dtrain_comm *comm)
     pthread_mutex_destroy(&comm->recorder->error_mutex);
     pthread_mutex_destroy(&comm->recorder->mutex);
     if (!comm->published)
-        dtrain__free(comm->allocator, comm->recorder, sizeof *comm->recorder);
+        dtrain__free(comm->allocator, comm->recorder);
 }
 
 static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, const dtrain__record *record)

@@ -90,7 +90,7 @@ static void dtrain__service_main(void *pointer)
 static void dtrain__service_free(dtrain__service *service)
 {
     pthread_mutex_destroy(&service->mutex);
-    dtrain__free(service->allocator, service, sizeof *service);
+    dtrain__free(service->allocator, service);
 }
 
 static void dtrain__service_stop(void *pointer)

@@ -24,7 +24,7 @@ typedef struct dtrain__split_entry {
 typedef struct dtrain__split_state {
     const char *call;
     dtrain_comm *parent;
-    dtrain__split_entry *entries; /* of all ranks of the parent */
+    dtrain__split_entry *entries; /* of all ranks of the parent; at the start of one block with the next three */
     uint64_t *states;             /* 1: in the new group */
     int *members;                 /* ranks of the parent, in the new order */
     int *origins;                 /* the same in the world */
@@ -32,12 +32,11 @@ typedef struct dtrain__split_state {
     int replaces;   /* the new group comes in the parent's place */
     int size, rank; /* of the new group; rank -1: this rank is none of it */
     uint64_t id;    /* its name */
-    size_t bytes;   /* of the one block that all this is in, with entries at its start */
 } dtrain__split_state;
 
 static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm *parent, const char *call)
 {
-    size_t size = (size_t)parent->size;
+    size_t size = (size_t)parent->size, bytes = size * (sizeof *split->entries + sizeof(uint64_t) + 2 * sizeof(int));
     memset(split, 0, sizeof *split);
     if (dtrain__group_alive(parent, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
@@ -47,15 +46,14 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
     split->call = call;
     split->parent = parent;
     split->rank = -1;
-    split->bytes = size * (sizeof(dtrain__split_entry) + sizeof(uint64_t) + 2 * sizeof(int));
     split->entries = (dtrain__split_entry *)__atomic_exchange_n(&parent->split_room, NULL, __ATOMIC_SEQ_CST);
     if (split->entries != NULL)
-        memset((void *)split->entries, 0, split->bytes);
+        memset((void *)split->entries, 0, bytes);
     else
-        split->entries = (dtrain__split_entry *)dtrain__alloc(parent->allocator, split->bytes);
+        split->entries = (dtrain__split_entry *)dtrain__alloc(parent->allocator, bytes);
     if (split->entries == NULL)
         return dtrain__fail(&parent->error, DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu bytes", call,
-                            parent->rank, split->bytes);
+                            parent->rank, bytes);
     split->states = (uint64_t *)(void *)(split->entries + size);
     split->members = (int *)(void *)(split->states + size);
     split->origins = split->members + size;
@@ -66,8 +64,7 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
 static void dtrain__split_end(dtrain__split_state *split)
 {
     void *entries = __atomic_exchange_n(&split->parent->split_room, (void *)split->entries, __ATOMIC_SEQ_CST);
-    dtrain__free(split->parent->allocator, entries, split->bytes);
-    split->parent->split_bytes = split->bytes;
+    dtrain__free(split->parent->allocator, entries);
 }
 
 /* Hears from every rank of the parent where it wants to be. */
@@ -146,7 +143,7 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
     int good = bound != NULL;
     if (count > 0)
         good = group->plane->bind(group->transport.self, bound, count);
-    dtrain__free(allocator, bound, bytes);
+    dtrain__free(allocator, bound);
     return good ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", split->call);
 }

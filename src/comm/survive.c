@@ -233,7 +233,7 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
     }
     if (status == DTRAIN_OK && step_out != NULL)
         *step_out = step;
-    dtrain__free(comm->allocator, room, total);
+    dtrain__free(comm->allocator, room);
     return status;
 }
 

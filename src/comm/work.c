@@ -174,7 +174,7 @@ static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_alloca
 {
     while (blocked != NULL && __atomic_sub_fetch(&blocked->held, 1, __ATOMIC_ACQ_REL) == 0) {
         dtrain__blocked *above = blocked->above;
-        dtrain__free(allocator, blocked, sizeof *blocked);
+        dtrain__free(allocator, blocked);
         blocked = above;
     }
 }
@@ -279,8 +279,7 @@ static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
 {
     if (comm->noted + 2 > comm->notes_capacity) {
         size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
-        dtrain__note *notes = (dtrain__note *)dtrain__resize(
-            comm->allocator, comm->notes, comm->notes_capacity * sizeof(dtrain__note), more * sizeof(dtrain__note));
+        dtrain__note *notes = (dtrain__note *)dtrain__resize(comm->allocator, comm->notes, more * sizeof *notes);
         if (notes == NULL)
             return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
                                 comm->noted + 1);

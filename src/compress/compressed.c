@@ -418,14 +418,14 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
         return;
     dtrain_compressor_destroy(&c->compressor);
     dtrain__device_vector_destroy(c->there, c->allocator);
-    dtrain__free(c->allocator, c->residual, c->count * sizeof(float));
-    dtrain__free(c->allocator, c->velocity, c->count * sizeof(float));
-    dtrain__free(c->allocator, c->numbers, 4 * (size_t)c->ranks * sizeof(size_t));
-    dtrain__free(c->allocator, c->parts, (size_t)c->ranks * sizeof(void *));
+    dtrain__free(c->allocator, c->residual);
+    dtrain__free(c->allocator, c->velocity);
+    dtrain__free(c->allocator, c->numbers);
+    dtrain__free(c->allocator, c->parts);
     dtrain__feedback_buffer_free(&c->out, c->allocator);
     dtrain__feedback_buffer_free(&c->in, c->allocator);
     dtrain__feedback_buffer_free(&c->wide, c->allocator);
-    dtrain__free(c->allocator, c, sizeof *c);
+    dtrain__free(c->allocator, c);
 }
 
 #endif

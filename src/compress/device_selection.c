@@ -50,7 +50,7 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
         status = dtrain__topk_reserve(&mine->sparse, dtrain__topk_room(count, k));
     if (status != DTRAIN_OK) {
         heap = mine->heap;
-        dtrain__free(&heap, mine, sizeof *mine);
+        dtrain__free(&heap, mine);
         return status;
     }
     *selection = (dtrain_device_selection *)(void *)mine;
@@ -102,7 +102,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
         mine->device->ops->selection_destroy(mine->device, mine->made);
     dtrain_sparse_destroy(&mine->sparse);
     dtrain_allocator heap = mine->heap;
-    dtrain__free(&heap, mine, sizeof *mine);
+    dtrain__free(&heap, mine);
 }
 
 static void dtrain__device_sparse_add_cpu(const uint32_t *indices, const float *values, size_t k, float *data,

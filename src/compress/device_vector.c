@@ -137,7 +137,7 @@ static void dtrain__device_vector_destroy(dtrain__device_vector *v, dtrain_alloc
     dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there);
     dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->wide);
     dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->spread);
-    dtrain__free(allocator, v, sizeof *v);
+    dtrain__free(allocator, v);
 }
 
 /* ---- arithmetic ---- */

@@ -82,7 +82,7 @@ static dtrain_status dtrain__feedback_buffer_reserve(dtrain__feedback_buffer *bu
         data = (unsigned char *)dtrain__alloc(allocator, whole);
     if (data == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed all_reduce: no memory for %zu bytes", bytes);
-    dtrain__free(allocator, buffer->data, buffer->bytes);
+    dtrain__free(allocator, buffer->data);
     buffer->data = data;
     buffer->bytes = whole;
     return DTRAIN_OK;
@@ -90,7 +90,7 @@ static dtrain_status dtrain__feedback_buffer_reserve(dtrain__feedback_buffer *bu
 
 static void dtrain__feedback_buffer_free(dtrain__feedback_buffer *buffer, dtrain_allocator *allocator)
 {
-    dtrain__free(allocator, buffer->data, buffer->bytes);
+    dtrain__free(allocator, buffer->data);
     memset(buffer, 0, sizeof *buffer);
 }
 

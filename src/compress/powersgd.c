@@ -193,9 +193,9 @@ static void dtrain__powersgd_destroy(void *self)
 {
     dtrain__powersgd *p = (dtrain__powersgd *)self;
     dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = p->allocator;
-    dtrain__free(allocator, p->left, p->rows * p->rank * sizeof(float));
-    dtrain__free(allocator, p->right, p->columns * p->rank * sizeof(float));
-    dtrain__free(allocator != &p->heap ? allocator : &heap, p, sizeof *p);
+    dtrain__free(allocator, p->left);
+    dtrain__free(allocator, p->right);
+    dtrain__free(allocator != &p->heap ? allocator : &heap, p);
 }
 
 DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,

@@ -42,9 +42,9 @@ static void dtrain__selections_free(dtrain__selections_state *state)
     size_t n = (size_t)state->ranks;
     for (size_t i = 0; state->pieces != NULL && i < 2 * n; i++)
         dtrain_sparse_destroy(&state->pieces[i]);
-    dtrain__free(state->allocator, state->pieces, 2 * n * sizeof(dtrain_sparse));
-    dtrain__free(state->allocator, state->sizes, 2 * n * sizeof(uint64_t));
-    dtrain__free(state->allocator, state->numbers, (5 * n + 1) * sizeof(size_t));
+    dtrain__free(state->allocator, state->pieces);
+    dtrain__free(state->allocator, state->sizes);
+    dtrain__free(state->allocator, state->numbers);
     state->pieces = NULL;
     state->sizes = NULL;
     state->numbers = NULL;
@@ -518,7 +518,7 @@ static void dtrain__selections_destroy(void *self)
     dtrain_sparse_destroy(&state->picked);
     dtrain__feedback_buffer_free(&state->out, allocator);
     dtrain__feedback_buffer_free(&state->in, allocator);
-    dtrain__free(allocator != &state->heap ? allocator : &heap, state, sizeof *state);
+    dtrain__free(allocator != &state->heap ? allocator : &heap, state);
 }
 
 static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)

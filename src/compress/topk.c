@@ -130,7 +130,7 @@ static dtrain_allocator *dtrain__topk_allocator(const dtrain_sparse *sparse, dtr
 static dtrain_status dtrain__topk_reserve(dtrain_sparse *sparse, size_t count)
 {
     dtrain_allocator heap, *allocator = dtrain__topk_allocator(sparse, &heap);
-    size_t capacity, bytes, old = sparse->capacity * sizeof(float);
+    size_t capacity, bytes;
     sparse->count = 0;
     if (sparse->capacity > 0 && sparse->capacity - DTRAIN__TOPK_BLOCK >= count)
         return DTRAIN_OK;
@@ -143,13 +143,13 @@ static dtrain_status dtrain__topk_reserve(dtrain_sparse *sparse, size_t count)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements", count);
     void *indices = dtrain__alloc(allocator, bytes), *values = dtrain__alloc(allocator, bytes);
     if (indices == NULL || values == NULL) {
-        dtrain__free(allocator, indices, bytes);
-        dtrain__free(allocator, values, bytes);
+        dtrain__free(allocator, indices);
+        dtrain__free(allocator, values);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements, twice %zu bytes", count,
                             bytes);
     }
-    dtrain__free(allocator, sparse->indices, old);
-    dtrain__free(allocator, sparse->values, old);
+    dtrain__free(allocator, sparse->indices);
+    dtrain__free(allocator, sparse->values);
     sparse->indices = (uint32_t *)indices;
     sparse->values = (float *)values;
     sparse->capacity = capacity;
@@ -163,8 +163,8 @@ DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse)
         return;
     if (sparse->capacity > 0) {
         dtrain_allocator *allocator = dtrain__topk_allocator(sparse, &heap);
-        dtrain__free(allocator, sparse->indices, sparse->capacity * sizeof(uint32_t));
-        dtrain__free(allocator, sparse->values, sparse->capacity * sizeof(float));
+        dtrain__free(allocator, sparse->indices);
+        dtrain__free(allocator, sparse->values);
     }
     memset(sparse, 0, sizeof *sparse);
 }

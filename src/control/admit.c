@@ -9,7 +9,7 @@
 static void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__handshake_close(handshake);
-    dtrain__free(hub->allocator, handshake, sizeof *handshake);
+    dtrain__free(hub->allocator, handshake);
 }
 
 static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtrain__address *peer)

@@ -31,19 +31,16 @@ static void dtrain__channel_free(dtrain__channel *channel)
             dtrain__hub_free_handshake(hub, lane->handshake);
         dtrain__stream_free(hub->allocator, &lane->stream);
     }
-    dtrain__free(hub->allocator, channel->lanes, (size_t)count * sizeof(dtrain__lane));
-    for (int rank = 0; channel->members.ranks != NULL && rank < channel->size; rank++) {
-        char *why = (char *)(uintptr_t)channel->members.ranks[rank].why;
-        if (why != NULL)
-            dtrain__free(hub->allocator, why, strlen(why) + 1);
-    }
-    dtrain__free(hub->allocator, channel->members.ranks, (size_t)channel->size * sizeof(dtrain__departure));
-    dtrain__free(hub->allocator, channel->peers, (size_t)channel->size * sizeof(dtrain__peer));
-    dtrain__free(hub->allocator, channel->bound, (size_t)hub->size);
+    dtrain__free(hub->allocator, channel->lanes);
+    for (int rank = 0; channel->members.ranks != NULL && rank < channel->size; rank++)
+        dtrain__free(hub->allocator, (void *)(uintptr_t)channel->members.ranks[rank].why);
+    dtrain__free(hub->allocator, channel->members.ranks);
+    dtrain__free(hub->allocator, channel->peers);
+    dtrain__free(hub->allocator, channel->bound);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
             close(channel->wake[i]);
-    dtrain__free(hub->allocator, channel, sizeof *channel);
+    dtrain__free(hub->allocator, channel);
 }
 
 /* Adds a channel of `size` members, of which worlds[i] is the rank in the world (NULL: i itself); the caller holds the
@@ -54,7 +51,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     dtrain__channel *channel = (dtrain__channel *)dtrain__alloc(hub->allocator, sizeof *channel);
     int error = ENOMEM;
     if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* what comes over the wire names it so */
-        dtrain__free(hub->allocator, channel, sizeof *channel);
+        dtrain__free(hub->allocator, channel);
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "rank %d cannot make its end of a group of %d ranks: its members call it %llx, as another "
                             "group is called",
@@ -127,7 +124,7 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
         dtrain__bytes_free(hub->allocator, &member->in);
         dtrain__bytes_free(hub->allocator, &member->out);
     }
-    dtrain__free(hub->allocator, hub->members, (size_t)hub->size * sizeof(dtrain__member));
+    dtrain__free(hub->allocator, hub->members);
 }
 
 /* Frees a hub that has no channel any more. */
@@ -151,13 +148,13 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
         if (hub->kick[i] >= 0)
             close(hub->kick[i]);
     dtrain__council_free(&hub->council);
-    dtrain__free(allocator, hub->fds, (size_t)hub->fds_room * sizeof(struct pollfd));
+    dtrain__free(allocator, hub->fds);
     memset(&hub->keys, 0, sizeof hub->keys);
     pthread_mutex_destroy(&hub->mutex);
     pthread_mutex_destroy(&hub->step_mutex);
     pthread_mutex_destroy(&hub->origin.mutex);
     own = hub->own;
-    dtrain__free(allocator == &hub->own ? &own : allocator, hub, sizeof *hub);
+    dtrain__free(allocator == &hub->own ? &own : allocator, hub);
 }
 
 /* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its

@@ -47,7 +47,7 @@ static void dtrain__consent_drop(dtrain__council *council, dtrain__consent **at)
 {
     dtrain__consent *consent = *at;
     *at = consent->next;
-    dtrain__free(council->allocator, consent, dtrain__consent_bytes(consent->count));
+    dtrain__free(council->allocator, consent);
 }
 
 /* Whether its members are those of the council's list. */

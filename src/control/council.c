@@ -164,7 +164,7 @@ static void dtrain__council_wake(dtrain__council *council, const char *key, size
         }
         *at = asker->next;
         dtrain__council_answer(council, asker, DTRAIN_OK, 1, dtrain__entry_value(entry), entry->bytes);
-        dtrain__free(council->allocator, asker, sizeof *asker);
+        dtrain__free(council->allocator, asker);
     }
 }
 
@@ -177,7 +177,7 @@ static void dtrain__council_forget(dtrain__council *council, int rank, uint64_t 
             continue;
         }
         *at = asker->next;
-        dtrain__free(council->allocator, asker, sizeof *asker);
+        dtrain__free(council->allocator, asker);
     }
 }
 

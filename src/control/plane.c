@@ -111,7 +111,7 @@ struct dtrain__plane {
     int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
     dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns); /* NULL: there is none */
     /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
-    void (*publish)(void *self, dtrain__tell tell, void *record, size_t bytes);
+    void (*publish)(void *self, dtrain__tell tell, void *record);
     /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
     size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
     void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
@@ -193,9 +193,9 @@ static void dtrain__plane_skipped(void *self, int rank, uint64_t calls)
     (void)self, (void)rank, (void)calls;
 }
 
-static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record, size_t bytes)
+static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record)
 {
-    (void)self, (void)tell, (void)record, (void)bytes;
+    (void)self, (void)tell, (void)record;
 }
 
 static size_t dtrain__plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)

@@ -351,13 +351,13 @@ static void dtrain__hub_work(dtrain__hub *hub)
 /* Adds to the poll list; what finds no memory there is looked at when something else is due. */
 static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 {
-    size_t bytes = (size_t)hub->fds_room * sizeof(struct pollfd);
     if (*count == hub->fds_room) {
-        void *larger = dtrain__resize(hub->allocator, hub->fds, bytes, bytes > 0 ? 2 * bytes : 4096);
+        int room = hub->fds_room > 0 ? 2 * hub->fds_room : 512;
+        void *larger = dtrain__resize(hub->allocator, hub->fds, (size_t)room * sizeof(struct pollfd));
         if (larger == NULL)
             return;
         hub->fds = (struct pollfd *)larger;
-        hub->fds_room = bytes > 0 ? 2 * hub->fds_room : (int)(4096 / sizeof(struct pollfd));
+        hub->fds_room = room;
     }
     hub->fds[*count].fd = fd;
     hub->fds[*count].events = (short)events;

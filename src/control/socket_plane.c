@@ -173,10 +173,9 @@ static dtrain_status dtrain__socket_plane_store(void *self, dtrain__store_call *
 }
 
 /* Heartbeats carry what `tell` writes, which is called with the hub's mutex held. */
-static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record, size_t bytes)
+static void dtrain__socket_plane_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
-    (void)bytes;
     pthread_mutex_lock(&channel->hub->mutex);
     channel->last_user = record;
     channel->last = tell;

@@ -57,7 +57,7 @@ static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocat
     size_t bytes = sizeof *entry + entry->key_bytes + entry->bytes;
     *at = entry->next;
     store->total -= bytes;
-    dtrain__free(allocator, entry, bytes);
+    dtrain__free(allocator, entry);
 }
 
 /* Sets key to value; what it was before stays on an error. Sizes are checked by the caller. */

@@ -143,20 +143,16 @@ static dtrain_status dtrain__async_forked(const dtrain__async *async, const char
                         call, (long)async->process, (long)getpid());
 }
 
-static size_t dtrain__async_work_bytes(const dtrain__async *async)
-{
-    return sizeof(dtrain_device_work) + 2 * (size_t)async->group->comm->size * sizeof(size_t);
-}
-
 /* A work that is free, or a new one. */
 static dtrain_device_work *dtrain__async_take(dtrain__async *async)
 {
+    const dtrain_comm *comm = async->group->comm;
     dtrain_device_work *work = async->spare;
     if (work != NULL) {
         async->spare = work->next;
         return work;
     }
-    work = (dtrain_device_work *)dtrain__alloc(async->group->comm->allocator, dtrain__async_work_bytes(async));
+    work = (dtrain_device_work *)dtrain__alloc(comm->allocator, sizeof *work + 2 * (size_t)comm->size * sizeof(size_t));
     if (work == NULL) {
         dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device group on rank %d: no memory for another call beside the device",
                      async->shell.rank);
@@ -353,11 +349,11 @@ static void dtrain__async_destroy(dtrain_device_group *group, int here)
             dtrain__device_event_destroy(async->caller, work->begun);
             dtrain__device_event_destroy(group->device, work->ended);
         }
-        dtrain__free(group->comm->allocator, work, dtrain__async_work_bytes(async));
+        dtrain__free(group->comm->allocator, work);
     }
     if (here && group->device != async->caller)
         dtrain__device_queue_destroy(group->device);
-    dtrain__free(group->comm->allocator, async, sizeof *async);
+    dtrain__free(group->comm->allocator, async);
 }
 
 /* ---- the calls ---- */

@@ -53,7 +53,6 @@ struct dtrain_device_group {
     size_t chunk_bytes; /* 0: by the size of each call */
     int slots;
     int no_devices;                   /* no rank has one: calls are the CPU's */
-    size_t bytes;                     /* of the block that this is at the start of, with all arrays */
     dtrain__device_note mine, *notes; /* notes: of every rank */
     dtrain__device_buffers *buffers;  /* of every rank, of the call under way */
     dtrain__extent *shards;           /* of every rank, of the call under way */
@@ -91,7 +90,6 @@ static dtrain_device_group *dtrain__device_group_new(dtrain_comm *comm)
         return NULL;
     }
     group->comm = comm;
-    group->bytes = bytes;
     group->notes = (dtrain__device_note *)(void *)(block + header);
     group->buffers = (dtrain__device_buffers *)(void *)(group->notes + size);
     group->shards = (dtrain__extent *)(void *)(group->buffers + size);

@@ -392,7 +392,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain__error kept = dtrain__thread_error;
     if (!dtrain__async_stop(group)) {
         dtrain__async_destroy(group, 0);
-        dtrain__free(group->comm->allocator, group, group->bytes);
+        dtrain__free(group->comm->allocator, group);
         return;
     }
     dtrain__hosts_free(group);
@@ -413,7 +413,7 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group)
     dtrain_device_free(group->device, DTRAIN_MEMORY_PINNED, group->pinned);
     dtrain__async_destroy(group, 1);
     dtrain__thread_error = kept;
-    dtrain__free(group->comm->allocator, group, group->bytes);
+    dtrain__free(group->comm->allocator, group);
 }
 
 /* A group with calls that are started, and all else by default. */

@@ -136,10 +136,9 @@ static const char *dtrain__flags_hindrance(const dtrain_device_group *group, int
 static dtrain_status dtrain__flags_new(dtrain_device_group *group)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
-    group->flags = (dtrain__flags_state *)dtrain__resize(&heap, NULL, 0, sizeof *group->flags);
+    group->flags = (dtrain__flags_state *)dtrain__alloc(&heap, sizeof *group->flags);
     if (group->flags == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", sizeof *group->flags);
-    memset(group->flags, 0, sizeof *group->flags);
     group->flags->members = 1;
     return DTRAIN_OK;
 }
@@ -221,7 +220,7 @@ static void dtrain__flags_leave(dtrain_device_group *group)
             while (__atomic_load_n(&shared->state[rank], __ATOMIC_SEQ_CST) == DTRAIN__FLAGS_NAMED)
                 sched_yield();
         if (__atomic_sub_fetch(&shared->members, 1, __ATOMIC_SEQ_CST) == 0)
-            dtrain__resize(&heap, shared, sizeof *shared, 0);
+            dtrain__free(&heap, shared);
         group->flags = NULL;
     }
     dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, group->words);

@@ -31,7 +31,6 @@ struct dtrain__hosts {
     dtrain__extent *pieces;    /* one for each host at most */
     void *scratch;             /* of the device: a reduce-scatter's sums of this host */
     size_t scratch_bytes;
-    size_t bytes; /* of the block that this is at the start of */
 };
 
 /* ---- who is where ---- */
@@ -107,7 +106,6 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
     group->hosts = (dtrain__hosts *)(void *)block;
-    group->hosts->bytes = bytes;
     group->hosts->each = each;
     group->hosts->count = count;
     group->hosts->place = comm->rank % each;
@@ -161,11 +159,11 @@ static void dtrain__hosts_free(dtrain_device_group *group)
         return;
     dtrain_device_group_destroy(hosts->inside);
     if (hosts->between != NULL)
-        dtrain__free(hosts->far_ranks->allocator, hosts->between, hosts->between->bytes);
+        dtrain__free(hosts->far_ranks->allocator, hosts->between);
     dtrain_device_free(group->device, DTRAIN_MEMORY_DEVICE, hosts->scratch);
     dtrain_comm_destroy(hosts->far_ranks);
     dtrain_comm_destroy(hosts->near_ranks);
-    dtrain__free(group->comm->allocator, hosts, hosts->bytes);
+    dtrain__free(group->comm->allocator, hosts);
     group->hosts = NULL;
 }
 

@@ -67,7 +67,6 @@ struct dtrain__processes {
     uint32_t mark;            /* of this rank's last first place */
     dtrain_device_event *end; /* of this rank's queue */
     dtrain__worker watch;
-    size_t bytes;
     dtrain__processes_peer *peers;
     dtrain__processes_buffers *buffers; /* of the call under way */
     dtrain__processes_opened *opened;
@@ -96,7 +95,6 @@ static dtrain_status dtrain__processes_new(dtrain_device_group *group)
     if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
     group->processes = (dtrain__processes *)(void *)block;
-    group->processes->bytes = bytes;
     group->processes->page_fd = -1;
     group->processes->buffers = (dtrain__processes_buffers *)(void *)(block + header);
     group->processes->peers = (dtrain__processes_peer *)(void *)(group->processes->buffers + size);
@@ -486,7 +484,7 @@ static dtrain_status dtrain__processes_room(dtrain_device_group *group)
     size_t room = 2 * all->opened_room + 16, width = sizeof(dtrain__processes_opened);
     if (all->opened_count < all->opened_room)
         return DTRAIN_OK;
-    void *grown = dtrain__resize(group->comm->allocator, all->opened, all->opened_room * width, room * width);
+    void *grown = dtrain__resize(group->comm->allocator, all->opened, room * width);
     if (grown == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", room * width);
     all->opened = (dtrain__processes_opened *)grown;
@@ -714,10 +712,10 @@ static void dtrain__processes_free(dtrain_device_group *group)
         group->device->ops->page_close(group->device, all->page);
     }
     dtrain__device_event_destroy(group->device, all->end);
-    dtrain__free(group->comm->allocator, all->opened, all->opened_room * sizeof(dtrain__processes_opened));
+    dtrain__free(group->comm->allocator, all->opened);
     if (all->page != NULL)
         dtrain__os_unreserve(all->page, sizeof *all->page);
-    dtrain__free(group->comm->allocator, all, all->bytes);
+    dtrain__free(group->comm->allocator, all);
     group->processes = NULL;
 }
 

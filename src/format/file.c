@@ -224,24 +224,22 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
 
 /* Reads text, `bytes` bytes from an offset on, into memory that grows with what came: a file may claim gigabytes and
  * hold none. No text has a zero byte, which is what holes read as: reading stops behind the first. *have: bytes read.
- * dtrain__free(allocator, *data, *room), also after an error. */
+ * dtrain__free(allocator, *data), also after an error. */
 static dtrain_status dtrain__file_read_text(int fd, uint64_t offset, uint64_t bytes, dtrain_allocator *allocator,
-                                            unsigned char **data, size_t *room, size_t *have, const char *name,
-                                            const char *what)
+                                            unsigned char **data, size_t *have, const char *name, const char *what)
 {
     const unsigned char *zero = NULL;
     dtrain_status status = DTRAIN_OK;
     *data = NULL;
-    *room = *have = 0;
+    *have = 0;
     while (status == DTRAIN_OK && zero == NULL && (*have < bytes || *data == NULL)) {
         uint64_t wanted = *have > 0 ? 2 * (uint64_t)*have : 1 << 18;
         wanted = wanted < bytes ? wanted : bytes > 0 ? bytes : 1;
-        void *larger = wanted <= SIZE_MAX ? dtrain__resize(allocator, *data, *room, (size_t)wanted) : NULL;
+        void *larger = wanted <= SIZE_MAX ? dtrain__resize(allocator, *data, (size_t)wanted) : NULL;
         if (larger == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for the %llu bytes of \"%s\"", what,
                                 (unsigned long long)bytes, name);
         *data = (unsigned char *)larger;
-        *room = (size_t)wanted;
         wanted = wanted < bytes ? wanted : bytes;
         status = dtrain__file_read_at(fd, *data + *have, wanted - *have, offset + *have, name, what);
         zero = status == DTRAIN_OK ? (const unsigned char *)memchr(*data + *have, 0, (size_t)wanted - *have) : NULL;
@@ -250,13 +248,12 @@ static dtrain_status dtrain__file_read_text(int fd, uint64_t offset, uint64_t by
     return status;
 }
 
-/* Reads a whole file of text, of at most `most` bytes, into memory of the allocator; dtrain__free(allocator, *data,
- * *bytes). */
+/* Reads a whole file of text, of at most `most` bytes, into memory of the allocator; dtrain__free(allocator, *data). */
 static dtrain_status dtrain__file_read_all(int directory, const char *name, uint64_t most, dtrain_allocator *allocator,
                                            void **data, size_t *bytes, const char *what)
 {
     uint64_t size = 0;
-    size_t room = 0, have = 0;
+    size_t have = 0;
     unsigned char *text = NULL;
     int fd;
     *data = NULL;
@@ -268,7 +265,7 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%s: \"%s\" has %llu bytes, expected at most %llu", what, name,
                               (unsigned long long)size, (unsigned long long)most);
     if (status == DTRAIN_OK)
-        status = dtrain__file_read_text(fd, 0, size, allocator, &text, &room, &have, name, what);
+        status = dtrain__file_read_text(fd, 0, size, allocator, &text, &have, name, what);
     if (status == DTRAIN_OK && have > 0 && text[have - 1] == 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "%s: \"%s\" is no text: its byte %zu of %llu is zero; it was damaged, or a part was "
@@ -276,7 +273,7 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
                               what, name, have - 1, (unsigned long long)size);
     dtrain__file_close(fd);
     if (status != DTRAIN_OK) {
-        dtrain__free(allocator, text, room);
+        dtrain__free(allocator, text);
         return status;
     }
     *data = text;

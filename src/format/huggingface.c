@@ -33,7 +33,7 @@ struct dtrain_safetensors_model {
     dtrain_safetensors_pair *pairs; /* of the index */
     size_t pair_count, pair_room;
     dtrain__huggingface_shard *shards; /* in the order of their names */
-    size_t shard_count, shard_room, count;
+    size_t shard_count, count;
     dtrain__names names, keys;
     uint64_t total_size;
     int has_total;
@@ -204,14 +204,13 @@ static dtrain_status dtrain__huggingface_number(dtrain_safetensors_model *model)
     for (size_t i = 1; i < model->line_count; i++)
         files += dtrain__huggingface_compare_lines(&sorted[i - 1], &sorted[i]) != 0;
     model->shards = (dtrain__huggingface_shard *)dtrain__alloc(model->allocator, files * sizeof *model->shards);
-    model->shard_room = model->shards != NULL ? files : 0;
     for (size_t i = 0; i < model->line_count && model->shards != NULL; i++) {
         model->shard_count += i == 0 || dtrain__huggingface_compare_lines(&sorted[i - 1], &sorted[i]) != 0;
         sorted[i]->shard = model->shard_count - 1;
         model->shards[model->shard_count - 1].name = sorted[i]->file;
         model->shards[model->shard_count - 1].lines++;
     }
-    dtrain__free(model->allocator, sorted, bytes);
+    dtrain__free(model->allocator, sorted);
     return model->shards != NULL ? DTRAIN_OK : dtrain__huggingface_memory(model);
 }
 
@@ -291,7 +290,7 @@ static dtrain_status dtrain__huggingface_open_one(dtrain_safetensors_model *mode
     model->shards = (dtrain__huggingface_shard *)dtrain__alloc(model->allocator, sizeof *model->shards);
     if (model->shards == NULL)
         return dtrain__huggingface_memory(model);
-    model->shard_room = model->shard_count = 1;
+    model->shard_count = 1;
     dtrain_status status = dtrain__safetensors_open_at(&model->shards[0].file, directory, name, desc, model->label);
     model->count = status == DTRAIN_OK ? model->shards[0].file->count : 0;
     return status;
@@ -363,15 +362,15 @@ DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model)
         dtrain_safetensors_close(model->shards[i].file);
     dtrain__names_free(&model->names, allocator);
     dtrain__names_free(&model->keys, allocator);
-    dtrain__free(allocator, model->shards, model->shard_room * sizeof *model->shards);
-    dtrain__free(allocator, model->pairs, model->pair_room * sizeof *model->pairs);
-    dtrain__free(allocator, model->lines, model->line_room * sizeof *model->lines);
-    dtrain__free(allocator, model->index, model->index_bytes);
+    dtrain__free(allocator, model->shards);
+    dtrain__free(allocator, model->pairs);
+    dtrain__free(allocator, model->lines);
+    dtrain__free(allocator, model->index);
     if (allocator == &model->own) { /* it counts to the last, and lies in what is freed */
         own = model->own;
         allocator = &own;
     }
-    dtrain__free(allocator, model, sizeof *model);
+    dtrain__free(allocator, model);
 }
 
 /* ---- lookup ---- */

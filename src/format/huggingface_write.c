@@ -10,9 +10,9 @@ typedef struct dtrain__huggingface_plan {
     dtrain_allocator *allocator, own;
     dtrain_safetensors_source *sources; /* those that are stored, in the given order; then, unsorted, those dropped */
     size_t *first;                      /* of the sources, by file; and one more */
-    size_t count, kept, files, room;
+    size_t count, kept, files;
     dtrain_safetensors_pair *pairs;
-    size_t pair_count, pair_room;
+    size_t pair_count;
     uint64_t total;
 } dtrain__huggingface_plan;
 
@@ -97,8 +97,8 @@ static dtrain_status dtrain__huggingface_untie(dtrain__huggingface_plan *plan, c
                 plan->sources[plan->kept++] = sources[i];
     }
     int out = sorted == NULL || dropped == NULL;
-    dtrain__free(plan->allocator, dropped, plan->count);
-    dtrain__free(plan->allocator, sorted, bytes);
+    dtrain__free(plan->allocator, dropped);
+    dtrain__free(plan->allocator, sorted);
     return !out ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to sort %zu tensors",
                                plan->count);
@@ -135,9 +135,9 @@ static void dtrain__huggingface_deal(dtrain__huggingface_plan *plan, uint64_t mo
 
 static void dtrain__huggingface_plan_end(dtrain__huggingface_plan *plan)
 {
-    dtrain__free(plan->allocator, plan->pairs, plan->pair_room * sizeof *plan->pairs);
-    dtrain__free(plan->allocator, plan->first, (plan->count + 2) * sizeof *plan->first);
-    dtrain__free(plan->allocator, plan->sources, plan->room * sizeof *plan->sources);
+    dtrain__free(plan->allocator, plan->pairs);
+    dtrain__free(plan->allocator, plan->first);
+    dtrain__free(plan->allocator, plan->sources);
 }
 
 /* Whether a pair with its lengths filled in has that key, which need not end with a zero byte. */
@@ -166,6 +166,7 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
                                                     const dtrain_safetensors_source *sources, size_t count,
                                                     uint64_t most, const dtrain_safetensors_write_desc *desc)
 {
+    size_t pairs = count + (desc != NULL ? desc->metadata_count : 0) + 1;
     uint64_t bytes;
     dtrain_status status =
         dtrain_safetensors_size(&bytes, sources, count, desc); /* which checks all of them together */
@@ -173,11 +174,10 @@ static dtrain_status dtrain__huggingface_plan_begin(dtrain__huggingface_plan *pl
     if (status != DTRAIN_OK)
         return status;
     plan->allocator = desc != NULL && desc->allocator != NULL ? desc->allocator : &plan->own;
-    plan->count = plan->room = count;
-    plan->pair_room = count + (desc != NULL ? desc->metadata_count : 0) + 1;
-    plan->sources = (dtrain_safetensors_source *)dtrain__alloc(plan->allocator, plan->room * sizeof *plan->sources);
+    plan->count = count;
+    plan->sources = (dtrain_safetensors_source *)dtrain__alloc(plan->allocator, count * sizeof *plan->sources);
     plan->first = (size_t *)dtrain__alloc(plan->allocator, (count + 2) * sizeof *plan->first);
-    plan->pairs = (dtrain_safetensors_pair *)dtrain__alloc(plan->allocator, plan->pair_room * sizeof *plan->pairs);
+    plan->pairs = (dtrain_safetensors_pair *)dtrain__alloc(plan->allocator, pairs * sizeof *plan->pairs);
     if (plan->sources == NULL || plan->first == NULL || plan->pairs == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory to plan %zu tensors", count);
     if (status == DTRAIN_OK) {
@@ -251,13 +251,13 @@ static dtrain_status dtrain__huggingface_write_index(const dtrain__huggingface_p
     }
     if (text != NULL)
         dtrain__huggingface_print(plan, names, text, text_bytes);
-    dtrain__free(plan->allocator, names, bytes);
+    dtrain__free(plan->allocator, names);
     if (text == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_save: no memory for an index of %zu tensors",
                             plan->kept);
     dtrain_status status =
         dtrain__file_put(directory, DTRAIN__HUGGINGFACE_INDEX, text, text_bytes, no_sync, "safetensors_model_save");
-    dtrain__free(plan->allocator, text, text_bytes);
+    dtrain__free(plan->allocator, text);
     return status;
 }
 

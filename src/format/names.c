@@ -151,8 +151,7 @@ static size_t dtrain__names_enter(dtrain__names *names, dtrain__names_bins *bins
 
 static void dtrain__names_free(dtrain__names *names, dtrain_allocator *allocator)
 {
-    if (names->slots != NULL)
-        dtrain__free(allocator, names->slots, (names->mask + 1) * sizeof *names->slots);
+    dtrain__free(allocator, names->slots);
     names->slots = NULL;
 }
 
@@ -184,7 +183,7 @@ static int dtrain__names_build(dtrain__names *names, dtrain_allocator *allocator
         *twice = dtrain__names_enter(names, &bins, bin_shift, count);
     else
         dtrain__names_free(names, allocator);
-    dtrain__free(allocator, bins.slots, bin_count * sizeof *bins.slots);
+    dtrain__free(allocator, bins.slots);
     return built;
 }
 

@@ -31,8 +31,8 @@ struct dtrain_safetensors {
     const unsigned char *memory; /* the whole file: the mapping, or the caller's; NULL: neither */
     void *mapping;
     uint64_t file_bytes, header_bytes, read_bytes;
-    unsigned char *header;           /* header_have bytes, texts unescaped */
-    size_t header_room, header_have; /* have: header_bytes - 8, or up to a zero byte that ends it early */
+    unsigned char *header; /* header_have bytes, texts unescaped */
+    size_t header_have;    /* have: header_bytes - 8, or up to a zero byte that ends it early */
     dtrain__safetensors_entry *entries;
     size_t count, room;
     dtrain_safetensors_pair *pairs;
@@ -124,7 +124,7 @@ static int dtrain__safetensors_grow(dtrain_allocator *allocator, const dtrain__j
     size_t more = count + count / 4 + 16;
     size_t told = (size_t)((double)count * (double)json->length / (double)(json->offset + 1) * 1.03);
     more = told > more && count > 1000 ? told : more;
-    void *grown = dtrain__resize(allocator, *array, *room * bytes, more * bytes);
+    void *grown = dtrain__resize(allocator, *array, more * bytes);
     if (grown == NULL)
         return 0;
     *array = grown;
@@ -423,7 +423,7 @@ static dtrain_status dtrain__safetensors_parse(dtrain_safetensors *file)
     parser.file = file;
     dtrain__json_open(&parser.json, file->header, file->header_have);
     status = dtrain__safetensors_top(&parser);
-    dtrain__free(file->allocator, parser.fields, parser.field_room * sizeof *parser.fields);
+    dtrain__free(file->allocator, parser.fields);
     if (status != DTRAIN_OK || file->pair_count == 0)
         return status;
     if (!dtrain__names_build(&file->keys, file->allocator, file->pairs, sizeof *file->pairs, file->pair_count, &twice))
@@ -486,13 +486,13 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
         order = dtrain__safetensors_merge(places, places + count, count);
         for (size_t i = 0; i < count; i++)
             entries[i] = file->entries[order[i].index];
-        dtrain__free(file->allocator, file->entries, file->room * sizeof *file->entries);
+        dtrain__free(file->allocator, file->entries);
         file->entries = entries;
         file->room = count;
         entries = NULL;
     }
-    dtrain__free(file->allocator, entries, count * sizeof *entries);
-    dtrain__free(file->allocator, places, 2 * bytes);
+    dtrain__free(file->allocator, entries);
+    dtrain__free(file->allocator, places);
     return entries == NULL && places != NULL ? DTRAIN_OK : dtrain__safetensors_memory(file);
 }
 
@@ -550,7 +550,7 @@ static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
 {
     size_t *next;
     if (file->shape_count > 0) /* each has a byte or more of the header: the product does not overflow */
-        file->shapes = (size_t *)dtrain__resize(file->allocator, NULL, 0, file->shape_count * sizeof *file->shapes);
+        file->shapes = (size_t *)dtrain__resize(file->allocator, NULL, file->shape_count * sizeof *file->shapes);
     if (file->shape_count > 0 && file->shapes == NULL)
         return dtrain__safetensors_memory(file);
     next = file->shapes;

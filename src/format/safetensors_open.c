@@ -34,10 +34,9 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
                                           (unsigned long long)length, (unsigned long long)file->file_bytes);
     file->header_bytes = length + 8;
     if (file->fd >= 0) /* up to a zero byte, which the parser refuses */
-        return dtrain__file_read_text(file->fd, 8, length, file->allocator, &file->header, &file->header_room,
-                                      &file->header_have, file->label, "reading");
-    file->header_room = length > 0 ? (size_t)length : 1;
-    file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, 0, file->header_room);
+        return dtrain__file_read_text(file->fd, 8, length, file->allocator, &file->header, &file->header_have,
+                                      file->label, "reading");
+    file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, length > 0 ? (size_t)length : 1);
     if (file->header == NULL)
         return dtrain__safetensors_memory(file);
     memcpy(file->header, file->memory + 8, (size_t)length);
@@ -182,15 +181,15 @@ DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
     dtrain__file_close(file->fd);
     dtrain__names_free(&file->names, allocator);
     dtrain__names_free(&file->keys, allocator);
-    dtrain__free(allocator, file->shapes, file->shape_count * sizeof *file->shapes);
-    dtrain__free(allocator, file->pairs, file->pair_room * sizeof *file->pairs);
-    dtrain__free(allocator, file->entries, file->room * sizeof *file->entries);
-    dtrain__free(allocator, file->header, file->header_room);
+    dtrain__free(allocator, file->shapes);
+    dtrain__free(allocator, file->pairs);
+    dtrain__free(allocator, file->entries);
+    dtrain__free(allocator, file->header);
     if (allocator == &file->own) { /* it counts to the last, and lies in what is freed */
         own = file->own;
         allocator = &own;
     }
-    dtrain__free(allocator, file, sizeof *file);
+    dtrain__free(allocator, file);
 }
 
 /* ---- lookup ---- */

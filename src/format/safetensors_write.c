@@ -217,9 +217,9 @@ static dtrain_status dtrain__safetensors_plan_header(dtrain__safetensors_plan *p
 
 static void dtrain__safetensors_plan_end(dtrain__safetensors_plan *plan)
 {
-    dtrain__free(plan->allocator, plan->header, plan->header_bytes);
-    dtrain__free(plan->allocator, plan->pairs, plan->pair_count * sizeof *plan->pairs);
-    dtrain__free(plan->allocator, plan->items, plan->count * sizeof *plan->items);
+    dtrain__free(plan->allocator, plan->header);
+    dtrain__free(plan->allocator, plan->pairs);
+    dtrain__free(plan->allocator, plan->items);
 }
 
 /* Checks everything and makes the header; to be ended unless it fails. */
@@ -319,7 +319,7 @@ static dtrain_status dtrain__safetensors_emit(dtrain__safetensors_plan *plan, dt
     }
     for (size_t i = 0; i < plan->count && status == DTRAIN_OK; i++)
         status = dtrain__safetensors_emit_tensor(&plan->items[i], stage, sink, user);
-    dtrain__free(plan->allocator, stage, DTRAIN__SAFETENSORS_FILL);
+    dtrain__free(plan->allocator, stage);
     if (status == DTRAIN_OK)
         dtrain__thread_error = before;
     return status;

@@ -31,25 +31,21 @@ DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t
 static void dtrain__rounds_free(dtrain_local_sgd *local)
 {
     dtrain_allocator *allocator = local->allocator;
-    const dtrain__rounds_sizes *sizes = &local->sizes;
     for (int i = 0; local->fragments != NULL && i < local->desc.fragments; i++)
-        if (local->fragments[i].pack != NULL) {
-            local->fragments[i].pack->ranks = local->ranks; /* as its arrays are long */
-            dtrain_compressed_destroy(local->fragments[i].pack);
-        }
+        dtrain_compressed_destroy(local->fragments[i].pack);
     for (int i = 0; i < 3; i++)
         dtrain__feedback_buffer_free(&local->rooms[i], allocator);
-    dtrain__free(allocator, local->outer, sizes->floats);
-    dtrain__free(allocator, local->weights, sizes->weights);
-    dtrain__free(allocator, local->counters, sizes->counters);
-    dtrain__free(allocator, local->fragments, sizes->fragments);
-    dtrain__free(allocator, local->works, sizes->works);
-    dtrain__free(allocator, local->words, sizes->words);
-    dtrain__free(allocator, local->parts, sizes->told);
-    dtrain__free(allocator, local->hellos, sizes->hellos);
+    dtrain__free(allocator, local->outer);
+    dtrain__free(allocator, local->weights);
+    dtrain__free(allocator, local->counters);
+    dtrain__free(allocator, local->fragments);
+    dtrain__free(allocator, local->works);
+    dtrain__free(allocator, local->words);
+    dtrain__free(allocator, local->parts);
+    dtrain__free(allocator, local->hellos);
     dtrain__params_destroy(&local->params, allocator);
     pthread_mutex_destroy(&local->mutex);
-    dtrain__free(allocator, local, sizeof *local);
+    dtrain__free(allocator, local);
 }
 
 /* Gives the fragments their places, and those that travel packed their state. */

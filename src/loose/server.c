@@ -71,7 +71,7 @@ static void dtrain__server_topk_destroy(void *self)
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)self;
     dtrain_sparse_destroy(&topk->sparse);
-    dtrain__free(topk->allocator, topk, sizeof *topk);
+    dtrain__free(topk->allocator, topk);
 }
 
 static dtrain_status dtrain__server_topk_make(dtrain_compressor *made, const dtrain_topk_desc *desc,

@@ -92,7 +92,7 @@ static int dtrain__server_buffer(dtrain_server *s, int frees, void *place, size_
     if (!frees)
         return dtrain__server_take_memory(s, place, count, width);
     memcpy(&memory, place, sizeof memory);
-    dtrain__free(s->allocator, memory, count * width);
+    dtrain__free(s->allocator, memory);
     return 1;
 }
 
@@ -234,12 +234,12 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server)
         dtrain__server_close(&s->links[i]);
     dtrain__server_buffers(s, 1);
     dtrain_compressor_destroy(&s->compressor);
-    dtrain__free(allocator, s->links, (size_t)s->link_count * sizeof *s->links);
-    dtrain__free(allocator, s->pieces, s->piece_count * sizeof *s->pieces);
-    dtrain__free(allocator, s->begins, s->count * sizeof *s->begins);
-    dtrain__free(allocator, s->elements, s->count * sizeof *s->elements);
-    dtrain__free(allocator, s->table, s->count * sizeof *s->table);
-    dtrain__free(allocator, s, sizeof *s);
+    dtrain__free(allocator, s->links);
+    dtrain__free(allocator, s->pieces);
+    dtrain__free(allocator, s->begins);
+    dtrain__free(allocator, s->elements);
+    dtrain__free(allocator, s->table);
+    dtrain__free(allocator, s);
 }
 
 DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *server)

@@ -267,22 +267,21 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
     if (module == NULL)
         return;
     dtrain_allocator *memory = module->allocator, last;
-    size_t layers = (size_t)module->layer_count, places = (size_t)module->place_count;
-    for (size_t i = 0; module->places != NULL && i < places; i++) {
-        dtrain__free(memory, module->places[i].block, module->places[i].bytes);
-        dtrain__free(memory, module->places[i].kept, module->places[i].kept_bytes);
+    for (int i = 0; module->places != NULL && i < module->place_count; i++) {
+        dtrain__free(memory, module->places[i].block);
+        dtrain__free(memory, module->places[i].kept);
     }
-    dtrain__free(memory, module->gradients, module->gradient_bytes);
-    dtrain__free(memory, module->again, module->again_bytes);
-    dtrain__free(memory, module->layers, layers * sizeof *module->layers);
-    dtrain__free(memory, module->table, module->table_count * sizeof *module->table);
-    dtrain__free(memory, module->text, module->text_bytes);
-    dtrain__free(memory, module->uses, module->use_count * sizeof *module->uses);
-    dtrain__free(memory, module->addresses, 3 * module->use_count * sizeof *module->addresses);
-    dtrain__free(memory, module->places, places * sizeof *module->places);
-    dtrain__free(memory, module->values, places * (layers + 1) * sizeof *module->values);
+    dtrain__free(memory, module->gradients);
+    dtrain__free(memory, module->again);
+    dtrain__free(memory, module->layers);
+    dtrain__free(memory, module->table);
+    dtrain__free(memory, module->text);
+    dtrain__free(memory, module->uses);
+    dtrain__free(memory, module->addresses);
+    dtrain__free(memory, module->places);
+    dtrain__free(memory, module->values);
     last = module->own;
-    dtrain__free(memory == &module->own ? &last : memory, module, sizeof *module);
+    dtrain__free(memory == &module->own ? &last : memory, module);
 }
 
 DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer)

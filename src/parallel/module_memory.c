@@ -37,7 +37,7 @@ static int dtrain__module_room(dtrain_module *module, unsigned char **block, siz
     unsigned char *more = (unsigned char *)dtrain__alloc(module->allocator, need);
     if (more == NULL)
         return 0;
-    dtrain__free(module->allocator, *block, *have);
+    dtrain__free(module->allocator, *block);
     *block = more;
     *have = need;
     return 1;

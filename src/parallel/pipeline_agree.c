@@ -204,7 +204,7 @@ static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
         memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
         return;
     }
-    dtrain__free(pipeline->allocator, pipeline->memory, pipeline->memory_bytes);
+    dtrain__free(pipeline->allocator, pipeline->memory);
     pipeline->memory = fits ? (unsigned char *)dtrain__alloc(pipeline->allocator, need) : NULL;
     pipeline->memory_bytes = pipeline->memory != NULL ? need : 0;
     if (pipeline->memory == NULL)

@@ -55,8 +55,8 @@ static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
                                ? dtrain__pipeline_route(&router)
                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                                               "dtrain_pipeline_create: no memory for %zu tasks", pipeline->task_count);
-    dtrain__free(pipeline->allocator, block, words * sizeof *block);
-    dtrain__free(pipeline->allocator, router.busy, busy);
+    dtrain__free(pipeline->allocator, block);
+    dtrain__free(pipeline->allocator, router.busy);
     return status;
 }
 
@@ -149,20 +149,19 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
     if (pipeline == NULL)
         return;
     dtrain_allocator *memory = pipeline->allocator, last;
-    size_t chunks = (size_t)pipeline->chunks, micro = (size_t)pipeline->micro_batches, cells = chunks * micro;
-    dtrain__free(memory, pipeline->modules, chunks * sizeof *pipeline->modules);
-    dtrain__free(memory, pipeline->fsdps, chunks * sizeof *pipeline->fsdps);
-    dtrain__free(memory, pipeline->moves, pipeline->task_count * sizeof *pipeline->moves);
-    dtrain__free(memory, pipeline->messages, 2 * cells * sizeof *pipeline->messages);
-    dtrain__free(memory, pipeline->places, cells * sizeof *pipeline->places);
-    dtrain__free(memory, pipeline->inputs, cells * sizeof *pipeline->inputs);
-    dtrain__free(memory, pipeline->outputs, cells * sizeof *pipeline->outputs);
-    dtrain__free(memory, pipeline->shapes, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
-    dtrain__free(memory, pipeline->memory, pipeline->memory_bytes);
-    dtrain__free(memory, pipeline->evaluated, pipeline->evaluated_bytes);
+    dtrain__free(memory, pipeline->modules);
+    dtrain__free(memory, pipeline->fsdps);
+    dtrain__free(memory, pipeline->moves);
+    dtrain__free(memory, pipeline->messages);
+    dtrain__free(memory, pipeline->places);
+    dtrain__free(memory, pipeline->inputs);
+    dtrain__free(memory, pipeline->outputs);
+    dtrain__free(memory, pipeline->shapes);
+    dtrain__free(memory, pipeline->memory);
+    dtrain__free(memory, pipeline->evaluated);
     dtrain_pipeline_plan_destroy(pipeline->plan);
     last = pipeline->own;
-    dtrain__free(memory == &pipeline->own ? &last : memory, pipeline, sizeof *pipeline);
+    dtrain__free(memory == &pipeline->own ? &last : memory, pipeline);
 }
 
 #endif

@@ -338,8 +338,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_check(dtrain_pipeline_plan *plan)
         walk.marks != NULL && walk.ranks != NULL
             ? dtrain__pipeline_walk_all(&walk)
             : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "pipeline_plan: no memory for %zu tasks", ranks * plan->rank_tasks);
-    dtrain__free(plan->allocator, walk.marks, walk.mark_count * sizeof *walk.marks);
-    dtrain__free(plan->allocator, walk.ranks, ranks * sizeof *walk.ranks);
+    dtrain__free(plan->allocator, walk.marks);
+    dtrain__free(plan->allocator, walk.ranks);
     return status;
 }
 
@@ -454,15 +454,14 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)
 {
     if (plan == NULL)
         return;
-    size_t ranks = (size_t)plan->desc.ranks;
     dtrain_allocator *allocator = plan->allocator, own;
-    dtrain__free(allocator, plan->tasks, plan->rank_tasks * ranks * sizeof *plan->tasks);
-    dtrain__free(allocator, plan->peak, ranks * sizeof *plan->peak);
+    dtrain__free(allocator, plan->tasks);
+    dtrain__free(allocator, plan->peak);
     if (allocator == &plan->own) { /* it counts to the last, and lies in what is freed */
         own = plan->own;
         allocator = &own;
     }
-    dtrain__free(allocator, plan, sizeof *plan);
+    dtrain__free(allocator, plan);
 }
 
 /* ---- cutting layers into stages ---- */

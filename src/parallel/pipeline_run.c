@@ -217,7 +217,7 @@ static int dtrain__pipeline_evaluate_room(dtrain_pipeline *pipeline, size_t byte
 {
     if (pipeline->evaluated != NULL && bytes <= pipeline->evaluated_bytes)
         return 1;
-    dtrain__free(pipeline->allocator, pipeline->evaluated, pipeline->evaluated_bytes);
+    dtrain__free(pipeline->allocator, pipeline->evaluated);
     pipeline->evaluated = (unsigned char *)dtrain__alloc(pipeline->allocator, bytes);
     pipeline->evaluated_bytes = pipeline->evaluated != NULL ? bytes : 0;
     return pipeline->evaluated != NULL;

@@ -17,7 +17,6 @@ typedef struct dtrain__tp {
     int rank, size;
     dtrain_allocator *memory, own; /* own: without a group */
     void *rooms[DTRAIN__TP_ROOMS];
-    size_t bytes[DTRAIN__TP_ROOMS];
     int used;
 } dtrain__tp;
 
@@ -44,10 +43,8 @@ static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_c
 /* Frees the memory of a call and hands its status on. */
 static dtrain_status dtrain__tp_end(dtrain__tp *tp, dtrain_status status)
 {
-    while (tp->used > 0) {
-        tp->used--;
-        dtrain__free(tp->memory, tp->rooms[tp->used], tp->bytes[tp->used]);
-    }
+    while (tp->used > 0)
+        dtrain__free(tp->memory, tp->rooms[--tp->used]);
     return status;
 }
 
@@ -59,15 +56,13 @@ static void *dtrain__tp_room(dtrain__tp *tp, size_t rows, size_t row_bytes, dtra
     if (*status != DTRAIN_OK)
         return NULL;
     if (dtrain__mul_size(rows, row_bytes, &bytes))
-        room = dtrain__resize(tp->memory, NULL, 0, bytes > 0 ? bytes : 1);
+        room = dtrain__resize(tp->memory, NULL, bytes > 0 ? bytes : 1);
     if (room == NULL) {
         *status = dtrain__fail(dtrain__tp_error(tp), DTRAIN_ERR_MEMORY, "%s on rank %d: no memory for %zu x %zu bytes",
                                tp->name, tp->rank, rows, row_bytes);
         return NULL;
     }
-    tp->rooms[tp->used] = room;
-    tp->bytes[tp->used++] = bytes;
-    return room;
+    return tp->rooms[tp->used++] = room;
 }
 
 static float *dtrain__tp_floats(dtrain__tp *tp, size_t rows, size_t columns, dtrain_status *status)

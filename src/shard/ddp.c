@@ -153,7 +153,7 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     full.debug = -1;
     dtrain_status made =
         dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, "dtrain_ddp_create", status);
-    dtrain__free(ddp->allocator, copy, count * sizeof *copy);
+    dtrain__free(ddp->allocator, copy);
     if (made == DTRAIN_OK && dtrain__fsdp_debug_asked(desc->debug))
         dtrain__fsdp_debug_create(ddp->fsdp, 1);
     return made;
@@ -182,7 +182,7 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
     if (status == DTRAIN_OK)
         *ddp = made;
     else
-        dtrain__free(allocator, made, sizeof *made);
+        dtrain__free(allocator, made);
     return status;
 }
 
@@ -191,7 +191,7 @@ DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
     if (ddp == NULL)
         return;
     dtrain_fsdp_destroy(ddp->fsdp);
-    dtrain__free(ddp->allocator, ddp, sizeof *ddp);
+    dtrain__free(ddp->allocator, ddp);
 }
 
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets)

@@ -109,7 +109,7 @@ typedef struct dtrain__fsdp_note {
 typedef struct dtrain__fsdp_backend {
     int queues; /* work is put into a queue: the CPU does not see when it has been done */
     void *(*alloc)(dtrain_fsdp *fsdp, size_t bytes);
-    void (*release)(dtrain_fsdp *fsdp, void *memory, size_t bytes);
+    void (*release)(dtrain_fsdp *fsdp, void *memory);
     dtrain_status (*reserve)(dtrain_fsdp *fsdp); /* memory for units in full */
     dtrain_status (*broadcast)(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype);
     dtrain_status (*get)(dtrain_fsdp *fsdp, size_t cut, const float *own, float *out, int root);
@@ -149,8 +149,7 @@ struct dtrain_fsdp {
     int staged[2];                       /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* of a cut */
     dtrain_work **copying;               /* of a unit */
-    size_t *code_counts;                 /* of what is quantised: see >>fsdp-quantise; code_bytes, stages included */
-    size_t code_bytes;
+    size_t *code_counts;                 /* of what is quantised: see >>fsdp-quantise; stages included */
     float *code_scratch;
     unsigned char *code_stages;
     const void **code_parts;  /* of a rank */

@@ -176,7 +176,7 @@ static dtrain_status dtrain__fsdp_set_now(dtrain_fsdp *fsdp, size_t param, const
                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", most * sizeof(float));
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_distribute(fsdp, param, value, NULL, stage, most, root);
-    dtrain__free(&fsdp->memory, stage, most * sizeof(float));
+    dtrain__free(&fsdp->memory, stage);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
 }
 

@@ -262,9 +262,9 @@ static void *dtrain__fsdp_cpu_alloc(dtrain_fsdp *fsdp, size_t bytes)
     return dtrain__alloc(&fsdp->memory, bytes);
 }
 
-static void dtrain__fsdp_cpu_release(dtrain_fsdp *fsdp, void *memory, size_t bytes)
+static void dtrain__fsdp_cpu_release(dtrain_fsdp *fsdp, void *memory)
 {
-    dtrain__free(&fsdp->memory, memory, bytes);
+    dtrain__free(&fsdp->memory, memory);
 }
 
 static dtrain_status dtrain__fsdp_cpu_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
@@ -535,8 +535,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm
     float *stage = (float *)dtrain__alloc(memory, stage_bytes);
     dtrain_status status = dtrain__fsdp_adopt(fsdp, comm, table, bare, count, desc, stage);
     dtrain__error cause = dtrain__thread_error;
-    dtrain__free(memory, stage, stage_bytes);
-    dtrain__free(memory, bare, bytes);
+    dtrain__free(memory, stage);
+    dtrain__free(memory, bare);
     if (status != DTRAIN_OK) {
         dtrain_fsdp_destroy(*fsdp);
         *fsdp = NULL;
@@ -583,38 +583,35 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
-    const dtrain__layout *layout = &fsdp->layout;
     dtrain_allocator *memory = &fsdp->memory, last;
-    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
-    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
-    dtrain__free(memory, fsdp->units, units * sizeof *fsdp->units);
-    dtrain__free(memory, fsdp->copying, units * sizeof *fsdp->copying);
-    dtrain__free(memory, fsdp->reserved, params);
-    dtrain__free(memory, fsdp->lr_factors, 2 * params * sizeof(float));
-    dtrain__free(memory, fsdp->counts, cuts * (size_t)layout->shards * sizeof(size_t));
-    dtrain__free(memory, fsdp->packed_counts, 2 * units * (size_t)layout->shards * sizeof(size_t));
-    dtrain__free(memory, fsdp->stages, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
-    dtrain__free(memory, fsdp->code_parts, (size_t)layout->shards * sizeof(void *));
-    dtrain__free(memory, fsdp->code_counts, fsdp->code_bytes);
-    dtrain__free(memory, fsdp->gathering, cuts * sizeof *fsdp->gathering);
-    dtrain__free(memory, fsdp->reducing, cuts * sizeof *fsdp->reducing);
-    dtrain__free(memory, fsdp->slices, cuts * sizeof *fsdp->slices);
-    dtrain__free(memory, fsdp->notes, world * sizeof *fsdp->notes);
-    dtrain__free(memory, fsdp->announcements, 2 * world * sizeof(double));
-    dtrain__free(memory, fsdp->buckets, 2 * units * sizeof *fsdp->buckets);
-    dtrain__free(memory, fsdp->events, fsdp->desc.trace_events * sizeof *fsdp->events);
-    fsdp->backend->release(fsdp, fsdp->state, floats * layout->grads * sizeof(float));
-    fsdp->backend->release(fsdp, fsdp->masters, dtrain__fsdp_plan_apart(layout));
+    dtrain__free(memory, fsdp->units);
+    dtrain__free(memory, fsdp->copying);
+    dtrain__free(memory, fsdp->reserved);
+    dtrain__free(memory, fsdp->lr_factors);
+    dtrain__free(memory, fsdp->counts);
+    dtrain__free(memory, fsdp->packed_counts);
+    dtrain__free(memory, fsdp->stages);
+    dtrain__free(memory, fsdp->code_parts);
+    dtrain__free(memory, fsdp->code_counts);
+    dtrain__free(memory, fsdp->gathering);
+    dtrain__free(memory, fsdp->reducing);
+    dtrain__free(memory, fsdp->slices);
+    dtrain__free(memory, fsdp->notes);
+    dtrain__free(memory, fsdp->announcements);
+    dtrain__free(memory, fsdp->buckets);
+    dtrain__free(memory, fsdp->events);
+    fsdp->backend->release(fsdp, fsdp->state);
+    fsdp->backend->release(fsdp, fsdp->masters);
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
-        fsdp->backend->release(fsdp, fsdp->levels[i], layout->grads * sizeof(float));
-        fsdp->backend->release(fsdp, fsdp->full_levels[i], layout->trained * sizeof(float));
+        fsdp->backend->release(fsdp, fsdp->levels[i]);
+        fsdp->backend->release(fsdp, fsdp->full_levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
     dtrain__pages_destroy(&fsdp->weight_pages);
     dtrain__pages_destroy(&fsdp->grad_pages);
     dtrain__layout_destroy(&fsdp->layout, memory);
     last = *memory;
-    dtrain__free(&last, fsdp, sizeof *fsdp);
+    dtrain__free(&last, fsdp);
 }
 
 DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)

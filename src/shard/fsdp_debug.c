@@ -130,9 +130,8 @@ static void dtrain__fsdp_debug_destroy(dtrain_fsdp *fsdp)
     if (debug == NULL)
         return;
     dtrain__guard_destroy(debug->guard);
-    if (debug->left != NULL)
-        dtrain__free(&memory, debug->left, fsdp->layout.cut_count * sizeof *debug->left);
-    dtrain__free(&memory, debug, sizeof *debug);
+    dtrain__free(&memory, debug->left);
+    dtrain__free(&memory, debug);
 }
 
 /* Makes what an object needs for it. Without it training goes on as well. */

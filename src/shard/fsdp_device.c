@@ -29,12 +29,9 @@ static void *dtrain__fsdp_device_alloc(dtrain_fsdp *fsdp, size_t bytes)
     return made;
 }
 
-static void dtrain__fsdp_device_release(dtrain_fsdp *fsdp, void *memory, size_t bytes)
+static void dtrain__fsdp_device_release(dtrain_fsdp *fsdp, void *memory)
 {
-    if (memory == NULL)
-        return;
     dtrain_device_free(fsdp->device.queue, DTRAIN_MEMORY_DEVICE, memory);
-    fsdp->memory.bytes -= bytes;
 }
 
 static void dtrain__fsdp_copy(dtrain_fsdp *fsdp, float *to, const float *from, size_t count)
@@ -248,14 +245,13 @@ static dtrain_status dtrain__fsdp_make_device_groups(dtrain_fsdp *fsdp)
 static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
-    size_t units = (size_t)fsdp->layout.unit_count;
-    dtrain__free(&fsdp->memory, d->places, units * sizeof *d->places);
-    dtrain__free(&fsdp->memory, d->works[0], DTRAIN__FSDP_WAYS * units * sizeof(dtrain_device_work *));
-    dtrain__fsdp_device_release(fsdp, d->blocks[0], d->block_floats[0] * sizeof(float));
-    dtrain__fsdp_device_release(fsdp, d->blocks[1], d->block_floats[1] * sizeof(float));
-    dtrain__fsdp_device_release(fsdp, d->stages, DTRAIN__FSDP_STAGES * d->stage_bytes);
-    dtrain__fsdp_device_release(fsdp, d->halves, dtrain__fsdp_place_half_bytes(&fsdp->layout, &fsdp->desc));
-    dtrain__fsdp_device_release(fsdp, d->limbs, DTRAIN__FSDP_PLACE_SUM_BYTES);
+    dtrain__free(&fsdp->memory, d->places);
+    dtrain__free(&fsdp->memory, d->works[0]);
+    dtrain__fsdp_device_release(fsdp, d->blocks[0]);
+    dtrain__fsdp_device_release(fsdp, d->blocks[1]);
+    dtrain__fsdp_device_release(fsdp, d->stages);
+    dtrain__fsdp_device_release(fsdp, d->halves);
+    dtrain__fsdp_device_release(fsdp, d->limbs);
     dtrain_device_free(d->queue, DTRAIN_MEMORY_PINNED, d->drift_heard);
     if (d->drift_event != NULL)
         dtrain__device_event_destroy(d->queue, d->drift_event);
@@ -428,7 +424,7 @@ static dtrain_status dtrain__fsdp_device_get(dtrain_fsdp *fsdp, size_t index, co
     dtrain_status status = dtrain_device_copy(fsdp->device.queue, copy, own, bytes);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_cpu_get(fsdp, index, copy, out, root);
-    dtrain__free(&fsdp->memory, copy, bytes);
+    dtrain__free(&fsdp->memory, copy);
     return status;
 }
 

@@ -159,7 +159,7 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
     plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
                  plan->bookkeeping + plan->compression;
     dtrain__fsdp_traffic(layout, desc, rank, plan);
-    dtrain__free(allocator, spans, bytes);
+    dtrain__free(allocator, spans);
     return DTRAIN_OK;
 }
 

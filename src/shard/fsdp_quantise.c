@@ -45,10 +45,10 @@ static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
     size_t n = (size_t)layout->shards;
     if (desc->quantise_gather == 0 && desc->quantise_reduce == 0)
         return DTRAIN_OK;
-    fsdp->code_bytes = dtrain__fsdp_code_memory(layout, desc);
-    fsdp->code_counts = (size_t *)dtrain__alloc(&fsdp->memory, fsdp->code_bytes);
+    size_t bytes = dtrain__fsdp_code_memory(layout, desc);
+    fsdp->code_counts = (size_t *)dtrain__alloc(&fsdp->memory, bytes);
     if (fsdp->code_counts == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of quantised ranges", fsdp->code_bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of quantised ranges", bytes);
     fsdp->code_scratch = (float *)(void *)(fsdp->code_counts + 5 * layout->cut_count * n);
     fsdp->code_stages = (unsigned char *)fsdp->code_scratch + dtrain__fsdp_code_scratch(layout, desc);
     for (size_t i = 0; i < layout->cut_count; i++) {

@@ -275,10 +275,10 @@ static void dtrain__guard_destroy(dtrain__guard *guard)
         if (guard->regions[i].end > guard->regions[i].begin && !guard->off)
             dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
     dtrain__guard_remove(guard);
-    dtrain__free(&last, guard->open, guard->pages * sizeof *guard->open);
-    dtrain__free(&last, guard->regions, guard->range_count * sizeof *guard->regions);
-    dtrain__free(&last, guard->ranges, guard->range_count * sizeof *guard->ranges);
-    dtrain__free(&last, guard, sizeof *guard);
+    dtrain__free(&last, guard->open);
+    dtrain__free(&last, guard->regions);
+    dtrain__free(&last, guard->ranges);
+    dtrain__free(&last, guard);
 }
 
 /* Makes one that guards nothing yet; NULL: there is no memory. Ranges are filled in, then it is started. */
@@ -411,7 +411,7 @@ static int dtrain__guard_start(dtrain__guard *guard)
     }
     qsort(order, guard->range_count, sizeof *order, dtrain__guard_compare);
     dtrain__guard_find_regions(guard, order);
-    dtrain__free(&guard->memory, order, bytes);
+    dtrain__free(&guard->memory, order);
     guard->open = (uint16_t *)dtrain__alloc(&guard->memory, guard->pages * sizeof *guard->open);
     if (guard->open == NULL) {
         guard->region_count = 0;

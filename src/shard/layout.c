@@ -212,12 +212,12 @@ static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_
 
 static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *allocator)
 {
-    dtrain__free(allocator, layout->table, layout->table_count * sizeof(dtrain_param));
-    dtrain__free(allocator, layout->names, layout->names_bytes);
-    dtrain__free(allocator, layout->parts, layout->part_count * sizeof(dtrain_param_part));
-    dtrain__free(allocator, layout->cuts, layout->cut_count * sizeof(dtrain__layout_cut));
-    dtrain__free(allocator, layout->units, (size_t)layout->unit_count * sizeof(dtrain__layout_unit));
-    dtrain__free(allocator, layout->offsets, layout->table_count * sizeof(size_t));
+    dtrain__free(allocator, layout->table);
+    dtrain__free(allocator, layout->names);
+    dtrain__free(allocator, layout->parts);
+    dtrain__free(allocator, layout->cuts);
+    dtrain__free(allocator, layout->units);
+    dtrain__free(allocator, layout->offsets);
     memset(layout, 0, sizeof *layout);
 }
 

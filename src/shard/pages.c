@@ -276,8 +276,7 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
         dtrain__pages_hold(pages, (size_t)0 - pages->held);
     if (pages->base != NULL)
         dtrain__os_unreserve(pages->base, pages->reserved);
-    if (pages->users != NULL)
-        dtrain__free(pages->allocator, pages->users, pages->bytes / pages->page * sizeof(uint16_t));
+    dtrain__free(pages->allocator, pages->users);
     memset(pages, 0, sizeof *pages);
 }
 

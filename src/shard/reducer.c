@@ -129,10 +129,10 @@ static void dtrain__reducer_destroy(dtrain__reducer *reducer)
     for (size_t i = 0; reducer->events != NULL && i < 2 * units; i++)
         dtrain__device_event_destroy(reducer->caller, reducer->events[i]);
     dtrain__device_queue_destroy(reducer->queue);
-    dtrain__free(memory, reducer->events, 2 * units * sizeof *reducer->events);
-    dtrain__free(memory, reducer->ends, units * sizeof *reducer->ends);
-    dtrain__free(memory, reducer->jobs, units * sizeof *reducer->jobs);
-    dtrain__free(memory, reducer, sizeof *reducer);
+    dtrain__free(memory, reducer->events);
+    dtrain__free(memory, reducer->ends);
+    dtrain__free(memory, reducer->jobs);
+    dtrain__free(memory, reducer);
 }
 
 /* What travels together of a bucket. */

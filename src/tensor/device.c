@@ -16,7 +16,6 @@
 #endif
 
 #define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
-#define DTRAIN__DEVICE_HEADER 64                  /* before memory of a NULL device: how many bytes it has */
 #define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* whose bytes can be counted, whatever the dtype */
 
 DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
@@ -109,14 +108,9 @@ static void dtrain__device_queue_destroy(dtrain_device *made)
 static dtrain_status dtrain__device_alloc_cpu(size_t bytes, void **pointer)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
-    size_t all;
-    unsigned char *block = NULL;
-    if (dtrain__add_size(bytes, DTRAIN__DEVICE_HEADER, &all))
-        block = (unsigned char *)dtrain__resize(&heap, NULL, 0, all);
-    if (block == NULL)
+    *pointer = dtrain__resize(&heap, NULL, bytes);
+    if (*pointer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device_alloc on cpu: no memory for %zu bytes", bytes);
-    memcpy(block, &all, sizeof all);
-    *pointer = block + DTRAIN__DEVICE_HEADER;
     return DTRAIN_OK;
 }
 
@@ -143,16 +137,10 @@ DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memor
 DTRAIN_API void dtrain_device_free(dtrain_device *device, dtrain_memory memory, void *pointer)
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
-    size_t all;
-    if (pointer == NULL)
-        return;
-    if (device == NULL) {
-        unsigned char *block = (unsigned char *)pointer - DTRAIN__DEVICE_HEADER;
-        memcpy(&all, block, sizeof all);
-        dtrain__resize(&heap, block, all, 0);
-    } else if (device->ops != NULL && device->ops->release != NULL) {
+    if (device == NULL)
+        dtrain__free(&heap, pointer);
+    else if (pointer != NULL && device->ops != NULL && device->ops->release != NULL)
         device->ops->release(device, memory, pointer);
-    }
 }
 
 DTRAIN_API dtrain_status dtrain_device_copy(dtrain_device *device, void *to, const void *from, size_t bytes)

@@ -93,7 +93,7 @@ DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
     if (tensor == NULL)
         return;
     if (tensor->allocator != NULL)
-        dtrain__free(tensor->allocator, tensor->data, tensor->bytes);
+        dtrain__free(tensor->allocator, tensor->data);
     memset(tensor, 0, sizeof *tensor);
 }
 

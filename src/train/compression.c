@@ -100,14 +100,14 @@ static void dtrain__compression_close(dtrain__compression_set *set)
 {
     for (size_t i = 0; i < set->part_count; i++) {
         dtrain_compressed_destroy(set->parts[i].state);
-        dtrain__free(set->allocator, set->parts[i].before, set->parts[i].count * sizeof(float));
+        dtrain__free(set->allocator, set->parts[i].before);
     }
-    dtrain__free(set->allocator, set->parts, set->part_capacity * sizeof *set->parts);
+    dtrain__free(set->allocator, set->parts);
     if (set->device != NULL)
         dtrain_device_free(set->device, DTRAIN_MEMORY_PINNED, set->plain);
     else
-        dtrain__free(set->allocator, set->plain, set->plain_count * sizeof(float));
-    dtrain__free(set->allocator, set->velocity, set->plain_count * sizeof(float));
+        dtrain__free(set->allocator, set->plain);
+    dtrain__free(set->allocator, set->velocity);
     memset(set, 0, sizeof *set);
 }
 
@@ -338,10 +338,10 @@ static void dtrain__compression_destroy(void *self)
 {
     dtrain__compression *all = (dtrain__compression *)self;
     dtrain_allocator *allocator = all->set.allocator;
-    dtrain__free(allocator, all->flat, all->total * sizeof(float));
-    dtrain__free(allocator, all->elements, all->count * sizeof *all->elements);
+    dtrain__free(allocator, all->flat);
+    dtrain__free(allocator, all->elements);
     dtrain__compression_close(&all->set);
-    dtrain__free(allocator, all, sizeof *all);
+    dtrain__free(allocator, all);
 }
 
 static dtrain_status dtrain__compression_check(const dtrain__compression *all, const dtrain_param *table, size_t count,

@@ -322,8 +322,8 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     if (optimizer->device != NULL)
         dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);
     else
-        dtrain__free(allocator, optimizer->state, optimizer->state_count * sizeof(float));
-    dtrain__free(allocator, optimizer, sizeof *optimizer);
+        dtrain__free(allocator, optimizer->state);
+    dtrain__free(allocator, optimizer);
 }
 
 /* ---- learning rates ----

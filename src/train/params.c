@@ -256,7 +256,7 @@ static dtrain_status dtrain__params_check_for(const dtrain_param *table, size_t 
         status = dtrain__params_check_units(table, count, spans);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_memory(table, count, spans);
-    dtrain__free(&allocator, spans, bytes);
+    dtrain__free(&allocator, spans);
     return status;
 }
 
@@ -481,8 +481,8 @@ static dtrain_status dtrain__params_device(const dtrain_param *table, size_t cou
 
 static void dtrain__params_destroy(dtrain__params *params, dtrain_allocator *allocator)
 {
-    dtrain__free(allocator, params->ranges, params->range_count * sizeof *params->ranges);
-    dtrain__free(allocator, params->unit_begin, ((size_t)params->units + 1) * sizeof *params->unit_begin);
+    dtrain__free(allocator, params->ranges);
+    dtrain__free(allocator, params->unit_begin);
     memset(params, 0, sizeof *params);
 }
 

@@ -46,7 +46,7 @@ static void dtrain__stream_unseal(dtrain_allocator *allocator, dtrain__stream *s
     if (stream->seal == NULL)
         return;
     dtrain__wipe(stream->seal, offsetof(dtrain__seal, out_records));
-    dtrain__free(allocator, stream->seal, sizeof *stream->seal);
+    dtrain__free(allocator, stream->seal);
     stream->seal = NULL;
 }
 
@@ -175,8 +175,7 @@ static void dtrain__stream_end(dtrain__stream *stream)
 
 static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *stream)
 {
-    if (stream->replay != NULL)
-        dtrain__free(allocator, stream->replay, DTRAIN__REPLAY_BYTES);
+    dtrain__free(allocator, stream->replay);
     dtrain__stream_unseal(allocator, stream);
 }
 
@@ -197,7 +196,7 @@ static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block,
         return 1;
     while (capacity - block->bytes < more)
         capacity *= 2;
-    data = (unsigned char *)dtrain__resize(allocator, block->data, block->capacity, capacity);
+    data = (unsigned char *)dtrain__resize(allocator, block->data, capacity);
     if (data == NULL) {
         block->short_of = 1;
         return 0;
@@ -216,8 +215,7 @@ static void dtrain__bytes_drop(dtrain__bytes *block, size_t bytes)
 
 static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block)
 {
-    if (block->data != NULL)
-        dtrain__resize(allocator, block->data, block->capacity, 0);
+    dtrain__free(allocator, block->data);
     memset(block, 0, sizeof *block);
 }
 

@@ -22,7 +22,6 @@ typedef struct dtrain__threads_rank {
     dtrain__error why; /* it left; written by itself, readable once it has */
     dtrain__tell tell; /* readable once there is a record */
     void *record;      /* what it does, which peers read until the group is freed */
-    size_t record_bytes;
 } dtrain__threads_rank;
 
 typedef struct dtrain__threads_ring {
@@ -197,16 +196,16 @@ static void dtrain__threads_free(dtrain__threads_group *group)
     dtrain_allocator *allocator = group->allocator;
     if (group->rings != NULL)
         for (size_t i = 0; i < size * size; i++)
-            dtrain__free(allocator, group->rings[i], sizeof(dtrain__threads_ring));
+            dtrain__free(allocator, group->rings[i]);
     for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
-        dtrain__free(allocator, group->ranks[rank].record, group->ranks[rank].record_bytes);
-    dtrain__free(allocator, group->rings, size * size * sizeof(dtrain__threads_ring *));
-    dtrain__free(allocator, group->bound, (size_t)group->bound_count * sizeof(int));
-    dtrain__free(allocator, group->shared.slots, size * sizeof(dtrain__slot));
-    dtrain__free(allocator, group->shared.members.ranks, size * sizeof(dtrain__departure));
-    dtrain__free(allocator, group->ranks, size * sizeof(dtrain__threads_rank));
-    dtrain__free(allocator, group->rank_ends, size * sizeof(dtrain__threads_end));
-    dtrain__free(allocator, group, sizeof *group);
+        dtrain__free(allocator, group->ranks[rank].record);
+    dtrain__free(allocator, group->rings);
+    dtrain__free(allocator, group->bound);
+    dtrain__free(allocator, group->shared.slots);
+    dtrain__free(allocator, group->shared.members.ranks);
+    dtrain__free(allocator, group->ranks);
+    dtrain__free(allocator, group->rank_ends);
+    dtrain__free(allocator, group);
 }
 
 static void dtrain__threads_world_free(dtrain__threads_world *world)
@@ -217,7 +216,7 @@ static void dtrain__threads_world_free(dtrain__threads_world *world)
     pthread_mutex_destroy(&world->mutex);
     pthread_mutex_destroy(&world->origin.mutex);
     own = world->own;
-    dtrain__free(world->allocator == &world->own ? &own : world->allocator, world, sizeof *world);
+    dtrain__free(world->allocator == &world->own ? &own : world->allocator, world);
 }
 
 /* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */

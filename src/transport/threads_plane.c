@@ -191,13 +191,12 @@ static dtrain_status dtrain__threads_plane_store(void *self, dtrain__store_call 
 }
 
 /* The group keeps the record. */
-static void dtrain__threads_plane_publish(void *self, dtrain__tell tell, void *record, size_t bytes)
+static void dtrain__threads_plane_publish(void *self, dtrain__tell tell, void *record)
 {
     dtrain__threads_rank *mine = &dtrain__threads_plane_of(self)->ranks[((dtrain__threads_end *)self)->rank];
     if (tell == NULL)
         return;
     mine->tell = tell;
-    mine->record_bytes = bytes;
     __atomic_store_n(&mine->record, record, __ATOMIC_RELEASE);
 }
 

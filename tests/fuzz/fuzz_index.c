@@ -61,8 +61,8 @@ static void again(const dtrain__index *index, int tiled)
         must(dtrain__index_print(&second, &more, &more_room, &more_bytes) == DTRAIN_OK);
         must(more_bytes == bytes && memcmp(text, more, bytes) == 0);
     }
-    dtrain__free(&heap, text, room);
-    dtrain__free(&heap, more, more_room);
+    dtrain__free(&heap, text);
+    dtrain__free(&heap, more);
     dtrain__index_free(&second);
 }
 

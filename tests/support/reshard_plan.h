@@ -162,7 +162,7 @@ static dtrain_status reshard_plan(const dtrain_piece *have, size_t have_count, c
         if (status == DTRAIN_OK && want[i].count > 0)
             status = reshard_piece(&plan, &want[i], &to);
     }
-    dtrain__free(&heap, (void *)plan.sorted, bytes);
+    dtrain__free(&heap, (void *)plan.sorted);
     *count = plan.count;
     return status;
 }

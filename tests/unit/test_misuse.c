@@ -12,7 +12,7 @@ static void *keep(void *user, void *pointer, size_t old_bytes, size_t new_bytes,
 {
     void *block = NULL;
     (void)user;
-    if (new_bytes == 0 && pointer != NULL && old_bytes < 100)
+    if (new_bytes == 0 && pointer != NULL && old_bytes < 164)
         memset(pointer, 0xa5, old_bytes);
     if (new_bytes == 0)
         return NULL;
