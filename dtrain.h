@@ -5640,7 +5640,7 @@ static int dtrain__add_size(size_t a, size_t b, size_t *sum)
     return a <= SIZE_MAX - b;
 }
 
-static int dtrain__mul_size(size_t a, size_t b, size_t *product)
+static DTRAIN__NOINLINE int dtrain__mul_size(size_t a, size_t b, size_t *product)
 {
     *product = a * b;
     return b == 0 || a <= SIZE_MAX / b;
@@ -6464,7 +6464,7 @@ static int dtrain__json_peek(const dtrain__json_reader *reader, size_t offset)
     return offset < reader->length ? reader->text[offset] : -1;
 }
 
-static int dtrain__json_in(int byte, int low, int high)
+static DTRAIN__NOINLINE int dtrain__json_in(int byte, int low, int high)
 {
     return byte >= low && byte <= high;
 }
@@ -6933,7 +6933,7 @@ static void dtrain__json_put_quoted(dtrain__json_writer *writer, const void *tex
     dtrain__json_put(writer, "\"", 1);
 }
 
-static void dtrain__json_write_key(dtrain__json_writer *writer, const void *text, size_t length)
+static DTRAIN__NOINLINE void dtrain__json_write_key(dtrain__json_writer *writer, const void *text, size_t length)
 {
     if (!dtrain__json_place(writer, 1))
         return;
@@ -7244,7 +7244,7 @@ static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
     return &dtrain__dtype_rows[index < sizeof dtrain__dtype_rows / sizeof dtrain__dtype_rows[0] ? index : 0];
 }
 
-DTRAIN_API unsigned dtrain_dtype_bits(dtrain_dtype dtype)
+DTRAIN_API DTRAIN__NOINLINE unsigned dtrain_dtype_bits(dtrain_dtype dtype)
 {
     return dtrain__dtype_find(dtype)->bits;
 }
@@ -7267,7 +7267,7 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
-DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
+DTRAIN_API DTRAIN__NOINLINE size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
 {
     size_t n, p, each, longer;
     if (begin != NULL)
@@ -8140,7 +8140,7 @@ static double dtrain__norm_value(const dtrain__norm *sum)
 #define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
 #define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* whose bytes can be counted, whatever the dtype */
 
-DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
+DTRAIN_API DTRAIN__NOINLINE const char *dtrain_device_name(const dtrain_device *device)
 {
     return device == NULL ? "cpu" : device->name != NULL ? device->name : "a device without a name";
 }
@@ -8701,7 +8701,7 @@ DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
         }                                                                                                              \
     } while (0)
 
-static int dtrain__file_sys_open(int directory, const char *name, int flags)
+static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *name, int flags)
 {
     DTRAIN__FILE_TRY("open");
     return openat(directory, name, flags | O_CLOEXEC, 0666);
@@ -8766,7 +8766,7 @@ static int dtrain__file_sys_rename(int from_directory, const char *from, int to_
     return renameat(from_directory, from, to_directory, to);
 }
 
-static int dtrain__file_sys_unlink(int directory, const char *name, int flags)
+static DTRAIN__NOINLINE int dtrain__file_sys_unlink(int directory, const char *name, int flags)
 {
     DTRAIN__FILE_TRY("unlink");
     return unlinkat(directory, name, flags);
@@ -8786,7 +8786,7 @@ static int dtrain__file_sys_lock(int fd, int command, struct flock *range)
 }
 
 /* A descriptor is gone whatever close says; what it says, on NFS, is that earlier writes were lost. */
-static int dtrain__file_sys_close(int fd)
+static DTRAIN__NOINLINE int dtrain__file_sys_close(int fd)
 {
     int result = close(fd);
     DTRAIN__FILE_TRY("close");
@@ -8809,7 +8809,7 @@ static void *dtrain__file_sys_map(int fd, size_t bytes)
 
 /* ---- reading ---- */
 
-static void dtrain__file_close(int fd)
+static DTRAIN__NOINLINE void dtrain__file_close(int fd)
 {
     if (fd >= 0)
         dtrain__file_sys_close(fd);
@@ -9492,7 +9492,7 @@ static dtrain_status dtrain__safetensors_memory(const dtrain_safetensors *file)
 }
 
 /* Reports a rule of the JSON, at an offset of the header. */
-static dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule, size_t offset,
+static DTRAIN__NOINLINE dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule, size_t offset,
                                              const char *text)
 {
     return dtrain__safetensors_broken(parser->file, rule, offset + 8,
@@ -11459,7 +11459,7 @@ typedef struct dtrain__huggingface_plan {
     uint64_t total;
 } dtrain__huggingface_plan;
 
-static size_t dtrain__huggingface_length(const dtrain_safetensors_source *source)
+static DTRAIN__NOINLINE size_t dtrain__huggingface_length(const dtrain_safetensors_source *source)
 {
     return source->name_length > 0 ? source->name_length : strlen(source->name);
 }
@@ -18875,7 +18875,7 @@ static int dtrain__op_is_message(const dtrain__op *op)
     return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV || op->kind == DTRAIN__EXCHANGE;
 }
 
-static const char *dtrain__op_kind_name(uint64_t kind)
+static DTRAIN__NOINLINE const char *dtrain__op_kind_name(uint64_t kind)
 {
     static const char *const names[] = {"no call", "all_reduce", "reduce_scatter", "all_gather", "broadcast",
                                         "reduce",  "gather",     "scatter",        "all_to_all", "barrier",
@@ -23181,7 +23181,7 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
     return status;
 }
 
-DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+DTRAIN_API DTRAIN__NOINLINE dtrain_status dtrain_work_wait(dtrain_work *work)
 {
     int ended;
     if (work == NULL)
@@ -23846,7 +23846,7 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 
-static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
+static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
 {
     dtrain__op op;
     memset(&op, 0, offsetof(dtrain__op, error));
@@ -28170,7 +28170,7 @@ static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, cons
 #define DTRAIN__DEVICE_GROUP
 
 /* Keeps what has failed on this rank for its next note. */
-static void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
+static DTRAIN__NOINLINE void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
 {
     group->mine.status = (uint64_t)status;
     if (status != DTRAIN_OK)
@@ -29496,7 +29496,7 @@ static dtrain_status dtrain__sparse_unpack(dtrain_sparse *sparse, const void *da
 #define DTRAIN__QUANTISE_TINY                                                                                          \
     0x0d800000u /* 2^-100: 448 over less may be infinite, so such blocks grow by 2^100 first */
 
-static size_t dtrain__quantise_blocks(size_t count, size_t block)
+static DTRAIN__NOINLINE size_t dtrain__quantise_blocks(size_t count, size_t block)
 {
     return count / block + (count % block != 0);
 }
@@ -30166,7 +30166,7 @@ typedef struct dtrain__device_vector {
 } dtrain__device_vector;
 
 /* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
-static dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device, dtrain_status status)
+static DTRAIN__NOINLINE dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device, dtrain_status status)
 {
     return status == DTRAIN_OK ? status : dtrain__feedback_abort(comm, status, dtrain_device_name(device));
 }
@@ -32513,7 +32513,7 @@ static int dtrain__params_trained(const dtrain_param *param)
     return param->grad != NULL && !param->frozen;
 }
 
-static int dtrain__params_ndim(const dtrain_param *param)
+static DTRAIN__NOINLINE int dtrain__params_ndim(const dtrain_param *param)
 {
     int ndim = param->ndim;
     while (param->ndim == 0 && ndim < DTRAIN_MAX_DIMS && param->shape[ndim] > 0)
@@ -32531,7 +32531,7 @@ static int dtrain__params_size(const dtrain_param *param, size_t *count, size_t 
     return dtrain__mul_size(*count, dtrain_dtype_bits(param->dtype) / 8, bytes) && fits;
 }
 
-DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param)
+DTRAIN_API DTRAIN__NOINLINE size_t dtrain_param_elements(const dtrain_param *param)
 {
     size_t count, bytes;
     return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
@@ -40473,7 +40473,7 @@ struct dtrain_ddp {
 };
 
 /* Keeps the text of a call's error, whoever wrote it. */
-static dtrain_status dtrain__ddp_note(dtrain_ddp *ddp, dtrain_status status)
+static DTRAIN__NOINLINE dtrain_status dtrain__ddp_note(dtrain_ddp *ddp, dtrain_status status)
 {
     if (status != DTRAIN_OK && ddp != NULL)
         ddp->error = dtrain__thread_error;
@@ -42292,7 +42292,7 @@ static float *dtrain__tp_floats(dtrain__tp *tp, size_t rows, size_t columns, dtr
 }
 
 /* Refuses a matrix whose bytes are more than memory has, and one that is missing; does nothing after an error. */
-static void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows, size_t columns,
+static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows, size_t columns,
                             dtrain_status *status)
 {
     size_t count;
@@ -43531,7 +43531,7 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
 #define DTRAIN__PIPELINE_AGREE
 
 /* Keeps why this rank cannot go on: the first cause. */
-static void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
+static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
 {
     if (pipeline->note.status == DTRAIN_OK)
         dtrain__fail(&pipeline->note, status, "%s: %s", dtrain_status_name(status), why);
@@ -44447,7 +44447,7 @@ DTRAIN__FOLD_PAIR(dtrain__server_minus, dtrain__f32, a[i] - b[i])
 DTRAIN__EXACT_END
 
 /* Keeps the text of a call's error, whoever wrote it. */
-static dtrain_status dtrain__server_note(dtrain_server *s, dtrain_status status)
+static DTRAIN__NOINLINE dtrain_status dtrain__server_note(dtrain_server *s, dtrain_status status)
 {
     if (status != DTRAIN_OK && s != NULL)
         s->error = dtrain__thread_error;
@@ -48341,7 +48341,7 @@ static void *dtrain__index_grow(dtrain_allocator *allocator, void *array, size_t
     dtrain__index_room((index), (void **)&(index)->array, sizeof(type), (index)->counted, (more), &(index)->room)
 
 /* Returns 0 where there is no memory, which is reported. */
-static int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count, size_t more, size_t *room)
+static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count, size_t more, size_t *room)
 {
     void *old, *larger;
     memcpy(&old, array, sizeof old);
@@ -48420,7 +48420,7 @@ static void dtrain__index_region(const dtrain__index *index, const dtrain__index
 
 /* ---- settling ---- */
 
-static const char *dtrain__index_name(const dtrain__index *index, const dtrain__index_tensor *tensor)
+static DTRAIN__NOINLINE const char *dtrain__index_name(const dtrain__index *index, const dtrain__index_tensor *tensor)
 {
     return index->texts + tensor->name;
 }
@@ -48632,7 +48632,7 @@ static void dtrain__index_key(dtrain__json_writer *json, const char *key)
     dtrain__json_write_key(json, key, strlen(key));
 }
 
-static void dtrain__index_put(dtrain__json_writer *json, const char *key, uint64_t value)
+static DTRAIN__NOINLINE void dtrain__index_put(dtrain__json_writer *json, const char *key, uint64_t value)
 {
     dtrain__index_key(json, key);
     dtrain__json_write_u64(json, value);
@@ -48828,14 +48828,14 @@ typedef struct dtrain__index_parser {
     size_t base_file; /* files of this text are numbered from here on */
 } dtrain__index_parser;
 
-static dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset, const char *what)
+static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset, const char *what)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\", byte %zu: %s", parser->index->where, offset,
                         what);
 }
 
 /* Reads the next token, which must be of a kind; `what` says what is expected. */
-static dtrain_status dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
+static DTRAIN__NOINLINE dtrain_status dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
                                           dtrain__json_kind kind, const char *what)
 {
     if (dtrain__json_next(&parser->json, token) == kind)
@@ -50382,7 +50382,7 @@ static int dtrain__save_alone(const dtrain_checkpoint *ckpt)
 }
 
 /* The number of the save under way. */
-static const dtrain__index_save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
+static DTRAIN__NOINLINE const dtrain__index_save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
 {
     return &ckpt->part.index.facts.id;
 }
@@ -50427,7 +50427,7 @@ static int dtrain__save_line(const void *pointer, size_t index, dtrain__alike_li
 }
 
 /* The same, where a number must be the same on all ranks, too. */
-static dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
+static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
                                         const char *compared)
 {
     dtrain__save_number given = {compared, number};

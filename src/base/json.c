@@ -87,7 +87,7 @@ static int dtrain__json_peek(const dtrain__json_reader *reader, size_t offset)
     return offset < reader->length ? reader->text[offset] : -1;
 }
 
-static int dtrain__json_in(int byte, int low, int high)
+static DTRAIN__NOINLINE int dtrain__json_in(int byte, int low, int high)
 {
     return byte >= low && byte <= high;
 }
@@ -556,7 +556,7 @@ static void dtrain__json_put_quoted(dtrain__json_writer *writer, const void *tex
     dtrain__json_put(writer, "\"", 1);
 }
 
-static void dtrain__json_write_key(dtrain__json_writer *writer, const void *text, size_t length)
+static DTRAIN__NOINLINE void dtrain__json_write_key(dtrain__json_writer *writer, const void *text, size_t length)
 {
     if (!dtrain__json_place(writer, 1))
         return;

@@ -14,7 +14,7 @@ static int dtrain__add_size(size_t a, size_t b, size_t *sum)
     return a <= SIZE_MAX - b;
 }
 
-static int dtrain__mul_size(size_t a, size_t b, size_t *product)
+static DTRAIN__NOINLINE int dtrain__mul_size(size_t a, size_t b, size_t *product)
 {
     *product = a * b;
     return b == 0 || a <= SIZE_MAX / b;

@@ -149,7 +149,7 @@ static void *dtrain__index_grow(dtrain_allocator *allocator, void *array, size_t
     dtrain__index_room((index), (void **)&(index)->array, sizeof(type), (index)->counted, (more), &(index)->room)
 
 /* Returns 0 where there is no memory, which is reported. */
-static int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count, size_t more, size_t *room)
+static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count, size_t more, size_t *room)
 {
     void *old, *larger;
     memcpy(&old, array, sizeof old);
@@ -228,7 +228,7 @@ static void dtrain__index_region(const dtrain__index *index, const dtrain__index
 
 /* ---- settling ---- */
 
-static const char *dtrain__index_name(const dtrain__index *index, const dtrain__index_tensor *tensor)
+static DTRAIN__NOINLINE const char *dtrain__index_name(const dtrain__index *index, const dtrain__index_tensor *tensor)
 {
     return index->texts + tensor->name;
 }

@@ -16,7 +16,7 @@ static void dtrain__index_key(dtrain__json_writer *json, const char *key)
     dtrain__json_write_key(json, key, strlen(key));
 }
 
-static void dtrain__index_put(dtrain__json_writer *json, const char *key, uint64_t value)
+static DTRAIN__NOINLINE void dtrain__index_put(dtrain__json_writer *json, const char *key, uint64_t value)
 {
     dtrain__index_key(json, key);
     dtrain__json_write_u64(json, value);
@@ -212,14 +212,14 @@ typedef struct dtrain__index_parser {
     size_t base_file; /* files of this text are numbered from here on */
 } dtrain__index_parser;
 
-static dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset, const char *what)
+static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset, const char *what)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\", byte %zu: %s", parser->index->where, offset,
                         what);
 }
 
 /* Reads the next token, which must be of a kind; `what` says what is expected. */
-static dtrain_status dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
+static DTRAIN__NOINLINE dtrain_status dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
                                           dtrain__json_kind kind, const char *what)
 {
     if (dtrain__json_next(&parser->json, token) == kind)

@@ -68,7 +68,7 @@ static int dtrain__save_alone(const dtrain_checkpoint *ckpt)
 }
 
 /* The number of the save under way. */
-static const dtrain__index_save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
+static DTRAIN__NOINLINE const dtrain__index_save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
 {
     return &ckpt->part.index.facts.id;
 }
@@ -113,7 +113,7 @@ static int dtrain__save_line(const void *pointer, size_t index, dtrain__alike_li
 }
 
 /* The same, where a number must be the same on all ranks, too. */
-static dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
+static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
                                         const char *compared)
 {
     dtrain__save_number given = {compared, number};

@@ -5,7 +5,7 @@
 #include "op.c"
 #include "work.c"
 
-static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
+static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
 {
     dtrain__op op;
     memset(&op, 0, offsetof(dtrain__op, error));

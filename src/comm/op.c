@@ -37,7 +37,7 @@ static int dtrain__op_is_message(const dtrain__op *op)
     return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV || op->kind == DTRAIN__EXCHANGE;
 }
 
-static const char *dtrain__op_kind_name(uint64_t kind)
+static DTRAIN__NOINLINE const char *dtrain__op_kind_name(uint64_t kind)
 {
     static const char *const names[] = {"no call", "all_reduce", "reduce_scatter", "all_gather", "broadcast",
                                         "reduce",  "gather",     "scatter",        "all_to_all", "barrier",

@@ -220,7 +220,7 @@ static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *
     return status;
 }
 
-DTRAIN_API dtrain_status dtrain_work_wait(dtrain_work *work)
+DTRAIN_API DTRAIN__NOINLINE dtrain_status dtrain_work_wait(dtrain_work *work)
 {
     int ended;
     if (work == NULL)

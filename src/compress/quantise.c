@@ -14,7 +14,7 @@
 #define DTRAIN__QUANTISE_TINY                                                                                          \
     0x0d800000u /* 2^-100: 448 over less may be infinite, so such blocks grow by 2^100 first */
 
-static size_t dtrain__quantise_blocks(size_t count, size_t block)
+static DTRAIN__NOINLINE size_t dtrain__quantise_blocks(size_t count, size_t block)
 {
     return count / block + (count % block != 0);
 }

@@ -14,7 +14,7 @@
 #include "../comm/alike.c"
 
 /* Keeps what has failed on this rank for its next note. */
-static void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
+static DTRAIN__NOINLINE void dtrain__device_note_status(dtrain_device_group *group, dtrain_status status)
 {
     group->mine.status = (uint64_t)status;
     if (status != DTRAIN_OK)

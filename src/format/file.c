@@ -42,7 +42,7 @@
         }                                                                                                              \
     } while (0)
 
-static int dtrain__file_sys_open(int directory, const char *name, int flags)
+static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *name, int flags)
 {
     DTRAIN__FILE_TRY("open");
     return openat(directory, name, flags | O_CLOEXEC, 0666);
@@ -107,7 +107,7 @@ static int dtrain__file_sys_rename(int from_directory, const char *from, int to_
     return renameat(from_directory, from, to_directory, to);
 }
 
-static int dtrain__file_sys_unlink(int directory, const char *name, int flags)
+static DTRAIN__NOINLINE int dtrain__file_sys_unlink(int directory, const char *name, int flags)
 {
     DTRAIN__FILE_TRY("unlink");
     return unlinkat(directory, name, flags);
@@ -127,7 +127,7 @@ static int dtrain__file_sys_lock(int fd, int command, struct flock *range)
 }
 
 /* A descriptor is gone whatever close says; what it says, on NFS, is that earlier writes were lost. */
-static int dtrain__file_sys_close(int fd)
+static DTRAIN__NOINLINE int dtrain__file_sys_close(int fd)
 {
     int result = close(fd);
     DTRAIN__FILE_TRY("close");
@@ -150,7 +150,7 @@ static void *dtrain__file_sys_map(int fd, size_t bytes)
 
 /* ---- reading ---- */
 
-static void dtrain__file_close(int fd)
+static DTRAIN__NOINLINE void dtrain__file_close(int fd)
 {
     if (fd >= 0)
         dtrain__file_sys_close(fd);

@@ -16,7 +16,7 @@ typedef struct dtrain__huggingface_plan {
     uint64_t total;
 } dtrain__huggingface_plan;
 
-static size_t dtrain__huggingface_length(const dtrain_safetensors_source *source)
+static DTRAIN__NOINLINE size_t dtrain__huggingface_length(const dtrain_safetensors_source *source)
 {
     return source->name_length > 0 ? source->name_length : strlen(source->name);
 }

@@ -98,7 +98,7 @@ static dtrain_status dtrain__safetensors_memory(const dtrain_safetensors *file)
 }
 
 /* Reports a rule of the JSON, at an offset of the header. */
-static dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule, size_t offset,
+static DTRAIN__NOINLINE dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule, size_t offset,
                                              const char *text)
 {
     return dtrain__safetensors_broken(parser->file, rule, offset + 8,

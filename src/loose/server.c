@@ -171,7 +171,7 @@ DTRAIN__FOLD_PAIR(dtrain__server_minus, dtrain__f32, a[i] - b[i])
 DTRAIN__EXACT_END
 
 /* Keeps the text of a call's error, whoever wrote it. */
-static dtrain_status dtrain__server_note(dtrain_server *s, dtrain_status status)
+static DTRAIN__NOINLINE dtrain_status dtrain__server_note(dtrain_server *s, dtrain_status status)
 {
     if (status != DTRAIN_OK && s != NULL)
         s->error = dtrain__thread_error;

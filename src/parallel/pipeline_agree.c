@@ -8,7 +8,7 @@
 #include "../comm/alike.c"
 
 /* Keeps why this rank cannot go on: the first cause. */
-static void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
+static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
 {
     if (pipeline->note.status == DTRAIN_OK)
         dtrain__fail(&pipeline->note, status, "%s: %s", dtrain_status_name(status), why);

@@ -15,7 +15,7 @@ struct dtrain_ddp {
 };
 
 /* Keeps the text of a call's error, whoever wrote it. */
-static dtrain_status dtrain__ddp_note(dtrain_ddp *ddp, dtrain_status status)
+static DTRAIN__NOINLINE dtrain_status dtrain__ddp_note(dtrain_ddp *ddp, dtrain_status status)
 {
     if (status != DTRAIN_OK && ddp != NULL)
         ddp->error = dtrain__thread_error;

@@ -18,7 +18,7 @@
 #define DTRAIN__DEVICE_MOST 64                    /* inputs and outputs of a reduction */
 #define DTRAIN__DEVICE_ELEMENTS (UINT64_MAX / 16) /* whose bytes can be counted, whatever the dtype */
 
-DTRAIN_API const char *dtrain_device_name(const dtrain_device *device)
+DTRAIN_API DTRAIN__NOINLINE const char *dtrain_device_name(const dtrain_device *device)
 {
     return device == NULL ? "cpu" : device->name != NULL ? device->name : "a device without a name";
 }

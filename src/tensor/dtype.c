@@ -26,7 +26,7 @@ static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
     return &dtrain__dtype_rows[index < sizeof dtrain__dtype_rows / sizeof dtrain__dtype_rows[0] ? index : 0];
 }
 
-DTRAIN_API unsigned dtrain_dtype_bits(dtrain_dtype dtype)
+DTRAIN_API DTRAIN__NOINLINE unsigned dtrain_dtype_bits(dtrain_dtype dtype)
 {
     return dtrain__dtype_find(dtype)->bits;
 }
@@ -49,7 +49,7 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
-DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
+DTRAIN_API DTRAIN__NOINLINE size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
 {
     size_t n, p, each, longer;
     if (begin != NULL)

@@ -36,7 +36,7 @@ static int dtrain__params_trained(const dtrain_param *param)
     return param->grad != NULL && !param->frozen;
 }
 
-static int dtrain__params_ndim(const dtrain_param *param)
+static DTRAIN__NOINLINE int dtrain__params_ndim(const dtrain_param *param)
 {
     int ndim = param->ndim;
     while (param->ndim == 0 && ndim < DTRAIN_MAX_DIMS && param->shape[ndim] > 0)
@@ -54,7 +54,7 @@ static int dtrain__params_size(const dtrain_param *param, size_t *count, size_t 
     return dtrain__mul_size(*count, dtrain_dtype_bits(param->dtype) / 8, bytes) && fits;
 }
 
-DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param)
+DTRAIN_API DTRAIN__NOINLINE size_t dtrain_param_elements(const dtrain_param *param)
 {
     size_t count, bytes;
     return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
