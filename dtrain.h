@@ -1278,6 +1278,7 @@ typedef struct dtrain_transport {
     void (*wake)(void *self);
     void (*fail)(void *self, dtrain_status why, const char *text);
     void (*leave)(void *self, const char *why);
+    int (*alive)(void *self, int peer);
 } dtrain_transport;
 
 #ifdef __cplusplus
@@ -12089,8 +12090,7 @@ static void dtrain__store_copy(const dtrain__store_call *call, const void *data,
 /* ---- >>control_plane ----
  * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
  * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
- * functions; nobody above asks which transport a group runs on. A transport of the user's own has the table at the end
- * of this file. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a
+ * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a
  * call of the group, except where they say more. */
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
@@ -12121,10 +12121,10 @@ typedef struct dtrain__plane dtrain__plane;
 typedef struct dtrain__end {
     dtrain_transport transport;
     const dtrain__plane *plane;
-    dtrain__origin *origin;      /* NULL: of a transport of the user's own */
-    dtrain__membership *members; /* NULL: the group keeps it */
+    dtrain__origin *origin;
+    dtrain__membership *members;
     dtrain__shared *shared;      /* NULL: ranks do not read each other's buffers */
-    dtrain_allocator *allocator; /* NULL: the group has one of its own */
+    dtrain_allocator *allocator;
 } dtrain__end;
 
 /* What both sides of every handshake of one rank share. */
@@ -12175,8 +12175,8 @@ struct dtrain__plane {
     int knows;      /* it hears of what breaks the group and of who leaves, at any time */
     int in_process; /* ranks are threads of one process */
     int keeps;      /* it owns what was given to publish, for as long as a peer may read it */
-    /* Makes this rank's end. NULL: there are no groups. */
-    dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end);
+    int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
+    dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
     int (*world)(void *self, int rank);     /* the rank in the world */
     uint64_t (*host)(void *self, int rank); /* equal where ranks share a host */
     int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
@@ -12222,13 +12222,7 @@ static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
     return serial << 10 | (uint64_t)rank;
 }
 
-/* ---- a transport that has none of it ---- */
-
-static int dtrain__plane_world(void *self, int rank)
-{
-    (void)self;
-    return rank;
-}
+/* ---- for a transport that has none of it ---- */
 
 static uint64_t dtrain__plane_host(void *self, int rank)
 {
@@ -12242,18 +12236,6 @@ static int dtrain__plane_node_ranks(void *self)
     return 0;
 }
 
-static int dtrain__plane_bound(void *self, int *worlds)
-{
-    (void)self, (void)worlds;
-    return 0;
-}
-
-static int dtrain__plane_bind(void *self, const int *worlds, int count)
-{
-    (void)self, (void)worlds, (void)count;
-    return 1;
-}
-
 static void dtrain__plane_follow(void *self, void *leader)
 {
     (void)self, (void)leader;
@@ -12264,11 +12246,6 @@ static dtrain_status dtrain__plane_form(void *self, int *formed, int64_t started
     (void)self, (void)started_ns, (void)deadline_ns, (void)wait;
     *formed = 1;
     return DTRAIN_OK;
-}
-
-static void dtrain__plane_lost(void *self, int rank)
-{
-    (void)self, (void)rank;
 }
 
 static void dtrain__plane_skipped(void *self, int rank, uint64_t calls)
@@ -12296,34 +12273,6 @@ static void dtrain__plane_rest(void *self)
 {
     (void)self;
 }
-
-static void dtrain__plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
-{
-    (void)self, (void)forked, (void)why, (void)calls;
-}
-
-static const dtrain__plane dtrain__plane_own = {
-    0,
-    0,
-    0,
-    NULL,
-    dtrain__plane_world,
-    dtrain__plane_host,
-    dtrain__plane_node_ranks,
-    dtrain__plane_bound,
-    dtrain__plane_bind,
-    dtrain__plane_follow,
-    dtrain__plane_form,
-    dtrain__plane_lost,
-    dtrain__plane_skipped,
-    NULL,
-    NULL,
-    dtrain__plane_publish,
-    dtrain__plane_last,
-    dtrain__plane_suspect,
-    dtrain__plane_rest,
-    dtrain__plane_leaving,
-};
 
 #endif
 
@@ -13061,6 +13010,1303 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 
 #endif
 
+/* ---- >>mux ----
+ * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. What a lane sends
+ * goes in frames that carry its name; what comes goes to the memory of the call that waits for it, or is kept for its
+ * lane. Control messages travel between them, whole.
+ *
+ *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
+ *   handle               gets each control message that comes, of kinds from DTRAIN__MUX_OTHERS on
+ *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
+ *   dtrain__mux_drive    moves what can be moved until something has, or until a time
+ *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
+ *
+ * Invariants: `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that threads
+ * of several groups get on; `mutex` is held for a few instructions and taken last. A frame that has begun to go is
+ * finished before anything else goes to that peer, by whoever is next. A call that waits also receives from every other
+ * peer, so that ranks which wait for each other in several groups at once all get on. Peers are ranks of the world. */
+#ifndef DTRAIN__MUX
+#define DTRAIN__MUX
+
+#define DTRAIN__MUX_HEADER 24
+#define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
+#define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
+#define DTRAIN__MUX_SMALL ((size_t)4096)               /* payload that goes in one piece with the header */
+#define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer before anybody waits for it */
+#ifndef DTRAIN__MUX_KEPT
+#define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
+#endif
+#define DTRAIN__MUX_SLICE_NS 1000000
+#define DTRAIN__MUX_PATIENCE_NS 10000000  /* without progress; then up to DTRAIN__MUX_KEPT is kept */
+#define DTRAIN__MUX_FULL_NS 1000000000    /* for a call that cannot go on as so much is kept */
+#define DTRAIN__MUX_ALIVE_NS 50000000     /* between two questions whether a peer is there */
+
+enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_OTHERS };
+
+typedef struct dtrain__mux dtrain__mux;
+typedef struct dtrain__mux_lane dtrain__mux_lane;
+
+/* What is kept of a peer's bytes for a lane. */
+typedef struct dtrain__mux_block {
+    struct dtrain__mux_block *next;
+    size_t begin, end;
+    unsigned char data[DTRAIN__MUX_FRAME];
+} dtrain__mux_block;
+
+typedef struct dtrain__mux_inbox {
+    struct dtrain__mux_inbox *next;
+    uint64_t lane;
+    dtrain__mux_block *first, *last;
+    size_t bytes;
+    int closed; /* the lane has ended here, and not at the peer: what comes is dropped */
+} dtrain__mux_inbox;
+
+/* A control message: on its way to a peer, or for a lane that is still to be made. */
+typedef struct dtrain__mux_message {
+    struct dtrain__mux_message *next;
+    uint64_t lane;
+    int peer, kind;
+    size_t begin, bytes; /* of the frame, which follows; gone of it, in all */
+} dtrain__mux_message;
+
+typedef struct dtrain__mux_peer {
+    unsigned char *stage;        /* a frame of data: all of it, or what comes before direct; NULL: none was sent */
+    size_t frame, at, filled;    /* bytes of it, gone, in stage; 0: there is none */
+    const unsigned char *direct; /* its payload in the caller's memory, while that is in a turn */
+    dtrain__mux_lane *owner;     /* whose it is; NULL: that has ended */
+    int to;                      /* this peer's rank there */
+    size_t counted;              /* bytes of it that the owner's call has been told of */
+    dtrain__mux_message *first, *last;
+    unsigned char header[DTRAIN__MUX_HEADER]; /* of the frame that comes */
+    size_t got, left;                         /* of the header; of its payload */
+    uint64_t lane;
+    int kind;
+    dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all */
+    unsigned char *control;             /* a control message that comes; NULL: none has come yet */
+    size_t control_bytes, kept;
+    int64_t full_ns, asked_ns; /* since when too much is kept; when alive was asked */
+    dtrain_status gone;        /* not DTRAIN_OK: nothing comes or goes any more */
+} dtrain__mux_peer;
+
+struct dtrain__mux_lane {
+    dtrain__mux *mux;
+    dtrain__mux_lane *next;
+    uint64_t id;
+    int size, rank, *worlds;
+    dtrain__membership members;
+    dtrain__mux_inbox **inboxes; /* of each rank */
+    size_t *done;                /* bytes that have gone to each rank, of which its calls are still to be told */
+    int *bound, bound_count;     /* ranks of the world whose loss breaks it, members or not */
+    uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
+    int follows, forked;
+    int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
+};
+
+struct dtrain__mux {
+    dtrain__origin origin;
+    dtrain_transport table;
+    dtrain_allocator own, *allocator;
+    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of lanes */
+    uint64_t turns;
+    uint32_t waiting; /* threads that want turn */
+    dtrain__bell bell;
+    dtrain__mux_lane *lanes;
+    dtrain__mux_message *early; /* for lanes that are still to be made */
+    dtrain__mux_peer *peers;
+    dtrain__mux_block *spare;
+    unsigned char waste[4096];
+    /* Called with turn held; it may post. */
+    void (*handle)(dtrain__mux *mux, int peer, uint64_t lane, int kind, const unsigned char *data, size_t bytes);
+    void *handled;   /* the handler's own */
+    int64_t idle_ns; /* how long the service thread rests between two looks */
+};
+
+static void dtrain__mux_enter(dtrain__mux *mux)
+{
+    __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&mux->turn);
+    __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&mux->turns, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Lets a thread that waits have the next turn: a mutex is not fair. */
+static void dtrain__mux_exit(dtrain__mux *mux)
+{
+    uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&mux->turn);
+    for (int i = 0; i < 200 && __atomic_load_n(&mux->waiting, __ATOMIC_SEQ_CST) > 0 &&
+                    __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST) == turns;
+         i++)
+        sched_yield();
+}
+
+/* ---- control messages out ---- */
+
+static void dtrain__mux_frame(unsigned char *out, uint64_t lane, int kind, const void *payload, size_t bytes)
+{
+    dtrain__put_le(out, lane, 8);
+    dtrain__put_le(out + 8, (uint64_t)kind, 4);
+    dtrain__put_le(out + 12, bytes, 4);
+    uint64_t check = dtrain__xxh64_of(out, 16, 0);
+    dtrain__put_le(out + 16, kind == DTRAIN__MUX_DATA ? check : dtrain__xxh64_of(payload, bytes, check), 8);
+}
+
+/* Wakes who drives: there is something to send. */
+static void dtrain__mux_wake(dtrain__mux *mux)
+{
+    dtrain__bell_ring(&mux->bell);
+    if (mux->table.wake != NULL)
+        mux->table.wake(mux->table.self);
+}
+
+static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *data,
+                                                 size_t bytes)
+{
+    dtrain__mux_message *post =
+        (dtrain__mux_message *)dtrain__alloc(mux->allocator, sizeof *post + DTRAIN__MUX_HEADER + bytes);
+    if (post == NULL)
+        return NULL;
+    post->lane = lane;
+    post->peer = peer;
+    post->kind = kind;
+    post->bytes = DTRAIN__MUX_HEADER + bytes;
+    dtrain__mux_frame((unsigned char *)(post + 1), lane, kind, data, bytes);
+    if (bytes > 0)
+        memcpy((unsigned char *)(post + 1) + DTRAIN__MUX_HEADER, data, bytes);
+    return post;
+}
+
+/* Copies a control message of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux is driven. Any
+ * thread; never blocks. Returns 0 when there is no memory. */
+static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *data, size_t bytes)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, lane, kind, data, bytes);
+    if (post == NULL)
+        return 0;
+    pthread_mutex_lock(&mux->mutex);
+    if (p->last != NULL)
+        p->last->next = post;
+    else
+        p->first = post;
+    p->last = post;
+    pthread_mutex_unlock(&mux->mutex);
+    dtrain__mux_wake(mux);
+    return 1;
+}
+
+/* Posts to all other members that are there; where there is no memory, they find out by themselves. */
+static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, const char *text)
+{
+    unsigned char data[8 + DTRAIN__ERROR_BYTES];
+    size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
+    dtrain__put_le(data, number, 8);
+    memcpy(data + 8, text, bytes);
+    for (int rank = 0; rank < lane->size; rank++)
+        if (rank != lane->rank && !dtrain__membership_left(&lane->members, rank))
+            dtrain__mux_post(lane->mux, lane->worlds[rank], lane->id, kind, data, 8 + bytes);
+}
+
+/* The first post of a peer; with `sent` bytes of it gone. */
+static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_peer *p, size_t sent)
+{
+    dtrain__mux_message *post;
+    pthread_mutex_lock(&mux->mutex);
+    post = p->first;
+    if (post != NULL && (post->begin += sent) == post->bytes) {
+        p->first = post->next;
+        p->last = p->first != NULL ? p->last : NULL;
+        dtrain__free(mux->allocator, post);
+        post = p->first;
+    }
+    pthread_mutex_unlock(&mux->mutex);
+    return post;
+}
+
+/* ---- who is there ---- */
+
+static int dtrain__mux_rank(const dtrain__mux_lane *lane, int peer)
+{
+    for (int rank = 0; rank < lane->size; rank++)
+        if (lane->worlds[rank] == peer)
+            return rank;
+    return -1;
+}
+
+static dtrain__mux_lane *dtrain__mux_lane_of(const dtrain__mux *mux, uint64_t id)
+{
+    dtrain__mux_lane *lane = mux->lanes;
+    while (lane != NULL && lane->id != id)
+        lane = lane->next;
+    return lane;
+}
+
+/* Breaks a lane and those that follow it; the caller holds turn or mutex. Returns 0 where it was broken before. */
+static int dtrain__mux_break(dtrain__mux_lane *lane, const dtrain__error *cause)
+{
+    if (!dtrain__membership_break(&lane->members, cause))
+        return 0;
+    for (dtrain__mux_lane *other = lane->mux->lanes; other != NULL; other = other->next)
+        if (other->follows && other->leader == lane->id)
+            dtrain__mux_break(other, cause);
+    return 1;
+}
+
+/* Breaks a lane on all its members. The caller holds turn. */
+static void dtrain__mux_end(dtrain__mux_lane *lane, const dtrain__error *cause)
+{
+    if (dtrain__mux_break(lane, cause))
+        dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
+}
+
+/* A rank's end of the lane is gone, which had ended so many collectives. The caller holds turn. */
+static void dtrain__mux_left(dtrain__mux_lane *lane, int rank, uint64_t calls, const void *why, size_t bytes)
+{
+    char *text = NULL;
+    if (dtrain__membership_left(&lane->members, rank))
+        return;
+    if (bytes > 0)
+        text = (char *)dtrain__alloc(lane->mux->allocator, bytes + 1);
+    if (text != NULL)
+        memcpy(text, why, bytes);
+    lane->members.ranks[rank].why = text;
+    lane->members.ranks[rank].calls = calls;
+    dtrain__membership_leave(&lane->members, rank);
+}
+
+/* A peer is lost without which the lane cannot go on. */
+static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
+{
+    dtrain__error cause;
+    int rank = dtrain__mux_rank(lane, peer), bound = 0;
+    for (int i = 0; rank < 0 && i < lane->bound_count; i++)
+        bound |= lane->bound[i] == peer;
+    if (bound)
+        dtrain__fail(&cause, status, "rank %d of the world, of another group of this mesh, is lost: %.400s", peer, why);
+    else if (rank < 0 || dtrain__membership_left(&lane->members, rank))
+        return;
+    else if (lane->id == 0)
+        dtrain__fail(&cause, status, "rank %d is lost: %.400s", rank, why);
+    else
+        dtrain__fail(&cause, status, "rank %d (rank %d of the world) is lost: %.400s", rank, peer, why);
+    dtrain__mux_end(lane, &cause); /* first: who sees that it has left finds the cause */
+    if (!bound)
+        dtrain__mux_left(lane, rank, UINT64_MAX, NULL, 0);
+}
+
+/* The transport has said that the peer is lost, or that it is of no more use. The caller holds turn. */
+static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    char why[DTRAIN__ERROR_BYTES];
+    dtrain__error kept = dtrain__thread_error;
+    if (p->gone != DTRAIN_OK)
+        return;
+    p->gone = status;
+    p->frame = 0;
+    if (kept.status == status)
+        snprintf(why, sizeof why, "%s", kept.text);
+    else if (status == DTRAIN_ERR_PEER_LOST)
+        snprintf(why, sizeof why, "its end of the transport is closed");
+    else
+        snprintf(why, sizeof why, "the transport said %s", dtrain_status_name(status));
+    for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
+        post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
+    for (dtrain__mux_lane *lane = mux->lanes; lane != NULL; lane = lane->next)
+        dtrain__mux_lost(lane, peer, status, why);
+    dtrain__thread_error = kept;
+}
+
+/* ---- what comes ---- */
+
+static dtrain__mux_inbox *dtrain__mux_inbox_find(dtrain__mux *mux, int peer, uint64_t lane)
+{
+    dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
+    while (*at != NULL && (*at)->lane != lane)
+        at = &(*at)->next;
+    if (*at == NULL && (*at = (dtrain__mux_inbox *)dtrain__alloc(mux->allocator, sizeof **at)) != NULL)
+        (*at)->lane = lane;
+    return *at;
+}
+
+static void dtrain__mux_inbox_empty(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox)
+{
+    while (inbox->first != NULL) {
+        dtrain__mux_block *block = inbox->first;
+        inbox->first = block->next;
+        dtrain__free(mux->allocator, block);
+    }
+    inbox->last = NULL;
+    p->kept -= inbox->bytes;
+    p->full_ns = 0;
+    inbox->bytes = 0;
+}
+
+/* What still comes is dropped. */
+static void dtrain__mux_inbox_close(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox)
+{
+    dtrain__mux_inbox_empty(mux, p, inbox);
+    inbox->closed = 1;
+}
+
+static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox *inbox)
+{
+    dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
+    dtrain__mux_inbox_empty(mux, &mux->peers[peer], inbox);
+    while (*at != inbox)
+        at = &(*at)->next;
+    *at = inbox->next;
+    dtrain__free(mux->allocator, inbox);
+}
+
+/* Gives a call what was kept for it. */
+static void dtrain__mux_inbox_take(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox, dtrain_transfer *in)
+{
+    while (inbox->first != NULL && in->moved < in->bytes) {
+        dtrain__mux_block *block = inbox->first;
+        size_t n = block->end - block->begin, most = in->bytes - in->moved;
+        n = n < most ? n : most;
+        memcpy(in->data + in->moved, block->data + block->begin, n);
+        in->moved += n;
+        block->begin += n;
+        inbox->bytes -= n;
+        p->kept -= n;
+        p->full_ns = 0;
+        if (block->begin < block->end)
+            return;
+        inbox->first = block->next;
+        inbox->last = inbox->first != NULL ? inbox->last : NULL;
+        if (mux->spare == NULL)
+            mux->spare = block; /* a warm loop allocates nothing */
+        else
+            dtrain__free(mux->allocator, block);
+    }
+}
+
+/* Where more of the inbox goes; NULL: no memory. */
+static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_inbox *inbox)
+{
+    dtrain__mux_block *block = inbox->last;
+    if (block != NULL && block->end < sizeof block->data)
+        return block;
+    block = mux->spare;
+    mux->spare = NULL;
+    if (block == NULL)
+        block = (dtrain__mux_block *)dtrain__resize(mux->allocator, NULL, sizeof *block);
+    if (block == NULL)
+        return NULL;
+    block->next = NULL;
+    block->begin = block->end = 0;
+    if (inbox->last != NULL)
+        inbox->last->next = block;
+    else
+        inbox->first = block;
+    return inbox->last = block;
+}
+
+/* A peer's LEAVE or FAIL for a lane that is here. */
+static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const unsigned char *data, size_t bytes)
+{
+    int rank = dtrain__mux_rank(lane, peer);
+    dtrain__error cause;
+    if (rank < 0 || bytes < 8)
+        return;
+    if (kind == DTRAIN__MUX_LEAVE) {
+        dtrain__mux_left(lane, rank, dtrain__get_le(data, 8), data + 8, bytes - 8);
+        return;
+    }
+    cause.status = dtrain__status_told(dtrain__get_le(data, 8));
+    snprintf(cause.text, sizeof cause.text, "%.*s", (int)(bytes - 8), (const char *)data + 8);
+    dtrain__status_clean(cause.text);
+    dtrain__mux_break(lane, &cause);
+}
+
+/* A whole control message has come. What is for a lane that is still to be made waits for it. */
+static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain__mux_lane *lane = dtrain__mux_lane_of(mux, p->lane);
+    dtrain__mux_inbox *inbox = p->inboxes;
+    size_t bytes = p->control_bytes;
+    p->control_bytes = 0;
+    if (dtrain__get_le(p->header + 16, 8) !=
+        dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged");
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+        return;
+    }
+    if (p->kind >= DTRAIN__MUX_OTHERS) {
+        if (mux->handle != NULL)
+            mux->handle(mux, peer, p->lane, p->kind, p->control, bytes);
+        return;
+    }
+    while (inbox != NULL && inbox->lane != p->lane)
+        inbox = inbox->next;
+    if (lane != NULL) {
+        dtrain__mux_hear(lane, peer, p->kind, p->control, bytes);
+    } else if (inbox == NULL || !inbox->closed) {
+        dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes);
+        dtrain__mux_message **at = &mux->early;
+        while (*at != NULL)
+            at = &(*at)->next;
+        *at = post;
+    } else if (p->kind == DTRAIN__MUX_LEAVE) {
+        dtrain__mux_inbox_drop(mux, peer, inbox);
+    }
+}
+
+/* A whole header has come: what follows? */
+static void dtrain__mux_open(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    uint64_t check = dtrain__get_le(p->header + 16, 8), kind = dtrain__get_le(p->header + 8, 4);
+    p->lane = dtrain__get_le(p->header, 8);
+    p->kind = (int)(kind & 255);
+    p->left = (size_t)dtrain__get_le(p->header + 12, 4);
+    p->got = 0;
+    if (kind > 255 || p->left > (kind == DTRAIN__MUX_DATA ? DTRAIN__MUX_FRAME : DTRAIN__MUX_CONTROL) ||
+        (kind == DTRAIN__MUX_DATA && check != dtrain__xxh64_of(p->header, 16, 0))) {
+        p->left = 0;
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                     "what came from rank %d is damaged, or no frame of dtrain: use this version of it on every rank",
+                     peer);
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+        return;
+    }
+    p->inbox = kind == DTRAIN__MUX_DATA ? dtrain__mux_inbox_find(mux, peer, p->lane) : NULL;
+    if (kind != DTRAIN__MUX_DATA && p->left == 0)
+        dtrain__mux_deliver(mux, peer);
+}
+
+/* Where the next bytes of a peer go: at most `limit` are kept. Returns 0 where they go nowhere now. */
+static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, dtrain_transfer *in, size_t limit,
+                               dtrain_transfer *raw)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    raw->peer = peer;
+    raw->moved = 0;
+    raw->more = 0;
+    raw->bytes = p->left;
+    if (p->gone != DTRAIN_OK)
+        return 0;
+    if (p->left == 0) {
+        raw->data = p->header + p->got;
+        raw->bytes = DTRAIN__MUX_HEADER - p->got;
+    } else if (p->kind != DTRAIN__MUX_DATA) {
+        if (p->control == NULL)
+            p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
+        raw->data = p->control != NULL ? p->control + p->control_bytes : NULL;
+    } else if (p->inbox == NULL) { /* there was no memory for it */
+        p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
+        return p->inbox != NULL && dtrain__mux_next_in(lane, mux, peer, in, limit, raw);
+    } else if (p->inbox->closed) {
+        raw->data = mux->waste;
+        raw->bytes = p->left < sizeof mux->waste ? p->left : sizeof mux->waste;
+    } else if (in != NULL && p->inbox == lane->inboxes[in->peer] && p->inbox->bytes == 0) {
+        raw->data = in->data + in->moved;
+        raw->bytes = p->left < in->bytes - in->moved ? p->left : in->bytes - in->moved;
+    } else if (p->kept >= limit) {
+        if (p->full_ns == 0 && limit >= DTRAIN__MUX_KEPT)
+            p->full_ns = dtrain__os_now_ns();
+        return 0;
+    } else {
+        dtrain__mux_block *block = dtrain__mux_inbox_room(mux, p->inbox);
+        raw->data = block != NULL ? block->data + block->end : NULL;
+        if (block != NULL && sizeof block->data - block->end < p->left)
+            raw->bytes = sizeof block->data - block->end;
+    }
+    return raw->data != NULL;
+}
+
+/* Counts what has come of it. */
+static void dtrain__mux_took_in(dtrain__mux *mux, const dtrain_transfer *raw, dtrain_transfer *in)
+{
+    dtrain__mux_peer *p = &mux->peers[raw->peer];
+    if (raw->moved == 0)
+        return;
+    if (p->left == 0) {
+        p->got += raw->moved;
+        if (p->got == DTRAIN__MUX_HEADER)
+            dtrain__mux_open(mux, raw->peer);
+        return;
+    }
+    p->left -= raw->moved;
+    if (p->kind != DTRAIN__MUX_DATA) {
+        p->control_bytes += raw->moved;
+        if (p->left == 0)
+            dtrain__mux_deliver(mux, raw->peer);
+    } else if (in != NULL && raw->data == in->data + in->moved) {
+        in->moved += raw->moved;
+    } else if (!p->inbox->closed) {
+        p->inbox->last->end += raw->moved;
+        p->inbox->bytes += raw->moved;
+        p->kept += raw->moved;
+    }
+}
+
+/* ---- what goes ---- */
+
+/* The next bytes to a peer: of the frame under way, of a control message, or of a new frame of out. Returns 0 where
+ * there are none. */
+static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, const dtrain_transfer *out,
+                                dtrain_transfer *raw)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain__mux_message *post = NULL;
+    const unsigned char *data;
+    if (p->gone != DTRAIN_OK)
+        return 0;
+    if (p->frame == 0 && (post = dtrain__mux_posted(mux, p, 0)) == NULL && out != NULL && out->moved < out->bytes) {
+        size_t n = out->bytes - out->moved < DTRAIN__MUX_FRAME ? out->bytes - out->moved : DTRAIN__MUX_FRAME;
+        p->direct = out->data + out->moved;
+        p->frame = DTRAIN__MUX_HEADER + n;
+        p->filled = DTRAIN__MUX_HEADER + (n < DTRAIN__MUX_SMALL ? n : DTRAIN__MUX_SMALL);
+        p->at = p->counted = 0;
+        p->owner = lane;
+        p->to = out->peer;
+        dtrain__mux_frame(p->stage, lane->id, DTRAIN__MUX_DATA, NULL, n);
+        memcpy(p->stage + DTRAIN__MUX_HEADER, p->direct, p->filled - DTRAIN__MUX_HEADER);
+    }
+    if (p->frame == 0 && post == NULL)
+        return 0;
+    data = post != NULL        ? (const unsigned char *)(post + 1) + post->begin
+           : p->at < p->filled ? p->stage + p->at
+                               : p->direct + (p->at - DTRAIN__MUX_HEADER);
+    raw->peer = peer;
+    memcpy(&raw->data, &data, sizeof data); /* it is only read */
+    raw->bytes = post != NULL ? post->bytes - post->begin : (p->at < p->filled ? p->filled : p->frame) - p->at;
+    raw->moved = 0;
+    raw->more = post == NULL && p->at < p->filled && p->filled < p->frame;
+    return 1;
+}
+
+static void dtrain__mux_took_out(dtrain__mux *mux, const dtrain_transfer *raw)
+{
+    dtrain__mux_peer *p = &mux->peers[raw->peer];
+    if (p->frame == 0) {
+        dtrain__mux_posted(mux, p, raw->moved);
+        return;
+    }
+    p->at += raw->moved;
+    if (p->at < p->frame)
+        return;
+    if (p->owner != NULL)
+        p->owner->done[p->to] += p->frame - DTRAIN__MUX_HEADER - p->counted;
+    p->frame = 0;
+}
+
+/* Tells a call what has gone. */
+static void dtrain__mux_collect(dtrain__mux_lane *lane, dtrain_transfer *out)
+{
+    size_t *done = &lane->done[out->peer], n = out->bytes - out->moved;
+    n = *done < n ? *done : n;
+    *done -= n;
+    out->moved += n;
+}
+
+/* The call's memory is its own again. A frame of which nothing has gone is withdrawn. Of one that has begun the rest is
+ * copied; its owner is told of its first byte, so that it knows it has begun, and of the others when all have gone. */
+static void dtrain__mux_park(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    if (p->frame == 0)
+        return;
+    if (p->at == 0) {
+        p->frame = 0;
+        return;
+    }
+    if (p->filled < p->frame)
+        memcpy(p->stage + p->filled, p->direct + (p->filled - DTRAIN__MUX_HEADER), p->frame - p->filled);
+    p->filled = p->frame;
+    if (p->counted == 0 && p->frame - DTRAIN__MUX_HEADER > 1 && p->owner != NULL) {
+        p->counted = 1;
+        p->owner->done[p->to]++;
+    }
+}
+
+#endif
+
+/* ---- >>mux_lanes ----
+ * The lanes of a mux: their calls take turns at the table, and whoever waits for its own bytes moves those of the
+ * others as well. The last lane that ends takes the mux along. */
+#ifndef DTRAIN__MUX_LANES
+#define DTRAIN__MUX_LANES
+
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved);
+
+/* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
+static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_status status)
+{
+    dtrain__error kept = dtrain__thread_error;
+    int moved;
+    if (sending)
+        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, &moved);
+    dtrain__thread_error = kept;
+    dtrain__mux_gone(mux, peer, status);
+}
+
+/* One call of the table, either way or both, until then; counts what moved. in: of a lane's call, into whose memory
+ * raw_in may lead. Returns whether all of one way has moved. */
+static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
+                            int64_t until_ns)
+{
+    const dtrain_transport *table = &mux->table;
+    dtrain_status status;
+    int sending = raw_in == NULL;
+    dtrain__thread_error.status = DTRAIN_OK;
+    if (raw_out != NULL && raw_in != NULL)
+        status = table->exchange(table->self, raw_out, raw_in, until_ns);
+    else if (sending)
+        status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
+    else
+        status = table->recv(table->self, raw_in->peer, raw_in->data, raw_in->bytes, until_ns, &raw_in->moved);
+    if (raw_out != NULL)
+        dtrain__mux_took_out(mux, raw_out);
+    if (raw_in != NULL)
+        dtrain__mux_took_in(mux, raw_in, in);
+    if (status == DTRAIN_OK)
+        return 1;
+    if (status == DTRAIN_ERR_TIMEOUT) {
+        dtrain__thread_error.status = DTRAIN_OK;
+        return 0;
+    }
+    if (raw_out != NULL && raw_in != NULL) { /* whose end has failed? the receiver's is asked again */
+        dtrain__error kept = dtrain__thread_error;
+        dtrain__mux_drain(mux, raw_in->peer, DTRAIN__MUX_KEPT, &sending);
+        sending = mux->peers[raw_in->peer].gone == DTRAIN_OK;
+        dtrain__thread_error = kept;
+    }
+    dtrain__mux_failed(mux, sending ? raw_out->peer : raw_in->peer, sending, status);
+    return 0;
+}
+
+/* Receives what has come from a peer, to be kept. */
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved)
+{
+    dtrain_transfer raw;
+    int more = 1;
+    while (more && dtrain__mux_next_in(NULL, mux, peer, NULL, limit, &raw)) {
+        more = dtrain__mux_call(mux, NULL, &raw, NULL, 0);
+        *moved |= raw.moved > 0;
+    }
+}
+
+/* Sends what waits to go to a peer, and receives what has come from it; asks whether it is there. */
+static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain_transfer raw;
+    int more = 1, moved = 0;
+    while (more && dtrain__mux_next_out(NULL, mux, peer, NULL, &raw)) {
+        more = dtrain__mux_call(mux, &raw, NULL, NULL, 0);
+        moved |= raw.moved > 0;
+    }
+    dtrain__mux_drain(mux, peer, limit, &moved);
+    if (mux->table.alive == NULL || p->gone != DTRAIN_OK || moved || p->kept >= limit)
+        return moved;
+    int64_t now = dtrain__os_now_ns();
+    if (now - p->asked_ns < DTRAIN__MUX_ALIVE_NS)
+        return 0;
+    p->asked_ns = now;
+    if (mux->table.alive(mux->table.self, peer) == 0)
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
+    return 0;
+}
+
+/* Tends all peers; the caller holds turn. Returns whether anything moved. */
+static int dtrain__mux_sweep(dtrain__mux *mux, size_t limit)
+{
+    int moved = 0;
+    for (int peer = 0; peer < mux->table.size; peer++)
+        if (peer != mux->table.rank)
+            moved |= dtrain__mux_tend(mux, peer, limit);
+    return moved;
+}
+
+static int dtrain__mux_never(void *mux)
+{
+    (void)mux;
+    return 0;
+}
+
+/* Sleeps until the bell rings, or a little: nobody says when bytes come. */
+static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns)
+{
+    int64_t soon = dtrain__os_now_ns() + span_ns;
+    dtrain__bell_wait(&mux->bell, DTRAIN__BELL_YIELDS, soon < until_ns ? soon : until_ns, dtrain__mux_never, NULL);
+}
+
+/* Moves what can be moved, until something has or until_ns. Returns whether something has. */
+static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
+{
+    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SLICE_NS ? 2 * span : span) {
+        dtrain__mux_enter(mux);
+        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
+        dtrain__mux_exit(mux);
+        if (moved || dtrain__os_now_ns() >= until_ns)
+            return moved;
+        dtrain__mux_rest(mux, span, until_ns);
+    }
+}
+
+/* Moves a call's bytes until one of its ways is complete, or nothing more moves until_ns. Returns whether one is. */
+static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
+                            int *moved)
+{
+    dtrain__mux *mux = lane->mux;
+    for (;;) {
+        dtrain_transfer raw_out, raw_in;
+        size_t before = in != NULL ? in->moved : 0;
+        int sends, receives, more;
+        if (in != NULL)
+            dtrain__mux_inbox_take(mux, &mux->peers[lane->worlds[in->peer]], lane->inboxes[in->peer], in);
+        if (out != NULL)
+            dtrain__mux_collect(lane, out);
+        if (in != NULL)
+            *moved |= in->moved > before;
+        if ((out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
+            return 1;
+        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->worlds[out->peer], out, &raw_out);
+        receives = in != NULL && dtrain__mux_next_in(lane, mux, lane->worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
+        if (!sends && !receives)
+            return 0;
+        more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
+        *moved |= (sends && raw_out.moved > 0) || (receives && raw_in.moved > 0);
+        if (!more)
+            break;
+    }
+    if (out != NULL)
+        dtrain__mux_collect(lane, out);
+    return (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes);
+}
+
+/* Says that a rank has left, which an operation needs; breaks the lane if it did so with an error. The caller holds
+ * turn. */
+static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
+{
+    dtrain__error lost;
+    if (dtrain__membership_lost(&lane->members, rank, &lost))
+        dtrain__mux_end(lane, &lost);
+    return lost.status;
+}
+
+/* Says which group's bytes fill what is kept, if that has kept a call from going on for long. */
+static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane)
+{
+    const dtrain__mux *mux = lane->mux;
+    int64_t now = dtrain__os_now_ns();
+    for (int peer = 0; peer < mux->table.size; peer++) {
+        const dtrain__mux_peer *p = &mux->peers[peer];
+        if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->id)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                "group %llx waits on rank %d of the world while rank %d sends to group %llx, of which "
+                                "nobody here receives; %zu bytes of it are kept, the most there can be: receive from "
+                                "groups in the order in which peers send, or give the transport `lanes`",
+                                (unsigned long long)lane->id, mux->table.rank, peer, (unsigned long long)p->lane,
+                                p->kept);
+    }
+    return DTRAIN_ERR_TIMEOUT;
+}
+
+/* Why a call whose bytes do not move now ends; DTRAIN_ERR_TIMEOUT: it need not yet. */
+static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
+                                       int moved)
+{
+    const dtrain__error *cause = dtrain__membership_cause(&lane->members);
+    if (cause != NULL && (!moved || cause->status == DTRAIN_ERR_ABORTED))
+        return dtrain__report(cause);
+    if (!moved && in != NULL && dtrain__membership_left(&lane->members, in->peer))
+        return dtrain__mux_needs(lane, in->peer);
+    if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
+        return dtrain__mux_needs(lane, out->peer);
+    return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane);
+}
+
+/* Room for frames to a peer, before the first. */
+static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    size_t bytes = DTRAIN__MUX_HEADER + DTRAIN__MUX_FRAME;
+    if (p->stage == NULL)
+        p->stage = (unsigned char *)dtrain__alloc(mux->allocator, bytes);
+    return p->stage != NULL ? DTRAIN_OK
+                            : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d",
+                                           bytes, peer);
+}
+
+/* One turn of a call until until_ns; sets *moved when bytes of the call or of others did, *others when the latter. */
+static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t now,
+                                      int64_t until_ns, int *moved, int *others)
+{
+    dtrain__mux *mux = lane->mux;
+    dtrain_status status = DTRAIN_OK;
+    *moved = *others = 0;
+    if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
+        return dtrain__mux_needs(lane, out->peer);
+    if (out != NULL)
+        status = dtrain__mux_stage(mux, lane->worlds[out->peer]);
+    if (status != DTRAIN_OK)
+        return status;
+    int complete = dtrain__mux_turn(lane, out, in, until_ns, moved);
+    if (out != NULL)
+        dtrain__mux_park(mux, lane->worlds[out->peer]);
+    lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
+    if (!complete && !*moved)
+        *others = dtrain__mux_sweep(
+            mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY : DTRAIN__MUX_KEPT);
+    if (out != NULL)
+        dtrain__mux_collect(lane, out);
+    if (complete || (out != NULL && out->moved == out->bytes))
+        return DTRAIN_OK;
+    return dtrain__mux_judge(lane, out, in, *moved || *others);
+}
+
+/* Sends, receives or both for a lane, as the table's exchange. */
+static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
+                                      int64_t deadline_ns)
+{
+    int64_t slice = DTRAIN__MUX_SLICE_NS;
+    int moved, others = 0; /* of other lanes something moved: look again before waiting */
+    for (;;) {
+        int64_t now = dtrain__os_now_ns(), until = deadline_ns - now < slice ? deadline_ns : now + slice;
+        dtrain__mux_enter(lane->mux);
+        dtrain_status status =
+            dtrain__mux_step(lane, out, in, now, deadline_ns > now && !others ? until : 0, &moved, &others);
+        dtrain__mux_exit(lane->mux);
+        if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
+            return status;
+        slice = moved ? DTRAIN__MUX_SLICE_NS : slice < 4 * DTRAIN__MUX_SLICE_NS ? 2 * slice : slice;
+    }
+}
+
+/* ---- lanes come and go ---- */
+
+static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
+{
+    dtrain_allocator *allocator = lane->mux->allocator;
+    for (int rank = 0; lane->members.ranks != NULL && rank < lane->size; rank++) {
+        char *why = (char *)(uintptr_t)lane->members.ranks[rank].why;
+        if (why != NULL)
+            dtrain__free(allocator, why);
+    }
+    dtrain__free(allocator, lane->members.ranks);
+    dtrain__free(allocator, lane->worlds);
+    dtrain__free(allocator, lane->inboxes);
+    dtrain__free(allocator, lane->done);
+    dtrain__free(allocator, lane->bound);
+    dtrain__free(allocator, lane);
+}
+
+/* Frees what no lane needs any more; the table's destroy is the caller's. */
+static void dtrain__mux_free(dtrain__mux *mux)
+{
+    dtrain_allocator *allocator = mux->allocator, own;
+    for (int peer = 0; mux->peers != NULL && peer < mux->table.size; peer++) {
+        dtrain__mux_peer *p = &mux->peers[peer];
+        while (p->inboxes != NULL)
+            dtrain__mux_inbox_drop(mux, peer, p->inboxes);
+        for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
+            post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
+        dtrain__free(allocator, p->stage);
+        dtrain__free(allocator, p->control);
+    }
+    while (mux->early != NULL) {
+        dtrain__mux_message *post = mux->early;
+        mux->early = post->next;
+        dtrain__free(allocator, post);
+    }
+    dtrain__free(allocator, mux->spare);
+    dtrain__free(allocator, mux->peers);
+    pthread_mutex_destroy(&mux->turn);
+    pthread_mutex_destroy(&mux->mutex);
+    pthread_mutex_destroy(&mux->origin.mutex);
+    own = mux->own;
+    dtrain__free(allocator == &mux->own ? &own : allocator, mux);
+}
+
+/* A mux without lanes over a table, of which it takes a copy. */
+static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transport *table, dtrain_allocator *allocator)
+{
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain__mux *mux = (dtrain__mux *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *mux);
+    *out = mux;
+    if (mux != NULL) {
+        mux->own = first;
+        mux->allocator = allocator != NULL ? allocator : &mux->own;
+        mux->table = *table;
+        pthread_mutex_init(&mux->turn, NULL);
+        pthread_mutex_init(&mux->mutex, NULL);
+        pthread_mutex_init(&mux->origin.mutex, NULL);
+        mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
+        if (mux->peers != NULL)
+            return DTRAIN_OK;
+        dtrain__mux_free(mux);
+    }
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for a group over its transport", table->rank);
+}
+
+/* What came for the lane before it was made. */
+static void dtrain__mux_adopt(dtrain__mux_lane *lane)
+{
+    dtrain__mux_message **at = &lane->mux->early;
+    while (*at != NULL) {
+        dtrain__mux_message *post = *at;
+        if (post->lane != lane->id) {
+            at = &post->next;
+            continue;
+        }
+        *at = post->next;
+        dtrain__mux_hear(lane, post->peer, post->kind, (const unsigned char *)(post + 1) + DTRAIN__MUX_HEADER,
+                         post->bytes - DTRAIN__MUX_HEADER);
+        dtrain__free(lane->mux->allocator, post);
+    }
+    for (int peer = 0; peer < lane->mux->table.size; peer++)
+        if (lane->mux->peers[peer].gone != DTRAIN_OK)
+            dtrain__mux_lost(lane, peer, lane->mux->peers[peer].gone, "its end of the transport is closed");
+}
+
+/* Makes the lane of that name; worlds: each member's rank in the world, NULL: the same. */
+static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux, uint64_t id, const int *worlds,
+                                        int size, int rank)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)dtrain__alloc(mux->allocator, sizeof *lane);
+    size_t n = (size_t)size;
+    int good = lane != NULL;
+    *out = lane;
+    if (good) {
+        lane->mux = mux;
+        lane->id = id;
+        lane->size = lane->members.size = size;
+        lane->rank = rank;
+        lane->members.ranks = (dtrain__departure *)dtrain__alloc(mux->allocator, n * sizeof(dtrain__departure));
+        lane->worlds = (int *)dtrain__alloc(mux->allocator, n * sizeof(int));
+        lane->inboxes = (dtrain__mux_inbox **)dtrain__alloc(mux->allocator, n * sizeof(dtrain__mux_inbox *));
+        lane->done = (size_t *)dtrain__alloc(mux->allocator, n * sizeof(size_t));
+        good = lane->members.ranks != NULL && lane->worlds != NULL && lane->inboxes != NULL && lane->done != NULL;
+    }
+    dtrain__mux_enter(mux);
+    for (int i = 0; good && i < size; i++) {
+        lane->worlds[i] = worlds != NULL ? worlds[i] : i;
+        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->worlds[i], id);
+        good = lane->inboxes[i] != NULL;
+    }
+    if (good) {
+        pthread_mutex_lock(&mux->mutex);
+        lane->next = mux->lanes;
+        mux->lanes = lane;
+        pthread_mutex_unlock(&mux->mutex);
+        dtrain__mux_adopt(lane);
+    }
+    dtrain__mux_exit(mux);
+    if (good)
+        return DTRAIN_OK;
+    if (lane != NULL)
+        dtrain__mux_lane_free(lane);
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group of %d ranks", rank, size);
+}
+
+/* Takes the lane from its mux. What still comes for it is dropped, until the peer says that it has left, too. */
+static void dtrain__mux_release(dtrain__mux_lane *lane)
+{
+    dtrain__mux *mux = lane->mux;
+    dtrain__mux_lane **at = &mux->lanes;
+    while (*at != lane)
+        at = &(*at)->next;
+    *at = lane->next;
+    for (int rank = 0; rank < lane->size; rank++) {
+        int peer = lane->worlds[rank];
+        dtrain__mux_peer *p = &mux->peers[peer];
+        p->owner = p->owner == lane ? NULL : p->owner;
+        if (peer == mux->table.rank || dtrain__membership_left(&lane->members, rank))
+            dtrain__mux_inbox_drop(mux, peer, lane->inboxes[rank]);
+        else
+            dtrain__mux_inbox_close(mux, p, lane->inboxes[rank]);
+    }
+}
+
+/* Ends the lane; the last one ends the mux and destroys its table. A forked child touches no lock: its parent's threads
+ * may have held them. */
+static void dtrain__mux_detach(dtrain__mux_lane *lane)
+{
+    dtrain__mux *mux = lane->mux;
+    dtrain_transport table = mux->table;
+    int forked = lane->forked, last;
+    if (!forked) {
+        dtrain__mux_enter(mux);
+        pthread_mutex_lock(&mux->mutex);
+    }
+    dtrain__mux_release(lane);
+    last = mux->lanes == NULL;
+    if (!forked) {
+        pthread_mutex_unlock(&mux->mutex);
+        dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        dtrain__mux_exit(mux);
+    }
+    dtrain__mux_lane_free(lane);
+    if (!last)
+        return;
+    if (!forked)
+        dtrain__origin_stop(&mux->origin);
+    dtrain__mux_free(mux);
+    if (table.destroy != NULL)
+        table.destroy(table.self);
+}
+
+#endif
+
+/* ---- >>mux_plane ----
+ * The control plane of ranks that a transport of the user's own joins: lanes of a mux, whose control messages say who
+ * leaves and what breaks a group. The service thread looks for what comes while no call does. */
+#ifndef DTRAIN__MUX_PLANE
+#define DTRAIN__MUX_PLANE
+
+#define DTRAIN__MUX_IDLE_NS 50000000 /* between two looks of the service thread, where nothing comes */
+
+static dtrain_status dtrain__mux_plane_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                            size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
+    memcpy(&out.data, &data, sizeof data); /* it is only read */
+    dtrain_status status = dtrain__mux_move((dtrain__mux_lane *)self, &out, NULL, deadline_ns);
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__mux_plane_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                            size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
+    dtrain_status status = dtrain__mux_move((dtrain__mux_lane *)self, NULL, &in, deadline_ns);
+    *moved = in.moved;
+    return status;
+}
+
+static dtrain_status dtrain__mux_plane_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in,
+                                                int64_t deadline_ns)
+{
+    return dtrain__mux_move((dtrain__mux_lane *)self, out, in, deadline_ns);
+}
+
+/* On the service thread: whoever is in a call does the same, and more. */
+static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
+{
+    dtrain__mux *mux = (dtrain__mux *)(void *)origin; /* its first member */
+    int moved = 0;
+    if (pthread_mutex_trylock(&mux->turn) == 0) {
+        moved = dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        pthread_mutex_unlock(&mux->turn);
+    }
+    mux->idle_ns = moved || mux->idle_ns == 0 ? 100000 : 2 * mux->idle_ns;
+    mux->idle_ns = mux->idle_ns < DTRAIN__MUX_IDLE_NS ? mux->idle_ns : DTRAIN__MUX_IDLE_NS;
+    if (mux->table.poll != NULL) {
+        int64_t soon = dtrain__os_now_ns() + mux->idle_ns;
+        mux->table.poll(mux->table.self, moved ? 0 : soon < until_ns ? soon : until_ns);
+    } else if (!moved) {
+        dtrain__mux_rest(mux, mux->idle_ns, until_ns);
+    }
+}
+
+static void dtrain__mux_plane_kick(dtrain__origin *origin)
+{
+    dtrain__mux_wake((dtrain__mux *)(void *)origin);
+}
+
+static void dtrain__mux_plane_poll(void *self, int64_t deadline_ns)
+{
+    dtrain__mux *mux = ((dtrain__mux_lane *)self)->mux;
+    (void)deadline_ns;
+    if (mux->table.poll != NULL)
+        mux->table.poll(mux->table.self, 0);
+    dtrain__mux_drive(mux, 0);
+}
+
+static void dtrain__mux_plane_wake(void *self)
+{
+    dtrain__mux_wake(((dtrain__mux_lane *)self)->mux);
+}
+
+static void dtrain__mux_plane_fail(void *self, dtrain_status why, const char *text)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux *mux = lane->mux;
+    dtrain__error cause;
+    cause.status = why;
+    snprintf(cause.text, sizeof cause.text, "%s", text);
+    pthread_mutex_lock(&mux->mutex);
+    int first = dtrain__mux_break(lane, &cause);
+    pthread_mutex_unlock(&mux->mutex);
+    if (!first)
+        return;
+    dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)why, text);
+    if (lane->id == 0 && mux->table.fail != NULL)
+        mux->table.fail(mux->table.self, why, text);
+}
+
+static void dtrain__mux_plane_leave(void *self, const char *why)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    if (!lane->forked)
+        dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->calls, why);
+    if (lane->id == 0 && lane->mux->table.leave != NULL)
+        lane->mux->table.leave(lane->mux->table.self, why);
+}
+
+static void dtrain__mux_plane_destroy(void *self)
+{
+    dtrain__mux_detach((dtrain__mux_lane *)self);
+}
+
+static int dtrain__mux_plane_world(void *self, int rank)
+{
+    return ((dtrain__mux_lane *)self)->worlds[rank];
+}
+
+static int dtrain__mux_plane_bound(void *self, int *worlds)
+{
+    const dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    if (worlds == NULL)
+        return lane->mux->table.size;
+    for (int i = 0; i < lane->bound_count; i++)
+        worlds[i] = lane->bound[i];
+    return lane->bound_count;
+}
+
+static int dtrain__mux_plane_bind(void *self, const int *worlds, int count)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux *mux = lane->mux;
+    int *bound = (int *)dtrain__alloc(mux->allocator, (size_t)count * sizeof(int));
+    if (bound == NULL)
+        return 0;
+    memcpy(bound, worlds, (size_t)count * sizeof(int));
+    dtrain__mux_enter(mux);
+    lane->bound = bound;
+    lane->bound_count = count;
+    for (int i = 0; i < count; i++)
+        if (mux->peers[worlds[i]].gone != DTRAIN_OK)
+            dtrain__mux_lost(lane, worlds[i], mux->peers[worlds[i]].gone, "its end of the transport is closed");
+    dtrain__mux_exit(mux);
+    return 1;
+}
+
+static void dtrain__mux_plane_follow(void *self, void *leader)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    const dtrain__mux_lane *first = (const dtrain__mux_lane *)leader;
+    pthread_mutex_lock(&lane->mux->mutex);
+    lane->follows = 1;
+    lane->leader = first->id;
+    if (dtrain__membership_broken(&first->members))
+        dtrain__mux_break(lane, dtrain__membership_cause(&first->members));
+    pthread_mutex_unlock(&lane->mux->mutex);
+}
+
+static void dtrain__mux_plane_lost(void *self, int rank)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux_enter(lane->mux);
+    dtrain__mux_needs(lane, rank);
+    dtrain__mux_exit(lane->mux);
+}
+
+static void dtrain__mux_plane_skipped(void *self, int rank, uint64_t calls)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux_enter(lane->mux);
+    dtrain__mux_left(lane, rank, calls, NULL, 0);
+    dtrain__mux_exit(lane->mux);
+}
+
+static void dtrain__mux_plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    (void)why; /* dtrain__mux_plane_leave tells */
+    lane->forked = forked;
+    lane->calls = calls;
+}
+
+static const dtrain__plane *dtrain__mux_plane_table(void);
+
+static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
+{
+    const dtrain_transport *table = &lane->mux->table;
+    memset(end, 0, sizeof *end);
+    end->transport.self = lane;
+    end->transport.rank = lane->rank;
+    end->transport.size = lane->size;
+    end->transport.send = dtrain__mux_plane_send;
+    end->transport.recv = dtrain__mux_plane_recv;
+    end->transport.exchange = table->exchange != NULL ? dtrain__mux_plane_exchange : NULL;
+    end->transport.poll = dtrain__mux_plane_poll;
+    end->transport.wake = dtrain__mux_plane_wake;
+    end->transport.fail = dtrain__mux_plane_fail;
+    end->transport.leave = dtrain__mux_plane_leave;
+    end->transport.destroy = dtrain__mux_plane_destroy;
+    end->plane = dtrain__mux_plane_table();
+    end->origin = &lane->mux->origin;
+    end->members = &lane->members;
+    end->allocator = lane->mux->allocator;
+}
+
+/* Makes the end of the world over a user's table, which stays the user's on an error. */
+static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
+                                              dtrain_allocator *allocator)
+{
+    dtrain__mux *mux;
+    dtrain__mux_lane *lane;
+    dtrain_status status = dtrain__mux_create(&mux, table, allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    mux->origin.step = dtrain__mux_plane_step;
+    mux->origin.kick = dtrain__mux_plane_kick;
+    status = dtrain__mux_attach(&lane, mux, 0, NULL, table->size, table->rank);
+    if (status == DTRAIN_OK)
+        dtrain__mux_plane_end(end, lane);
+    else
+        dtrain__mux_free(mux);
+    return status;
+}
+
+static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
+{
+    dtrain__mux_lane *lane;
+    dtrain_status status = dtrain__mux_attach(&lane, ((dtrain__mux_lane *)self)->mux, desc->id, desc->worlds,
+                                              desc->size, desc->rank);
+    if (status == DTRAIN_OK)
+        dtrain__mux_plane_end(end, lane);
+    return status;
+}
+
+static const dtrain__plane *dtrain__mux_plane_table(void)
+{
+    static const dtrain__plane table = {
+        1,
+        0,
+        0,
+        1,
+        dtrain__mux_plane_group,
+        dtrain__mux_plane_world,
+        dtrain__plane_host,
+        dtrain__plane_node_ranks,
+        dtrain__mux_plane_bound,
+        dtrain__mux_plane_bind,
+        dtrain__mux_plane_follow,
+        dtrain__plane_form,
+        dtrain__mux_plane_lost,
+        dtrain__mux_plane_skipped,
+        NULL,
+        NULL,
+        dtrain__plane_publish,
+        dtrain__plane_last,
+        dtrain__plane_suspect,
+        dtrain__plane_rest,
+        dtrain__mux_plane_leaving,
+    };
+    return &table;
+}
+
+#endif
+
 /* ---- >>threads ----
  * Ranks of one address space. A group is what its ranks share, and lazily one ring of bytes for each ordered pair that
  * exchanges messages. All waiting is on the group's one bell. The groups that come of one world share an allocator, a
@@ -13705,6 +14951,7 @@ static const dtrain__plane *dtrain__threads_plane_table(void)
         1,
         1,
         1,
+        0,
         dtrain__threads_plane_group,
         dtrain__threads_plane_world,
         dtrain__plane_host,
@@ -18470,6 +19717,7 @@ static const dtrain__plane *dtrain__socket_plane_table(void)
         1,
         0,
         0,
+        0,
         dtrain__socket_plane_group,
         dtrain__socket_plane_world,
         dtrain__socket_plane_host,
@@ -18683,9 +19931,9 @@ struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
     const dtrain__plane *plane;
-    dtrain__origin *origin;      /* NULL: of a transport of the user's own */
-    dtrain__membership *members; /* the transport's, or own_members */
-    dtrain__shared *shared;      /* NULL: ranks do not read each other's buffers */
+    dtrain__origin *origin;
+    dtrain__membership *members;
+    dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
     int forming;                 /* the group is not complete yet */
     int checks;                  /* messages carry a checksum of their data */
     int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: not so regular */
@@ -18694,11 +19942,10 @@ struct dtrain_comm {
     pid_t process;         /* that made it */
     int alone;             /* a world of one as no launcher has set a rank; 0 once the log has it */
     dtrain_comm_desc desc;
-    dtrain_allocator *allocator, own;
+    dtrain_allocator *allocator;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
     dtrain__error broken;           /* by a message operation */
-    dtrain__membership own_members; /* where no transport knows more than what is done here */
     uint64_t number;                /* of the last collective */
     uint64_t turn;                  /* of the last fused one */
     dtrain__recorder *recorder;
@@ -18820,8 +20067,6 @@ static dtrain_status dtrain__group_gone(const dtrain_comm *comm)
 /* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
 static void dtrain__group_break(dtrain_comm *comm, const dtrain__error *cause)
 {
-    if (comm->members == &comm->own_members)
-        dtrain__membership_break(comm->members, cause);
     if (comm->transport.fail != NULL)
         comm->transport.fail(comm->transport.self, cause->status, cause->text);
     if (comm->transport.wake != NULL)
@@ -22449,9 +23694,8 @@ static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
 
 struct dtrain__service {
     dtrain__os_thread thread;
-    dtrain__origin *origin;      /* of its groups; NULL: of a transport of the user's own */
-    dtrain_transport *transport; /* of the user's own that wants to be polled; else NULL */
-    dtrain__bell *bell;          /* its thread waits for it; NULL: for what its origin's step does */
+    dtrain__origin *origin; /* of its groups */
+    dtrain__bell *bell;     /* its thread waits for it; NULL: for what its origin's step does */
     dtrain_allocator *allocator;
     pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
     dtrain_comm *comms;
@@ -22745,9 +23989,8 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
 #endif
 
 /* ---- >>service ----
- * Who drives the queues of groups beside their callers. One thread serves all groups of a world that this process has;
- * a transport of the user's own has one of its own. With progress by poll a service has no thread and the groups of one
- * rank. */
+ * Who drives the queues of groups beside their callers. One thread serves all groups of a world that this process has.
+ * With progress by poll a service has no thread and the groups of one rank. */
 #ifndef DTRAIN__SERVICE
 #define DTRAIN__SERVICE
 
@@ -22793,37 +24036,16 @@ static int64_t dtrain__service_drive(dtrain__service *service)
     return span;
 }
 
-/* Looks after the connections of a group over a transport of the user's own, and drives its queue. */
-static void dtrain__service_tend(dtrain__service *service)
-{
-    dtrain_transport *transport = service->transport;
-    while (!__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
-        dtrain_comm *comm = __atomic_load_n(&service->comms, __ATOMIC_SEQ_CST);
-        int pending = comm != NULL && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
-        int driven = pending && pthread_mutex_trylock(&comm->drive_mutex) == 0;
-        if (driven) {
-            dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__MESSAGE_SLICE_NS);
-            pthread_mutex_unlock(&comm->drive_mutex);
-        }
-        transport->poll(transport->self, driven ? 0 : dtrain__os_now_ns() + (pending ? 1000000 : 1000000000));
-    }
-}
-
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     dtrain__origin *origin = service->origin;
-    int steps = origin != NULL && origin->step != NULL;
-    while (steps && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+    while (origin->step != NULL && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
         int64_t span = dtrain__service_drive(service);
         origin->step(origin, span > 0 ? dtrain__os_now_ns() + span : 0);
     }
-    if (steps)
+    if (origin->step != NULL)
         return;
-    if (service->transport != NULL) {
-        dtrain__service_tend(service);
-        return;
-    }
     unsigned first = service->bell->spins + DTRAIN__BELL_YIELDS - 10; /* yield a little, then sleep */
     for (unsigned turn = first; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
         if (dtrain__service_round(service))
@@ -22843,10 +24065,8 @@ static void dtrain__service_stop(void *pointer)
     dtrain__service *service = (dtrain__service *)pointer;
     __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(service->bell);
-    if (service->origin != NULL && service->origin->kick != NULL)
+    if (service->origin->kick != NULL)
         service->origin->kick(service->origin);
-    if (service->transport != NULL && service->transport->wake != NULL)
-        service->transport->wake(service->transport->self);
     dtrain__os_thread_join(&service->thread);
     dtrain__service_free(service);
 }
@@ -22871,8 +24091,7 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **
     if (status != DTRAIN_OK)
         return status;
     service->origin = comm->origin;
-    service->bell = comm->origin != NULL ? comm->origin->bell : comm->bell;
-    service->transport = comm->origin == NULL && comm->transport.poll != NULL ? &comm->transport : NULL;
+    service->bell = comm->origin->bell;
     int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
     if (error == 0) {
         *out = service;
@@ -22890,8 +24109,6 @@ static dtrain_status dtrain__service_find(dtrain_comm *comm, dtrain__service **o
 {
     dtrain__origin *origin = comm->origin;
     dtrain_status status = DTRAIN_OK;
-    if (origin == NULL)
-        return dtrain__service_start(comm, out);
     pthread_mutex_lock(&origin->mutex);
     if (origin->service == NULL)
         status = dtrain__service_start(comm, out);
@@ -22917,19 +24134,18 @@ static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
 /* Puts the group under a service thread, at the first asynchronous call. */
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
-    dtrain__service *service;
+    dtrain__service *service = NULL;
     dtrain_status status = dtrain__service_find(comm, &service);
     if (status == DTRAIN_OK)
         dtrain__service_add(service, comm);
     return status;
 }
 
-/* With progress by poll, before a group is made out of this one: has a service that both can share. A transport of the
- * user's own has no groups but of one rank, where nothing waits. */
+/* With progress by poll, before a group is made out of this one: has a service that both can share. */
 static dtrain_status dtrain__service_share(dtrain_comm *comm)
 {
     dtrain__service *service;
-    if (comm->desc.progress != DTRAIN_PROGRESS_POLL || comm->service != NULL || comm->origin == NULL)
+    if (comm->desc.progress != DTRAIN_PROGRESS_POLL || comm->service != NULL)
         return DTRAIN_OK;
     dtrain_status status = dtrain__service_new(comm, &service);
     if (status == DTRAIN_OK)
@@ -22954,8 +24170,6 @@ static void dtrain__service_leave(dtrain_comm *comm, int forked)
         pthread_mutex_unlock(&service->mutex);
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL && last)
         dtrain__service_free(service);
-    else if (comm->origin == NULL)
-        dtrain__service_stop(service);
 }
 
 #endif
@@ -23323,7 +24537,7 @@ static dtrain_status dtrain__work_call(dtrain_comm *comm, dtrain__op *op, dtrain
 
 static void dtrain__create_free(dtrain_comm *comm)
 {
-    dtrain_allocator *allocator = comm->allocator, own;
+    dtrain_allocator *allocator = comm->allocator;
     while (comm->newest != NULL) {
         dtrain_work *work = comm->newest;
         comm->newest = work->older;
@@ -23345,9 +24559,8 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->split_room);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
-    own = comm->own;
     __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
-    dtrain__free(allocator == &comm->own ? &own : allocator, comm);
+    dtrain__free(allocator, comm);
 }
 
 /* The algorithms that desc and environment ask for; where nodes are said to be. */
@@ -23355,7 +24568,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
 {
     int64_t ranks = 0;
     dtrain_status status = DTRAIN_OK;
-    comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && comm->origin == NULL);
+    comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && comm->plane->checks);
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
     if (comm->desc.node_ranks < 0)
@@ -23375,19 +24588,17 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     dtrain_allocator *allocator = end->allocator;
     size_t size = (size_t)transport->size;
     dtrain_status status = DTRAIN_OK;
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
+    dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator, sizeof *comm);
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    comm->own = first;
     comm->mark = DTRAIN__COMM_MARK;
-    comm->allocator = allocator != NULL ? allocator : &comm->own;
+    comm->allocator = allocator;
     comm->rank = transport->rank;
     comm->size = transport->size;
     comm->transport = *transport;
     comm->plane = end->plane;
     comm->origin = end->origin;
-    comm->members = end->members != NULL ? end->members : &comm->own_members;
+    comm->members = end->members;
     comm->shared = end->shared;
     comm->process = getpid();
     comm->desc = *desc;
@@ -23453,7 +24664,7 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc *desc)
 /* One rank's end of a group of this library's transports, which is gone on an error. */
 static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *end, const dtrain_comm_desc *desc)
 {
-    dtrain_comm *comm;
+    dtrain_comm *comm = NULL;
     dtrain_status status = dtrain__create_new(&comm, end, desc);
     if (status == DTRAIN_OK && end->origin->step != NULL && desc->progress == DTRAIN_PROGRESS_THREAD) {
         status = dtrain__service_join(comm);
@@ -23636,6 +24847,7 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
                                                     const dtrain_comm_desc *desc)
 {
     dtrain_comm_desc defaults;
+    dtrain_transport held;
     dtrain__end end;
     dtrain_status status;
     memset(&defaults, 0, sizeof defaults);
@@ -23652,19 +24864,14 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
                             "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
                             "choose another algorithm than FUSED");
     status = dtrain__create_check_desc(desc != NULL ? desc : &defaults);
-    memset(&end, 0, sizeof end);
-    end.transport = *transport;
-    end.plane = &dtrain__plane_own;
-    end.allocator = desc != NULL ? desc->allocator : NULL;
+    held = *transport;
+    held.destroy = NULL;
     if (status == DTRAIN_OK)
-        status = dtrain__create_new(comm, &end, desc != NULL ? desc : &defaults);
-    if (status == DTRAIN_OK && transport->poll != NULL && (*comm)->desc.progress == DTRAIN_PROGRESS_THREAD) {
-        status = dtrain__service_join(*comm);
-        if (status != DTRAIN_OK) {
-            dtrain__create_free(*comm);
-            *comm = NULL;
-        }
-    }
+        status = dtrain__mux_plane_create(&end, &held, desc != NULL ? desc->allocator : NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__create_end(comm, &end, desc != NULL ? desc : &defaults);
+    if (status == DTRAIN_OK) /* on an error the table stays the user's */
+        ((dtrain__mux_lane *)end.transport.self)->mux->table.destroy = transport->destroy;
     return status;
 }
 
@@ -23689,7 +24896,6 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
     int forked = comm->process != getpid();
-    int own = comm->origin == NULL; /* else the transport owns the allocator of its ranks */
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
         comm->plane->publish(transport.self, NULL, NULL);
@@ -23698,12 +24904,8 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     comm->plane->leaving(transport.self, forked, why, comm->number);
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
-    if (!own)
-        dtrain__create_free(comm);
-    if (transport.destroy != NULL)
-        transport.destroy(transport.self);
-    if (own)
-        dtrain__create_free(comm);
+    dtrain__create_free(comm); /* the transport owns its allocator */
+    transport.destroy(transport.self);
 }
 
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
@@ -24828,8 +26030,7 @@ static dtrain_status dtrain__split_meet(dtrain__split_state *split, uint64_t col
 {
     dtrain_comm *parent = split->parent;
     dtrain__split_entry mine = {color, key, (uint64_t)dtrain__group_world(parent, parent->rank), 0};
-    if (parent->origin != NULL) /* a transport of the user's own has none */
-        mine.serial = dtrain__origin_serial(parent->origin);
+    mine.serial = dtrain__origin_serial(parent->origin);
     dtrain_status status =
         dtrain_all_gather(parent, &mine, split->entries, DTRAIN__SPLIT_WORDS * (size_t)parent->size, DTRAIN_U64);
     if (status != DTRAIN_OK)
@@ -24910,12 +26111,7 @@ static dtrain_status dtrain__split_place(dtrain__split_state *split, dtrain_comm
     dtrain_comm *parent = split->parent;
     dtrain__group_desc desc = {split->id, split->origins, split->size, split->rank};
     dtrain__end end;
-    dtrain_status status;
-    if (parent->plane->group == NULL && split->size > 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "a transport of your own has no groups of its ranks, except of one; make one for each");
-    status = parent->plane->group != NULL ? parent->plane->group(parent->transport.self, &desc, &end)
-                                          : dtrain__threads_plane_create(&end, 1, parent->desc.allocator);
+    dtrain_status status = parent->plane->group(parent->transport.self, &desc, &end);
     return status == DTRAIN_OK ? dtrain__create_end(group, &end, &parent->desc) : status;
 }
 

@@ -11,7 +11,7 @@
 
 static void dtrain__create_free(dtrain_comm *comm)
 {
-    dtrain_allocator *allocator = comm->allocator, own;
+    dtrain_allocator *allocator = comm->allocator;
     while (comm->newest != NULL) {
         dtrain_work *work = comm->newest;
         comm->newest = work->older;
@@ -33,9 +33,8 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__free(allocator, comm->split_room);
     pthread_mutex_destroy(&comm->queue_mutex);
     pthread_mutex_destroy(&comm->drive_mutex);
-    own = comm->own;
     __atomic_store_n(&comm->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
-    dtrain__free(allocator == &comm->own ? &own : allocator, comm);
+    dtrain__free(allocator, comm);
 }
 
 /* The algorithms that desc and environment ask for; where nodes are said to be. */
@@ -43,7 +42,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
 {
     int64_t ranks = 0;
     dtrain_status status = DTRAIN_OK;
-    comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && comm->origin == NULL);
+    comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && comm->plane->checks);
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
     if (comm->desc.node_ranks < 0)
@@ -63,19 +62,17 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     dtrain_allocator *allocator = end->allocator;
     size_t size = (size_t)transport->size;
     dtrain_status status = DTRAIN_OK;
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *comm);
+    dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator, sizeof *comm);
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    comm->own = first;
     comm->mark = DTRAIN__COMM_MARK;
-    comm->allocator = allocator != NULL ? allocator : &comm->own;
+    comm->allocator = allocator;
     comm->rank = transport->rank;
     comm->size = transport->size;
     comm->transport = *transport;
     comm->plane = end->plane;
     comm->origin = end->origin;
-    comm->members = end->members != NULL ? end->members : &comm->own_members;
+    comm->members = end->members;
     comm->shared = end->shared;
     comm->process = getpid();
     comm->desc = *desc;
@@ -141,7 +138,7 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc *desc)
 /* One rank's end of a group of this library's transports, which is gone on an error. */
 static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *end, const dtrain_comm_desc *desc)
 {
-    dtrain_comm *comm;
+    dtrain_comm *comm = NULL;
     dtrain_status status = dtrain__create_new(&comm, end, desc);
     if (status == DTRAIN_OK && end->origin->step != NULL && desc->progress == DTRAIN_PROGRESS_THREAD) {
         status = dtrain__service_join(comm);
@@ -324,6 +321,7 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
                                                     const dtrain_comm_desc *desc)
 {
     dtrain_comm_desc defaults;
+    dtrain_transport held;
     dtrain__end end;
     dtrain_status status;
     memset(&defaults, 0, sizeof defaults);
@@ -340,19 +338,14 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
                             "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
                             "choose another algorithm than FUSED");
     status = dtrain__create_check_desc(desc != NULL ? desc : &defaults);
-    memset(&end, 0, sizeof end);
-    end.transport = *transport;
-    end.plane = &dtrain__plane_own;
-    end.allocator = desc != NULL ? desc->allocator : NULL;
+    held = *transport;
+    held.destroy = NULL;
     if (status == DTRAIN_OK)
-        status = dtrain__create_new(comm, &end, desc != NULL ? desc : &defaults);
-    if (status == DTRAIN_OK && transport->poll != NULL && (*comm)->desc.progress == DTRAIN_PROGRESS_THREAD) {
-        status = dtrain__service_join(*comm);
-        if (status != DTRAIN_OK) {
-            dtrain__create_free(*comm);
-            *comm = NULL;
-        }
-    }
+        status = dtrain__mux_plane_create(&end, &held, desc != NULL ? desc->allocator : NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__create_end(comm, &end, desc != NULL ? desc : &defaults);
+    if (status == DTRAIN_OK) /* on an error the table stays the user's */
+        ((dtrain__mux_lane *)end.transport.self)->mux->table.destroy = transport->destroy;
     return status;
 }
 
@@ -377,7 +370,6 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
     int forked = comm->process != getpid();
-    int own = comm->origin == NULL; /* else the transport owns the allocator of its ranks */
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
         comm->plane->publish(transport.self, NULL, NULL);
@@ -386,12 +378,8 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     comm->plane->leaving(transport.self, forked, why, comm->number);
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
-    if (!own)
-        dtrain__create_free(comm);
-    if (transport.destroy != NULL)
-        transport.destroy(transport.self);
-    if (own)
-        dtrain__create_free(comm);
+    dtrain__create_free(comm); /* the transport owns its allocator */
+    transport.destroy(transport.self);
 }
 
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)

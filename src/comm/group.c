@@ -8,6 +8,7 @@
 #include "../base/memory.c"
 #include "../base/worker.c"
 #include "../tensor/fold.c"
+#include "../control/mux_plane.c"
 #include "../transport/threads_plane.c"
 #include "../control/socket_plane.c"
 #include "groups.h"
@@ -148,9 +149,9 @@ struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
     const dtrain__plane *plane;
-    dtrain__origin *origin;      /* NULL: of a transport of the user's own */
-    dtrain__membership *members; /* the transport's, or own_members */
-    dtrain__shared *shared;      /* NULL: ranks do not read each other's buffers */
+    dtrain__origin *origin;
+    dtrain__membership *members;
+    dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
     int forming;                 /* the group is not complete yet */
     int checks;                  /* messages carry a checksum of their data */
     int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: not so regular */
@@ -159,11 +160,10 @@ struct dtrain_comm {
     pid_t process;         /* that made it */
     int alone;             /* a world of one as no launcher has set a rank; 0 once the log has it */
     dtrain_comm_desc desc;
-    dtrain_allocator *allocator, own;
+    dtrain_allocator *allocator;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
     dtrain__error broken;           /* by a message operation */
-    dtrain__membership own_members; /* where no transport knows more than what is done here */
     uint64_t number;                /* of the last collective */
     uint64_t turn;                  /* of the last fused one */
     dtrain__recorder *recorder;
@@ -285,8 +285,6 @@ static dtrain_status dtrain__group_gone(const dtrain_comm *comm)
 /* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
 static void dtrain__group_break(dtrain_comm *comm, const dtrain__error *cause)
 {
-    if (comm->members == &comm->own_members)
-        dtrain__membership_break(comm->members, cause);
     if (comm->transport.fail != NULL)
         comm->transport.fail(comm->transport.self, cause->status, cause->text);
     if (comm->transport.wake != NULL)

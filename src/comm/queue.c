@@ -18,9 +18,8 @@
 
 struct dtrain__service {
     dtrain__os_thread thread;
-    dtrain__origin *origin;      /* of its groups; NULL: of a transport of the user's own */
-    dtrain_transport *transport; /* of the user's own that wants to be polled; else NULL */
-    dtrain__bell *bell;          /* its thread waits for it; NULL: for what its origin's step does */
+    dtrain__origin *origin; /* of its groups */
+    dtrain__bell *bell;     /* its thread waits for it; NULL: for what its origin's step does */
     dtrain_allocator *allocator;
     pthread_mutex_t mutex; /* guards comms; taken before a drive_mutex */
     dtrain_comm *comms;

@@ -1,7 +1,6 @@
 /* ---- >>service ----
- * Who drives the queues of groups beside their callers. One thread serves all groups of a world that this process has;
- * a transport of the user's own has one of its own. With progress by poll a service has no thread and the groups of one
- * rank. */
+ * Who drives the queues of groups beside their callers. One thread serves all groups of a world that this process has.
+ * With progress by poll a service has no thread and the groups of one rank. */
 #ifndef DTRAIN__SERVICE
 #define DTRAIN__SERVICE
 #include "queue.c"
@@ -48,37 +47,16 @@ static int64_t dtrain__service_drive(dtrain__service *service)
     return span;
 }
 
-/* Looks after the connections of a group over a transport of the user's own, and drives its queue. */
-static void dtrain__service_tend(dtrain__service *service)
-{
-    dtrain_transport *transport = service->transport;
-    while (!__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
-        dtrain_comm *comm = __atomic_load_n(&service->comms, __ATOMIC_SEQ_CST);
-        int pending = comm != NULL && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
-        int driven = pending && pthread_mutex_trylock(&comm->drive_mutex) == 0;
-        if (driven) {
-            dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__MESSAGE_SLICE_NS);
-            pthread_mutex_unlock(&comm->drive_mutex);
-        }
-        transport->poll(transport->self, driven ? 0 : dtrain__os_now_ns() + (pending ? 1000000 : 1000000000));
-    }
-}
-
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     dtrain__origin *origin = service->origin;
-    int steps = origin != NULL && origin->step != NULL;
-    while (steps && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+    while (origin->step != NULL && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
         int64_t span = dtrain__service_drive(service);
         origin->step(origin, span > 0 ? dtrain__os_now_ns() + span : 0);
     }
-    if (steps)
+    if (origin->step != NULL)
         return;
-    if (service->transport != NULL) {
-        dtrain__service_tend(service);
-        return;
-    }
     unsigned first = service->bell->spins + DTRAIN__BELL_YIELDS - 10; /* yield a little, then sleep */
     for (unsigned turn = first; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
         if (dtrain__service_round(service))
@@ -98,10 +76,8 @@ static void dtrain__service_stop(void *pointer)
     dtrain__service *service = (dtrain__service *)pointer;
     __atomic_store_n(&service->stop, 1, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(service->bell);
-    if (service->origin != NULL && service->origin->kick != NULL)
+    if (service->origin->kick != NULL)
         service->origin->kick(service->origin);
-    if (service->transport != NULL && service->transport->wake != NULL)
-        service->transport->wake(service->transport->self);
     dtrain__os_thread_join(&service->thread);
     dtrain__service_free(service);
 }
@@ -126,8 +102,7 @@ static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **
     if (status != DTRAIN_OK)
         return status;
     service->origin = comm->origin;
-    service->bell = comm->origin != NULL ? comm->origin->bell : comm->bell;
-    service->transport = comm->origin == NULL && comm->transport.poll != NULL ? &comm->transport : NULL;
+    service->bell = comm->origin->bell;
     int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
     if (error == 0) {
         *out = service;
@@ -145,8 +120,6 @@ static dtrain_status dtrain__service_find(dtrain_comm *comm, dtrain__service **o
 {
     dtrain__origin *origin = comm->origin;
     dtrain_status status = DTRAIN_OK;
-    if (origin == NULL)
-        return dtrain__service_start(comm, out);
     pthread_mutex_lock(&origin->mutex);
     if (origin->service == NULL)
         status = dtrain__service_start(comm, out);
@@ -172,19 +145,18 @@ static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
 /* Puts the group under a service thread, at the first asynchronous call. */
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
-    dtrain__service *service;
+    dtrain__service *service = NULL;
     dtrain_status status = dtrain__service_find(comm, &service);
     if (status == DTRAIN_OK)
         dtrain__service_add(service, comm);
     return status;
 }
 
-/* With progress by poll, before a group is made out of this one: has a service that both can share. A transport of the
- * user's own has no groups but of one rank, where nothing waits. */
+/* With progress by poll, before a group is made out of this one: has a service that both can share. */
 static dtrain_status dtrain__service_share(dtrain_comm *comm)
 {
     dtrain__service *service;
-    if (comm->desc.progress != DTRAIN_PROGRESS_POLL || comm->service != NULL || comm->origin == NULL)
+    if (comm->desc.progress != DTRAIN_PROGRESS_POLL || comm->service != NULL)
         return DTRAIN_OK;
     dtrain_status status = dtrain__service_new(comm, &service);
     if (status == DTRAIN_OK)
@@ -209,8 +181,6 @@ static void dtrain__service_leave(dtrain_comm *comm, int forked)
         pthread_mutex_unlock(&service->mutex);
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL && last)
         dtrain__service_free(service);
-    else if (comm->origin == NULL)
-        dtrain__service_stop(service);
 }
 
 #endif

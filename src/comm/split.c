@@ -72,8 +72,7 @@ static dtrain_status dtrain__split_meet(dtrain__split_state *split, uint64_t col
 {
     dtrain_comm *parent = split->parent;
     dtrain__split_entry mine = {color, key, (uint64_t)dtrain__group_world(parent, parent->rank), 0};
-    if (parent->origin != NULL) /* a transport of the user's own has none */
-        mine.serial = dtrain__origin_serial(parent->origin);
+    mine.serial = dtrain__origin_serial(parent->origin);
     dtrain_status status =
         dtrain_all_gather(parent, &mine, split->entries, DTRAIN__SPLIT_WORDS * (size_t)parent->size, DTRAIN_U64);
     if (status != DTRAIN_OK)
@@ -154,12 +153,7 @@ static dtrain_status dtrain__split_place(dtrain__split_state *split, dtrain_comm
     dtrain_comm *parent = split->parent;
     dtrain__group_desc desc = {split->id, split->origins, split->size, split->rank};
     dtrain__end end;
-    dtrain_status status;
-    if (parent->plane->group == NULL && split->size > 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "a transport of your own has no groups of its ranks, except of one; make one for each");
-    status = parent->plane->group != NULL ? parent->plane->group(parent->transport.self, &desc, &end)
-                                          : dtrain__threads_plane_create(&end, 1, parent->desc.allocator);
+    dtrain_status status = parent->plane->group(parent->transport.self, &desc, &end);
     return status == DTRAIN_OK ? dtrain__create_end(group, &end, &parent->desc) : status;
 }
 

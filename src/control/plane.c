@@ -1,8 +1,7 @@
 /* ---- >>control_plane ----
  * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
  * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
- * functions; nobody above asks which transport a group runs on. A transport of the user's own has the table at the end
- * of this file. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a
+ * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a
  * call of the group, except where they say more. */
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
@@ -38,10 +37,10 @@ typedef struct dtrain__plane dtrain__plane;
 typedef struct dtrain__end {
     dtrain_transport transport;
     const dtrain__plane *plane;
-    dtrain__origin *origin;      /* NULL: of a transport of the user's own */
-    dtrain__membership *members; /* NULL: the group keeps it */
+    dtrain__origin *origin;
+    dtrain__membership *members;
     dtrain__shared *shared;      /* NULL: ranks do not read each other's buffers */
-    dtrain_allocator *allocator; /* NULL: the group has one of its own */
+    dtrain_allocator *allocator;
 } dtrain__end;
 
 /* What both sides of every handshake of one rank share. */
@@ -92,8 +91,8 @@ struct dtrain__plane {
     int knows;      /* it hears of what breaks the group and of who leaves, at any time */
     int in_process; /* ranks are threads of one process */
     int keeps;      /* it owns what was given to publish, for as long as a peer may read it */
-    /* Makes this rank's end. NULL: there are no groups. */
-    dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end);
+    int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
+    dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
     int (*world)(void *self, int rank);     /* the rank in the world */
     uint64_t (*host)(void *self, int rank); /* equal where ranks share a host */
     int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
@@ -139,13 +138,7 @@ static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
     return serial << 10 | (uint64_t)rank;
 }
 
-/* ---- a transport that has none of it ---- */
-
-static int dtrain__plane_world(void *self, int rank)
-{
-    (void)self;
-    return rank;
-}
+/* ---- for a transport that has none of it ---- */
 
 static uint64_t dtrain__plane_host(void *self, int rank)
 {
@@ -159,18 +152,6 @@ static int dtrain__plane_node_ranks(void *self)
     return 0;
 }
 
-static int dtrain__plane_bound(void *self, int *worlds)
-{
-    (void)self, (void)worlds;
-    return 0;
-}
-
-static int dtrain__plane_bind(void *self, const int *worlds, int count)
-{
-    (void)self, (void)worlds, (void)count;
-    return 1;
-}
-
 static void dtrain__plane_follow(void *self, void *leader)
 {
     (void)self, (void)leader;
@@ -181,11 +162,6 @@ static dtrain_status dtrain__plane_form(void *self, int *formed, int64_t started
     (void)self, (void)started_ns, (void)deadline_ns, (void)wait;
     *formed = 1;
     return DTRAIN_OK;
-}
-
-static void dtrain__plane_lost(void *self, int rank)
-{
-    (void)self, (void)rank;
 }
 
 static void dtrain__plane_skipped(void *self, int rank, uint64_t calls)
@@ -213,33 +189,5 @@ static void dtrain__plane_rest(void *self)
 {
     (void)self;
 }
-
-static void dtrain__plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
-{
-    (void)self, (void)forked, (void)why, (void)calls;
-}
-
-static const dtrain__plane dtrain__plane_own = {
-    0,
-    0,
-    0,
-    NULL,
-    dtrain__plane_world,
-    dtrain__plane_host,
-    dtrain__plane_node_ranks,
-    dtrain__plane_bound,
-    dtrain__plane_bind,
-    dtrain__plane_follow,
-    dtrain__plane_form,
-    dtrain__plane_lost,
-    dtrain__plane_skipped,
-    NULL,
-    NULL,
-    dtrain__plane_publish,
-    dtrain__plane_last,
-    dtrain__plane_suspect,
-    dtrain__plane_rest,
-    dtrain__plane_leaving,
-};
 
 #endif

@@ -239,6 +239,7 @@ static const dtrain__plane *dtrain__socket_plane_table(void)
         1,
         0,
         0,
+        0,
         dtrain__socket_plane_group,
         dtrain__socket_plane_world,
         dtrain__socket_plane_host,

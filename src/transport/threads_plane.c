@@ -232,6 +232,7 @@ static const dtrain__plane *dtrain__threads_plane_table(void)
         1,
         1,
         1,
+        0,
         dtrain__threads_plane_group,
         dtrain__threads_plane_world,
         dtrain__plane_host,

@@ -51,6 +51,7 @@ typedef struct dtrain_transport {
     void (*wake)(void *self);
     void (*fail)(void *self, dtrain_status why, const char *text);
     void (*leave)(void *self, const char *why);
+    int (*alive)(void *self, int peer);
 } dtrain_transport;
 
 #ifdef __cplusplus

@@ -1,0 +1,618 @@
+/* ---- >>mux ----
+ * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. What a lane sends
+ * goes in frames that carry its name; what comes goes to the memory of the call that waits for it, or is kept for its
+ * lane. Control messages travel between them, whole.
+ *
+ *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
+ *   handle               gets each control message that comes, of kinds from DTRAIN__MUX_OTHERS on
+ *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
+ *   dtrain__mux_drive    moves what can be moved until something has, or until a time
+ *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
+ *
+ * Invariants: `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that threads
+ * of several groups get on; `mutex` is held for a few instructions and taken last. A frame that has begun to go is
+ * finished before anything else goes to that peer, by whoever is next. A call that waits also receives from every other
+ * peer, so that ranks which wait for each other in several groups at once all get on. Peers are ranks of the world. */
+#ifndef DTRAIN__MUX
+#define DTRAIN__MUX
+#include "../base/xxh64.c"
+#include "membership.c"
+#include "plane.c"
+
+#define DTRAIN__MUX_HEADER 24
+#define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
+#define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
+#define DTRAIN__MUX_SMALL ((size_t)4096)               /* payload that goes in one piece with the header */
+#define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer before anybody waits for it */
+#ifndef DTRAIN__MUX_KEPT
+#define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
+#endif
+#define DTRAIN__MUX_SLICE_NS 1000000
+#define DTRAIN__MUX_PATIENCE_NS 10000000  /* without progress; then up to DTRAIN__MUX_KEPT is kept */
+#define DTRAIN__MUX_FULL_NS 1000000000    /* for a call that cannot go on as so much is kept */
+#define DTRAIN__MUX_ALIVE_NS 50000000     /* between two questions whether a peer is there */
+
+enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_OTHERS };
+
+typedef struct dtrain__mux dtrain__mux;
+typedef struct dtrain__mux_lane dtrain__mux_lane;
+
+/* What is kept of a peer's bytes for a lane. */
+typedef struct dtrain__mux_block {
+    struct dtrain__mux_block *next;
+    size_t begin, end;
+    unsigned char data[DTRAIN__MUX_FRAME];
+} dtrain__mux_block;
+
+typedef struct dtrain__mux_inbox {
+    struct dtrain__mux_inbox *next;
+    uint64_t lane;
+    dtrain__mux_block *first, *last;
+    size_t bytes;
+    int closed; /* the lane has ended here, and not at the peer: what comes is dropped */
+} dtrain__mux_inbox;
+
+/* A control message: on its way to a peer, or for a lane that is still to be made. */
+typedef struct dtrain__mux_message {
+    struct dtrain__mux_message *next;
+    uint64_t lane;
+    int peer, kind;
+    size_t begin, bytes; /* of the frame, which follows; gone of it, in all */
+} dtrain__mux_message;
+
+typedef struct dtrain__mux_peer {
+    unsigned char *stage;        /* a frame of data: all of it, or what comes before direct; NULL: none was sent */
+    size_t frame, at, filled;    /* bytes of it, gone, in stage; 0: there is none */
+    const unsigned char *direct; /* its payload in the caller's memory, while that is in a turn */
+    dtrain__mux_lane *owner;     /* whose it is; NULL: that has ended */
+    int to;                      /* this peer's rank there */
+    size_t counted;              /* bytes of it that the owner's call has been told of */
+    dtrain__mux_message *first, *last;
+    unsigned char header[DTRAIN__MUX_HEADER]; /* of the frame that comes */
+    size_t got, left;                         /* of the header; of its payload */
+    uint64_t lane;
+    int kind;
+    dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all */
+    unsigned char *control;             /* a control message that comes; NULL: none has come yet */
+    size_t control_bytes, kept;
+    int64_t full_ns, asked_ns; /* since when too much is kept; when alive was asked */
+    dtrain_status gone;        /* not DTRAIN_OK: nothing comes or goes any more */
+} dtrain__mux_peer;
+
+struct dtrain__mux_lane {
+    dtrain__mux *mux;
+    dtrain__mux_lane *next;
+    uint64_t id;
+    int size, rank, *worlds;
+    dtrain__membership members;
+    dtrain__mux_inbox **inboxes; /* of each rank */
+    size_t *done;                /* bytes that have gone to each rank, of which its calls are still to be told */
+    int *bound, bound_count;     /* ranks of the world whose loss breaks it, members or not */
+    uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
+    int follows, forked;
+    int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
+};
+
+struct dtrain__mux {
+    dtrain__origin origin;
+    dtrain_transport table;
+    dtrain_allocator own, *allocator;
+    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of lanes */
+    uint64_t turns;
+    uint32_t waiting; /* threads that want turn */
+    dtrain__bell bell;
+    dtrain__mux_lane *lanes;
+    dtrain__mux_message *early; /* for lanes that are still to be made */
+    dtrain__mux_peer *peers;
+    dtrain__mux_block *spare;
+    unsigned char waste[4096];
+    /* Called with turn held; it may post. */
+    void (*handle)(dtrain__mux *mux, int peer, uint64_t lane, int kind, const unsigned char *data, size_t bytes);
+    void *handled;   /* the handler's own */
+    int64_t idle_ns; /* how long the service thread rests between two looks */
+};
+
+static void dtrain__mux_enter(dtrain__mux *mux)
+{
+    __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&mux->turn);
+    __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&mux->turns, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Lets a thread that waits have the next turn: a mutex is not fair. */
+static void dtrain__mux_exit(dtrain__mux *mux)
+{
+    uint64_t turns = __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST);
+    pthread_mutex_unlock(&mux->turn);
+    for (int i = 0; i < 200 && __atomic_load_n(&mux->waiting, __ATOMIC_SEQ_CST) > 0 &&
+                    __atomic_load_n(&mux->turns, __ATOMIC_SEQ_CST) == turns;
+         i++)
+        sched_yield();
+}
+
+/* ---- control messages out ---- */
+
+static void dtrain__mux_frame(unsigned char *out, uint64_t lane, int kind, const void *payload, size_t bytes)
+{
+    dtrain__put_le(out, lane, 8);
+    dtrain__put_le(out + 8, (uint64_t)kind, 4);
+    dtrain__put_le(out + 12, bytes, 4);
+    uint64_t check = dtrain__xxh64_of(out, 16, 0);
+    dtrain__put_le(out + 16, kind == DTRAIN__MUX_DATA ? check : dtrain__xxh64_of(payload, bytes, check), 8);
+}
+
+/* Wakes who drives: there is something to send. */
+static void dtrain__mux_wake(dtrain__mux *mux)
+{
+    dtrain__bell_ring(&mux->bell);
+    if (mux->table.wake != NULL)
+        mux->table.wake(mux->table.self);
+}
+
+static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *data,
+                                                 size_t bytes)
+{
+    dtrain__mux_message *post =
+        (dtrain__mux_message *)dtrain__alloc(mux->allocator, sizeof *post + DTRAIN__MUX_HEADER + bytes);
+    if (post == NULL)
+        return NULL;
+    post->lane = lane;
+    post->peer = peer;
+    post->kind = kind;
+    post->bytes = DTRAIN__MUX_HEADER + bytes;
+    dtrain__mux_frame((unsigned char *)(post + 1), lane, kind, data, bytes);
+    if (bytes > 0)
+        memcpy((unsigned char *)(post + 1) + DTRAIN__MUX_HEADER, data, bytes);
+    return post;
+}
+
+/* Copies a control message of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux is driven. Any
+ * thread; never blocks. Returns 0 when there is no memory. */
+static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *data, size_t bytes)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, lane, kind, data, bytes);
+    if (post == NULL)
+        return 0;
+    pthread_mutex_lock(&mux->mutex);
+    if (p->last != NULL)
+        p->last->next = post;
+    else
+        p->first = post;
+    p->last = post;
+    pthread_mutex_unlock(&mux->mutex);
+    dtrain__mux_wake(mux);
+    return 1;
+}
+
+/* Posts to all other members that are there; where there is no memory, they find out by themselves. */
+static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, const char *text)
+{
+    unsigned char data[8 + DTRAIN__ERROR_BYTES];
+    size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
+    dtrain__put_le(data, number, 8);
+    memcpy(data + 8, text, bytes);
+    for (int rank = 0; rank < lane->size; rank++)
+        if (rank != lane->rank && !dtrain__membership_left(&lane->members, rank))
+            dtrain__mux_post(lane->mux, lane->worlds[rank], lane->id, kind, data, 8 + bytes);
+}
+
+/* The first post of a peer; with `sent` bytes of it gone. */
+static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_peer *p, size_t sent)
+{
+    dtrain__mux_message *post;
+    pthread_mutex_lock(&mux->mutex);
+    post = p->first;
+    if (post != NULL && (post->begin += sent) == post->bytes) {
+        p->first = post->next;
+        p->last = p->first != NULL ? p->last : NULL;
+        dtrain__free(mux->allocator, post);
+        post = p->first;
+    }
+    pthread_mutex_unlock(&mux->mutex);
+    return post;
+}
+
+/* ---- who is there ---- */
+
+static int dtrain__mux_rank(const dtrain__mux_lane *lane, int peer)
+{
+    for (int rank = 0; rank < lane->size; rank++)
+        if (lane->worlds[rank] == peer)
+            return rank;
+    return -1;
+}
+
+static dtrain__mux_lane *dtrain__mux_lane_of(const dtrain__mux *mux, uint64_t id)
+{
+    dtrain__mux_lane *lane = mux->lanes;
+    while (lane != NULL && lane->id != id)
+        lane = lane->next;
+    return lane;
+}
+
+/* Breaks a lane and those that follow it; the caller holds turn or mutex. Returns 0 where it was broken before. */
+static int dtrain__mux_break(dtrain__mux_lane *lane, const dtrain__error *cause)
+{
+    if (!dtrain__membership_break(&lane->members, cause))
+        return 0;
+    for (dtrain__mux_lane *other = lane->mux->lanes; other != NULL; other = other->next)
+        if (other->follows && other->leader == lane->id)
+            dtrain__mux_break(other, cause);
+    return 1;
+}
+
+/* Breaks a lane on all its members. The caller holds turn. */
+static void dtrain__mux_end(dtrain__mux_lane *lane, const dtrain__error *cause)
+{
+    if (dtrain__mux_break(lane, cause))
+        dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
+}
+
+/* A rank's end of the lane is gone, which had ended so many collectives. The caller holds turn. */
+static void dtrain__mux_left(dtrain__mux_lane *lane, int rank, uint64_t calls, const void *why, size_t bytes)
+{
+    char *text = NULL;
+    if (dtrain__membership_left(&lane->members, rank))
+        return;
+    if (bytes > 0)
+        text = (char *)dtrain__alloc(lane->mux->allocator, bytes + 1);
+    if (text != NULL)
+        memcpy(text, why, bytes);
+    lane->members.ranks[rank].why = text;
+    lane->members.ranks[rank].calls = calls;
+    dtrain__membership_leave(&lane->members, rank);
+}
+
+/* A peer is lost without which the lane cannot go on. */
+static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
+{
+    dtrain__error cause;
+    int rank = dtrain__mux_rank(lane, peer), bound = 0;
+    for (int i = 0; rank < 0 && i < lane->bound_count; i++)
+        bound |= lane->bound[i] == peer;
+    if (bound)
+        dtrain__fail(&cause, status, "rank %d of the world, of another group of this mesh, is lost: %.400s", peer, why);
+    else if (rank < 0 || dtrain__membership_left(&lane->members, rank))
+        return;
+    else if (lane->id == 0)
+        dtrain__fail(&cause, status, "rank %d is lost: %.400s", rank, why);
+    else
+        dtrain__fail(&cause, status, "rank %d (rank %d of the world) is lost: %.400s", rank, peer, why);
+    dtrain__mux_end(lane, &cause); /* first: who sees that it has left finds the cause */
+    if (!bound)
+        dtrain__mux_left(lane, rank, UINT64_MAX, NULL, 0);
+}
+
+/* The transport has said that the peer is lost, or that it is of no more use. The caller holds turn. */
+static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    char why[DTRAIN__ERROR_BYTES];
+    dtrain__error kept = dtrain__thread_error;
+    if (p->gone != DTRAIN_OK)
+        return;
+    p->gone = status;
+    p->frame = 0;
+    if (kept.status == status)
+        snprintf(why, sizeof why, "%s", kept.text);
+    else if (status == DTRAIN_ERR_PEER_LOST)
+        snprintf(why, sizeof why, "its end of the transport is closed");
+    else
+        snprintf(why, sizeof why, "the transport said %s", dtrain_status_name(status));
+    for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
+        post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
+    for (dtrain__mux_lane *lane = mux->lanes; lane != NULL; lane = lane->next)
+        dtrain__mux_lost(lane, peer, status, why);
+    dtrain__thread_error = kept;
+}
+
+/* ---- what comes ---- */
+
+static dtrain__mux_inbox *dtrain__mux_inbox_find(dtrain__mux *mux, int peer, uint64_t lane)
+{
+    dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
+    while (*at != NULL && (*at)->lane != lane)
+        at = &(*at)->next;
+    if (*at == NULL && (*at = (dtrain__mux_inbox *)dtrain__alloc(mux->allocator, sizeof **at)) != NULL)
+        (*at)->lane = lane;
+    return *at;
+}
+
+static void dtrain__mux_inbox_empty(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox)
+{
+    while (inbox->first != NULL) {
+        dtrain__mux_block *block = inbox->first;
+        inbox->first = block->next;
+        dtrain__free(mux->allocator, block);
+    }
+    inbox->last = NULL;
+    p->kept -= inbox->bytes;
+    p->full_ns = 0;
+    inbox->bytes = 0;
+}
+
+/* What still comes is dropped. */
+static void dtrain__mux_inbox_close(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox)
+{
+    dtrain__mux_inbox_empty(mux, p, inbox);
+    inbox->closed = 1;
+}
+
+static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox *inbox)
+{
+    dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
+    dtrain__mux_inbox_empty(mux, &mux->peers[peer], inbox);
+    while (*at != inbox)
+        at = &(*at)->next;
+    *at = inbox->next;
+    dtrain__free(mux->allocator, inbox);
+}
+
+/* Gives a call what was kept for it. */
+static void dtrain__mux_inbox_take(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox, dtrain_transfer *in)
+{
+    while (inbox->first != NULL && in->moved < in->bytes) {
+        dtrain__mux_block *block = inbox->first;
+        size_t n = block->end - block->begin, most = in->bytes - in->moved;
+        n = n < most ? n : most;
+        memcpy(in->data + in->moved, block->data + block->begin, n);
+        in->moved += n;
+        block->begin += n;
+        inbox->bytes -= n;
+        p->kept -= n;
+        p->full_ns = 0;
+        if (block->begin < block->end)
+            return;
+        inbox->first = block->next;
+        inbox->last = inbox->first != NULL ? inbox->last : NULL;
+        if (mux->spare == NULL)
+            mux->spare = block; /* a warm loop allocates nothing */
+        else
+            dtrain__free(mux->allocator, block);
+    }
+}
+
+/* Where more of the inbox goes; NULL: no memory. */
+static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_inbox *inbox)
+{
+    dtrain__mux_block *block = inbox->last;
+    if (block != NULL && block->end < sizeof block->data)
+        return block;
+    block = mux->spare;
+    mux->spare = NULL;
+    if (block == NULL)
+        block = (dtrain__mux_block *)dtrain__resize(mux->allocator, NULL, sizeof *block);
+    if (block == NULL)
+        return NULL;
+    block->next = NULL;
+    block->begin = block->end = 0;
+    if (inbox->last != NULL)
+        inbox->last->next = block;
+    else
+        inbox->first = block;
+    return inbox->last = block;
+}
+
+/* A peer's LEAVE or FAIL for a lane that is here. */
+static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const unsigned char *data, size_t bytes)
+{
+    int rank = dtrain__mux_rank(lane, peer);
+    dtrain__error cause;
+    if (rank < 0 || bytes < 8)
+        return;
+    if (kind == DTRAIN__MUX_LEAVE) {
+        dtrain__mux_left(lane, rank, dtrain__get_le(data, 8), data + 8, bytes - 8);
+        return;
+    }
+    cause.status = dtrain__status_told(dtrain__get_le(data, 8));
+    snprintf(cause.text, sizeof cause.text, "%.*s", (int)(bytes - 8), (const char *)data + 8);
+    dtrain__status_clean(cause.text);
+    dtrain__mux_break(lane, &cause);
+}
+
+/* A whole control message has come. What is for a lane that is still to be made waits for it. */
+static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain__mux_lane *lane = dtrain__mux_lane_of(mux, p->lane);
+    dtrain__mux_inbox *inbox = p->inboxes;
+    size_t bytes = p->control_bytes;
+    p->control_bytes = 0;
+    if (dtrain__get_le(p->header + 16, 8) !=
+        dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged");
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+        return;
+    }
+    if (p->kind >= DTRAIN__MUX_OTHERS) {
+        if (mux->handle != NULL)
+            mux->handle(mux, peer, p->lane, p->kind, p->control, bytes);
+        return;
+    }
+    while (inbox != NULL && inbox->lane != p->lane)
+        inbox = inbox->next;
+    if (lane != NULL) {
+        dtrain__mux_hear(lane, peer, p->kind, p->control, bytes);
+    } else if (inbox == NULL || !inbox->closed) {
+        dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes);
+        dtrain__mux_message **at = &mux->early;
+        while (*at != NULL)
+            at = &(*at)->next;
+        *at = post;
+    } else if (p->kind == DTRAIN__MUX_LEAVE) {
+        dtrain__mux_inbox_drop(mux, peer, inbox);
+    }
+}
+
+/* A whole header has come: what follows? */
+static void dtrain__mux_open(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    uint64_t check = dtrain__get_le(p->header + 16, 8), kind = dtrain__get_le(p->header + 8, 4);
+    p->lane = dtrain__get_le(p->header, 8);
+    p->kind = (int)(kind & 255);
+    p->left = (size_t)dtrain__get_le(p->header + 12, 4);
+    p->got = 0;
+    if (kind > 255 || p->left > (kind == DTRAIN__MUX_DATA ? DTRAIN__MUX_FRAME : DTRAIN__MUX_CONTROL) ||
+        (kind == DTRAIN__MUX_DATA && check != dtrain__xxh64_of(p->header, 16, 0))) {
+        p->left = 0;
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                     "what came from rank %d is damaged, or no frame of dtrain: use this version of it on every rank",
+                     peer);
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+        return;
+    }
+    p->inbox = kind == DTRAIN__MUX_DATA ? dtrain__mux_inbox_find(mux, peer, p->lane) : NULL;
+    if (kind != DTRAIN__MUX_DATA && p->left == 0)
+        dtrain__mux_deliver(mux, peer);
+}
+
+/* Where the next bytes of a peer go: at most `limit` are kept. Returns 0 where they go nowhere now. */
+static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, dtrain_transfer *in, size_t limit,
+                               dtrain_transfer *raw)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    raw->peer = peer;
+    raw->moved = 0;
+    raw->more = 0;
+    raw->bytes = p->left;
+    if (p->gone != DTRAIN_OK)
+        return 0;
+    if (p->left == 0) {
+        raw->data = p->header + p->got;
+        raw->bytes = DTRAIN__MUX_HEADER - p->got;
+    } else if (p->kind != DTRAIN__MUX_DATA) {
+        if (p->control == NULL)
+            p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
+        raw->data = p->control != NULL ? p->control + p->control_bytes : NULL;
+    } else if (p->inbox == NULL) { /* there was no memory for it */
+        p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
+        return p->inbox != NULL && dtrain__mux_next_in(lane, mux, peer, in, limit, raw);
+    } else if (p->inbox->closed) {
+        raw->data = mux->waste;
+        raw->bytes = p->left < sizeof mux->waste ? p->left : sizeof mux->waste;
+    } else if (in != NULL && p->inbox == lane->inboxes[in->peer] && p->inbox->bytes == 0) {
+        raw->data = in->data + in->moved;
+        raw->bytes = p->left < in->bytes - in->moved ? p->left : in->bytes - in->moved;
+    } else if (p->kept >= limit) {
+        if (p->full_ns == 0 && limit >= DTRAIN__MUX_KEPT)
+            p->full_ns = dtrain__os_now_ns();
+        return 0;
+    } else {
+        dtrain__mux_block *block = dtrain__mux_inbox_room(mux, p->inbox);
+        raw->data = block != NULL ? block->data + block->end : NULL;
+        if (block != NULL && sizeof block->data - block->end < p->left)
+            raw->bytes = sizeof block->data - block->end;
+    }
+    return raw->data != NULL;
+}
+
+/* Counts what has come of it. */
+static void dtrain__mux_took_in(dtrain__mux *mux, const dtrain_transfer *raw, dtrain_transfer *in)
+{
+    dtrain__mux_peer *p = &mux->peers[raw->peer];
+    if (raw->moved == 0)
+        return;
+    if (p->left == 0) {
+        p->got += raw->moved;
+        if (p->got == DTRAIN__MUX_HEADER)
+            dtrain__mux_open(mux, raw->peer);
+        return;
+    }
+    p->left -= raw->moved;
+    if (p->kind != DTRAIN__MUX_DATA) {
+        p->control_bytes += raw->moved;
+        if (p->left == 0)
+            dtrain__mux_deliver(mux, raw->peer);
+    } else if (in != NULL && raw->data == in->data + in->moved) {
+        in->moved += raw->moved;
+    } else if (!p->inbox->closed) {
+        p->inbox->last->end += raw->moved;
+        p->inbox->bytes += raw->moved;
+        p->kept += raw->moved;
+    }
+}
+
+/* ---- what goes ---- */
+
+/* The next bytes to a peer: of the frame under way, of a control message, or of a new frame of out. Returns 0 where
+ * there are none. */
+static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int peer, const dtrain_transfer *out,
+                                dtrain_transfer *raw)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain__mux_message *post = NULL;
+    const unsigned char *data;
+    if (p->gone != DTRAIN_OK)
+        return 0;
+    if (p->frame == 0 && (post = dtrain__mux_posted(mux, p, 0)) == NULL && out != NULL && out->moved < out->bytes) {
+        size_t n = out->bytes - out->moved < DTRAIN__MUX_FRAME ? out->bytes - out->moved : DTRAIN__MUX_FRAME;
+        p->direct = out->data + out->moved;
+        p->frame = DTRAIN__MUX_HEADER + n;
+        p->filled = DTRAIN__MUX_HEADER + (n < DTRAIN__MUX_SMALL ? n : DTRAIN__MUX_SMALL);
+        p->at = p->counted = 0;
+        p->owner = lane;
+        p->to = out->peer;
+        dtrain__mux_frame(p->stage, lane->id, DTRAIN__MUX_DATA, NULL, n);
+        memcpy(p->stage + DTRAIN__MUX_HEADER, p->direct, p->filled - DTRAIN__MUX_HEADER);
+    }
+    if (p->frame == 0 && post == NULL)
+        return 0;
+    data = post != NULL        ? (const unsigned char *)(post + 1) + post->begin
+           : p->at < p->filled ? p->stage + p->at
+                               : p->direct + (p->at - DTRAIN__MUX_HEADER);
+    raw->peer = peer;
+    memcpy(&raw->data, &data, sizeof data); /* it is only read */
+    raw->bytes = post != NULL ? post->bytes - post->begin : (p->at < p->filled ? p->filled : p->frame) - p->at;
+    raw->moved = 0;
+    raw->more = post == NULL && p->at < p->filled && p->filled < p->frame;
+    return 1;
+}
+
+static void dtrain__mux_took_out(dtrain__mux *mux, const dtrain_transfer *raw)
+{
+    dtrain__mux_peer *p = &mux->peers[raw->peer];
+    if (p->frame == 0) {
+        dtrain__mux_posted(mux, p, raw->moved);
+        return;
+    }
+    p->at += raw->moved;
+    if (p->at < p->frame)
+        return;
+    if (p->owner != NULL)
+        p->owner->done[p->to] += p->frame - DTRAIN__MUX_HEADER - p->counted;
+    p->frame = 0;
+}
+
+/* Tells a call what has gone. */
+static void dtrain__mux_collect(dtrain__mux_lane *lane, dtrain_transfer *out)
+{
+    size_t *done = &lane->done[out->peer], n = out->bytes - out->moved;
+    n = *done < n ? *done : n;
+    *done -= n;
+    out->moved += n;
+}
+
+/* The call's memory is its own again. A frame of which nothing has gone is withdrawn. Of one that has begun the rest is
+ * copied; its owner is told of its first byte, so that it knows it has begun, and of the others when all have gone. */
+static void dtrain__mux_park(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    if (p->frame == 0)
+        return;
+    if (p->at == 0) {
+        p->frame = 0;
+        return;
+    }
+    if (p->filled < p->frame)
+        memcpy(p->stage + p->filled, p->direct + (p->filled - DTRAIN__MUX_HEADER), p->frame - p->filled);
+    p->filled = p->frame;
+    if (p->counted == 0 && p->frame - DTRAIN__MUX_HEADER > 1 && p->owner != NULL) {
+        p->counted = 1;
+        p->owner->done[p->to]++;
+    }
+}
+
+#endif

@@ -1,0 +1,428 @@
+/* ---- >>mux_lanes ----
+ * The lanes of a mux: their calls take turns at the table, and whoever waits for its own bytes moves those of the
+ * others as well. The last lane that ends takes the mux along. */
+#ifndef DTRAIN__MUX_LANES
+#define DTRAIN__MUX_LANES
+#include "mux.c"
+
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved);
+
+/* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
+static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_status status)
+{
+    dtrain__error kept = dtrain__thread_error;
+    int moved;
+    if (sending)
+        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, &moved);
+    dtrain__thread_error = kept;
+    dtrain__mux_gone(mux, peer, status);
+}
+
+/* One call of the table, either way or both, until then; counts what moved. in: of a lane's call, into whose memory
+ * raw_in may lead. Returns whether all of one way has moved. */
+static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
+                            int64_t until_ns)
+{
+    const dtrain_transport *table = &mux->table;
+    dtrain_status status;
+    int sending = raw_in == NULL;
+    dtrain__thread_error.status = DTRAIN_OK;
+    if (raw_out != NULL && raw_in != NULL)
+        status = table->exchange(table->self, raw_out, raw_in, until_ns);
+    else if (sending)
+        status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
+    else
+        status = table->recv(table->self, raw_in->peer, raw_in->data, raw_in->bytes, until_ns, &raw_in->moved);
+    if (raw_out != NULL)
+        dtrain__mux_took_out(mux, raw_out);
+    if (raw_in != NULL)
+        dtrain__mux_took_in(mux, raw_in, in);
+    if (status == DTRAIN_OK)
+        return 1;
+    if (status == DTRAIN_ERR_TIMEOUT) {
+        dtrain__thread_error.status = DTRAIN_OK;
+        return 0;
+    }
+    if (raw_out != NULL && raw_in != NULL) { /* whose end has failed? the receiver's is asked again */
+        dtrain__error kept = dtrain__thread_error;
+        dtrain__mux_drain(mux, raw_in->peer, DTRAIN__MUX_KEPT, &sending);
+        sending = mux->peers[raw_in->peer].gone == DTRAIN_OK;
+        dtrain__thread_error = kept;
+    }
+    dtrain__mux_failed(mux, sending ? raw_out->peer : raw_in->peer, sending, status);
+    return 0;
+}
+
+/* Receives what has come from a peer, to be kept. */
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved)
+{
+    dtrain_transfer raw;
+    int more = 1;
+    while (more && dtrain__mux_next_in(NULL, mux, peer, NULL, limit, &raw)) {
+        more = dtrain__mux_call(mux, NULL, &raw, NULL, 0);
+        *moved |= raw.moved > 0;
+    }
+}
+
+/* Sends what waits to go to a peer, and receives what has come from it; asks whether it is there. */
+static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    dtrain_transfer raw;
+    int more = 1, moved = 0;
+    while (more && dtrain__mux_next_out(NULL, mux, peer, NULL, &raw)) {
+        more = dtrain__mux_call(mux, &raw, NULL, NULL, 0);
+        moved |= raw.moved > 0;
+    }
+    dtrain__mux_drain(mux, peer, limit, &moved);
+    if (mux->table.alive == NULL || p->gone != DTRAIN_OK || moved || p->kept >= limit)
+        return moved;
+    int64_t now = dtrain__os_now_ns();
+    if (now - p->asked_ns < DTRAIN__MUX_ALIVE_NS)
+        return 0;
+    p->asked_ns = now;
+    if (mux->table.alive(mux->table.self, peer) == 0)
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
+    return 0;
+}
+
+/* Tends all peers; the caller holds turn. Returns whether anything moved. */
+static int dtrain__mux_sweep(dtrain__mux *mux, size_t limit)
+{
+    int moved = 0;
+    for (int peer = 0; peer < mux->table.size; peer++)
+        if (peer != mux->table.rank)
+            moved |= dtrain__mux_tend(mux, peer, limit);
+    return moved;
+}
+
+static int dtrain__mux_never(void *mux)
+{
+    (void)mux;
+    return 0;
+}
+
+/* Sleeps until the bell rings, or a little: nobody says when bytes come. */
+static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns)
+{
+    int64_t soon = dtrain__os_now_ns() + span_ns;
+    dtrain__bell_wait(&mux->bell, DTRAIN__BELL_YIELDS, soon < until_ns ? soon : until_ns, dtrain__mux_never, NULL);
+}
+
+/* Moves what can be moved, until something has or until_ns. Returns whether something has. */
+static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
+{
+    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SLICE_NS ? 2 * span : span) {
+        dtrain__mux_enter(mux);
+        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
+        dtrain__mux_exit(mux);
+        if (moved || dtrain__os_now_ns() >= until_ns)
+            return moved;
+        dtrain__mux_rest(mux, span, until_ns);
+    }
+}
+
+/* Moves a call's bytes until one of its ways is complete, or nothing more moves until_ns. Returns whether one is. */
+static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
+                            int *moved)
+{
+    dtrain__mux *mux = lane->mux;
+    for (;;) {
+        dtrain_transfer raw_out, raw_in;
+        size_t before = in != NULL ? in->moved : 0;
+        int sends, receives, more;
+        if (in != NULL)
+            dtrain__mux_inbox_take(mux, &mux->peers[lane->worlds[in->peer]], lane->inboxes[in->peer], in);
+        if (out != NULL)
+            dtrain__mux_collect(lane, out);
+        if (in != NULL)
+            *moved |= in->moved > before;
+        if ((out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
+            return 1;
+        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->worlds[out->peer], out, &raw_out);
+        receives = in != NULL && dtrain__mux_next_in(lane, mux, lane->worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
+        if (!sends && !receives)
+            return 0;
+        more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
+        *moved |= (sends && raw_out.moved > 0) || (receives && raw_in.moved > 0);
+        if (!more)
+            break;
+    }
+    if (out != NULL)
+        dtrain__mux_collect(lane, out);
+    return (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes);
+}
+
+/* Says that a rank has left, which an operation needs; breaks the lane if it did so with an error. The caller holds
+ * turn. */
+static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
+{
+    dtrain__error lost;
+    if (dtrain__membership_lost(&lane->members, rank, &lost))
+        dtrain__mux_end(lane, &lost);
+    return lost.status;
+}
+
+/* Says which group's bytes fill what is kept, if that has kept a call from going on for long. */
+static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane)
+{
+    const dtrain__mux *mux = lane->mux;
+    int64_t now = dtrain__os_now_ns();
+    for (int peer = 0; peer < mux->table.size; peer++) {
+        const dtrain__mux_peer *p = &mux->peers[peer];
+        if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->id)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                                "group %llx waits on rank %d of the world while rank %d sends to group %llx, of which "
+                                "nobody here receives; %zu bytes of it are kept, the most there can be: receive from "
+                                "groups in the order in which peers send, or give the transport `lanes`",
+                                (unsigned long long)lane->id, mux->table.rank, peer, (unsigned long long)p->lane,
+                                p->kept);
+    }
+    return DTRAIN_ERR_TIMEOUT;
+}
+
+/* Why a call whose bytes do not move now ends; DTRAIN_ERR_TIMEOUT: it need not yet. */
+static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
+                                       int moved)
+{
+    const dtrain__error *cause = dtrain__membership_cause(&lane->members);
+    if (cause != NULL && (!moved || cause->status == DTRAIN_ERR_ABORTED))
+        return dtrain__report(cause);
+    if (!moved && in != NULL && dtrain__membership_left(&lane->members, in->peer))
+        return dtrain__mux_needs(lane, in->peer);
+    if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
+        return dtrain__mux_needs(lane, out->peer);
+    return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane);
+}
+
+/* Room for frames to a peer, before the first. */
+static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
+{
+    dtrain__mux_peer *p = &mux->peers[peer];
+    size_t bytes = DTRAIN__MUX_HEADER + DTRAIN__MUX_FRAME;
+    if (p->stage == NULL)
+        p->stage = (unsigned char *)dtrain__alloc(mux->allocator, bytes);
+    return p->stage != NULL ? DTRAIN_OK
+                            : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d",
+                                           bytes, peer);
+}
+
+/* One turn of a call until until_ns; sets *moved when bytes of the call or of others did, *others when the latter. */
+static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t now,
+                                      int64_t until_ns, int *moved, int *others)
+{
+    dtrain__mux *mux = lane->mux;
+    dtrain_status status = DTRAIN_OK;
+    *moved = *others = 0;
+    if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
+        return dtrain__mux_needs(lane, out->peer);
+    if (out != NULL)
+        status = dtrain__mux_stage(mux, lane->worlds[out->peer]);
+    if (status != DTRAIN_OK)
+        return status;
+    int complete = dtrain__mux_turn(lane, out, in, until_ns, moved);
+    if (out != NULL)
+        dtrain__mux_park(mux, lane->worlds[out->peer]);
+    lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
+    if (!complete && !*moved)
+        *others = dtrain__mux_sweep(
+            mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY : DTRAIN__MUX_KEPT);
+    if (out != NULL)
+        dtrain__mux_collect(lane, out);
+    if (complete || (out != NULL && out->moved == out->bytes))
+        return DTRAIN_OK;
+    return dtrain__mux_judge(lane, out, in, *moved || *others);
+}
+
+/* Sends, receives or both for a lane, as the table's exchange. */
+static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
+                                      int64_t deadline_ns)
+{
+    int64_t slice = DTRAIN__MUX_SLICE_NS;
+    int moved, others = 0; /* of other lanes something moved: look again before waiting */
+    for (;;) {
+        int64_t now = dtrain__os_now_ns(), until = deadline_ns - now < slice ? deadline_ns : now + slice;
+        dtrain__mux_enter(lane->mux);
+        dtrain_status status =
+            dtrain__mux_step(lane, out, in, now, deadline_ns > now && !others ? until : 0, &moved, &others);
+        dtrain__mux_exit(lane->mux);
+        if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
+            return status;
+        slice = moved ? DTRAIN__MUX_SLICE_NS : slice < 4 * DTRAIN__MUX_SLICE_NS ? 2 * slice : slice;
+    }
+}
+
+/* ---- lanes come and go ---- */
+
+static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
+{
+    dtrain_allocator *allocator = lane->mux->allocator;
+    for (int rank = 0; lane->members.ranks != NULL && rank < lane->size; rank++) {
+        char *why = (char *)(uintptr_t)lane->members.ranks[rank].why;
+        if (why != NULL)
+            dtrain__free(allocator, why);
+    }
+    dtrain__free(allocator, lane->members.ranks);
+    dtrain__free(allocator, lane->worlds);
+    dtrain__free(allocator, lane->inboxes);
+    dtrain__free(allocator, lane->done);
+    dtrain__free(allocator, lane->bound);
+    dtrain__free(allocator, lane);
+}
+
+/* Frees what no lane needs any more; the table's destroy is the caller's. */
+static void dtrain__mux_free(dtrain__mux *mux)
+{
+    dtrain_allocator *allocator = mux->allocator, own;
+    for (int peer = 0; mux->peers != NULL && peer < mux->table.size; peer++) {
+        dtrain__mux_peer *p = &mux->peers[peer];
+        while (p->inboxes != NULL)
+            dtrain__mux_inbox_drop(mux, peer, p->inboxes);
+        for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
+            post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
+        dtrain__free(allocator, p->stage);
+        dtrain__free(allocator, p->control);
+    }
+    while (mux->early != NULL) {
+        dtrain__mux_message *post = mux->early;
+        mux->early = post->next;
+        dtrain__free(allocator, post);
+    }
+    dtrain__free(allocator, mux->spare);
+    dtrain__free(allocator, mux->peers);
+    pthread_mutex_destroy(&mux->turn);
+    pthread_mutex_destroy(&mux->mutex);
+    pthread_mutex_destroy(&mux->origin.mutex);
+    own = mux->own;
+    dtrain__free(allocator == &mux->own ? &own : allocator, mux);
+}
+
+/* A mux without lanes over a table, of which it takes a copy. */
+static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transport *table, dtrain_allocator *allocator)
+{
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    dtrain__mux *mux = (dtrain__mux *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *mux);
+    *out = mux;
+    if (mux != NULL) {
+        mux->own = first;
+        mux->allocator = allocator != NULL ? allocator : &mux->own;
+        mux->table = *table;
+        pthread_mutex_init(&mux->turn, NULL);
+        pthread_mutex_init(&mux->mutex, NULL);
+        pthread_mutex_init(&mux->origin.mutex, NULL);
+        mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
+        if (mux->peers != NULL)
+            return DTRAIN_OK;
+        dtrain__mux_free(mux);
+    }
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for a group over its transport", table->rank);
+}
+
+/* What came for the lane before it was made. */
+static void dtrain__mux_adopt(dtrain__mux_lane *lane)
+{
+    dtrain__mux_message **at = &lane->mux->early;
+    while (*at != NULL) {
+        dtrain__mux_message *post = *at;
+        if (post->lane != lane->id) {
+            at = &post->next;
+            continue;
+        }
+        *at = post->next;
+        dtrain__mux_hear(lane, post->peer, post->kind, (const unsigned char *)(post + 1) + DTRAIN__MUX_HEADER,
+                         post->bytes - DTRAIN__MUX_HEADER);
+        dtrain__free(lane->mux->allocator, post);
+    }
+    for (int peer = 0; peer < lane->mux->table.size; peer++)
+        if (lane->mux->peers[peer].gone != DTRAIN_OK)
+            dtrain__mux_lost(lane, peer, lane->mux->peers[peer].gone, "its end of the transport is closed");
+}
+
+/* Makes the lane of that name; worlds: each member's rank in the world, NULL: the same. */
+static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux, uint64_t id, const int *worlds,
+                                        int size, int rank)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)dtrain__alloc(mux->allocator, sizeof *lane);
+    size_t n = (size_t)size;
+    int good = lane != NULL;
+    *out = lane;
+    if (good) {
+        lane->mux = mux;
+        lane->id = id;
+        lane->size = lane->members.size = size;
+        lane->rank = rank;
+        lane->members.ranks = (dtrain__departure *)dtrain__alloc(mux->allocator, n * sizeof(dtrain__departure));
+        lane->worlds = (int *)dtrain__alloc(mux->allocator, n * sizeof(int));
+        lane->inboxes = (dtrain__mux_inbox **)dtrain__alloc(mux->allocator, n * sizeof(dtrain__mux_inbox *));
+        lane->done = (size_t *)dtrain__alloc(mux->allocator, n * sizeof(size_t));
+        good = lane->members.ranks != NULL && lane->worlds != NULL && lane->inboxes != NULL && lane->done != NULL;
+    }
+    dtrain__mux_enter(mux);
+    for (int i = 0; good && i < size; i++) {
+        lane->worlds[i] = worlds != NULL ? worlds[i] : i;
+        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->worlds[i], id);
+        good = lane->inboxes[i] != NULL;
+    }
+    if (good) {
+        pthread_mutex_lock(&mux->mutex);
+        lane->next = mux->lanes;
+        mux->lanes = lane;
+        pthread_mutex_unlock(&mux->mutex);
+        dtrain__mux_adopt(lane);
+    }
+    dtrain__mux_exit(mux);
+    if (good)
+        return DTRAIN_OK;
+    if (lane != NULL)
+        dtrain__mux_lane_free(lane);
+    return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group of %d ranks", rank, size);
+}
+
+/* Takes the lane from its mux. What still comes for it is dropped, until the peer says that it has left, too. */
+static void dtrain__mux_release(dtrain__mux_lane *lane)
+{
+    dtrain__mux *mux = lane->mux;
+    dtrain__mux_lane **at = &mux->lanes;
+    while (*at != lane)
+        at = &(*at)->next;
+    *at = lane->next;
+    for (int rank = 0; rank < lane->size; rank++) {
+        int peer = lane->worlds[rank];
+        dtrain__mux_peer *p = &mux->peers[peer];
+        p->owner = p->owner == lane ? NULL : p->owner;
+        if (peer == mux->table.rank || dtrain__membership_left(&lane->members, rank))
+            dtrain__mux_inbox_drop(mux, peer, lane->inboxes[rank]);
+        else
+            dtrain__mux_inbox_close(mux, p, lane->inboxes[rank]);
+    }
+}
+
+/* Ends the lane; the last one ends the mux and destroys its table. A forked child touches no lock: its parent's threads
+ * may have held them. */
+static void dtrain__mux_detach(dtrain__mux_lane *lane)
+{
+    dtrain__mux *mux = lane->mux;
+    dtrain_transport table = mux->table;
+    int forked = lane->forked, last;
+    if (!forked) {
+        dtrain__mux_enter(mux);
+        pthread_mutex_lock(&mux->mutex);
+    }
+    dtrain__mux_release(lane);
+    last = mux->lanes == NULL;
+    if (!forked) {
+        pthread_mutex_unlock(&mux->mutex);
+        dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        dtrain__mux_exit(mux);
+    }
+    dtrain__mux_lane_free(lane);
+    if (!last)
+        return;
+    if (!forked)
+        dtrain__origin_stop(&mux->origin);
+    dtrain__mux_free(mux);
+    if (table.destroy != NULL)
+        table.destroy(table.self);
+}
+
+#endif
