@@ -6780,20 +6780,14 @@ static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrai
     return written;
 }
 
-static int dtrain__json_is_escaped(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text,
-                                   size_t bytes)
-{
-    unsigned char have[64];
-    return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
-           memcmp(have, text, bytes) == 0;
-}
-
 /* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
 static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
 {
+    unsigned char have[64];
     size_t bytes = strlen(text);
     if (token->escaped)
-        return dtrain__json_is_escaped(reader, token, text, bytes);
+        return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
+               memcmp(have, text, bytes) == 0;
     return token->end - token->begin == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
 }
 
@@ -8188,14 +8182,9 @@ static dtrain_status dtrain__device_pointers(const dtrain_device *device, const 
     return status;
 }
 
-static int dtrain__device_is_float(dtrain_dtype dtype)
-{
-    return dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
-}
-
 static dtrain_status dtrain__device_floats(const dtrain_device *device, const char *call, dtrain_dtype dtype)
 {
-    if (dtrain__device_is_float(dtype))
+    if (dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s on %s: dtype is %d (%s), expected F64, F32, F16 or BF16",
                         call, dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype));
@@ -8415,17 +8404,6 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
                                    (device, dtype, op, (double)n, in, n, out, m, begin, count));
     dtrain__fold(dtype, op, (double)n, in, n, out, m, begin, count);
     return DTRAIN_OK;
-}
-
-/* For >>device_flags, which has checked its arguments. */
-static dtrain_status dtrain__device_flag_traits(dtrain_device *device, dtrain_device_flag_traits *traits)
-{
-    return DTRAIN__DEVICE_CALL(device, "device_flag_traits", flag_traits, (device, traits));
-}
-
-static dtrain_status dtrain__device_flags(dtrain_device *device, const dtrain_device_flags *part)
-{
-    return DTRAIN__DEVICE_CALL(device, "device_flags", flags, (device, part));
 }
 
 DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
@@ -17872,19 +17850,14 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
     return 1;
 }
 
-static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
-{
-    return hub->members[peer].host == hub->members[hub->rank].host;
-}
-
 /* Takes a connection that was just admitted for data. */
 static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__handshake *handshake)
 {
     dtrain__hub *hub = channel->hub;
     dtrain__lane *lane = &channel->peers[rank].lanes[handshake->lane];
     char text[DTRAIN__WHY_BYTES];
-    dtrain_status status =
-        dtrain__hub_resume(hub, &lane->stream, handshake, dtrain__hub_same_host(hub, handshake->peer));
+    dtrain_status status = dtrain__hub_resume(hub, &lane->stream, handshake,
+                                              hub->members[handshake->peer].host == hub->members[hub->rank].host);
     if (status == DTRAIN_ERR_MEMORY) {
         snprintf(text, sizeof text, "rank %d has no memory to seal its connection to rank %d", channel->rank, rank);
         dtrain__channel_end(channel, channel->rank, status, text);
@@ -19998,6 +19971,24 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
                         "%s: this group was destroyed: make no call on it after dtrain_comm_destroy, nor once the mesh "
                         "or the ranks' thread that owns it has ended",
                         call);
+}
+
+/* Refuses a group that is destroyed, or between fuse_begin and fuse_end. */
+static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, const char *call)
+{
+    if (dtrain__group_alive(comm, call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    if (!comm->fusing)
+        return DTRAIN_OK;
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                        "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
+                        comm->rank);
+}
+
+/* For calls from here on: -1: no deadline. */
+static void dtrain__group_set_timeout(dtrain_comm *comm, int64_t ms)
+{
+    comm->desc.timeout_ms = ms;
 }
 
 /* The calling thread enters a call of the group. *entered: it must leave; a call inside another one does not. */
@@ -22955,18 +22946,13 @@ static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrai
     }
 }
 
-/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
-static size_t dtrain__plan_small(int ranks)
-{
-    size_t kib = !dtrain__step_power_of_two(ranks) ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
-    return kib << 10;
-}
-
 static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
 {
-    if (comm->size > 1 && bytes > dtrain__plan_small(comm->size))
+    int doubles = dtrain__step_power_of_two(comm->size);
+    size_t kib = !doubles ? 32 : comm->size == 2 ? 256 : comm->size == 4 ? 64 : 128; /* faster in few whole steps */
+    if (comm->size > 1 && bytes > kib << 10)
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    if (dtrain__step_power_of_two(comm->size))
+    if (doubles)
         return DTRAIN_ALGORITHM_RECURSIVE_DOUBLING;
     /* fewer steps between hosts, fewer messages on one */
     return comm->node_ranks != comm->size && bytes * (size_t)comm->size <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK
@@ -23617,12 +23603,6 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
     return DTRAIN_OK;
 }
 
-/* Whether a TIMEOUT is not that of a wait, but what the group was broken by: then it comes with its text. */
-static int dtrain__message_too_late(const dtrain_comm *comm)
-{
-    return comm->plane->knows && dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
-}
-
 /* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
@@ -23640,7 +23620,9 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     dtrain__thread_error.status = DTRAIN_OK;
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
-    if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !dtrain__message_too_late(comm))
+    /* a TIMEOUT with a text is not that of a wait, but what the group was broken by */
+    int late = comm->plane->knows && dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
+    if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
         return dtrain__message_needs_left(comm, op);
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
 }
@@ -25164,6 +25146,17 @@ static dtrain_status dtrain__reduce_scatter_partial(dtrain_comm *comm, const voi
     return dtrain__work_call(comm, &op, work);
 }
 
+/* Sums, gathers or reduce-scatters float32 in rows, which are not cut; begins it only, where there is a place for the
+ * handle. */
+static dtrain_status dtrain__collective_rows(dtrain_comm *comm, dtrain__kind kind, const float *in, float *out,
+                                             size_t rows, size_t columns, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, rows * columns, DTRAIN_F32);
+    op.op = kind == DTRAIN__ALL_GATHER ? (dtrain_op)0 : DTRAIN_SUM;
+    op.row = kind == DTRAIN__ALL_REDUCE ? 0 : columns;
+    return dtrain__work_call(comm, &op, work);
+}
+
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype)
 {
@@ -25338,11 +25331,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
-    if (dtrain__group_alive(comm, "comm_check_equal") != DTRAIN_OK)
+    if (dtrain__group_whole(comm, "check_equal") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (comm->fusing)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "check_equal on rank %d: it cannot be fused; call fuse_end first", comm->rank);
     size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
     unsigned char *piece = (unsigned char *)dtrain__alloc(comm->allocator, piece_bytes + table_bytes);
     if (piece == NULL)
@@ -25858,9 +25848,8 @@ static dtrain_status dtrain__alike_meet(dtrain_comm *comm, dtrain__alike *alike,
     if (ranks == 1)
         return mine;
     alike->unheard = 1;
-    if (comm->fusing)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: it cannot be fused; call fuse_end first",
-                            alike->call, comm->rank);
+    if (dtrain__group_whole(comm, alike->call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     memset(said, 0, sizeof said);
     if (mine == DTRAIN_OK)
         dtrain__alike_digest(alike, said + 1);
@@ -25996,11 +25985,8 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
 {
     size_t size = (size_t)parent->size, bytes = size * (sizeof *split->entries + sizeof(uint64_t) + 2 * sizeof(int));
     memset(split, 0, sizeof *split);
-    if (dtrain__group_alive(parent, call) != DTRAIN_OK)
+    if (dtrain__group_whole(parent, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (parent->fusing)
-        return dtrain__fail(&parent->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: it cannot be fused; call fuse_end first", call, parent->rank);
     split->call = call;
     split->parent = parent;
     split->rank = -1;
@@ -26144,9 +26130,9 @@ static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_com
         if (status == DTRAIN_OK)
             status = dtrain__split_bind(split, *group);
     }
-    cause = dtrain__thread_error;
     if (status != DTRAIN_OK)
-        dtrain__fail(&parent->error, status, "%s on rank %d: %.560s", split->call, parent->rank, cause.text);
+        dtrain__fail(&parent->error, status, "%s on rank %d: %.560s", split->call, parent->rank,
+                     dtrain__thread_error.text);
     status = dtrain__alike_agree(parent, split->call, 1, status);
     if (status == DTRAIN_OK || *group == NULL)
         return status;
@@ -26846,9 +26832,8 @@ static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtr
                                            dtrain_status status)
 {
     const dtrain_comm *comm = group->comm;
-    dtrain__error said = dtrain__thread_error;
     dtrain__fail(NULL, status, "%s on rank %d: its device %s failed: %s", dtrain__device_text(comm, whole, number).text,
-                 comm->rank, dtrain_device_name(group->device), dtrain__status_cause(&said));
+                 comm->rank, dtrain_device_name(group->device), dtrain__status_cause(&dtrain__thread_error));
     return dtrain__device_break(group);
 }
 
@@ -27095,11 +27080,10 @@ static dtrain_status dtrain__staged_step(const dtrain__staged *run, size_t chunk
 static dtrain_status dtrain__staged_stuck(const dtrain__staged *run, size_t chunk, dtrain_status status, int waited)
 {
     dtrain_comm *comm = run->group->comm;
-    dtrain__error said = dtrain__thread_error;
     if (waited)
         dtrain__fail(&comm->error, status, "%s on rank %d, its device %s: %s",
                      dtrain__device_text(comm, run->op, comm->number + 1).text, comm->rank,
-                     dtrain_device_name(run->group->device), dtrain__status_cause(&said));
+                     dtrain_device_name(run->group->device), dtrain__status_cause(&dtrain__thread_error));
     return chunk > 0 ? dtrain__device_break(run->group) : status;
 }
 
@@ -27333,14 +27317,6 @@ static void dtrain__processes_break(dtrain_device_group *group, const dtrain__er
                                 __ATOMIC_SEQ_CST);
 }
 
-/* Finds out whose process has ended. */
-static void dtrain__processes_look(dtrain_device_group *group)
-{
-    for (int rank = 0; rank < group->comm->size; rank++)
-        if (rank != group->comm->rank)
-            group->processes->peers[rank].gone = dtrain__processes_gone(group, rank);
-}
-
 /* Whether a peer is not to be waited for: its process has ended, or it is lost and has had its time. */
 static int dtrain__processes_is_out(dtrain_device_group *group, int rank)
 {
@@ -27399,23 +27375,18 @@ static uint32_t *dtrain__processes_word(const dtrain_device_group *group, int ra
     return (uint32_t *)dtrain__processes_queued(group, &group->processes->page->ranks[rank].passed[second]);
 }
 
-/* Queues that this rank has come to its next first place. */
-static dtrain_status dtrain__processes_mark(dtrain_device_group *group)
-{
-    uint32_t *word = dtrain__processes_word(group, group->comm->rank, 0);
-    return group->device->ops->word_write(group->device, word, ++group->processes->mark);
-}
-
 /* The number of the second place of a call. */
 static uint32_t dtrain__processes_second(uint64_t turn)
 {
     return (uint32_t)turn + DTRAIN__PROCESSES_NUMBER;
 }
 
-static dtrain_status dtrain__processes_mark_second(dtrain_device_group *group, uint64_t turn)
+/* Queues that this rank has come to its next first place, or to the second one of a call. */
+static dtrain_status dtrain__processes_mark(dtrain_device_group *group, uint64_t turn, int second)
 {
-    uint32_t *word = dtrain__processes_word(group, group->comm->rank, 1);
-    return group->device->ops->word_write(group->device, word, dtrain__processes_second(turn));
+    uint32_t number = second ? dtrain__processes_second(turn) : ++group->processes->mark;
+    uint32_t *word = dtrain__processes_word(group, group->comm->rank, second);
+    return group->device->ops->word_write(group->device, word, number);
 }
 
 /* Queues the wait for a peer's place. */
@@ -27446,13 +27417,6 @@ static void dtrain__processes_pass(uint32_t *word, uint32_t number)
     while ((int32_t)(now - number) < 0 &&
            !__atomic_compare_exchange_n(word, &now, number, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         continue;
-}
-
-/* This rank's kernel of a call will wait for those of all peers. */
-static void dtrain__processes_expect(dtrain_device_group *group, uint64_t turn)
-{
-    for (int rank = 0; rank < group->comm->size; rank++)
-        __atomic_store_n(&group->processes->peers[rank].awaited[1], dtrain__processes_second(turn), __ATOMIC_SEQ_CST);
 }
 
 /* Ends the kernels of all ranks that wait for others', as one need not be waited for; any thread. */
@@ -27926,7 +27890,7 @@ static dtrain_status dtrain__events_record(dtrain_device_group *group, uint64_t 
 {
     if (group->processes == NULL)
         return dtrain__device_event_record(group->device, group->mine.events[second]);
-    return second ? dtrain__processes_mark_second(group, turn) : dtrain__processes_mark(group);
+    return dtrain__processes_mark(group, turn, second);
 }
 
 /* Waits for this rank's queue. */
@@ -27945,8 +27909,9 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
         int gone = group->processes != NULL && group->processes->peers[rank].gone;
         if (rank == comm->rank || (second && theirs < turn) || gone)
             continue;
-        status = group->processes != NULL ? dtrain__processes_await(group, rank, second, turn)
-                                          : dtrain__device_event_await(group->device, group->notes[rank].events[second]);
+        status = group->processes != NULL
+                     ? dtrain__processes_await(group, rank, second, turn)
+                     : dtrain__device_event_await(group->device, group->notes[rank].events[second]);
     }
     return status;
 }
@@ -27962,8 +27927,8 @@ static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t
     dtrain__events_wait(group);
     dtrain__events_set(group, DTRAIN__EVENTS_NAMED);
     dtrain__events_settle(group, DTRAIN__EVENTS_NAMED);
-    if (group->processes != NULL)
-        dtrain__processes_look(group);
+    for (int rank = 0; rank < group->comm->size && group->processes != NULL; rank++)
+        group->processes->peers[rank].gone = rank != group->comm->rank && dtrain__processes_gone(group, rank);
     int recorded = dtrain__events_word(group, group->comm->rank)->turn == turn;
     if (recorded && dtrain__events_await(group, turn, 1) == DTRAIN_OK)
         dtrain__events_wait(group);
@@ -28103,14 +28068,6 @@ static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrai
     return dtrain__device_step(group, whole, 0, &op);
 }
 
-/* Waits until every rank has recorded its second event. A deadline that passes here finds work on all sides. */
-static dtrain_status dtrain__events_part(dtrain_device_group *group, const dtrain__op *whole)
-{
-    dtrain__op op = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
-    dtrain_status status = dtrain__device_step(group, whole, 1, &op);
-    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_break(group);
-}
-
 /* Whether a step that has failed has left the group usable. */
 static int dtrain__events_whole(dtrain_device_group *group)
 {
@@ -28136,9 +28093,10 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
     __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
-    status = dtrain__events_part(group, op);
-    if (status != DTRAIN_OK)
-        return dtrain__events_retreat(group, turn, status);
+    dtrain__op parting = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
+    status = dtrain__device_step(group, op, 1, &parting); /* until every rank has recorded its second event */
+    if (status != DTRAIN_OK)                              /* work is under way on all sides */
+        return dtrain__events_retreat(group, turn, dtrain__device_break(group));
     status = dtrain__events_await(group, turn, 1);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
@@ -28313,7 +28271,8 @@ static dtrain_status dtrain__flags_note(dtrain_device_group *group)
     if (ops == NULL || ops->flags == NULL || ops->flag_traits == NULL || ops->fill == NULL || ops->event_done == NULL)
         return DTRAIN_OK;
     memset(&traits, 0, sizeof traits);
-    dtrain_status status = dtrain__device_flag_traits(group->device, &traits);
+    dtrain_status status =
+        DTRAIN__DEVICE_CALL(group->device, "device_flag_traits", flag_traits, (group->device, &traits));
     if (status != DTRAIN_OK || traits.blocks < 1)
         return status;
     group->mine.identity = traits.identity;
@@ -28485,7 +28444,7 @@ static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dty
     part.begin = begin;
     part.count = count;
     group->part_queued = 1;
-    return dtrain__device_flags(group->device, &part);
+    return DTRAIN__DEVICE_CALL(group->device, "device_flags", flags, (group->device, &part));
 }
 
 /* Queues this rank's part of a call, and what marks its end. Peers' queues have taken up theirs, or will. */
@@ -28494,8 +28453,10 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
     dtrain_status status;
     int size = group->comm->size;
     group->epoch++;
-    if (group->processes != NULL)
-        dtrain__processes_expect(group, dtrain__flags_turn(group));
+    uint32_t second =
+        dtrain__processes_second(dtrain__flags_turn(group)); /* for which this kernel waits on all peers */
+    for (int rank = 0; rank < size && group->processes != NULL; rank++)
+        __atomic_store_n(&group->processes->peers[rank].awaited[1], second, __ATOMIC_SEQ_CST);
     group->part_at_once = dtrain__flags_at_once(group, op);
     group->part_blocks = dtrain__flags_blocks(group, op, group->part_at_once);
     group->part_queued = 0;
@@ -28767,12 +28728,11 @@ static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtra
     dtrain_comm *comm = group->comm;
     const dtrain__hosts *hosts = group->hosts;
     int first = far ? hosts->place : comm->rank - hosts->place;
-    dtrain__error said = dtrain__thread_error, cause;
     dtrain__fail(&comm->error, status, "%s on rank %d, %s (whose ranks 0, 1 are ranks %d, %d of the group): %s",
                  dtrain__device_text(comm, whole, comm->number).text, comm->rank,
                  far ? "between hosts" : "inside its host", first, first + (far ? hosts->each : 1),
-                 dtrain__status_cause(&said));
-    cause = dtrain__thread_error;
+                 dtrain__status_cause(&dtrain__thread_error));
+    dtrain__error cause = dtrain__thread_error;
     status = dtrain__device_break(group);
     dtrain__group_break(hosts->near_ranks, &cause);
     dtrain__group_break(hosts->far_ranks, &cause);
@@ -29205,14 +29165,6 @@ static void dtrain__async_times(const dtrain_device_work *work, int64_t *begin_n
         *end_ns = done ? work->end_ns : 0;
 }
 
-/* A blocking call takes its turn among those that were started. */
-static dtrain_status dtrain__async_call(dtrain_device_group *group, const dtrain__op *op)
-{
-    dtrain_device_work *work;
-    dtrain_status status = dtrain__async_start(group, op, &work);
-    return status == DTRAIN_OK ? dtrain_device_work_wait(work, group->async->caller) : status;
-}
-
 /* ---- create and destroy ---- */
 
 /* Gives the group its queue and its thread, where there can be both. */
@@ -29379,10 +29331,9 @@ static dtrain_status dtrain__device_meet(dtrain_device_group *group)
     dtrain_comm *comm = group->comm;
     dtrain_status status =
         dtrain_all_gather(comm, &group->mine, group->notes, DTRAIN__DEVICE_NOTE_WORDS * (size_t)comm->size, DTRAIN_U64);
-    if (status == DTRAIN_OK)
-        return DTRAIN_OK;
-    dtrain__error cause = comm->error;
-    return dtrain__fail(&comm->error, status, "device_group_create: %.560s", cause.text);
+    if (status != DTRAIN_OK)
+        dtrain__fail(&comm->error, status, "device_group_create: %.560s", dtrain__thread_error.text);
+    return status;
 }
 
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
@@ -29633,9 +29584,8 @@ DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group,
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "device_group_create: %s is NULL, expected %s", group == NULL ? "group" : "comm",
                             group == NULL ? "a place for the group" : "the ranks to make it of");
-    if (comm->fusing)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "device_group_create on rank %d: it cannot be fused; call fuse_end first", comm->rank);
+    if (dtrain__group_whole(comm, "device_group_create") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     dtrain_device_group *made = dtrain__device_group_new(comm);
     if (made == NULL)
         return DTRAIN_ERR_MEMORY;
@@ -29663,9 +29613,13 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
 /* Makes a call, or has it made in its turn. */
 static dtrain_status dtrain__device_make(dtrain_device_group *group, const dtrain__op *op)
 {
-    if (group != NULL && group->async != NULL)
-        return dtrain__async_call(group, op);
-    dtrain_status status = dtrain__device_begin(group, op);
+    dtrain_device_work *work;
+    dtrain_status status;
+    if (group != NULL && group->async != NULL) { /* in its turn among those that were started */
+        status = dtrain__async_start(group, op, &work);
+        return status == DTRAIN_OK ? dtrain_device_work_wait(work, group->async->caller) : status;
+    }
+    status = dtrain__device_begin(group, op);
     return status == DTRAIN_OK ? dtrain__async_run(group, op) : status;
 }
 
@@ -32904,14 +32858,6 @@ static const float *dtrain__compressed_prepare(dtrain_compressed *c, const float
     return in;
 }
 
-/* The velocity of what was sent starts anew. */
-static void dtrain__compressed_mask(dtrain_compressed *c)
-{
-    const dtrain_sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
-    for (size_t i = 0; i < chosen->count; i++)
-        c->velocity[chosen->indices[i]] = 0.0f;
-}
-
 static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const float *in, const float *out,
                                               dtrain_op op)
 {
@@ -32947,8 +32893,11 @@ static dtrain_status dtrain__compressed_here(dtrain_compressed *c, const float *
         status = c->compressor.reduce(&c->compressor, c->comm, from, c->residual, out, c->count, &c->stats.sent_bytes);
     else
         status = dtrain__compressed_dense(c, from, out);
-    if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking)
-        dtrain__compressed_mask(c);
+    if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking) {
+        const dtrain_sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
+        for (size_t i = 0; i < chosen->count; i++) /* the velocity of what was sent starts anew */
+            c->velocity[chosen->indices[i]] = 0.0f;
+    }
     if (status == DTRAIN_OK && op == DTRAIN_MEAN && c->ranks > 1)
         dtrain__fold_divide_f32(out, (double)c->ranks, c->count);
     return status;
@@ -34095,12 +34044,6 @@ static int dtrain__params_given_line(const void *pointer, size_t index, dtrain__
            dtrain__alike_field_line(line, "desc.compress.", &dtrain__params_compress_fields[index], given->compress);
 }
 
-/* The lines of that. */
-static size_t dtrain__params_given_lines(const dtrain__params_given *given)
-{
-    return dtrain__params_lines(given->count) + given->field_count + DTRAIN__PARAMS_COMPRESS;
-}
-
 /* Checks that there is a table, and that what has a gradient is F32. */
 static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
 {
@@ -34803,11 +34746,6 @@ static double dtrain__optimizer_cos_quarter(double t)
     return sum;
 }
 
-static double dtrain__optimizer_cos(double t)
-{
-    return t <= 0.5 ? dtrain__optimizer_cos_quarter(t) : -dtrain__optimizer_cos_quarter(1.0 - t);
-}
-
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t step)
 {
     if (schedule == NULL)
@@ -34833,7 +34771,8 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t st
         double fallen = (min_lr - lr) * t;
         return (float)(lr + dtrain__isa_rounded_f64(fallen, dtrain__isa_zero));
     }
-    double height = (1.0 + dtrain__optimizer_cos(t)) * 0.5;
+    double cosine = t <= 0.5 ? dtrain__optimizer_cos_quarter(t) : -dtrain__optimizer_cos_quarter(1.0 - t);
+    double height = (1.0 + cosine) * 0.5;
     double above = (lr - min_lr) * height;
     return (float)(min_lr + dtrain__isa_rounded_f64(above, dtrain__isa_zero));
 }
@@ -35293,14 +35232,6 @@ static void dtrain__compression_step_over(dtrain__compression_set *set, int drop
             memcpy(part->state->residual, part->before, part->count * sizeof(float));
         part->folded = 0;
     }
-}
-
-/* Says of which step, counted from 0, the parts from first to end are sent next. */
-static void dtrain__compression_at_step(dtrain__compression_set *set, size_t first, size_t end, uint64_t step)
-{
-    for (size_t i = first; i < end; i++)
-        if (set->parts[i].state != NULL)
-            dtrain__compressed_at_step(set->parts[i].state, step);
 }
 
 /* Sums the parts from first to end over all ranks, and adds what was sent to stats. On a device, sums are whole in the
@@ -36508,13 +36439,12 @@ static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status, const char *what, int unit)
 {
     if (fsdp->broken.status == DTRAIN_OK) {
-        dtrain__error cause = dtrain__thread_error;
         int alone = status == DTRAIN_ERR_TIMEOUT || status == DTRAIN_ERR_MISMATCH;
         char of[32] = "";
         if (unit >= 0)
             snprintf(of, sizeof of, " of unit %d", unit);
         dtrain__fail(&fsdp->broken, status, "%s on rank %d, %s%s: %s%s", fsdp->call, dtrain__fsdp_rank(fsdp), what, of,
-                     dtrain__status_cause(&cause),
+                     dtrain__status_cause(&dtrain__thread_error),
                      alone ? "; gather and reduce on every rank, also to sample or to validate" : "");
         dtrain__fsdp_break_groups(fsdp);
     }
@@ -36918,11 +36848,6 @@ static void dtrain__guard_unlock(void)
     __atomic_store_n(&dtrain__guard_owner, 0u, __ATOMIC_SEQ_CST);
 }
 
-static int dtrain__guard_is_ours(const struct sigaction *action)
-{
-    return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == dtrain__guard_handle;
-}
-
 /* Installs the handler. Where the program has replaced an earlier one, it may call that, so another would call itself
  * through it. */
 static void dtrain__guard_install(int index)
@@ -36944,7 +36869,7 @@ static void dtrain__guard_uninstall(int index)
 {
     struct sigaction now;
     if (!dtrain__guard_installed[index] || sigaction(dtrain__guard_signals[index], NULL, &now) != 0 ||
-        !dtrain__guard_is_ours(&now))
+        !(now.sa_flags & SA_SIGINFO) || now.sa_sigaction != dtrain__guard_handle)
         return;
     dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &dtrain__guard_before[index], NULL) != 0;
 }
@@ -37825,11 +37750,6 @@ static dtrain_status dtrain__fsdp_device_get(dtrain_fsdp *fsdp, size_t index, co
 
 /* ---- the norm ---- */
 
-static double *dtrain__fsdp_device_norm(const dtrain_fsdp *fsdp)
-{
-    return (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS);
-}
-
 /* Queues the sum of squares of all gradients of a copy, each element once, which stays on the device. */
 static dtrain_status dtrain__fsdp_device_queue_squares(dtrain_fsdp *fsdp)
 {
@@ -38079,8 +37999,9 @@ static dtrain_status dtrain__reducer_run(dtrain__reducer *reducer, dtrain__reduc
     size_t first = job->highest + 1 < reducer->layout->unit_count ? ends[job->highest + 1] : 0;
     dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * (job - reducer->jobs)] : NULL;
     dtrain_status status = events != NULL ? dtrain__device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
-    if (reducer->adam)
-        dtrain__compression_at_step(&reducer->set, first, ends[job->lowest], job->step);
+    for (size_t i = first; i < ends[job->lowest] && reducer->adam; i++)
+        if (reducer->set.parts[i].state != NULL)
+            dtrain__compressed_at_step(reducer->set.parts[i].state, job->step);
     if (job->momenta.m != NULL)
         dtrain__compression_fold(&reducer->set, job->sums, first, ends[job->lowest], &job->momenta);
     if (status == DTRAIN_OK)
@@ -39722,12 +39643,6 @@ static uint64_t dtrain__fsdp_device_hash(dtrain_fsdp *fsdp)
 
 /* ---- the check ---- */
 
-/* What this rank says of its weights at the end of a step; 0: nothing. */
-static uint64_t dtrain__fsdp_drift_hash(dtrain_fsdp *fsdp)
-{
-    return fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : fsdp->backend->hash(fsdp);
-}
-
 static uint64_t dtrain__fsdp_cpu_hash(dtrain_fsdp *fsdp)
 {
     dtrain__xxh64 hash;
@@ -40003,7 +39918,7 @@ static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
     int most = 0;
     if (fsdp->grads != NULL)
         return dtrain__fsdp_gather_end(fsdp);
-    fsdp->note.weights = dtrain__fsdp_drift_hash(fsdp);
+    fsdp->note.weights = fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : fsdp->backend->hash(fsdp);
     dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
     if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
         return DTRAIN_OK;
@@ -40105,12 +40020,6 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     return status;
 }
 
-static dtrain_status dtrain__fsdp_new_weights(dtrain_fsdp *fsdp)
-{
-    dtrain__fsdp_reset(fsdp);
-    return dtrain__fsdp_publish_now(fsdp);
-}
-
 /* With a loss scale: says whether the step is to be skipped, and sets the next scale. */
 static int dtrain__fsdp_overflows(dtrain_fsdp *fsdp)
 {
@@ -40156,7 +40065,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     }
     dtrain__fsdp_update(fsdp, lr);
     dtrain__reducer_step_over(fsdp->reducer, 0);
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp));
+    dtrain__fsdp_reset(fsdp);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
@@ -40324,8 +40234,9 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     fsdp->summed = 0;
     status = dtrain__fsdp_device_queue_squares(fsdp);
     if (status == DTRAIN_OK)
-        status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm, dtrain__fsdp_device_norm(fsdp),
-                                    fsdp->grads, fsdp->layout.grads);
+        status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm,
+                                    (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS), fsdp->grads,
+                                    fsdp->layout.grads);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
 }
 
@@ -40411,11 +40322,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
         if (status != DTRAIN_OK)
             return status;
     }
-    if (model != NULL && model->fusing)
-        return dtrain__fail(&fsdps[0]->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d of the model: it needs results at once and cannot be fused; call fuse_end "
-                            "first",
-                            call, model->rank);
+    if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK) {
+        fsdps[0]->error = model->error;
+        return DTRAIN_ERR_INVALID;
+    }
     dtrain_status mine = dtrain__fsdp_measure_all(fsdps, count, &total);
     dtrain__error why = dtrain__thread_error;
     if (model != NULL)
@@ -41086,7 +40996,7 @@ static int dtrain__fsdp_line(const void *pointer, size_t index, dtrain__alike_li
 {
     const dtrain__params_given *given = (const dtrain__params_given *)pointer;
     const dtrain_fsdp_desc *desc = (const dtrain_fsdp_desc *)given->desc;
-    size_t lines = dtrain__params_given_lines(given), group;
+    size_t lines = dtrain__params_lines(given->count) + given->field_count + DTRAIN__PARAMS_COMPRESS, group;
     char prefix[40];
     if (index < lines)
         return dtrain__params_given_line(given, index, line);
@@ -43450,11 +43360,7 @@ static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_c
     tp->rank = dtrain_comm_rank(group);
     tp->size = dtrain_comm_size(group);
     tp->memory = group != NULL ? dtrain_comm_allocator(group) : &tp->own;
-    if (group != NULL && group->fusing)
-        return dtrain__fail(&group->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", name,
-                            tp->rank);
-    return DTRAIN_OK;
+    return group != NULL ? dtrain__group_whole(group, name) : DTRAIN_OK;
 }
 
 /* Frees the memory of a call and hands its status on. */
@@ -43508,16 +43414,6 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
 static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
 {
     return dtrain_split(rows, tp->size, tp->rank, NULL);
-}
-
-/* Sums, gathers or reduce-scatters rows of so many float32; begins it only, where there is a place for the handle. */
-static dtrain_status dtrain__tp_rows_call(dtrain__tp *tp, dtrain__kind kind, const float *in, float *out, size_t rows,
-                                          size_t columns, dtrain_work **work)
-{
-    dtrain__op op = dtrain__op_of(kind, in, out, rows * columns, DTRAIN_F32);
-    op.op = kind == DTRAIN__ALL_GATHER ? (dtrain_op)0 : DTRAIN_SUM;
-    op.row = kind == DTRAIN__ALL_REDUCE ? 0 : columns;
-    return dtrain__work_call(tp->group, &op, work);
 }
 
 /* Waits for what was begun, if anything was; an earlier error stays. */
@@ -43597,7 +43493,7 @@ DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const 
     if (tp.size > 1) {
         float *sum = dtrain__tp_floats(&tp, count, 1, &status);
         if (status == DTRAIN_OK)
-            status = dtrain__tp_rows_call(&tp, DTRAIN__ALL_REDUCE, part, sum, count, 1, NULL);
+            status = dtrain__collective_rows(tp.group, DTRAIN__ALL_REDUCE, part, sum, count, 1, NULL);
         part = sum;
     }
     if (status == DTRAIN_OK)
@@ -43762,7 +43658,7 @@ DTRAIN_API dtrain_status dtrain_column_parallel_linear(const dtrain_parallel_lin
     if (l.splits) {
         wide = gathered = dtrain__tp_floats(&l.tp, layer->rows, l.in, &status);
         if (status == DTRAIN_OK)
-            status = dtrain__tp_rows_call(&l.tp, DTRAIN__ALL_GATHER, x, gathered, layer->rows, l.in, NULL);
+            status = dtrain__collective_rows(l.tp.group, DTRAIN__ALL_GATHER, x, gathered, layer->rows, l.in, NULL);
     }
     if (status == DTRAIN_OK) {
         dtrain__tp_linear_product(&l, wide, part);
@@ -43788,8 +43684,8 @@ DTRAIN_API dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_linear
     if (status == DTRAIN_OK)
         dtrain__tp_linear_product(&l, x, sum);
     if (status == DTRAIN_OK && l.tp.size > 1)
-        status = dtrain__tp_rows_call(&l.tp, l.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, y,
-                                      layer->rows, l.out, NULL);
+        status = dtrain__collective_rows(l.tp.group, l.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, y,
+                                         layer->rows, l.out, NULL);
     if (status == DTRAIN_OK)
         dtrain__tp_add_bias(y, layer->bias, l.split_rows, l.out);
     return dtrain__tp_end(&l.tp, status);
@@ -43833,13 +43729,13 @@ static dtrain_status dtrain__tp_column_compute(dtrain__tp_linear *l, dtrain__tp_
     size_t rows = l->layer->rows;
     dtrain_status status = DTRAIN_OK;
     if (back->gathered != NULL)
-        status = dtrain__tp_rows_call(&l->tp, DTRAIN__ALL_GATHER, x, back->gathered, rows, l->in,
-                                      back->overlap ? &back->gather : NULL);
+        status = dtrain__collective_rows(l->tp.group, DTRAIN__ALL_GATHER, x, back->gathered, rows, l->in,
+                                         back->overlap ? &back->gather : NULL);
     if (status == DTRAIN_OK && dx != NULL)
         dtrain__tp_linear_input(l, back->dy, back->sum);
     if (status == DTRAIN_OK && dx != NULL && l->tp.size > 1)
-        status = dtrain__tp_rows_call(&l->tp, l->splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, back->sum, dx,
-                                      rows, l->in, back->overlap ? &back->reduce : NULL);
+        status = dtrain__collective_rows(l->tp.group, l->splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE,
+                                         back->sum, dx, rows, l->in, back->overlap ? &back->reduce : NULL);
     status = dtrain__tp_wait(status, &back->gather);
     if (status == DTRAIN_OK)
         dtrain__tp_linear_weights(l, back->x, back->dy,
@@ -43895,7 +43791,7 @@ static dtrain_status dtrain__tp_row_backward(const char *name, const dtrain_para
     if (l.splits && (dx != NULL || layer->d_weight != NULL || layer->d_bias != NULL)) {
         float *gathered = dtrain__tp_floats(&l.tp, layer->rows, l.out, &status);
         if (status == DTRAIN_OK)
-            status = dtrain__tp_rows_call(&l.tp, DTRAIN__ALL_GATHER, dy, gathered, layer->rows, l.out, NULL);
+            status = dtrain__collective_rows(l.tp.group, DTRAIN__ALL_GATHER, dy, gathered, layer->rows, l.out, NULL);
         wide = gathered;
     }
     if (status == DTRAIN_OK && dx != NULL)
@@ -44066,12 +43962,6 @@ static double dtrain__tp_log(double x)
            (p + dtrain__isa_rounded_f64(e * 1.90821492927058770002e-10, zero));
 }
 
-/* -log p(target) of a row whose exponentials have this sum, and whose target lies that far from the largest. */
-static double dtrain__tp_row_loss(double sum, double target)
-{
-    return dtrain__tp_log(sum) - target;
-}
-
 /* Turns a row into probabilities. */
 static void dtrain__tp_softmax_row(float *x, size_t count)
 {
@@ -44081,11 +43971,6 @@ static void dtrain__tp_softmax_row(float *x, size_t count)
     dtrain__tp_exps(x, count, most);
     dtrain__tp_sum(x, count, &sum);
     dtrain__train_kernels_get()->divide(x, x, (float)sum, count);
-}
-
-static float dtrain__tp_attention_scale(size_t channels)
-{
-    return (float)(1.0 / dtrain__vector_sqrt_f64((double)channels));
 }
 
 DTRAIN__EXACT_END
@@ -44169,8 +44054,8 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding(const dtrain_parallel_v
     if (status == DTRAIN_OK)
         dtrain__tp_embedding_look_up(&e, layer, tokens, sum);
     if (status == DTRAIN_OK && e.tp.size > 1)
-        status = dtrain__tp_rows_call(&e.tp, e.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, out,
-                                      layer->rows, layer->width, NULL);
+        status = dtrain__collective_rows(e.tp.group, e.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, out,
+                                         layer->rows, layer->width, NULL);
     return dtrain__tp_end(&e.tp, status);
 }
 
@@ -44185,7 +44070,8 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_p
     if (e.splits) {
         float *wide = dtrain__tp_floats(&e.tp, layer->rows, layer->width, &status);
         if (status == DTRAIN_OK)
-            status = dtrain__tp_rows_call(&e.tp, DTRAIN__ALL_GATHER, d_out, wide, layer->rows, layer->width, NULL);
+            status =
+                dtrain__collective_rows(e.tp.group, DTRAIN__ALL_GATHER, d_out, wide, layer->rows, layer->width, NULL);
         d_out = wide;
     }
     for (size_t i = 0; status == DTRAIN_OK && i < layer->rows; i++) {
@@ -44223,12 +44109,6 @@ static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm
 
 DTRAIN__EXACT_BEGIN
 
-static void dtrain__tp_entropy_largest(const dtrain__tp_entropy *e)
-{
-    for (size_t i = 0; i < e->rows; i++)
-        dtrain__tp_max(e->logits + i * e->part, e->targets[i] < 0 ? 0 : e->part, &e->most[i]);
-}
-
 /* Rows that are left out count as ones of loss 0. */
 static void dtrain__tp_entropy_exponentials(const dtrain__tp_entropy *e)
 {
@@ -44261,7 +44141,7 @@ static double dtrain__tp_entropy_finish(const dtrain__tp_entropy *e)
         kernels->divide(row, row, (float)e->sums[i], e->part);
         if (target < e->part)
             row[target] = row[target] - 1.0f;
-        loss = loss + dtrain__tp_row_loss(e->sums[i], e->target[i]);
+        loss = loss + (dtrain__tp_log(e->sums[i]) - e->target[i]);
     }
     return loss;
 }
@@ -44280,7 +44160,8 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group,
     if (status != DTRAIN_OK)
         return dtrain__tp_end(&e.tp, status);
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__tp_entropy_largest(&e);
+    for (size_t i = 0; i < rows; i++)
+        dtrain__tp_max(logits + i * e.part, targets[i] < 0 ? 0 : e.part, &e.most[i]);
     if (e.tp.size > 1)
         status = dtrain_all_reduce(group, e.most, e.most, rows, DTRAIN_F32, DTRAIN_MAX);
     if (status == DTRAIN_OK) {
@@ -44330,7 +44211,7 @@ static dtrain__tp_attention_state dtrain__tp_attention_head(const dtrain_attenti
     h.keys = h.first + h.row;
     h.values = h.first + 2 * h.row;
     h.kept = index * a->positions * a->positions;
-    h.scale = dtrain__tp_attention_scale(a->channels);
+    h.scale = (float)(1.0 / dtrain__vector_sqrt_f64((double)a->channels));
     h.causal = a->causal;
     return h;
 }
@@ -44785,10 +44666,10 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: pipeline is NULL: create it first", call);
     if (pipeline->broken.status != DTRAIN_OK)
         return dtrain__report(&pipeline->broken);
-    if (pipeline->group->fusing)
-        return dtrain__fail(&pipeline->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
-                            pipeline->rank);
+    if (dtrain__group_whole(pipeline->group, call) != DTRAIN_OK) {
+        pipeline->error = pipeline->group->error;
+        return DTRAIN_ERR_INVALID;
+    }
     pipeline->call = call;
     pipeline->note.status = DTRAIN_OK;
     return DTRAIN_OK;
@@ -45685,9 +45566,8 @@ static dtrain_status dtrain__server_break(dtrain_server *s)
 /* A worker's link is of no more use; the thread's last error says why. */
 static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtrain_status status)
 {
-    dtrain__error cause = dtrain__thread_error;
     dtrain__fail(NULL, status, "%s on rank %d, with rank %d, the parameter server: %.500s", call, s->rank,
-                 s->desc.server, cause.text);
+                 s->desc.server, dtrain__thread_error.text);
     return dtrain__server_break(s);
 }
 
@@ -46180,9 +46060,8 @@ static dtrain_status dtrain__server_judge(dtrain_server *s, dtrain__server_link 
         dtrain__server_drop(s, link);
         return DTRAIN_OK;
     }
-    dtrain__error cause = dtrain__thread_error;
     dtrain__fail(NULL, status, "aggregate on rank %d, the parameter server, with rank %d: %.500s", s->rank, link->rank,
-                 cause.text);
+                 dtrain__thread_error.text);
     return dtrain__server_break(s);
 }
 
@@ -47040,15 +46919,6 @@ static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain
     }
 }
 
-/* What a fragment needs that is packed. */
-static void dtrain__rounds_pack_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks,
-                                     int feedback)
-{
-    sizes->packs += sizeof(dtrain_compressed) + (size_t)ranks * (4 * sizeof(size_t) + sizeof(void *));
-    sizes->packs += feedback ? count * sizeof(float) : 0;
-    dtrain__rounds_rooms(sizes, q, count, ranks);
-}
-
 /* Sizes of everything on a rank; the elements are in memory, so that a few times as many bytes need not fit. */
 static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks, int rank,
                                          const dtrain_local_sgd_desc *desc)
@@ -47070,8 +46940,11 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
         int packs = dtrain__rounds_packs(desc, ranks, count);
         if (serves)
             dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
-        if (packs)
-            dtrain__rounds_pack_room(sizes, &q, count, ranks, !desc->compress->feedback.no_feedback);
+        if (packs) {
+            sizes->packs += sizeof(dtrain_compressed) + (size_t)ranks * (4 * sizeof(size_t) + sizeof(void *));
+            sizes->packs += !desc->compress->feedback.no_feedback ? count * sizeof(float) : 0;
+            dtrain__rounds_rooms(sizes, &q, count, ranks);
+        }
         packed = packs && count > packed ? count : packed;
     }
     copies = 3 + (desc->outer_momentum != 0.0f);
@@ -47239,11 +47112,11 @@ static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
 {
     uint64_t flags = can != 0;
     dtrain_status status;
-    local->group->desc.timeout_ms = DTRAIN__ROUNDS_SLICE_MS;
+    dtrain__group_set_timeout(local->group, DTRAIN__ROUNDS_SLICE_MS);
     do /* a late one counts: the vote stands, and what is decided stays so */
         status = dtrain_comm_agree(local->group, &flags);
     while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
-    local->group->desc.timeout_ms = local->timeout_ms;
+    dtrain__group_set_timeout(local->group, local->timeout_ms);
     return status == DTRAIN_OK ? flags == 1 : -1;
 }
 
@@ -47300,8 +47173,8 @@ static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_c
         *up = NULL;
         return dtrain__report(&cause);
     }
-    (*up)->desc.timeout_ms = -1; /* who has nothing to say is silent for as long as it trains */
-    (*down)->desc.timeout_ms = -1;
+    dtrain__group_set_timeout(*up, -1); /* who has nothing to say is silent for as long as it trains */
+    dtrain__group_set_timeout(*down, -1);
     return DTRAIN_OK;
 }
 
@@ -47334,12 +47207,12 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     dtrain_comm *group = NULL, *up = NULL, *down = NULL;
     dtrain_status status;
     do {
-        local->group->desc.timeout_ms = DTRAIN__ROUNDS_SLICE_MS;
+        dtrain__group_set_timeout(local->group, DTRAIN__ROUNDS_SLICE_MS);
         status = dtrain_comm_shrink(local->group, &group);
     } while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
     if (status != DTRAIN_OK)
         return -1;
-    group->desc.timeout_ms = local->timeout_ms;
+    dtrain__group_set_timeout(group, local->timeout_ms);
     dtrain__rounds_set_groups(local, group, NULL, NULL);
     if (dtrain_comm_size(group) == 1)
         return 1;
@@ -47390,13 +47263,6 @@ static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const ch
                     dtrain_comm_size(local->group), before, cause.text);
     }
     dtrain__rounds_tell(local);
-}
-
-/* Whether a member is gone, or the group broken: rank 0 may have received all that it waits for, and would not hear of
- * it. Then the text says who. */
-static int dtrain__rounds_torn(const dtrain_comm *comm)
-{
-    return dtrain__group_gone(comm) != DTRAIN_OK;
 }
 
 #endif
@@ -48104,7 +47970,8 @@ static int64_t dtrain__rounds_turn(void *owner)
         did = dtrain__rounds_run_alone(local);
     } else {
         int leads = dtrain_comm_rank(local->up) == 0;
-        did = dtrain__rounds_torn(local->up) ? -1
+        /* rank 0 may have received all that it waits for, and would not hear of a member that is gone */
+        did = dtrain__group_gone(local->up) != DTRAIN_OK ? -1
               : leads                        ? dtrain__rounds_lead(local, &until)
                                              : dtrain__rounds_follow(local);
         if (did < 0 && !dtrain__rounds_stopping(local))

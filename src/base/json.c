@@ -402,20 +402,14 @@ static size_t dtrain__json_string(const dtrain__json_reader *reader, const dtrai
     return written;
 }
 
-static int dtrain__json_is_escaped(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text,
-                                   size_t bytes)
-{
-    unsigned char have[64];
-    return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
-           memcmp(have, text, bytes) == 0;
-}
-
 /* Whether a STRING or KEY, unescaped, is the text, which has at most 64 bytes. */
 static inline int dtrain__json_is(const dtrain__json_reader *reader, const dtrain__json_token *token, const char *text)
 {
+    unsigned char have[64];
     size_t bytes = strlen(text);
     if (token->escaped)
-        return dtrain__json_is_escaped(reader, token, text, bytes);
+        return bytes <= sizeof have && dtrain__json_string(reader, token, have, sizeof have) == bytes &&
+               memcmp(have, text, bytes) == 0;
     return token->end - token->begin == bytes && memcmp(reader->text + token->begin, text, bytes) == 0;
 }
 

@@ -301,9 +301,8 @@ static dtrain_status dtrain__alike_meet(dtrain_comm *comm, dtrain__alike *alike,
     if (ranks == 1)
         return mine;
     alike->unheard = 1;
-    if (comm->fusing)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: it cannot be fused; call fuse_end first",
-                            alike->call, comm->rank);
+    if (dtrain__group_whole(comm, alike->call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     memset(said, 0, sizeof said);
     if (mine == DTRAIN_OK)
         dtrain__alike_digest(alike, said + 1);

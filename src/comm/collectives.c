@@ -121,6 +121,17 @@ static dtrain_status dtrain__reduce_scatter_partial(dtrain_comm *comm, const voi
     return dtrain__work_call(comm, &op, work);
 }
 
+/* Sums, gathers or reduce-scatters float32 in rows, which are not cut; begins it only, where there is a place for the
+ * handle. */
+static dtrain_status dtrain__collective_rows(dtrain_comm *comm, dtrain__kind kind, const float *in, float *out,
+                                             size_t rows, size_t columns, dtrain_work **work)
+{
+    dtrain__op op = dtrain__op_of(kind, in, out, rows * columns, DTRAIN_F32);
+    op.op = kind == DTRAIN__ALL_GATHER ? (dtrain_op)0 : DTRAIN_SUM;
+    op.row = kind == DTRAIN__ALL_REDUCE ? 0 : columns;
+    return dtrain__work_call(comm, &op, work);
+}
+
 DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype)
 {
@@ -295,11 +306,8 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     if (comm == NULL || width == 0 || dtrain_dtype_bits(dtype) % 8 != 0 || (data == NULL && count > 0))
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "check_equal: needs a group, data, and a dtype of whole bytes (got %d)", (int)dtype);
-    if (dtrain__group_alive(comm, "comm_check_equal") != DTRAIN_OK)
+    if (dtrain__group_whole(comm, "check_equal") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (comm->fusing)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "check_equal on rank %d: it cannot be fused; call fuse_end first", comm->rank);
     size_t table_bytes = (size_t)comm->size * sizeof(uint64_t);
     unsigned char *piece = (unsigned char *)dtrain__alloc(comm->allocator, piece_bytes + table_bytes);
     if (piece == NULL)

@@ -218,6 +218,24 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
                         call);
 }
 
+/* Refuses a group that is destroyed, or between fuse_begin and fuse_end. */
+static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, const char *call)
+{
+    if (dtrain__group_alive(comm, call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    if (!comm->fusing)
+        return DTRAIN_OK;
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                        "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
+                        comm->rank);
+}
+
+/* For calls from here on: -1: no deadline. */
+static void dtrain__group_set_timeout(dtrain_comm *comm, int64_t ms)
+{
+    comm->desc.timeout_ms = ms;
+}
+
 /* The calling thread enters a call of the group. *entered: it must leave; a call inside another one does not. */
 static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, int *entered)
 {

@@ -557,12 +557,6 @@ static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, 
     return DTRAIN_OK;
 }
 
-/* Whether a TIMEOUT is not that of a wait, but what the group was broken by: then it comes with its text. */
-static int dtrain__message_too_late(const dtrain_comm *comm)
-{
-    return comm->plane->knows && dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
-}
-
 /* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
@@ -580,7 +574,9 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     dtrain__thread_error.status = DTRAIN_OK;
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
-    if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !dtrain__message_too_late(comm))
+    /* a TIMEOUT with a text is not that of a wait, but what the group was broken by */
+    int late = comm->plane->knows && dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
+    if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
         return dtrain__message_needs_left(comm, op);
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
 }

@@ -94,18 +94,13 @@ static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrai
     }
 }
 
-/* The largest all-reduce over messages that is faster in few whole steps than in many halves. */
-static size_t dtrain__plan_small(int ranks)
-{
-    size_t kib = !dtrain__step_power_of_two(ranks) ? 32 : ranks == 2 ? 256 : ranks == 4 ? 64 : 128;
-    return kib << 10;
-}
-
 static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
 {
-    if (comm->size > 1 && bytes > dtrain__plan_small(comm->size))
+    int doubles = dtrain__step_power_of_two(comm->size);
+    size_t kib = !doubles ? 32 : comm->size == 2 ? 256 : comm->size == 4 ? 64 : 128; /* faster in few whole steps */
+    if (comm->size > 1 && bytes > kib << 10)
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
-    if (dtrain__step_power_of_two(comm->size))
+    if (doubles)
         return DTRAIN_ALGORITHM_RECURSIVE_DOUBLING;
     /* fewer steps between hosts, fewer messages on one */
     return comm->node_ranks != comm->size && bytes * (size_t)comm->size <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK

@@ -38,11 +38,8 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
 {
     size_t size = (size_t)parent->size, bytes = size * (sizeof *split->entries + sizeof(uint64_t) + 2 * sizeof(int));
     memset(split, 0, sizeof *split);
-    if (dtrain__group_alive(parent, call) != DTRAIN_OK)
+    if (dtrain__group_whole(parent, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (parent->fusing)
-        return dtrain__fail(&parent->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: it cannot be fused; call fuse_end first", call, parent->rank);
     split->call = call;
     split->parent = parent;
     split->rank = -1;
@@ -186,9 +183,9 @@ static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_com
         if (status == DTRAIN_OK)
             status = dtrain__split_bind(split, *group);
     }
-    cause = dtrain__thread_error;
     if (status != DTRAIN_OK)
-        dtrain__fail(&parent->error, status, "%s on rank %d: %.560s", split->call, parent->rank, cause.text);
+        dtrain__fail(&parent->error, status, "%s on rank %d: %.560s", split->call, parent->rank,
+                     dtrain__thread_error.text);
     status = dtrain__alike_agree(parent, split->call, 1, status);
     if (status == DTRAIN_OK || *group == NULL)
         return status;

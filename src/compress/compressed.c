@@ -151,14 +151,6 @@ static const float *dtrain__compressed_prepare(dtrain_compressed *c, const float
     return in;
 }
 
-/* The velocity of what was sent starts anew. */
-static void dtrain__compressed_mask(dtrain_compressed *c)
-{
-    const dtrain_sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
-    for (size_t i = 0; i < chosen->count; i++)
-        c->velocity[chosen->indices[i]] = 0.0f;
-}
-
 static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const float *in, const float *out,
                                               dtrain_op op)
 {
@@ -194,8 +186,11 @@ static dtrain_status dtrain__compressed_here(dtrain_compressed *c, const float *
         status = c->compressor.reduce(&c->compressor, c->comm, from, c->residual, out, c->count, &c->stats.sent_bytes);
     else
         status = dtrain__compressed_dense(c, from, out);
-    if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking)
-        dtrain__compressed_mask(c);
+    if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking) {
+        const dtrain_sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
+        for (size_t i = 0; i < chosen->count; i++) /* the velocity of what was sent starts anew */
+            c->velocity[chosen->indices[i]] = 0.0f;
+    }
     if (status == DTRAIN_OK && op == DTRAIN_MEAN && c->ranks > 1)
         dtrain__fold_divide_f32(out, (double)c->ranks, c->count);
     return status;

@@ -96,19 +96,14 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
     return 1;
 }
 
-static int dtrain__hub_same_host(const dtrain__hub *hub, int peer)
-{
-    return hub->members[peer].host == hub->members[hub->rank].host;
-}
-
 /* Takes a connection that was just admitted for data. */
 static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__handshake *handshake)
 {
     dtrain__hub *hub = channel->hub;
     dtrain__lane *lane = &channel->peers[rank].lanes[handshake->lane];
     char text[DTRAIN__WHY_BYTES];
-    dtrain_status status =
-        dtrain__hub_resume(hub, &lane->stream, handshake, dtrain__hub_same_host(hub, handshake->peer));
+    dtrain_status status = dtrain__hub_resume(hub, &lane->stream, handshake,
+                                              hub->members[handshake->peer].host == hub->members[hub->rank].host);
     if (status == DTRAIN_ERR_MEMORY) {
         snprintf(text, sizeof text, "rank %d has no memory to seal its connection to rank %d", channel->rank, rank);
         dtrain__channel_end(channel, channel->rank, status, text);

@@ -267,14 +267,6 @@ static void dtrain__async_times(const dtrain_device_work *work, int64_t *begin_n
         *end_ns = done ? work->end_ns : 0;
 }
 
-/* A blocking call takes its turn among those that were started. */
-static dtrain_status dtrain__async_call(dtrain_device_group *group, const dtrain__op *op)
-{
-    dtrain_device_work *work;
-    dtrain_status status = dtrain__async_start(group, op, &work);
-    return status == DTRAIN_OK ? dtrain_device_work_wait(work, group->async->caller) : status;
-}
-
 /* ---- create and destroy ---- */
 
 /* Gives the group its queue and its thread, where there can be both. */

@@ -170,9 +170,8 @@ static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtr
                                            dtrain_status status)
 {
     const dtrain_comm *comm = group->comm;
-    dtrain__error said = dtrain__thread_error;
     dtrain__fail(NULL, status, "%s on rank %d: its device %s failed: %s", dtrain__device_text(comm, whole, number).text,
-                 comm->rank, dtrain_device_name(group->device), dtrain__status_cause(&said));
+                 comm->rank, dtrain_device_name(group->device), dtrain__status_cause(&dtrain__thread_error));
     return dtrain__device_break(group);
 }
 

@@ -27,10 +27,9 @@ static dtrain_status dtrain__device_meet(dtrain_device_group *group)
     dtrain_comm *comm = group->comm;
     dtrain_status status =
         dtrain_all_gather(comm, &group->mine, group->notes, DTRAIN__DEVICE_NOTE_WORDS * (size_t)comm->size, DTRAIN_U64);
-    if (status == DTRAIN_OK)
-        return DTRAIN_OK;
-    dtrain__error cause = comm->error;
-    return dtrain__fail(&comm->error, status, "device_group_create: %.560s", cause.text);
+    if (status != DTRAIN_OK)
+        dtrain__fail(&comm->error, status, "device_group_create: %.560s", dtrain__thread_error.text);
+    return status;
 }
 
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
@@ -281,9 +280,8 @@ DTRAIN_API dtrain_status dtrain_device_group_create(dtrain_device_group **group,
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "device_group_create: %s is NULL, expected %s", group == NULL ? "group" : "comm",
                             group == NULL ? "a place for the group" : "the ranks to make it of");
-    if (comm->fusing)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "device_group_create on rank %d: it cannot be fused; call fuse_end first", comm->rank);
+    if (dtrain__group_whole(comm, "device_group_create") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     dtrain_device_group *made = dtrain__device_group_new(comm);
     if (made == NULL)
         return DTRAIN_ERR_MEMORY;
@@ -311,9 +309,13 @@ DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group
 /* Makes a call, or has it made in its turn. */
 static dtrain_status dtrain__device_make(dtrain_device_group *group, const dtrain__op *op)
 {
-    if (group != NULL && group->async != NULL)
-        return dtrain__async_call(group, op);
-    dtrain_status status = dtrain__device_begin(group, op);
+    dtrain_device_work *work;
+    dtrain_status status;
+    if (group != NULL && group->async != NULL) { /* in its turn among those that were started */
+        status = dtrain__async_start(group, op, &work);
+        return status == DTRAIN_OK ? dtrain_device_work_wait(work, group->async->caller) : status;
+    }
+    status = dtrain__device_begin(group, op);
     return status == DTRAIN_OK ? dtrain__async_run(group, op) : status;
 }
 

@@ -76,7 +76,7 @@ static dtrain_status dtrain__events_record(dtrain_device_group *group, uint64_t 
 {
     if (group->processes == NULL)
         return dtrain__device_event_record(group->device, group->mine.events[second]);
-    return second ? dtrain__processes_mark_second(group, turn) : dtrain__processes_mark(group);
+    return dtrain__processes_mark(group, turn, second);
 }
 
 /* Waits for this rank's queue. */
@@ -95,8 +95,9 @@ static dtrain_status dtrain__events_await(dtrain_device_group *group, uint64_t t
         int gone = group->processes != NULL && group->processes->peers[rank].gone;
         if (rank == comm->rank || (second && theirs < turn) || gone)
             continue;
-        status = group->processes != NULL ? dtrain__processes_await(group, rank, second, turn)
-                                          : dtrain__device_event_await(group->device, group->notes[rank].events[second]);
+        status = group->processes != NULL
+                     ? dtrain__processes_await(group, rank, second, turn)
+                     : dtrain__device_event_await(group->device, group->notes[rank].events[second]);
     }
     return status;
 }
@@ -112,8 +113,8 @@ static dtrain_status dtrain__events_retreat(dtrain_device_group *group, uint64_t
     dtrain__events_wait(group);
     dtrain__events_set(group, DTRAIN__EVENTS_NAMED);
     dtrain__events_settle(group, DTRAIN__EVENTS_NAMED);
-    if (group->processes != NULL)
-        dtrain__processes_look(group);
+    for (int rank = 0; rank < group->comm->size && group->processes != NULL; rank++)
+        group->processes->peers[rank].gone = rank != group->comm->rank && dtrain__processes_gone(group, rank);
     int recorded = dtrain__events_word(group, group->comm->rank)->turn == turn;
     if (recorded && dtrain__events_await(group, turn, 1) == DTRAIN_OK)
         dtrain__events_wait(group);
@@ -253,14 +254,6 @@ static dtrain_status dtrain__events_meet(dtrain_device_group *group, const dtrai
     return dtrain__device_step(group, whole, 0, &op);
 }
 
-/* Waits until every rank has recorded its second event. A deadline that passes here finds work on all sides. */
-static dtrain_status dtrain__events_part(dtrain_device_group *group, const dtrain__op *whole)
-{
-    dtrain__op op = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
-    dtrain_status status = dtrain__device_step(group, whole, 1, &op);
-    return status == DTRAIN_OK ? DTRAIN_OK : dtrain__device_break(group);
-}
-
 /* Whether a step that has failed has left the group usable. */
 static int dtrain__events_whole(dtrain_device_group *group)
 {
@@ -286,9 +279,10 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));
     __atomic_store_n(&word->turn, turn, __ATOMIC_SEQ_CST);
-    status = dtrain__events_part(group, op);
-    if (status != DTRAIN_OK)
-        return dtrain__events_retreat(group, turn, status);
+    dtrain__op parting = dtrain__op_of(DTRAIN__BARRIER, NULL, NULL, 0, DTRAIN_U8);
+    status = dtrain__device_step(group, op, 1, &parting); /* until every rank has recorded its second event */
+    if (status != DTRAIN_OK)                              /* work is under way on all sides */
+        return dtrain__events_retreat(group, turn, dtrain__device_break(group));
     status = dtrain__events_await(group, turn, 1);
     if (status != DTRAIN_OK)
         return dtrain__events_retreat(group, turn, dtrain__device_failed(group, op, comm->number, status));

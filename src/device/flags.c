@@ -110,7 +110,8 @@ static dtrain_status dtrain__flags_note(dtrain_device_group *group)
     if (ops == NULL || ops->flags == NULL || ops->flag_traits == NULL || ops->fill == NULL || ops->event_done == NULL)
         return DTRAIN_OK;
     memset(&traits, 0, sizeof traits);
-    dtrain_status status = dtrain__device_flag_traits(group->device, &traits);
+    dtrain_status status =
+        DTRAIN__DEVICE_CALL(group->device, "device_flag_traits", flag_traits, (group->device, &traits));
     if (status != DTRAIN_OK || traits.blocks < 1)
         return status;
     group->mine.identity = traits.identity;
@@ -282,7 +283,7 @@ static dtrain_status dtrain__flags_reduce(dtrain_device_group *group, dtrain_dty
     part.begin = begin;
     part.count = count;
     group->part_queued = 1;
-    return dtrain__device_flags(group->device, &part);
+    return DTRAIN__DEVICE_CALL(group->device, "device_flags", flags, (group->device, &part));
 }
 
 /* Queues this rank's part of a call, and what marks its end. Peers' queues have taken up theirs, or will. */
@@ -291,8 +292,10 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
     dtrain_status status;
     int size = group->comm->size;
     group->epoch++;
-    if (group->processes != NULL)
-        dtrain__processes_expect(group, dtrain__flags_turn(group));
+    uint32_t second =
+        dtrain__processes_second(dtrain__flags_turn(group)); /* for which this kernel waits on all peers */
+    for (int rank = 0; rank < size && group->processes != NULL; rank++)
+        __atomic_store_n(&group->processes->peers[rank].awaited[1], second, __ATOMIC_SEQ_CST);
     group->part_at_once = dtrain__flags_at_once(group, op);
     group->part_blocks = dtrain__flags_blocks(group, op, group->part_at_once);
     group->part_queued = 0;

@@ -188,12 +188,11 @@ static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtra
     dtrain_comm *comm = group->comm;
     const dtrain__hosts *hosts = group->hosts;
     int first = far ? hosts->place : comm->rank - hosts->place;
-    dtrain__error said = dtrain__thread_error, cause;
     dtrain__fail(&comm->error, status, "%s on rank %d, %s (whose ranks 0, 1 are ranks %d, %d of the group): %s",
                  dtrain__device_text(comm, whole, comm->number).text, comm->rank,
                  far ? "between hosts" : "inside its host", first, first + (far ? hosts->each : 1),
-                 dtrain__status_cause(&said));
-    cause = dtrain__thread_error;
+                 dtrain__status_cause(&dtrain__thread_error));
+    dtrain__error cause = dtrain__thread_error;
     status = dtrain__device_break(group);
     dtrain__group_break(hosts->near_ranks, &cause);
     dtrain__group_break(hosts->far_ranks, &cause);

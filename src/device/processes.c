@@ -204,14 +204,6 @@ static void dtrain__processes_break(dtrain_device_group *group, const dtrain__er
                                 __ATOMIC_SEQ_CST);
 }
 
-/* Finds out whose process has ended. */
-static void dtrain__processes_look(dtrain_device_group *group)
-{
-    for (int rank = 0; rank < group->comm->size; rank++)
-        if (rank != group->comm->rank)
-            group->processes->peers[rank].gone = dtrain__processes_gone(group, rank);
-}
-
 /* Whether a peer is not to be waited for: its process has ended, or it is lost and has had its time. */
 static int dtrain__processes_is_out(dtrain_device_group *group, int rank)
 {
@@ -270,23 +262,18 @@ static uint32_t *dtrain__processes_word(const dtrain_device_group *group, int ra
     return (uint32_t *)dtrain__processes_queued(group, &group->processes->page->ranks[rank].passed[second]);
 }
 
-/* Queues that this rank has come to its next first place. */
-static dtrain_status dtrain__processes_mark(dtrain_device_group *group)
-{
-    uint32_t *word = dtrain__processes_word(group, group->comm->rank, 0);
-    return group->device->ops->word_write(group->device, word, ++group->processes->mark);
-}
-
 /* The number of the second place of a call. */
 static uint32_t dtrain__processes_second(uint64_t turn)
 {
     return (uint32_t)turn + DTRAIN__PROCESSES_NUMBER;
 }
 
-static dtrain_status dtrain__processes_mark_second(dtrain_device_group *group, uint64_t turn)
+/* Queues that this rank has come to its next first place, or to the second one of a call. */
+static dtrain_status dtrain__processes_mark(dtrain_device_group *group, uint64_t turn, int second)
 {
-    uint32_t *word = dtrain__processes_word(group, group->comm->rank, 1);
-    return group->device->ops->word_write(group->device, word, dtrain__processes_second(turn));
+    uint32_t number = second ? dtrain__processes_second(turn) : ++group->processes->mark;
+    uint32_t *word = dtrain__processes_word(group, group->comm->rank, second);
+    return group->device->ops->word_write(group->device, word, number);
 }
 
 /* Queues the wait for a peer's place. */
@@ -317,13 +304,6 @@ static void dtrain__processes_pass(uint32_t *word, uint32_t number)
     while ((int32_t)(now - number) < 0 &&
            !__atomic_compare_exchange_n(word, &now, number, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         continue;
-}
-
-/* This rank's kernel of a call will wait for those of all peers. */
-static void dtrain__processes_expect(dtrain_device_group *group, uint64_t turn)
-{
-    for (int rank = 0; rank < group->comm->size; rank++)
-        __atomic_store_n(&group->processes->peers[rank].awaited[1], dtrain__processes_second(turn), __ATOMIC_SEQ_CST);
 }
 
 /* Ends the kernels of all ranks that wait for others', as one need not be waited for; any thread. */

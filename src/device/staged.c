@@ -226,11 +226,10 @@ static dtrain_status dtrain__staged_step(const dtrain__staged *run, size_t chunk
 static dtrain_status dtrain__staged_stuck(const dtrain__staged *run, size_t chunk, dtrain_status status, int waited)
 {
     dtrain_comm *comm = run->group->comm;
-    dtrain__error said = dtrain__thread_error;
     if (waited)
         dtrain__fail(&comm->error, status, "%s on rank %d, its device %s: %s",
                      dtrain__device_text(comm, run->op, comm->number + 1).text, comm->rank,
-                     dtrain_device_name(run->group->device), dtrain__status_cause(&said));
+                     dtrain_device_name(run->group->device), dtrain__status_cause(&dtrain__thread_error));
     return chunk > 0 ? dtrain__device_break(run->group) : status;
 }
 

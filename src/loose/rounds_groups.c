@@ -55,11 +55,11 @@ static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
 {
     uint64_t flags = can != 0;
     dtrain_status status;
-    local->group->desc.timeout_ms = DTRAIN__ROUNDS_SLICE_MS;
+    dtrain__group_set_timeout(local->group, DTRAIN__ROUNDS_SLICE_MS);
     do /* a late one counts: the vote stands, and what is decided stays so */
         status = dtrain_comm_agree(local->group, &flags);
     while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
-    local->group->desc.timeout_ms = local->timeout_ms;
+    dtrain__group_set_timeout(local->group, local->timeout_ms);
     return status == DTRAIN_OK ? flags == 1 : -1;
 }
 
@@ -116,8 +116,8 @@ static dtrain_status dtrain__rounds_talk(const dtrain_local_sgd *local, dtrain_c
         *up = NULL;
         return dtrain__report(&cause);
     }
-    (*up)->desc.timeout_ms = -1; /* who has nothing to say is silent for as long as it trains */
-    (*down)->desc.timeout_ms = -1;
+    dtrain__group_set_timeout(*up, -1); /* who has nothing to say is silent for as long as it trains */
+    dtrain__group_set_timeout(*down, -1);
     return DTRAIN_OK;
 }
 
@@ -150,12 +150,12 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
     dtrain_comm *group = NULL, *up = NULL, *down = NULL;
     dtrain_status status;
     do {
-        local->group->desc.timeout_ms = DTRAIN__ROUNDS_SLICE_MS;
+        dtrain__group_set_timeout(local->group, DTRAIN__ROUNDS_SLICE_MS);
         status = dtrain_comm_shrink(local->group, &group);
     } while (status == DTRAIN_ERR_TIMEOUT && !dtrain__rounds_stopping(local));
     if (status != DTRAIN_OK)
         return -1;
-    group->desc.timeout_ms = local->timeout_ms;
+    dtrain__group_set_timeout(group, local->timeout_ms);
     dtrain__rounds_set_groups(local, group, NULL, NULL);
     if (dtrain_comm_size(group) == 1)
         return 1;
@@ -206,13 +206,6 @@ static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const ch
                     dtrain_comm_size(local->group), before, cause.text);
     }
     dtrain__rounds_tell(local);
-}
-
-/* Whether a member is gone, or the group broken: rank 0 may have received all that it waits for, and would not hear of
- * it. Then the text says who. */
-static int dtrain__rounds_torn(const dtrain_comm *comm)
-{
-    return dtrain__group_gone(comm) != DTRAIN_OK;
 }
 
 #endif

@@ -201,15 +201,6 @@ static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain
     }
 }
 
-/* What a fragment needs that is packed. */
-static void dtrain__rounds_pack_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks,
-                                     int feedback)
-{
-    sizes->packs += sizeof(dtrain_compressed) + (size_t)ranks * (4 * sizeof(size_t) + sizeof(void *));
-    sizes->packs += feedback ? count * sizeof(float) : 0;
-    dtrain__rounds_rooms(sizes, q, count, ranks);
-}
-
 /* Sizes of everything on a rank; the elements are in memory, so that a few times as many bytes need not fit. */
 static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks, int rank,
                                          const dtrain_local_sgd_desc *desc)
@@ -231,8 +222,11 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
         int packs = dtrain__rounds_packs(desc, ranks, count);
         if (serves)
             dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
-        if (packs)
-            dtrain__rounds_pack_room(sizes, &q, count, ranks, !desc->compress->feedback.no_feedback);
+        if (packs) {
+            sizes->packs += sizeof(dtrain_compressed) + (size_t)ranks * (4 * sizeof(size_t) + sizeof(void *));
+            sizes->packs += !desc->compress->feedback.no_feedback ? count * sizeof(float) : 0;
+            dtrain__rounds_rooms(sizes, &q, count, ranks);
+        }
         packed = packs && count > packed ? count : packed;
     }
     copies = 3 + (desc->outer_momentum != 0.0f);

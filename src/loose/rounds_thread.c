@@ -428,7 +428,8 @@ static int64_t dtrain__rounds_turn(void *owner)
         did = dtrain__rounds_run_alone(local);
     } else {
         int leads = dtrain_comm_rank(local->up) == 0;
-        did = dtrain__rounds_torn(local->up) ? -1
+        /* rank 0 may have received all that it waits for, and would not hear of a member that is gone */
+        did = dtrain__group_gone(local->up) != DTRAIN_OK ? -1
               : leads                        ? dtrain__rounds_lead(local, &until)
                                              : dtrain__rounds_follow(local);
         if (did < 0 && !dtrain__rounds_stopping(local))

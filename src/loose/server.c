@@ -213,9 +213,8 @@ static dtrain_status dtrain__server_break(dtrain_server *s)
 /* A worker's link is of no more use; the thread's last error says why. */
 static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtrain_status status)
 {
-    dtrain__error cause = dtrain__thread_error;
     dtrain__fail(NULL, status, "%s on rank %d, with rank %d, the parameter server: %.500s", call, s->rank,
-                 s->desc.server, cause.text);
+                 s->desc.server, dtrain__thread_error.text);
     return dtrain__server_break(s);
 }
 

@@ -106,9 +106,8 @@ static dtrain_status dtrain__server_judge(dtrain_server *s, dtrain__server_link 
         dtrain__server_drop(s, link);
         return DTRAIN_OK;
     }
-    dtrain__error cause = dtrain__thread_error;
     dtrain__fail(NULL, status, "aggregate on rank %d, the parameter server, with rank %d: %.500s", s->rank, link->rank,
-                 cause.text);
+                 dtrain__thread_error.text);
     return dtrain__server_break(s);
 }
 

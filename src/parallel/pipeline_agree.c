@@ -66,10 +66,10 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: pipeline is NULL: create it first", call);
     if (pipeline->broken.status != DTRAIN_OK)
         return dtrain__report(&pipeline->broken);
-    if (pipeline->group->fusing)
-        return dtrain__fail(&pipeline->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", call,
-                            pipeline->rank);
+    if (dtrain__group_whole(pipeline->group, call) != DTRAIN_OK) {
+        pipeline->error = pipeline->group->error;
+        return DTRAIN_ERR_INVALID;
+    }
     pipeline->call = call;
     pipeline->note.status = DTRAIN_OK;
     return DTRAIN_OK;

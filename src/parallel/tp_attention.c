@@ -35,7 +35,7 @@ static dtrain__tp_attention_state dtrain__tp_attention_head(const dtrain_attenti
     h.keys = h.first + h.row;
     h.values = h.first + 2 * h.row;
     h.kept = index * a->positions * a->positions;
-    h.scale = dtrain__tp_attention_scale(a->channels);
+    h.scale = (float)(1.0 / dtrain__vector_sqrt_f64((double)a->channels));
     h.causal = a->causal;
     return h;
 }

@@ -33,11 +33,7 @@ static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_c
     tp->rank = dtrain_comm_rank(group);
     tp->size = dtrain_comm_size(group);
     tp->memory = group != NULL ? dtrain_comm_allocator(group) : &tp->own;
-    if (group != NULL && group->fusing)
-        return dtrain__fail(&group->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d: it needs results at once and cannot be fused; call fuse_end first", name,
-                            tp->rank);
-    return DTRAIN_OK;
+    return group != NULL ? dtrain__group_whole(group, name) : DTRAIN_OK;
 }
 
 /* Frees the memory of a call and hands its status on. */
@@ -91,16 +87,6 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
 static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
 {
     return dtrain_split(rows, tp->size, tp->rank, NULL);
-}
-
-/* Sums, gathers or reduce-scatters rows of so many float32; begins it only, where there is a place for the handle. */
-static dtrain_status dtrain__tp_rows_call(dtrain__tp *tp, dtrain__kind kind, const float *in, float *out, size_t rows,
-                                          size_t columns, dtrain_work **work)
-{
-    dtrain__op op = dtrain__op_of(kind, in, out, rows * columns, DTRAIN_F32);
-    op.op = kind == DTRAIN__ALL_GATHER ? (dtrain_op)0 : DTRAIN_SUM;
-    op.row = kind == DTRAIN__ALL_REDUCE ? 0 : columns;
-    return dtrain__work_call(tp->group, &op, work);
 }
 
 /* Waits for what was begun, if anything was; an earlier error stays. */
@@ -180,7 +166,7 @@ DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const 
     if (tp.size > 1) {
         float *sum = dtrain__tp_floats(&tp, count, 1, &status);
         if (status == DTRAIN_OK)
-            status = dtrain__tp_rows_call(&tp, DTRAIN__ALL_REDUCE, part, sum, count, 1, NULL);
+            status = dtrain__collective_rows(tp.group, DTRAIN__ALL_REDUCE, part, sum, count, 1, NULL);
         part = sum;
     }
     if (status == DTRAIN_OK)

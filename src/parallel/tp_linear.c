@@ -154,7 +154,7 @@ DTRAIN_API dtrain_status dtrain_column_parallel_linear(const dtrain_parallel_lin
     if (l.splits) {
         wide = gathered = dtrain__tp_floats(&l.tp, layer->rows, l.in, &status);
         if (status == DTRAIN_OK)
-            status = dtrain__tp_rows_call(&l.tp, DTRAIN__ALL_GATHER, x, gathered, layer->rows, l.in, NULL);
+            status = dtrain__collective_rows(l.tp.group, DTRAIN__ALL_GATHER, x, gathered, layer->rows, l.in, NULL);
     }
     if (status == DTRAIN_OK) {
         dtrain__tp_linear_product(&l, wide, part);
@@ -180,8 +180,8 @@ DTRAIN_API dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_linear
     if (status == DTRAIN_OK)
         dtrain__tp_linear_product(&l, x, sum);
     if (status == DTRAIN_OK && l.tp.size > 1)
-        status = dtrain__tp_rows_call(&l.tp, l.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, y,
-                                      layer->rows, l.out, NULL);
+        status = dtrain__collective_rows(l.tp.group, l.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, y,
+                                         layer->rows, l.out, NULL);
     if (status == DTRAIN_OK)
         dtrain__tp_add_bias(y, layer->bias, l.split_rows, l.out);
     return dtrain__tp_end(&l.tp, status);
@@ -225,13 +225,13 @@ static dtrain_status dtrain__tp_column_compute(dtrain__tp_linear *l, dtrain__tp_
     size_t rows = l->layer->rows;
     dtrain_status status = DTRAIN_OK;
     if (back->gathered != NULL)
-        status = dtrain__tp_rows_call(&l->tp, DTRAIN__ALL_GATHER, x, back->gathered, rows, l->in,
-                                      back->overlap ? &back->gather : NULL);
+        status = dtrain__collective_rows(l->tp.group, DTRAIN__ALL_GATHER, x, back->gathered, rows, l->in,
+                                         back->overlap ? &back->gather : NULL);
     if (status == DTRAIN_OK && dx != NULL)
         dtrain__tp_linear_input(l, back->dy, back->sum);
     if (status == DTRAIN_OK && dx != NULL && l->tp.size > 1)
-        status = dtrain__tp_rows_call(&l->tp, l->splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, back->sum, dx,
-                                      rows, l->in, back->overlap ? &back->reduce : NULL);
+        status = dtrain__collective_rows(l->tp.group, l->splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE,
+                                         back->sum, dx, rows, l->in, back->overlap ? &back->reduce : NULL);
     status = dtrain__tp_wait(status, &back->gather);
     if (status == DTRAIN_OK)
         dtrain__tp_linear_weights(l, back->x, back->dy,
@@ -287,7 +287,7 @@ static dtrain_status dtrain__tp_row_backward(const char *name, const dtrain_para
     if (l.splits && (dx != NULL || layer->d_weight != NULL || layer->d_bias != NULL)) {
         float *gathered = dtrain__tp_floats(&l.tp, layer->rows, l.out, &status);
         if (status == DTRAIN_OK)
-            status = dtrain__tp_rows_call(&l.tp, DTRAIN__ALL_GATHER, dy, gathered, layer->rows, l.out, NULL);
+            status = dtrain__collective_rows(l.tp.group, DTRAIN__ALL_GATHER, dy, gathered, layer->rows, l.out, NULL);
         wide = gathered;
     }
     if (status == DTRAIN_OK && dx != NULL)

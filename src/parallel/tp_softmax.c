@@ -146,12 +146,6 @@ static double dtrain__tp_log(double x)
            (p + dtrain__isa_rounded_f64(e * 1.90821492927058770002e-10, zero));
 }
 
-/* -log p(target) of a row whose exponentials have this sum, and whose target lies that far from the largest. */
-static double dtrain__tp_row_loss(double sum, double target)
-{
-    return dtrain__tp_log(sum) - target;
-}
-
 /* Turns a row into probabilities. */
 static void dtrain__tp_softmax_row(float *x, size_t count)
 {
@@ -161,11 +155,6 @@ static void dtrain__tp_softmax_row(float *x, size_t count)
     dtrain__tp_exps(x, count, most);
     dtrain__tp_sum(x, count, &sum);
     dtrain__train_kernels_get()->divide(x, x, (float)sum, count);
-}
-
-static float dtrain__tp_attention_scale(size_t channels)
-{
-    return (float)(1.0 / dtrain__vector_sqrt_f64((double)channels));
 }
 
 DTRAIN__EXACT_END

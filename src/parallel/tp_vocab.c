@@ -77,8 +77,8 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding(const dtrain_parallel_v
     if (status == DTRAIN_OK)
         dtrain__tp_embedding_look_up(&e, layer, tokens, sum);
     if (status == DTRAIN_OK && e.tp.size > 1)
-        status = dtrain__tp_rows_call(&e.tp, e.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, out,
-                                      layer->rows, layer->width, NULL);
+        status = dtrain__collective_rows(e.tp.group, e.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, out,
+                                         layer->rows, layer->width, NULL);
     return dtrain__tp_end(&e.tp, status);
 }
 
@@ -93,7 +93,8 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_p
     if (e.splits) {
         float *wide = dtrain__tp_floats(&e.tp, layer->rows, layer->width, &status);
         if (status == DTRAIN_OK)
-            status = dtrain__tp_rows_call(&e.tp, DTRAIN__ALL_GATHER, d_out, wide, layer->rows, layer->width, NULL);
+            status =
+                dtrain__collective_rows(e.tp.group, DTRAIN__ALL_GATHER, d_out, wide, layer->rows, layer->width, NULL);
         d_out = wide;
     }
     for (size_t i = 0; status == DTRAIN_OK && i < layer->rows; i++) {
@@ -131,12 +132,6 @@ static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm
 
 DTRAIN__EXACT_BEGIN
 
-static void dtrain__tp_entropy_largest(const dtrain__tp_entropy *e)
-{
-    for (size_t i = 0; i < e->rows; i++)
-        dtrain__tp_max(e->logits + i * e->part, e->targets[i] < 0 ? 0 : e->part, &e->most[i]);
-}
-
 /* Rows that are left out count as ones of loss 0. */
 static void dtrain__tp_entropy_exponentials(const dtrain__tp_entropy *e)
 {
@@ -169,7 +164,7 @@ static double dtrain__tp_entropy_finish(const dtrain__tp_entropy *e)
         kernels->divide(row, row, (float)e->sums[i], e->part);
         if (target < e->part)
             row[target] = row[target] - 1.0f;
-        loss = loss + dtrain__tp_row_loss(e->sums[i], e->target[i]);
+        loss = loss + (dtrain__tp_log(e->sums[i]) - e->target[i]);
     }
     return loss;
 }
@@ -188,7 +183,8 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group,
     if (status != DTRAIN_OK)
         return dtrain__tp_end(&e.tp, status);
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__tp_entropy_largest(&e);
+    for (size_t i = 0; i < rows; i++)
+        dtrain__tp_max(logits + i * e.part, targets[i] < 0 ? 0 : e.part, &e.most[i]);
     if (e.tp.size > 1)
         status = dtrain_all_reduce(group, e.most, e.most, rows, DTRAIN_F32, DTRAIN_MAX);
     if (status == DTRAIN_OK) {

@@ -272,13 +272,12 @@ static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status, const char *what, int unit)
 {
     if (fsdp->broken.status == DTRAIN_OK) {
-        dtrain__error cause = dtrain__thread_error;
         int alone = status == DTRAIN_ERR_TIMEOUT || status == DTRAIN_ERR_MISMATCH;
         char of[32] = "";
         if (unit >= 0)
             snprintf(of, sizeof of, " of unit %d", unit);
         dtrain__fail(&fsdp->broken, status, "%s on rank %d, %s%s: %s%s", fsdp->call, dtrain__fsdp_rank(fsdp), what, of,
-                     dtrain__status_cause(&cause),
+                     dtrain__status_cause(&dtrain__thread_error),
                      alone ? "; gather and reduce on every rank, also to sample or to validate" : "");
         dtrain__fsdp_break_groups(fsdp);
     }

@@ -67,7 +67,7 @@ static int dtrain__fsdp_line(const void *pointer, size_t index, dtrain__alike_li
 {
     const dtrain__params_given *given = (const dtrain__params_given *)pointer;
     const dtrain_fsdp_desc *desc = (const dtrain_fsdp_desc *)given->desc;
-    size_t lines = dtrain__params_given_lines(given), group;
+    size_t lines = dtrain__params_lines(given->count) + given->field_count + DTRAIN__PARAMS_COMPRESS, group;
     char prefix[40];
     if (index < lines)
         return dtrain__params_given_line(given, index, line);

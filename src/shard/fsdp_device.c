@@ -430,11 +430,6 @@ static dtrain_status dtrain__fsdp_device_get(dtrain_fsdp *fsdp, size_t index, co
 
 /* ---- the norm ---- */
 
-static double *dtrain__fsdp_device_norm(const dtrain_fsdp *fsdp)
-{
-    return (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS);
-}
-
 /* Queues the sum of squares of all gradients of a copy, each element once, which stays on the device. */
 static dtrain_status dtrain__fsdp_device_queue_squares(dtrain_fsdp *fsdp)
 {

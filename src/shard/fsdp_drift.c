@@ -100,12 +100,6 @@ static uint64_t dtrain__fsdp_device_hash(dtrain_fsdp *fsdp)
 
 /* ---- the check ---- */
 
-/* What this rank says of its weights at the end of a step; 0: nothing. */
-static uint64_t dtrain__fsdp_drift_hash(dtrain_fsdp *fsdp)
-{
-    return fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : fsdp->backend->hash(fsdp);
-}
-
 static uint64_t dtrain__fsdp_cpu_hash(dtrain_fsdp *fsdp)
 {
     dtrain__xxh64 hash;

@@ -44,8 +44,9 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     fsdp->summed = 0;
     status = dtrain__fsdp_device_queue_squares(fsdp);
     if (status == DTRAIN_OK)
-        status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm, dtrain__fsdp_device_norm(fsdp),
-                                    fsdp->grads, fsdp->layout.grads);
+        status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm,
+                                    (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS), fsdp->grads,
+                                    fsdp->layout.grads);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
 }
 
@@ -131,11 +132,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
         if (status != DTRAIN_OK)
             return status;
     }
-    if (model != NULL && model->fusing)
-        return dtrain__fail(&fsdps[0]->error, DTRAIN_ERR_INVALID,
-                            "%s on rank %d of the model: it needs results at once and cannot be fused; call fuse_end "
-                            "first",
-                            call, model->rank);
+    if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK) {
+        fsdps[0]->error = model->error;
+        return DTRAIN_ERR_INVALID;
+    }
     dtrain_status mine = dtrain__fsdp_measure_all(fsdps, count, &total);
     dtrain__error why = dtrain__thread_error;
     if (model != NULL)

@@ -176,7 +176,7 @@ static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
     int most = 0;
     if (fsdp->grads != NULL)
         return dtrain__fsdp_gather_end(fsdp);
-    fsdp->note.weights = dtrain__fsdp_drift_hash(fsdp);
+    fsdp->note.weights = fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : fsdp->backend->hash(fsdp);
     dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
     if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
         return DTRAIN_OK;
@@ -278,12 +278,6 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     return status;
 }
 
-static dtrain_status dtrain__fsdp_new_weights(dtrain_fsdp *fsdp)
-{
-    dtrain__fsdp_reset(fsdp);
-    return dtrain__fsdp_publish_now(fsdp);
-}
-
 /* With a loss scale: says whether the step is to be skipped, and sets the next scale. */
 static int dtrain__fsdp_overflows(dtrain_fsdp *fsdp)
 {
@@ -329,7 +323,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     }
     dtrain__fsdp_update(fsdp, lr);
     dtrain__reducer_step_over(fsdp->reducer, 0);
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_new_weights(fsdp));
+    dtrain__fsdp_reset(fsdp);
+    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)

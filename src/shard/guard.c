@@ -174,11 +174,6 @@ static void dtrain__guard_unlock(void)
     __atomic_store_n(&dtrain__guard_owner, 0u, __ATOMIC_SEQ_CST);
 }
 
-static int dtrain__guard_is_ours(const struct sigaction *action)
-{
-    return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == dtrain__guard_handle;
-}
-
 /* Installs the handler. Where the program has replaced an earlier one, it may call that, so another would call itself
  * through it. */
 static void dtrain__guard_install(int index)
@@ -200,7 +195,7 @@ static void dtrain__guard_uninstall(int index)
 {
     struct sigaction now;
     if (!dtrain__guard_installed[index] || sigaction(dtrain__guard_signals[index], NULL, &now) != 0 ||
-        !dtrain__guard_is_ours(&now))
+        !(now.sa_flags & SA_SIGINFO) || now.sa_sigaction != dtrain__guard_handle)
         return;
     dtrain__guard_installed[index] = sigaction(dtrain__guard_signals[index], &dtrain__guard_before[index], NULL) != 0;
 }

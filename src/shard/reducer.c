@@ -44,8 +44,9 @@ static dtrain_status dtrain__reducer_run(dtrain__reducer *reducer, dtrain__reduc
     size_t first = job->highest + 1 < reducer->layout->unit_count ? ends[job->highest + 1] : 0;
     dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * (job - reducer->jobs)] : NULL;
     dtrain_status status = events != NULL ? dtrain__device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
-    if (reducer->adam)
-        dtrain__compression_at_step(&reducer->set, first, ends[job->lowest], job->step);
+    for (size_t i = first; i < ends[job->lowest] && reducer->adam; i++)
+        if (reducer->set.parts[i].state != NULL)
+            dtrain__compressed_at_step(reducer->set.parts[i].state, job->step);
     if (job->momenta.m != NULL)
         dtrain__compression_fold(&reducer->set, job->sums, first, ends[job->lowest], &job->momenta);
     if (status == DTRAIN_OK)

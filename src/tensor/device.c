@@ -65,14 +65,9 @@ static dtrain_status dtrain__device_pointers(const dtrain_device *device, const 
     return status;
 }
 
-static int dtrain__device_is_float(dtrain_dtype dtype)
-{
-    return dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
-}
-
 static dtrain_status dtrain__device_floats(const dtrain_device *device, const char *call, dtrain_dtype dtype)
 {
-    if (dtrain__device_is_float(dtype))
+    if (dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s on %s: dtype is %d (%s), expected F64, F32, F16 or BF16",
                         call, dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype));
@@ -292,17 +287,6 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
                                    (device, dtype, op, (double)n, in, n, out, m, begin, count));
     dtrain__fold(dtype, op, (double)n, in, n, out, m, begin, count);
     return DTRAIN_OK;
-}
-
-/* For >>device_flags, which has checked its arguments. */
-static dtrain_status dtrain__device_flag_traits(dtrain_device *device, dtrain_device_flag_traits *traits)
-{
-    return DTRAIN__DEVICE_CALL(device, "device_flag_traits", flag_traits, (device, traits));
-}
-
-static dtrain_status dtrain__device_flags(dtrain_device *device, const dtrain_device_flags *part)
-{
-    return DTRAIN__DEVICE_CALL(device, "device_flags", flags, (device, part));
 }
 
 DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,

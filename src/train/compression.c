@@ -281,14 +281,6 @@ static void dtrain__compression_step_over(dtrain__compression_set *set, int drop
     }
 }
 
-/* Says of which step, counted from 0, the parts from first to end are sent next. */
-static void dtrain__compression_at_step(dtrain__compression_set *set, size_t first, size_t end, uint64_t step)
-{
-    for (size_t i = first; i < end; i++)
-        if (set->parts[i].state != NULL)
-            dtrain__compressed_at_step(set->parts[i].state, step);
-}
-
 /* Sums the parts from first to end over all ranks, and adds what was sent to stats. On a device, sums are whole in the
  * order of its queue. */
 static dtrain_status dtrain__compression_send(dtrain__compression_set *set, float *vector, size_t first, size_t end,

@@ -346,11 +346,6 @@ static double dtrain__optimizer_cos_quarter(double t)
     return sum;
 }
 
-static double dtrain__optimizer_cos(double t)
-{
-    return t <= 0.5 ? dtrain__optimizer_cos_quarter(t) : -dtrain__optimizer_cos_quarter(1.0 - t);
-}
-
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t step)
 {
     if (schedule == NULL)
@@ -376,7 +371,8 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t st
         double fallen = (min_lr - lr) * t;
         return (float)(lr + dtrain__isa_rounded_f64(fallen, dtrain__isa_zero));
     }
-    double height = (1.0 + dtrain__optimizer_cos(t)) * 0.5;
+    double cosine = t <= 0.5 ? dtrain__optimizer_cos_quarter(t) : -dtrain__optimizer_cos_quarter(1.0 - t);
+    double height = (1.0 + cosine) * 0.5;
     double above = (lr - min_lr) * height;
     return (float)(min_lr + dtrain__isa_rounded_f64(above, dtrain__isa_zero));
 }

@@ -422,12 +422,6 @@ static int dtrain__params_given_line(const void *pointer, size_t index, dtrain__
            dtrain__alike_field_line(line, "desc.compress.", &dtrain__params_compress_fields[index], given->compress);
 }
 
-/* The lines of that. */
-static size_t dtrain__params_given_lines(const dtrain__params_given *given)
-{
-    return dtrain__params_lines(given->count) + given->field_count + DTRAIN__PARAMS_COMPRESS;
-}
-
 /* Checks that there is a table, and that what has a gradient is F32. */
 static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t count)
 {

@@ -164,7 +164,7 @@ static void fuse_misused(dtrain_comm *world)
     CHECK_EQ(dtrain_comm_check_equal(world, x, 1, DTRAIN_F32), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_comm_split(world, 0, 0, &group), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "comm_split on rank");
-    CHECK_CONTAINS(dtrain_last_error(), "it cannot be fused; call fuse_end first");
+    CHECK_CONTAINS(dtrain_last_error(), "it needs results at once and cannot be fused; call fuse_end first");
     CHECK(group == NULL);
     CHECK_EQ(dtrain_mesh_create(&mesh, world, &dim, 1), DTRAIN_ERR_INVALID);
     CHECK(mesh == NULL);
