@@ -5280,7 +5280,7 @@ static void dtrain__os_thread_join(dtrain__os_thread *thread)
 }
 
 /* Bytes of a page, the unit in which memory comes and goes. */
-static size_t dtrain__os_page_bytes(void)
+static DTRAIN__NOINLINE size_t dtrain__os_page_bytes(void)
 {
     long bytes = sysconf(_SC_PAGESIZE);
     return bytes > 0 ? (size_t)bytes : 4096;
@@ -5740,13 +5740,13 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
         dtrain__resize(allocator, pointer, 0);
 }
 
-static void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)
+static DTRAIN__NOINLINE void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)
 {
     for (int i = 0; i < bytes; i++)
         out[i] = (unsigned char)(value >> (8 * i) & 255);
 }
 
-static uint64_t dtrain__get_le(const unsigned char *in, int bytes)
+static DTRAIN__NOINLINE uint64_t dtrain__get_le(const unsigned char *in, int bytes)
 {
     uint64_t value = 0;
     for (int i = bytes; i-- > 0;)
@@ -6942,7 +6942,7 @@ static void dtrain__json_write_string(dtrain__json_writer *writer, const void *t
         dtrain__json_put_quoted(writer, text, length);
 }
 
-static void dtrain__json_write_word(dtrain__json_writer *writer, const char *word)
+static DTRAIN__NOINLINE void dtrain__json_write_word(dtrain__json_writer *writer, const char *word)
 {
     if (dtrain__json_place(writer, 0))
         dtrain__json_put(writer, word, strlen(word));
@@ -7039,7 +7039,7 @@ static const char *dtrain__isa_text(int isa)
     return names[isa];
 }
 
-static int dtrain__isa(void)
+static DTRAIN__NOINLINE int dtrain__isa(void)
 {
     static int chosen;
     int isa = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
@@ -7061,7 +7061,7 @@ DTRAIN_API const char *dtrain_isa_name(void)
 }
 
 /* Sets the default floating-point mode and returns the caller's, for dtrain__fpmode_restore. */
-static uint64_t dtrain__fpmode_enter(void)
+static DTRAIN__NOINLINE uint64_t dtrain__fpmode_enter(void)
 {
 #if defined(DTRAIN__X86)
     uint32_t mode = __builtin_ia32_stmxcsr();
@@ -11828,7 +11828,7 @@ static int dtrain__membership_broken(const dtrain__membership *members)
 }
 
 /* What has broken the group; NULL: nothing. */
-static const dtrain__error *dtrain__membership_cause(const dtrain__membership *members)
+static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtrain__membership *members)
 {
     if (!dtrain__membership_broken(members))
         return NULL;
@@ -11838,7 +11838,7 @@ static const dtrain__error *dtrain__membership_cause(const dtrain__membership *m
 }
 
 /* Returns 0 where the group was broken before. */
-static int dtrain__membership_break(dtrain__membership *members, const dtrain__error *cause)
+static DTRAIN__NOINLINE int dtrain__membership_break(dtrain__membership *members, const dtrain__error *cause)
 {
     uint32_t whole = 0;
     if (!__atomic_compare_exchange_n(&members->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
@@ -12321,7 +12321,7 @@ typedef struct dtrain__reader {
     size_t left;
 } dtrain__reader;
 
-static int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
+static DTRAIN__NOINLINE int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
 {
     if (reader->left < (size_t)bytes)
         return 0;
@@ -16275,7 +16275,7 @@ static void dtrain__handshake_mac(const dtrain__keys *keys, const dtrain__handsh
     dtrain__sha256_hmac_finish(&hmac, mac);
 }
 
-static void dtrain__handshake_say(dtrain__handshake *handshake, const unsigned char *message, size_t bytes)
+static DTRAIN__NOINLINE void dtrain__handshake_say(dtrain__handshake *handshake, const unsigned char *message, size_t bytes)
 {
     memcpy(handshake->out, message, bytes);
     handshake->out_bytes = bytes;
@@ -16283,7 +16283,7 @@ static void dtrain__handshake_say(dtrain__handshake *handshake, const unsigned c
     handshake->in_bytes = 0;
 }
 
-static void dtrain__handshake_close(dtrain__handshake *handshake)
+static DTRAIN__NOINLINE void dtrain__handshake_close(dtrain__handshake *handshake)
 {
     if (handshake->fd >= 0)
         close(handshake->fd);
@@ -16565,7 +16565,7 @@ typedef struct dtrain__stream {
     int withheld;          /* the last byte of `sent` counts as not gone yet: sealed bytes wait for the system */
 } dtrain__stream;
 
-static void dtrain__stream_cut(dtrain__stream *stream)
+static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
 {
     if (stream->fd >= 0)
         close(stream->fd);
@@ -16916,7 +16916,7 @@ static void dtrain__hub_tell(dtrain__hub *hub)
 }
 
 /* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
-static void dtrain__hub_kick(dtrain__hub *hub)
+static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 {
     __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
@@ -16959,7 +16959,7 @@ static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const voi
     frame->bytes += bytes;
 }
 
-static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes, const char *text)
+static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes, const char *text)
 {
     dtrain__give(hub, frame, strlen(text), length_bytes);
     dtrain__give_bytes(hub, frame, text, strlen(text));
@@ -16977,7 +16977,7 @@ static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 }
 
 /* Returns 0 when there was no room: then nothing of the frame is left, as a part of one would accuse its sender. */
-static int dtrain__frame_close(dtrain__member *to, size_t begin)
+static DTRAIN__NOINLINE int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
     if (to->out.short_of) {
         to->out.bytes = begin;
@@ -17029,7 +17029,7 @@ static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason 
 }
 
 /* Tells all ranks, by way of the leader. */
-static void dtrain__hub_relay(dtrain__hub *hub, int except, const dtrain__reason *reason)
+static DTRAIN__NOINLINE void dtrain__hub_relay(dtrain__hub *hub, int except, const dtrain__reason *reason)
 {
     for (int peer = 0; peer < hub->size; peer++)
         if (peer != except)
@@ -17047,7 +17047,7 @@ static void dtrain__channel_relay(const dtrain__channel *channel, int except, co
             dtrain__frame_reason(hub, channel->peers[i].world, reason, NULL);
 }
 
-static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
+static DTRAIN__NOINLINE dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
 {
     dtrain__channel *channel = hub->channels;
     while (channel != NULL && channel->id != id)
@@ -17077,7 +17077,7 @@ static dtrain__handshake *dtrain__channel_admitted(const dtrain__channel *channe
 }
 
 /* The channel's rank of the world's `world`; -1: not a member. */
-static int dtrain__channel_rank(const dtrain__channel *channel, int world)
+static DTRAIN__NOINLINE int dtrain__channel_rank(const dtrain__channel *channel, int world)
 {
     if (channel->id == 0)
         return world;
@@ -17104,7 +17104,7 @@ static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status,
 }
 
 /* Ends the channel on all its members. */
-static void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status, const char *text)
+static DTRAIN__NOINLINE void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status, const char *text)
 {
     dtrain__reason reason = {DTRAIN__FRAME_END, channel->id, about, status, text, 0};
     if (dtrain__channel_break(channel, status, text))
@@ -17760,7 +17760,7 @@ static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 #ifndef DTRAIN__ADMIT
 #define DTRAIN__ADMIT
 
-static void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake *handshake)
+static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__handshake_close(handshake);
     dtrain__free(hub->allocator, handshake);
@@ -17797,7 +17797,7 @@ static int dtrain__hub_listen(dtrain__hub *hub)
 /* Whether a connection that is being made has taken too long: by this rank's polling where another process came, by the
  * clock where this rank went to it. A member that the system has reached, or that has proved itself here, may not poll
  * or not have the group for as long as the group's limits allow. */
-static int dtrain__hub_late(const dtrain__hub *hub, const dtrain__handshake *handshake, int64_t now)
+static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrain__handshake *handshake, int64_t now)
 {
     int waits = handshake->initiator ? handshake->state != DTRAIN__HANDSHAKE_CONNECTING
                                      : handshake->state == DTRAIN__HANDSHAKE_PROVED;
@@ -22610,7 +22610,7 @@ static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op 
 #define DTRAIN__BRUCK
 
 /* Elements before slot number `slot`. */
-static size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
+static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
 {
     size_t begin = 0;
     if (op->kind == DTRAIN__BARRIER)
@@ -25579,7 +25579,7 @@ typedef struct dtrain__alike {
 
 /* ---- lines ---- */
 
-static int dtrain__alike_text(dtrain__alike_line *line, const char *what, const char *value)
+static DTRAIN__NOINLINE int dtrain__alike_text(dtrain__alike_line *line, const char *what, const char *value)
 {
     snprintf(line->what, sizeof line->what, "%s", what);
     snprintf(line->value, sizeof line->value, "%s", value);
@@ -33653,7 +33653,7 @@ typedef struct dtrain__params_span {
 } dtrain__params_span;
 
 /* Says whether there is a gradient to reduce and to apply. */
-static int dtrain__params_trained(const dtrain_param *param)
+static DTRAIN__NOINLINE int dtrain__params_trained(const dtrain_param *param)
 {
     return param->grad != NULL && !param->frozen;
 }
@@ -33682,7 +33682,7 @@ DTRAIN_API DTRAIN__NOINLINE size_t dtrain_param_elements(const dtrain_param *par
     return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
 }
 
-static size_t dtrain__params_layers(const dtrain_param *param)
+static DTRAIN__NOINLINE size_t dtrain__params_layers(const dtrain_param *param)
 {
     return param->stacked ? param->shape[0] : 1;
 }
@@ -35751,7 +35751,7 @@ static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__la
 }
 
 /* Bytes of so many numbers, quantised. */
-static size_t dtrain__layout_code_bytes(size_t count, size_t block)
+static DTRAIN__NOINLINE size_t dtrain__layout_code_bytes(size_t count, size_t block)
 {
     return block == 0 || count == 0 ? 0 : 4 * ((count - 1) / block + 1) + count;
 }
@@ -35949,7 +35949,7 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
 }
 
 /* Pages come (a number that wraps around: they go). */
-static void dtrain__pages_hold(dtrain__pages *pages, size_t more)
+static DTRAIN__NOINLINE void dtrain__pages_hold(dtrain__pages *pages, size_t more)
 {
     pages->held += more;
     dtrain__memory_count(pages->allocator, more * pages->page);
@@ -36370,7 +36370,7 @@ static int dtrain__fsdp_rank(const dtrain_fsdp *fsdp)
     return dtrain_comm_rank(fsdp->comm);
 }
 
-static void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns, int64_t end_ns)
+static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns, int64_t end_ns)
 {
     if (fsdp->desc.trace_events == 0 || end_ns <= begin_ns)
         return;
@@ -36469,7 +36469,7 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
 }
 
 /* Notes what a device's queue has not taken; the call that it is part of ends with that. */
-static void dtrain__fsdp_queued(dtrain_fsdp *fsdp, dtrain_status status)
+static DTRAIN__NOINLINE void dtrain__fsdp_queued(dtrain_fsdp *fsdp, dtrain_status status)
 {
     if (status != DTRAIN_OK && fsdp->device.refused.status == DTRAIN_OK)
         fsdp->device.refused = dtrain__thread_error;
@@ -36725,7 +36725,7 @@ typedef struct dtrain__guard_line {
     size_t bytes;
 } dtrain__guard_line;
 
-static void dtrain__guard_put(dtrain__guard_line *line, const char *text)
+static DTRAIN__NOINLINE void dtrain__guard_put(dtrain__guard_line *line, const char *text)
 {
     for (; *text != 0 && line->bytes < sizeof line->text - 1; text++) /* a name may hold anything */
         line->text[line->bytes++] = (unsigned char)*text < 0x20 || *text == 0x7f ? '?' : *text;
@@ -37354,7 +37354,7 @@ static void dtrain__fsdp_device_release(dtrain_fsdp *fsdp, void *memory)
     dtrain_device_free(fsdp->device.queue, DTRAIN_MEMORY_DEVICE, memory);
 }
 
-static void dtrain__fsdp_copy(dtrain_fsdp *fsdp, float *to, const float *from, size_t count)
+static DTRAIN__NOINLINE void dtrain__fsdp_copy(dtrain_fsdp *fsdp, float *to, const float *from, size_t count)
 {
     if (to != from && count > 0)
         dtrain__fsdp_queued(fsdp, dtrain_device_copy(fsdp->device.queue, to, from, count * sizeof(float)));
@@ -37409,7 +37409,7 @@ static size_t dtrain__fsdp_place_floats(const dtrain__layout *layout, int number
 }
 
 /* Says whether a unit shares its place. */
-static int dtrain__fsdp_place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
+static DTRAIN__NOINLINE int dtrain__fsdp_place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
 {
     return !layout->units[number].tied &&
            !(grads ? desc->no_overlap : layout->resident || desc->no_reshard_after_forward);
@@ -37656,7 +37656,7 @@ static dtrain_status dtrain__fsdp_device_gathered(dtrain_fsdp *fsdp, int number)
 }
 
 /* What is added between copies: this rank's part of a unit's sum, or that rounded to what travels. */
-static void *dtrain__fsdp_device_part(const dtrain_fsdp *fsdp, int number, float *sum)
+static DTRAIN__NOINLINE void *dtrain__fsdp_device_part(const dtrain_fsdp *fsdp, int number, float *sum)
 {
     return fsdp->desc.reduce_dtype == DTRAIN_F32 ? (void *)sum
                                                  : (void *)(fsdp->device.halves + fsdp->layout.units[number].grad);
@@ -39185,7 +39185,7 @@ static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
 
 /* Micro-batches that are folded in full, this one included, before they are reduced. Where ranks gather together they
  * reduce together, in the pass that is the last for all: else some would wait in a reduction, others in a gather. */
-static dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
+static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
 {
     dtrain_status status = DTRAIN_OK;
     *count = 1;

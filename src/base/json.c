@@ -564,7 +564,7 @@ static void dtrain__json_write_string(dtrain__json_writer *writer, const void *t
         dtrain__json_put_quoted(writer, text, length);
 }
 
-static void dtrain__json_write_word(dtrain__json_writer *writer, const char *word)
+static DTRAIN__NOINLINE void dtrain__json_write_word(dtrain__json_writer *writer, const char *word)
 {
     if (dtrain__json_place(writer, 0))
         dtrain__json_put(writer, word, strlen(word));

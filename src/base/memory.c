@@ -113,13 +113,13 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
         dtrain__resize(allocator, pointer, 0);
 }
 
-static void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)
+static DTRAIN__NOINLINE void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)
 {
     for (int i = 0; i < bytes; i++)
         out[i] = (unsigned char)(value >> (8 * i) & 255);
 }
 
-static uint64_t dtrain__get_le(const unsigned char *in, int bytes)
+static DTRAIN__NOINLINE uint64_t dtrain__get_le(const unsigned char *in, int bytes)
 {
     uint64_t value = 0;
     for (int i = bytes; i-- > 0;)

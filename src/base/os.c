@@ -176,7 +176,7 @@ static void dtrain__os_thread_join(dtrain__os_thread *thread)
 }
 
 /* Bytes of a page, the unit in which memory comes and goes. */
-static size_t dtrain__os_page_bytes(void)
+static DTRAIN__NOINLINE size_t dtrain__os_page_bytes(void)
 {
     long bytes = sysconf(_SC_PAGESIZE);
     return bytes > 0 ? (size_t)bytes : 4096;

@@ -32,7 +32,7 @@ typedef struct dtrain__alike {
 
 /* ---- lines ---- */
 
-static int dtrain__alike_text(dtrain__alike_line *line, const char *what, const char *value)
+static DTRAIN__NOINLINE int dtrain__alike_text(dtrain__alike_line *line, const char *what, const char *value)
 {
     snprintf(line->what, sizeof line->what, "%s", what);
     snprintf(line->value, sizeof line->value, "%s", value);

@@ -10,7 +10,7 @@
 #include "step.c"
 
 /* Elements before slot number `slot`. */
-static size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
+static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
 {
     size_t begin = 0;
     if (op->kind == DTRAIN__BARRIER)

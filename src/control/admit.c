@@ -6,7 +6,7 @@
 #define DTRAIN__ADMIT
 #include "control.c"
 
-static void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake *handshake)
+static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__handshake_close(handshake);
     dtrain__free(hub->allocator, handshake);
@@ -43,7 +43,7 @@ static int dtrain__hub_listen(dtrain__hub *hub)
 /* Whether a connection that is being made has taken too long: by this rank's polling where another process came, by the
  * clock where this rank went to it. A member that the system has reached, or that has proved itself here, may not poll
  * or not have the group for as long as the group's limits allow. */
-static int dtrain__hub_late(const dtrain__hub *hub, const dtrain__handshake *handshake, int64_t now)
+static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrain__handshake *handshake, int64_t now)
 {
     int waits = handshake->initiator ? handshake->state != DTRAIN__HANDSHAKE_CONNECTING
                                      : handshake->state == DTRAIN__HANDSHAKE_PROVED;

@@ -66,7 +66,7 @@ typedef struct dtrain__reader {
     size_t left;
 } dtrain__reader;
 
-static int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
+static DTRAIN__NOINLINE int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
 {
     if (reader->left < (size_t)bytes)
         return 0;

@@ -154,7 +154,7 @@ static void dtrain__hub_tell(dtrain__hub *hub)
 }
 
 /* Somebody asks for something that whoever steps must do; one who is about to step has not looked for it yet. */
-static void dtrain__hub_kick(dtrain__hub *hub)
+static DTRAIN__NOINLINE void dtrain__hub_kick(dtrain__hub *hub)
 {
     __atomic_store_n(&hub->kicked, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->stepping, __ATOMIC_SEQ_CST))
@@ -197,7 +197,7 @@ static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const voi
     frame->bytes += bytes;
 }
 
-static void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes, const char *text)
+static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes, const char *text)
 {
     dtrain__give(hub, frame, strlen(text), length_bytes);
     dtrain__give_bytes(hub, frame, text, strlen(text));
@@ -215,7 +215,7 @@ static size_t dtrain__frame_open(dtrain__hub *hub, dtrain__member *to, int type)
 }
 
 /* Returns 0 when there was no room: then nothing of the frame is left, as a part of one would accuse its sender. */
-static int dtrain__frame_close(dtrain__member *to, size_t begin)
+static DTRAIN__NOINLINE int dtrain__frame_close(dtrain__member *to, size_t begin)
 {
     if (to->out.short_of) {
         to->out.bytes = begin;
@@ -267,7 +267,7 @@ static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason 
 }
 
 /* Tells all ranks, by way of the leader. */
-static void dtrain__hub_relay(dtrain__hub *hub, int except, const dtrain__reason *reason)
+static DTRAIN__NOINLINE void dtrain__hub_relay(dtrain__hub *hub, int except, const dtrain__reason *reason)
 {
     for (int peer = 0; peer < hub->size; peer++)
         if (peer != except)
@@ -285,7 +285,7 @@ static void dtrain__channel_relay(const dtrain__channel *channel, int except, co
             dtrain__frame_reason(hub, channel->peers[i].world, reason, NULL);
 }
 
-static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
+static DTRAIN__NOINLINE dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
 {
     dtrain__channel *channel = hub->channels;
     while (channel != NULL && channel->id != id)
@@ -315,7 +315,7 @@ static dtrain__handshake *dtrain__channel_admitted(const dtrain__channel *channe
 }
 
 /* The channel's rank of the world's `world`; -1: not a member. */
-static int dtrain__channel_rank(const dtrain__channel *channel, int world)
+static DTRAIN__NOINLINE int dtrain__channel_rank(const dtrain__channel *channel, int world)
 {
     if (channel->id == 0)
         return world;
@@ -342,7 +342,7 @@ static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status,
 }
 
 /* Ends the channel on all its members. */
-static void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status, const char *text)
+static DTRAIN__NOINLINE void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status, const char *text)
 {
     dtrain__reason reason = {DTRAIN__FRAME_END, channel->id, about, status, text, 0};
     if (dtrain__channel_break(channel, status, text))

@@ -30,7 +30,7 @@ static int dtrain__membership_broken(const dtrain__membership *members)
 }
 
 /* What has broken the group; NULL: nothing. */
-static const dtrain__error *dtrain__membership_cause(const dtrain__membership *members)
+static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtrain__membership *members)
 {
     if (!dtrain__membership_broken(members))
         return NULL;
@@ -40,7 +40,7 @@ static const dtrain__error *dtrain__membership_cause(const dtrain__membership *m
 }
 
 /* Returns 0 where the group was broken before. */
-static int dtrain__membership_break(dtrain__membership *members, const dtrain__error *cause)
+static DTRAIN__NOINLINE int dtrain__membership_break(dtrain__membership *members, const dtrain__error *cause)
 {
     uint32_t whole = 0;
     if (!__atomic_compare_exchange_n(&members->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))

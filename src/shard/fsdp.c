@@ -203,7 +203,7 @@ static int dtrain__fsdp_rank(const dtrain_fsdp *fsdp)
     return dtrain_comm_rank(fsdp->comm);
 }
 
-static void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns, int64_t end_ns)
+static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns, int64_t end_ns)
 {
     if (fsdp->desc.trace_events == 0 || end_ns <= begin_ns)
         return;
@@ -302,7 +302,7 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
 }
 
 /* Notes what a device's queue has not taken; the call that it is part of ends with that. */
-static void dtrain__fsdp_queued(dtrain_fsdp *fsdp, dtrain_status status)
+static DTRAIN__NOINLINE void dtrain__fsdp_queued(dtrain_fsdp *fsdp, dtrain_status status)
 {
     if (status != DTRAIN_OK && fsdp->device.refused.status == DTRAIN_OK)
         fsdp->device.refused = dtrain__thread_error;

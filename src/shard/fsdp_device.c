@@ -34,7 +34,7 @@ static void dtrain__fsdp_device_release(dtrain_fsdp *fsdp, void *memory)
     dtrain_device_free(fsdp->device.queue, DTRAIN_MEMORY_DEVICE, memory);
 }
 
-static void dtrain__fsdp_copy(dtrain_fsdp *fsdp, float *to, const float *from, size_t count)
+static DTRAIN__NOINLINE void dtrain__fsdp_copy(dtrain_fsdp *fsdp, float *to, const float *from, size_t count)
 {
     if (to != from && count > 0)
         dtrain__fsdp_queued(fsdp, dtrain_device_copy(fsdp->device.queue, to, from, count * sizeof(float)));
@@ -89,7 +89,7 @@ static size_t dtrain__fsdp_place_floats(const dtrain__layout *layout, int number
 }
 
 /* Says whether a unit shares its place. */
-static int dtrain__fsdp_place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
+static DTRAIN__NOINLINE int dtrain__fsdp_place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
 {
     return !layout->units[number].tied &&
            !(grads ? desc->no_overlap : layout->resident || desc->no_reshard_after_forward);
@@ -336,7 +336,7 @@ static dtrain_status dtrain__fsdp_device_gathered(dtrain_fsdp *fsdp, int number)
 }
 
 /* What is added between copies: this rank's part of a unit's sum, or that rounded to what travels. */
-static void *dtrain__fsdp_device_part(const dtrain_fsdp *fsdp, int number, float *sum)
+static DTRAIN__NOINLINE void *dtrain__fsdp_device_part(const dtrain_fsdp *fsdp, int number, float *sum)
 {
     return fsdp->desc.reduce_dtype == DTRAIN_F32 ? (void *)sum
                                                  : (void *)(fsdp->device.halves + fsdp->layout.units[number].grad);

@@ -403,7 +403,7 @@ static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
 
 /* Micro-batches that are folded in full, this one included, before they are reduced. Where ranks gather together they
  * reduce together, in the pass that is the last for all: else some would wait in a reduction, others in a gather. */
-static dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
+static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
 {
     dtrain_status status = DTRAIN_OK;
     *count = 1;

@@ -51,7 +51,7 @@ typedef struct dtrain__guard_line {
     size_t bytes;
 } dtrain__guard_line;
 
-static void dtrain__guard_put(dtrain__guard_line *line, const char *text)
+static DTRAIN__NOINLINE void dtrain__guard_put(dtrain__guard_line *line, const char *text)
 {
     for (; *text != 0 && line->bytes < sizeof line->text - 1; text++) /* a name may hold anything */
         line->text[line->bytes++] = (unsigned char)*text < 0x20 || *text == 0x7f ? '?' : *text;

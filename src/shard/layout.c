@@ -337,7 +337,7 @@ static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__la
 }
 
 /* Bytes of so many numbers, quantised. */
-static size_t dtrain__layout_code_bytes(size_t count, size_t block)
+static DTRAIN__NOINLINE size_t dtrain__layout_code_bytes(size_t count, size_t block)
 {
     return block == 0 || count == 0 ? 0 : 4 * ((count - 1) / block + 1) + count;
 }

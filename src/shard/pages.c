@@ -59,7 +59,7 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
 }
 
 /* Pages come (a number that wraps around: they go). */
-static void dtrain__pages_hold(dtrain__pages *pages, size_t more)
+static DTRAIN__NOINLINE void dtrain__pages_hold(dtrain__pages *pages, size_t more)
 {
     pages->held += more;
     dtrain__memory_count(pages->allocator, more * pages->page);

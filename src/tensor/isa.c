@@ -42,7 +42,7 @@ static const char *dtrain__isa_text(int isa)
     return names[isa];
 }
 
-static int dtrain__isa(void)
+static DTRAIN__NOINLINE int dtrain__isa(void)
 {
     static int chosen;
     int isa = __atomic_load_n(&chosen, __ATOMIC_RELAXED);
@@ -64,7 +64,7 @@ DTRAIN_API const char *dtrain_isa_name(void)
 }
 
 /* Sets the default floating-point mode and returns the caller's, for dtrain__fpmode_restore. */
-static uint64_t dtrain__fpmode_enter(void)
+static DTRAIN__NOINLINE uint64_t dtrain__fpmode_enter(void)
 {
 #if defined(DTRAIN__X86)
     uint32_t mode = __builtin_ia32_stmxcsr();

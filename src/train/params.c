@@ -31,7 +31,7 @@ typedef struct dtrain__params_span {
 } dtrain__params_span;
 
 /* Says whether there is a gradient to reduce and to apply. */
-static int dtrain__params_trained(const dtrain_param *param)
+static DTRAIN__NOINLINE int dtrain__params_trained(const dtrain_param *param)
 {
     return param->grad != NULL && !param->frozen;
 }
@@ -60,7 +60,7 @@ DTRAIN_API DTRAIN__NOINLINE size_t dtrain_param_elements(const dtrain_param *par
     return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
 }
 
-static size_t dtrain__params_layers(const dtrain_param *param)
+static DTRAIN__NOINLINE size_t dtrain__params_layers(const dtrain_param *param)
 {
     return param->stacked ? param->shape[0] : 1;
 }

@@ -22,7 +22,7 @@ typedef struct dtrain__stream {
     int withheld;          /* the last byte of `sent` counts as not gone yet: sealed bytes wait for the system */
 } dtrain__stream;
 
-static void dtrain__stream_cut(dtrain__stream *stream)
+static DTRAIN__NOINLINE void dtrain__stream_cut(dtrain__stream *stream)
 {
     if (stream->fd >= 0)
         close(stream->fd);
