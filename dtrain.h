@@ -25,7 +25,7 @@
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>data-parallel  every rank holds all parameters, and the program its own optimizer (DDP)
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
- *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn, run over modules
+ *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, run over modules
  *     >>tensor-parallel  layers split inside: linear layers, embedding, cross-entropy, attention, over a group's ranks
  *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
  *     >>checkpoint   the state of a run on disk, for any number of ranks to go on from
@@ -46,16 +46,24 @@
  * REDUCED DURING BACKWARD: declare parameters once, in a table of dtrain_param with a unit for each layer; a unit's
  * gradients travel while the backward pass goes on. A dtrain_sampler deals the examples.
  *
+ *     DTRAIN_CHECK(dtrain_sampler_init(&sampler, &data));
+ *     DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, table, 2, &sgd, NULL));
  *     DTRAIN_CHECK(dtrain_ddp_create(&ddp, world, table, 2, NULL));
- *     int mine = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
- *     DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, 4.0 * mine));
- *     ...                                              backward, from the last unit to the first, adds gradients up
- *     DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1));
- *     DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
- *     ...
- *     DTRAIN_CHECK(dtrain_ddp_finish(ddp, &total));
- *     DTRAIN_CHECK(dtrain_clip_grad_norm(table, 2, 1.0f, &norm));
- *     DTRAIN_CHECK(dtrain_optimizer_step(optimizer, 0.2f));
+ *     for (uint64_t step = 0; step < epochs * dtrain_sampler_steps(&sampler); step++) {
+ *         int mine = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
+ *         DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, 4.0 * mine));
+ *         for (int micro = first; micro < first + mine; micro++) {
+ *             size_t n = dtrain_sampler_batch(&sampler, step, micro, examples);
+ *             ...                                      backward, from the last unit to the first, adds gradients up
+ *             DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1));
+ *             DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
+ *             DTRAIN_CHECK(dtrain_ddp_next(ddp));      of use where some units had no gradient
+ *         }
+ *         DTRAIN_CHECK(dtrain_ddp_finish(ddp, &total));
+ *         DTRAIN_CHECK(dtrain_clip_grad_norm(table, 2, 1.0f, &norm));
+ *         DTRAIN_CHECK(dtrain_optimizer_step(optimizer, 0.2f));
+ *     }
+ *     dtrain_ddp_destroy(ddp);
  *
  * PROCESSES AND HOSTS: the first snippet again, under a launcher whose variables dtrain_comm_create knows (see
  * dtrain_comm_desc), or with rank, world_size and root in the desc:
@@ -63,6 +71,47 @@
  *     dtrain_comm_desc desc = {0};
  *     desc.rank = 1, desc.world_size = 4, desc.root = "10.0.0.1:29500", desc.token = secret;
  *     DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
+ *
+ * OTHER DATA THAN GRADIENTS: parts are those of dtrain_split, or of the lengths that a program gives, as where each
+ * token goes to the expert that it chose.
+ *
+ *     DTRAIN_CHECK(dtrain_gather(world, &one, all, (size_t)ranks, DTRAIN_I32, 0));
+ *     DTRAIN_CHECK(dtrain_scatter(world, all, &back, (size_t)ranks, DTRAIN_I32, 0));
+ *     DTRAIN_CHECK(dtrain_gather_v(world, mine, parts, counts, offsets, DTRAIN_F32, 0));
+ *     DTRAIN_CHECK(dtrain_scatter_v(world, parts, mine, counts, offsets, DTRAIN_F32, 0));
+ *     DTRAIN_CHECK(dtrain_all_gather_v(world, mine, parts, counts, offsets, DTRAIN_F32));
+ *     DTRAIN_CHECK(dtrain_reduce_scatter_v(world, parts, sums, counts, offsets, DTRAIN_F32, DTRAIN_SUM));
+ *     DTRAIN_CHECK(dtrain_all_to_all(world, goes, comes, (size_t)ranks, DTRAIN_U64));
+ *     DTRAIN_CHECK(dtrain_all_to_all_v(world, tokens, goes, NULL, taken, comes, NULL, DTRAIN_F32));
+ *
+ * BESIDE THE COMPUTATION: start a call, compute, and wait for it.
+ *
+ *     DTRAIN_CHECK(dtrain_reduce_scatter_async(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+ *     ...
+ *     DTRAIN_CHECK(dtrain_work_wait(work));
+ *     DTRAIN_CHECK(dtrain_all_gather_async(world, params + lo, params, count, DTRAIN_F32, &work));
+ *     DTRAIN_CHECK(dtrain_broadcast_async(world, params, count, DTRAIN_F32, 0, &work));
+ *     DTRAIN_CHECK(dtrain_recv_async(world, &before, 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
+ *     DTRAIN_CHECK(dtrain_send_async(world, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
+ *
+ * A FRAME LOOP THAT NEVER BLOCKS, and starts no thread: desc.progress = DTRAIN_PROGRESS_POLL.
+ *
+ *     DTRAIN_CHECK(dtrain_comm_create_async(&world, &desc));
+ *     ...                                              each frame, until ready is 1
+ *     DTRAIN_CHECK(dtrain_comm_poll(world, 300));
+ *     DTRAIN_CHECK(dtrain_comm_ready(world, &ready));
+ *     ...                                              then, with gradients in each frame that finds them done
+ *     DTRAIN_CHECK(dtrain_all_reduce_async(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+ *     ...                                              each frame, until the work is done
+ *     DTRAIN_CHECK(dtrain_comm_poll(world, 300));
+ *     if (dtrain_work_done(work)) status = dtrain_work_wait(work);
+ *     ...                                              each frame after DTRAIN_ERR_PEER_LOST, until there is a group
+ *     DTRAIN_CHECK(dtrain_comm_shrink_poll(world, 300, &group));
+ *
+ * GOING ON WITHOUT A LOST RANK: the survivors make a group, and take the state of the furthest.
+ *
+ *     DTRAIN_CHECK(dtrain_comm_shrink(world, &group));
+ *     DTRAIN_CHECK(dtrain_resync(group, step, buffers, bytes, 1, &step));
  *
  * OPTIMIZER STATE SHARDED (ZeRO-1): the loop over parameters becomes a loop over my slice.
  *
@@ -85,6 +134,17 @@
  *     ...                                              backward: gather, compute, dtrain_fsdp_reduce(fsdp, layer)
  *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
  *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *
+ * Several micro-batches a step, of which some leave units out; a scaled loss (desc.loss_scale); a step that is not
+ * applied; and an evaluation by code that gathers nothing:
+ *
+ *     DTRAIN_CHECK(dtrain_fsdp_begin(fsdp, 2, tokens));
+ *     float scale = dtrain_fsdp_loss_scale(fsdp);
+ *     ...                                              forward and backward with scale * loss
+ *     DTRAIN_CHECK(dtrain_fsdp_next(fsdp));
+ *     ...                                              forward and backward again
+ *     DTRAIN_CHECK(loss < limit ? dtrain_fsdp_step(fsdp, lr) : dtrain_fsdp_drop(fsdp));
+ *     DTRAIN_CHECK(dtrain_fsdp_unshard(fsdp));
  *
  * FULLY SHARDED, ON ARRAYS THAT A TRAINER HAS: pointers into one block, an array of a layer's weights holding all L
  * layers. The library takes the values over, you point at its memory. Arrays 1 and 2 belong to layers, units 1 to L; the
@@ -927,6 +987,9 @@ DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t 
  *     DTRAIN_CHECK(dtrain_safetensors_open(&file, "model.safetensors", NULL));
  *     DTRAIN_CHECK(dtrain_safetensors_load(file, "wte", wte, V * C, DTRAIN_F32));      converts from what is stored
  *     dtrain_safetensors_close(file);
+ *
+ *     DTRAIN_CHECK(dtrain_safetensors_open_memory(&file, weights, sizeof weights, NULL));      compiled into a program
+ *     DTRAIN_CHECK(dtrain_safetensors_view(file, dtrain_safetensors_find(file, "wte", 3), &data));
  *
  *     dtrain_safetensors_source arrays[2] = {{"wte", 0, DTRAIN_F32, 2, wte_shape, wte, NULL, NULL},
  *                                            {"wpe", 0, DTRAIN_F32, 2, wpe_shape, wpe, NULL, NULL}};
@@ -2634,7 +2697,7 @@ typedef struct dtrain_sampler_desc {
     int strided;       /* 1: rank r has micro-batches r, r + ranks, ... of a step, as where each is reduced at once */
 } dtrain_sampler_desc;
 
-/* Deals every example of an epoch exactly once. Holds no position: any step may be asked for, by any number of
+/* Deals every example of an epoch exactly once, shuffled by seed and epoch alone. Holds no position: any step may be asked for, by any number of
  * ranks, so that resuming is starting at a later step. Copy it freely; it owns nothing. */
 typedef struct dtrain_sampler {
     dtrain_sampler_desc desc;
@@ -2653,14 +2716,6 @@ DTRAIN_API_MUST dtrain_status dtrain_sampler_init(dtrain_sampler *sampler, const
  * any thread */
 DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
 
-/* Returns the example at a position of an epoch's shuffle, which depends on seed, epoch and position alone.
- *
- *   position   below count
- *   source     a Feistel network over a rectangle, walked until it lands inside: Black and Rogaway, CT-RSA 2002
- *
- * any thread */
-DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position);
-
 /* Says which of a step's micro-batches are a rank's: a contiguous block, so that the sum of what it keeps until the
  * step ends fits the tree. Strided: every ranks-th, so that the i-th of all ranks are a contiguous block.
  *
@@ -2673,12 +2728,13 @@ DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t
  * any thread */
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first);
 
-/* Lists the examples of one micro-batch. Micro-batches do not depend on the number of ranks. What is left for an
+/* Lists the examples of one micro-batch, at their places in the epoch's shuffle. Micro-batches do not depend on the number of ranks. What is left for an
  * epoch's last step is split over its micro-batches evenly, earlier ones one longer.
  *
  *   micro_batch   0 to micro_batches - 1
  *   examples      out: room for batch of them
  *   returns       how many there are: batch, or fewer in an epoch's last step
+ *   source        a Feistel network over a rectangle, walked until it lands inside: Black and Rogaway, CT-RSA 2002
  *
  * any thread */
 DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t step, int micro_batch,
@@ -3248,14 +3304,6 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit);
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_forward_to(dtrain_fsdp *fsdp, int unit);
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward_to(dtrain_fsdp *fsdp, int unit);
 
-/* Starts to gather the first unit, before the first layer needs it. It reads slices, which the caller is not to write
- * until the unit has been gathered, or a step finished.
- *
- *   errors   DTRAIN_ERR_INVALID  called already and no gather since; or a strategy that gathers nothing
- *
- * collective: every rank, same order; never blocks */
-DTRAIN_API_MUST dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp);
-
 /* Opens a step, for ranks whose batches differ. Without it every rank weighs 1, and the step has as many micro-batches
  * as are reduced.
  *
@@ -3300,20 +3348,13 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp);
  * collective: every rank, same order; blocks up to timeout_ms an operation */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp);
 
-/* Says that this rank cannot go on with the step, so that none applies it. The next call of dtrain_fsdp_finish, or one
- * that implies it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and why; gradients are dropped, and
- * the object can be used. Gathers and reductions that the others make must still be made, as by dtrain_fsdp_join.
- *
- * one thread per object; never blocks */
-DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why);
-
 /* Waits for all gradients and divides them once by the weight of all ranks, and by the loss scale. A rank with fewer
  * micro-batches than others adds nothing to those that it lacks; where units are gathered it has made their gathers, by
  * dtrain_fsdp_join. Called by clip_grad_norm and step where the caller has not.
  *
  *   total_weight   out: of all ranks; may be NULL. When it is 0 gradients are not divided
  *   errors         DTRAIN_ERR_INVALID  on every rank: no rank has reduced anything. The object can be used
- *                  DTRAIN_ERR_ABORTED  a rank has called dtrain_fsdp_fail
+ *                  DTRAIN_ERR_ABORTED  a rank could not go on: see dtrain_fsdp_forward
  *                  DTRAIN_ERR_MISMATCH on every rank: weights of replicas differ (desc.check_every); the text names the
  *                                      first parameter and the ranks. The object can be used
  *                  those of dtrain_reduce_scatter: the object is broken
@@ -3438,26 +3479,15 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *nam
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);
 
-/* Return what was asked for, and the number of ranks that share one copy of the parameters.
+/* Returns the number of ranks that share one copy of the parameters.
  *
  * one thread per object */
-DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp);
 DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
 
 /* Returns the factor by which the caller multiplies its loss now; 1 where none is used.
  *
  * one thread per object */
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
-
-/* Return the number of good steps since the loss scale changed, and set both: part of what is saved and resumed. The
- * same on every rank.
- *
- *   errors   DTRAIN_ERR_INVALID  a scale that is not above 0 or not finite, negative steps; gradients of a step are not
- *                                used yet
- *
- * one thread per object; never blocks */
-DTRAIN_API int dtrain_fsdp_good_steps(const dtrain_fsdp *fsdp);
-DTRAIN_API_MUST dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps);
 
 /* What an object has done since it was made. */
 typedef struct dtrain_fsdp_stats {
@@ -3628,11 +3658,6 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_w
  * one thread per object; never blocks */
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets);
 
-/* Says what all steps together have sent; a step is one that was finished.
- *
- * one thread per object; never blocks */
-DTRAIN_API dtrain_compressed_stats dtrain_ddp_get_stats(const dtrain_ddp *ddp);
-
 /* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
  * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
  *
@@ -3747,18 +3772,12 @@ DTRAIN_API_MUST dtrain_status dtrain_module_create(dtrain_module **module, const
  * one thread per object */
 DTRAIN_API void dtrain_module_destroy(dtrain_module *module);
 
-/* Returns the nanoseconds that a layer's callbacks have taken since the module was made, of every pass: the costs for
- * dtrain_split_stages, measured; 0 for no such layer. What callbacks wait for is in it.
- *
- * one thread per object */
-DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer);
-
 /* Runs all layers over one micro-batch.
  *
  * Memory is allocated when a micro-batch is larger than any before it in its place, and reused. A forward over one that
  * had no backward replaces it. DTRAIN_EVALUATE has a place of its own, keeps nothing, and disturbs none.
  *
- * When a callback fails on this rank, or there is no memory, the rank calls dtrain_fsdp_fail and goes on taking part in
+ * When a callback fails on this rank, or there is no memory, the rank gives the step up and goes on taking part in
  * what the others gather and reduce, with zeros for output: this call and backward return DTRAIN_OK, so that the step
  * ends with DTRAIN_ERR_ABORTED on every rank, with this rank's number, the layer and its status. Without FSDP, and
  * under DTRAIN_EVALUATE, the callback's status is returned, on this rank alone.
@@ -3821,7 +3840,7 @@ extern "C" {
 /* Splits layers into stages of a pipeline, so that the most expensive stage is as cheap as can be; of such cuts, the
  * one whose earlier stages are longest. Every stage has a layer.
  *
- *   costs    one a layer, finite, 0 or above: computed, or measured (dtrain_module_layer_ns); NULL: the numbers of
+ *   costs    one a layer, finite, 0 or above: computed, or measured; NULL: the numbers of
  *            layers differ by at most one, earlier stages are longer
  *   begins   out: stages + 1 numbers; stage s has layers begins[s] to begins[s + 1] - 1
  *   errors   DTRAIN_ERR_INVALID  no stage, or more of them than layers: the text says what would fit. Or a bad cost
@@ -3865,7 +3884,7 @@ typedef struct dtrain_pipeline_plan_desc {
     const double *shares; /* ranks * chunks numbers: what a stage takes, in the above divided by chunks; NULL: 1 each */
 } dtrain_pipeline_plan_desc;
 
-/* A plan. Tasks may be put in another order, and looked at again by dtrain_pipeline_plan_check. */
+/* A plan; its fields are to be read. */
 typedef struct dtrain_pipeline_plan {
     dtrain_pipeline_plan_desc desc; /* defaults filled in; shares are the caller's, and needed by later calls */
     dtrain_pipeline_task *tasks;    /* of rank r: tasks[r * rank_tasks] and those after it, in order */
@@ -3894,32 +3913,6 @@ typedef struct dtrain_pipeline_plan {
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan,
                                                           const dtrain_pipeline_plan_desc *desc,
                                                           dtrain_allocator *allocator);
-
-/* Says whether a plan's tasks can run in their order, and sets times, span, bubble and peak by it.
- *
- * Every part of every micro-batch once on each rank; forward before backward, input before weights; and no rank waits
- * for ever where a rank has room for one activation and one gradient that the next rank has not taken.
- *
- *   errors   DTRAIN_ERR_INVALID  it cannot; the text names the rank, the task and what is missing
- *            DTRAIN_ERR_MEMORY
- *
- * one thread per object */
-DTRAIN_API_MUST dtrain_status dtrain_pipeline_plan_check(dtrain_pipeline_plan *plan);
-
-/* Writes a plan as text, a line a rank: "0: F0 F1 B0 ...", of several chunks "F0.1"; I and W are the two parts of B.
- *
- *   out       capacity bytes, ended by a zero where there is room for it; may be NULL with capacity 0
- *   returns   how many bytes the whole text has, without the zero
- *
- * any thread */
-DTRAIN_API size_t dtrain_pipeline_plan_text(const dtrain_pipeline_plan *plan, char *out, size_t capacity);
-
-/* Draws a plan as SVG, a row a rank, time to the right; the file is replaced when it is whole.
- *
- *   errors   DTRAIN_ERR_IO  the text has the system's reason; the old file is as it was
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *plan, const char *path);
 
 /* Frees a plan; NULL is legal.
  *
@@ -4102,17 +4095,12 @@ DTRAIN_API_MUST dtrain_status dtrain_column_parallel_linear(const dtrain_paralle
  *
  *   x    as given to forward; may be NULL where d_weight is
  *   dy   of y's shape, with gather_output the same on every rank
- *   dx   out: of x's shape; NULL: not wanted. With d_weight and d_bias NULL this is the input's half alone
+ *   dx   out: of x's shape; NULL: not wanted, and then weight is not read. Schedules that separate the halves
+ *        call it twice: with d_weight and d_bias NULL for the input's half, with dx NULL for that of the weights
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms an operation */
 DTRAIN_API_MUST dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer,
                                                                      const float *x, const float *dy, float *dx);
-
-/* The half of the weights alone, for schedules that separate them: as the above with dx NULL; weight is not read.
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_column_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
-                                                                    const float *dy);
 
 /* Computes y of a layer split by inputs: the ranks' products are summed, then the bias is added.
  *
@@ -4126,17 +4114,12 @@ DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_l
  *
  *   x    as given to forward; may be NULL where d_weight is
  *   dy   of y's shape; without sequence the same on every rank
- *   dx   out: of x's shape; NULL: not wanted. With d_weight and d_bias NULL this is the input's half alone
+ *   dx   out: of x's shape; NULL: not wanted, and then weight is not read. Schedules that separate the halves
+ *        call it twice: with d_weight and d_bias NULL for the input's half, with dx NULL for that of the weights
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
                                                                   const float *dy, float *dx);
-
-/* The half of the weights alone: as the above with dx NULL; with sequence dy is gathered anew. weight is not read.
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
-                                                                 const float *dy);
 
 /* One rank's part of an embedding. Zero what does not apply. */
 typedef struct dtrain_parallel_vocab {
@@ -4237,6 +4220,9 @@ DTRAIN_API_MUST dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, c
  * Asynchronous: the server holds the parameters and the optimizer and only serves. A worker pushes the gradients of
  * its step, pulls the newest parameters, and goes on; it waits for a slower one only when it would otherwise be more
  * than `staleness` steps ahead of it (stale synchronous parallel).
+ *
+ *     DTRAIN_CHECK(dtrain_server_push(server, weight));      after its backward pass
+ *     DTRAIN_CHECK(dtrain_server_pull(server));
  *
  * Each worker and the server are a group of two of their own, so that each can be lost by itself. */
 #ifndef DTRAIN__SERVER_H
@@ -34349,7 +34335,8 @@ static uint64_t dtrain__sampler_permute(const dtrain_sampler *sampler, uint64_t 
     return row * sampler->columns + column;
 }
 
-DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position)
+/* The example at a position of an epoch's shuffle, which depends on seed, epoch and position alone. */
+static uint64_t dtrain__sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position)
 {
     if (sampler->desc.no_shuffle || position >= sampler->desc.count)
         return position;
@@ -34396,7 +34383,7 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
     uint64_t begin =
         step % steps * dtrain__sampler_per_step(sampler) + left / parts * part + (part < longer ? part : longer);
     for (uint64_t i = 0; i < count; i++)
-        examples[i] = dtrain_sampler_index(sampler, step / steps, begin + i);
+        examples[i] = dtrain__sampler_index(sampler, step / steps, begin + i);
     return (size_t)count;
 }
 
@@ -36334,7 +36321,6 @@ struct dtrain_fsdp {
     int last;                                /* the unit gathered last; -1: none in this step */
     int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
     int keeps;                               /* nothing is dropped until the step */
-    int prefetched;                          /* a prefetch has been called and not been taken */
     int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
     int just_ended;                          /* neither reduced a unit nor begun a pass since the last one was over */
     int turn;                                /* the unit whose reduction is next */
@@ -36362,7 +36348,7 @@ struct dtrain_fsdp {
     int64_t left_ns; /* when the caller was given control back */
     dtrain__fsdp_device device;
     dtrain__fsdp_debug *debug; /* NULL: nothing is guarded */
-    dtrain__error broken, error;
+    dtrain__error broken;
 };
 
 static int dtrain__fsdp_rank(const dtrain_fsdp *fsdp)
@@ -36448,8 +36434,18 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
                      alone ? "; gather and reduce on every rank, also to sample or to validate" : "");
         dtrain__fsdp_break_groups(fsdp);
     }
-    fsdp->error = fsdp->broken;
     return dtrain__report(&fsdp->broken);
+}
+
+/* Says that this rank cannot go on with the step, so that none applies it: the next dtrain_fsdp_finish, or what implies
+ * it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and why. Gathers and reductions that the others
+ * make must still be made. */
+static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
+{
+    if (fsdp->note.failed)
+        return;
+    fsdp->note.failed = 1;
+    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
 }
 
 /* Begins a public call: says whether the object can be used, and ends the caller's computation in the trace. */
@@ -36461,7 +36457,7 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
         return dtrain__report(&fsdp->broken);
     fsdp->call = call;
     if (unit < 0 || unit >= fsdp->layout.unit_count)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d",
                             call, unit, fsdp->layout.unit_count - 1);
     if (fsdp->left_ns != 0)
         dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_COMPUTE, fsdp->last, fsdp->left_ns, dtrain__os_now_ns());
@@ -37291,7 +37287,7 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
             continue;
         snprintf(why, sizeof why, "the gradient of %.40s (unit %d) was written after dtrain_ddp_reduce",
                  fsdp->layout.table[cut->param].name, number);
-        dtrain_fsdp_fail(fsdp, why);
+        dtrain__fsdp_fail(fsdp, why);
     }
 }
 
@@ -38677,7 +38673,6 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
     unit->held = unit->fresh = 1;
     unit->used = ++fsdp->clock;
     fsdp->last = beside ? fsdp->last : number;
-    fsdp->prefetched = 0;
     if (direction != 0)
         unit->backward = direction < 0;
     /* tied parameters have a gradient from the head on, which comes before the pass turns back to their own layer */
@@ -38695,7 +38690,7 @@ static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
         if (i != number && dtrain__fsdp_share_place(fsdp, i, number, 0) && places[i].weights != NULL &&
             fsdp->units[i].held && fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
             return dtrain__fail(
-                &fsdp->error, DTRAIN_ERR_INVALID,
+                NULL, DTRAIN_ERR_INVALID,
                 "dtrain_fsdp_gather: unit %d lies where unit %d does, which rank %d holds: release that "
                 "first, or set no_reshard_after_forward",
                 number, i, dtrain__fsdp_rank(fsdp));
@@ -38755,30 +38750,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit)
     if (status != DTRAIN_OK)
         return status;
     if (!fsdp->units[unit].held)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_release: unit %d is not gathered on rank %d: gather it before each release",
                             unit, dtrain__fsdp_rank(fsdp));
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_release_now(fsdp, unit));
-}
-
-DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_prefetch", 0);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
-    if (strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_NO_SHARD)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_prefetch: this strategy keeps full parameters on rank %d and gathers nothing: "
-                            "leave the call out",
-                            dtrain__fsdp_rank(fsdp));
-    if (fsdp->prefetched)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_prefetch: called twice on rank %d without a forward pass in between: call it "
-                            "once before each",
-                            dtrain__fsdp_rank(fsdp));
-    fsdp->prefetched = 1;
-    return dtrain__fsdp_leave(fsdp, fsdp->layout.resident ? DTRAIN_OK : dtrain__fsdp_gather_ahead(fsdp, 0));
 }
 
 #endif
@@ -39340,7 +39315,7 @@ static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call
 {
     if (fsdp->grads == NULL)
         return DTRAIN_OK;
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: the gradients of the last step are finished but not used on rank %d: call "
                         "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
                         call, dtrain__fsdp_rank(fsdp));
@@ -39352,7 +39327,7 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
     int computed = fsdp->ended - fsdp->joined;
     if (computed < (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
         return DTRAIN_OK;
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: all %d micro-batches of this step are over on rank %d: announce as many as you compute "
                         "when it begins",
                         call, computed, dtrain__fsdp_rank(fsdp));
@@ -39365,7 +39340,7 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
     if (status != DTRAIN_OK)
         return status;
     if (fsdp->units[number].reduced)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
                             "missing: when these are unused, end the micro-batch first",
                             call, number, fsdp->ended, dtrain__fsdp_rank(fsdp), fsdp->trained_units,
@@ -39390,11 +39365,11 @@ static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, co
     if (dtrain__fsdp_was_there(fsdp, number))
         return dtrain__fsdp_check_missing(fsdp, number, call);
     if (!fsdp->units[number].fresh)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: unit %d has not been gathered on rank %d since it was reduced last: call "
                             "dtrain_fsdp_gather(fsdp, %d), compute, then reduce",
                             call, number, rank, number);
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: unit %d was released on rank %d after its forward pass and not gathered since, so its "
                         "gradients come from parameters that may be gone: call dtrain_fsdp_gather(fsdp, %d) before its "
                         "backward pass",
@@ -39523,7 +39498,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
     if (status != DTRAIN_OK)
         return status;
     if (fsdp->reduced_units > 0)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_join: rank %d has reduced %d of %d units of this micro-batch: go on with it, "
                             "or end it with dtrain_fsdp_next",
                             dtrain__fsdp_rank(fsdp), fsdp->reduced_units, fsdp->trained_units);
@@ -39532,14 +39507,6 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_join_now(fsdp, !fsdp->desc.keep_full_grads || fsdp->ended < (folded > 1 ? folded : 1));
     return dtrain__fsdp_leave(fsdp, status);
-}
-
-DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why)
-{
-    if (fsdp == NULL || fsdp->note.failed)
-        return;
-    fsdp->note.failed = 1;
-    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
 }
 
 #endif
@@ -39715,7 +39682,7 @@ static dtrain_status dtrain__fsdp_drift_find(dtrain_fsdp *fsdp)
     if (status != DTRAIN_OK)
         return status;
     int like = dtrain__fsdp_drift_outliers(fsdp, &others);
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_MISMATCH,
+    return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
                         "%s: replicas have drifted apart: parameter %zu \"%.80s\" of rank%s %s is not that of rank %d: "
                         "give all ranks the same first weights, steps and learning rates, and an optimizer without "
                         "approximate instructions; the step is dropped on all ranks, the object can be used",
@@ -39755,12 +39722,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
         return status;
     int rank = dtrain__fsdp_rank(fsdp), ranks = dtrain_comm_size(fsdp->comm);
     if (fsdp->announced >= 0 || fsdp->ended > 0 || fsdp->reduced_units > 0 || fsdp->grads != NULL)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_begin: a step is open on rank %d: end it with dtrain_fsdp_step, "
                             "dtrain_fsdp_publish or dtrain_fsdp_drop first",
                             rank);
     if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_begin: micro_batches is %d and weight %g on rank %d: expected none below 0",
                             micro_batches, weight, rank);
     fsdp->begins = 1;
@@ -39866,20 +39833,20 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
     for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
         const dtrain__fsdp_note *note = &fsdp->notes[rank];
         if (note->failed)
-            return dtrain__fail(&fsdp->error, DTRAIN_ERR_ABORTED,
+            return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
                                 "%s: rank %d could not go on%s%.*s: its gradients are dropped on all ranks, the object "
                                 "can be used",
                                 fsdp->call, rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
     }
     if (fsdp->freezes && !(fsdp->total_weight > 0.0))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: the weights of all ranks are 0, and with compress.adam m is averaged by them: give "
                             "dtrain_fsdp_begin the number of examples",
                             fsdp->call);
     if ((most > 0 && fsdp->trained_units > 0) || dtrain__fsdp_trains_nothing(fsdp))
         return DTRAIN_OK;
     return dtrain__fail(
-        &fsdp->error, DTRAIN_ERR_INVALID,
+        NULL, DTRAIN_ERR_INVALID,
         "%s: no rank has reduced a gradient: call dtrain_fsdp_reduce for each unit first; the object can be "
         "used",
         fsdp->call);
@@ -40006,7 +39973,7 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     dtrain_status status = DTRAIN_OK;
     int units = fsdp->layout.unit_count,
         gathers = fsdp->layout.resident && (fsdp->gathers != NULL || fsdp->layout.apart);
-    fsdp->keeps = fsdp->prefetched = 0;
+    fsdp->keeps = 0;
     for (int i = 0; status == DTRAIN_OK && i < units && !fsdp->layout.resident; i++) {
         fsdp->units[i].held = fsdp->units[i].fresh = 0;
         if (fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
@@ -40043,11 +40010,11 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     if (status != DTRAIN_OK)
         return status;
     if (!dtrain__train_finite((double)lr) || lr < 0.0f)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_step: lr is %g on rank %d, expected a number of at least 0", (double)lr,
                             dtrain__fsdp_rank(fsdp));
     if (fsdp->optimizer.kind == DTRAIN_OPTIMIZER_NONE)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
                             "dtrain_fsdp_local, then call dtrain_fsdp_publish");
     status = dtrain__fsdp_finish_now(fsdp, 0);
@@ -40084,7 +40051,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
 {
     if (fsdp == NULL || slices == NULL || count == NULL)
-        return dtrain__fail(fsdp != NULL ? &fsdp->error : NULL, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
     *slices = fsdp->slices;
     *count = fsdp->layout.cut_count;
@@ -40115,17 +40082,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step)
         return status;
     if (fsdp->grads != NULL)
         return dtrain__fail(
-            &fsdp->error, DTRAIN_ERR_INVALID,
+            NULL, DTRAIN_ERR_INVALID,
             "dtrain_fsdp_set_step: gradients of a step are not used yet on rank %d: end it with dtrain_fsdp_step, "
             "dtrain_fsdp_publish or dtrain_fsdp_drop first",
             dtrain__fsdp_rank(fsdp));
     fsdp->step = step;
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
-}
-
-DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp)
-{
-    return fsdp != NULL ? dtrain__layout_strategy(&fsdp->desc) : DTRAIN_STRATEGY_DEFAULT;
 }
 
 DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp)
@@ -40138,25 +40100,21 @@ DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
     return fsdp != NULL ? fsdp->loss_scale : 1.0f;
 }
 
-DTRAIN_API int dtrain_fsdp_good_steps(const dtrain_fsdp *fsdp)
+/* Sets the loss scale and the number of good steps since it changed: what a checkpoint brings. */
+static dtrain_status dtrain__fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps)
 {
-    return fsdp != NULL ? fsdp->good_steps : 0;
-}
-
-DTRAIN_API dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_set_loss_scale", 0);
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_checkpoint_load", 0);
     if (status != DTRAIN_OK)
         return status;
     if (!dtrain__train_finite((double)scale) || !(scale > 0.0f) || good_steps < 0)
         return dtrain__fail(
-            &fsdp->error, DTRAIN_ERR_INVALID,
-            "dtrain_fsdp_set_loss_scale: scale is %g, good_steps %d on rank %d, expected a number above "
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: the loss scale is %g, its good steps %d on rank %d, expected a number above "
             "0 and steps of at least 0",
             (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
     if (fsdp->grads != NULL)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_set_loss_scale: gradients of a step are not used yet on rank %d: end it first",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: gradients of a step are not used yet on rank %d: end it first",
                             dtrain__fsdp_rank(fsdp));
     fsdp->loss_scale = scale;
     fsdp->good_steps = good_steps;
@@ -40195,11 +40153,11 @@ DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, s
 #ifndef DTRAIN__FSDP_NORM
 #define DTRAIN__FSDP_NORM
 
-static dtrain_status dtrain__fsdp_check_norm(dtrain_fsdp *fsdp, const char *call, float max_norm)
+static dtrain_status dtrain__fsdp_check_norm(const char *call, float max_norm)
 {
     if (max_norm >= 0.0f)
         return DTRAIN_OK;
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: max_norm is %g, expected a number of at least 0", call,
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: max_norm is %g, expected a number of at least 0", call,
                         (double)max_norm);
 }
 
@@ -40244,7 +40202,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_clip_grad_norm", 0);
     if (status == DTRAIN_OK)
-        status = dtrain__fsdp_check_norm(fsdp, "dtrain_fsdp_clip_grad_norm", max_norm);
+        status = dtrain__fsdp_check_norm("dtrain_fsdp_clip_grad_norm", max_norm);
     if (status != DTRAIN_OK)
         return status;
     if (norm == NULL && fsdp->backend->queues)
@@ -40296,7 +40254,7 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
             status = dtrain_fsdp_drop(fsdps[i]);
     if (status != DTRAIN_OK)
         return status;
-    return dtrain__fail(&fsdps[0]->error, DTRAIN_ERR_ABORTED,
+    return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
                         "dtrain_fsdp_clip_model_grad_norm: %lld parts of the model have dropped the step, whose ranks "
                         "say why: it is dropped on all, the objects can be used",
                         (long long)dropped);
@@ -40316,16 +40274,14 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: object %d of %d is NULL", call, i, count);
         for (int k = 0; k < i; k++)
             if (fsdps[k] == fsdps[i])
-                return dtrain__fail(&fsdps[i]->error, DTRAIN_ERR_INVALID,
+                return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                     "%s: objects %d and %d of %d are the same: give each once", call, k, i, count);
-        status = dtrain__fsdp_check_norm(fsdps[i], call, max_norm);
+        status = dtrain__fsdp_check_norm(call, max_norm);
         if (status != DTRAIN_OK)
             return status;
     }
-    if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK) {
-        fsdps[0]->error = model->error;
+    if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    }
     dtrain_status mine = dtrain__fsdp_measure_all(fsdps, count, &total);
     dtrain__error why = dtrain__thread_error;
     if (model != NULL)
@@ -40441,7 +40397,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
     if (status != DTRAIN_OK)
         return status;
     if (!fsdp->units[unit].held)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_put: unit %d is not gathered on rank %d: gather it, write its parameters, "
                             "then put",
                             unit, dtrain__fsdp_rank(fsdp));
@@ -40535,13 +40491,13 @@ static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, con
         return status;
     *param = name != NULL ? dtrain__fsdp_find(fsdp, name) : fsdp->layout.table_count;
     if (*param == fsdp->layout.table_count)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
                             name != NULL ? name : "NULL");
     if (fsdp->layout.table[*param].dtype != DTRAIN_F32)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call,
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call,
                             name);
     if (root < lowest || root >= dtrain_comm_size(fsdp->comm))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
                             dtrain_comm_size(fsdp->comm) - 1);
     return DTRAIN_OK;
 }
@@ -40553,7 +40509,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name, root);
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
 }
@@ -40575,7 +40531,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, fl
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && (root < 0 || root == dtrain__fsdp_rank(fsdp)))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_get: value is NULL on rank %d, which gets %s", dtrain__fsdp_rank(fsdp), name);
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++)
         if (fsdp->layout.cuts[i].param == param)
@@ -40592,7 +40548,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
         return status;
     for (int i = 0; i < fsdp->layout.unit_count && !fsdp->layout.resident; i++)
         if (dtrain__fsdp_share_place(fsdp, i, i, 0) && fsdp->device.places[i].weights != NULL)
-            return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED,
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
                                 "with dtrain_fsdp_get, or set no_reshard_after_forward",
                                 i, dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue));
@@ -41574,17 +41530,7 @@ struct dtrain_ddp {
     dtrain_fsdp *fsdp;
     dtrain_allocator *allocator;
     int open;
-    uint64_t steps; /* finished */
-    dtrain__error error;
 };
-
-/* Keeps the text of a call's error, whoever wrote it. */
-static DTRAIN__NOINLINE dtrain_status dtrain__ddp_note(dtrain_ddp *ddp, dtrain_status status)
-{
-    if (status != DTRAIN_OK && ddp != NULL)
-        ddp->error = dtrain__thread_error;
-    return status;
-}
 
 static dtrain_status dtrain__ddp_check_begin(const dtrain_ddp *ddp, int micro_batches, double weight)
 {
@@ -41606,10 +41552,10 @@ DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, do
 {
     dtrain_status status = dtrain__ddp_check_begin(ddp, micro_batches, weight);
     if (status != DTRAIN_OK)
-        return dtrain__ddp_note(ddp, status);
+        return status;
     dtrain__fsdp_zero_grads(ddp->fsdp);
     ddp->open = 1;
-    return dtrain__ddp_note(ddp, dtrain_fsdp_begin(ddp->fsdp, micro_batches, weight));
+    return dtrain_fsdp_begin(ddp->fsdp, micro_batches, weight);
 }
 
 /* Says whether a call between begin and finish may go on. */
@@ -41628,13 +41574,13 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_enter(ddp->fsdp, "dtrain_ddp_reduce", unit);
     if (status != DTRAIN_OK)
-        return dtrain__ddp_note(ddp, status);
+        return status;
     ddp->fsdp->units[unit].fresh = 1; /* it always lies there in full */
     int last = ddp->fsdp->ended + 1 >= ddp->fsdp->announced;
     status = dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce");
     if (status == DTRAIN_OK && last)
         dtrain__fsdp_debug_note(ddp->fsdp, unit);
-    return dtrain__ddp_note(ddp, dtrain__fsdp_leave(ddp->fsdp, status));
+    return dtrain__fsdp_leave(ddp->fsdp, status);
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
@@ -41647,7 +41593,7 @@ DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
                               ddp->fsdp->announced);
     if (status == DTRAIN_OK)
         status = dtrain_fsdp_next(ddp->fsdp);
-    return dtrain__ddp_note(ddp, status);
+    return status;
 }
 
 /* Copies the sums back. */
@@ -41664,14 +41610,14 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
 {
     dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_finish");
     if (status != DTRAIN_OK)
-        return dtrain__ddp_note(ddp, status);
+        return status;
     dtrain_fsdp *fsdp = ddp->fsdp;
     int begun = fsdp->ended + (fsdp->reduced_units > 0);
     if (fsdp->broken.status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
-        return dtrain__ddp_note(ddp, dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                                  "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the "
-                                                  "rest, or call dtrain_ddp_next for those that used no unit",
-                                                  begun, fsdp->announced));
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the rest, or call "
+                            "dtrain_ddp_next for those that used no unit",
+                            begun, fsdp->announced);
     ddp->open = 0;
     status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_finish", 0);
     dtrain__fsdp_debug_compare_all(fsdp);
@@ -41683,9 +41629,7 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
         dtrain__ddp_unpack(fsdp);
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
-    status = dtrain__fsdp_leave(fsdp, status);
-    ddp->steps += status == DTRAIN_OK;
-    return dtrain__ddp_note(ddp, status);
+    return dtrain__fsdp_leave(fsdp, status);
 }
 
 static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -41763,17 +41707,6 @@ DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket 
     return dtrain_fsdp_buckets(ddp != NULL ? ddp->fsdp : NULL, buckets);
 }
 
-DTRAIN_API dtrain_compressed_stats dtrain_ddp_get_stats(const dtrain_ddp *ddp)
-{
-    dtrain_compressed_stats sum = {0, 0, 0};
-    if (ddp == NULL)
-        return sum;
-    sum.steps = ddp->steps;
-    sum.dense_bytes = ddp->fsdp->stats.dense_bytes;
-    sum.sent_bytes = ddp->fsdp->stats.sent_bytes;
-    return sum;
-}
-
 DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index)
 {
     return dtrain_fsdp_compression(ddp != NULL ? ddp->fsdp : NULL, index);
@@ -41803,7 +41736,6 @@ typedef struct dtrain__module_layer {
     size_t first_use;
     int unit;        /* that is gathered for it; -1: none */
     int first, last; /* layers of that unit */
-    int64_t ns;      /* in its callbacks so far */
     int defers;      /* its weights' gradients are left to the second half where backward comes in halves */
 } dtrain__module_layer;
 
@@ -42068,11 +42000,6 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
     dtrain__free(memory == &module->own ? &last : memory, module);
 }
 
-DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer)
-{
-    return module != NULL && layer >= 0 && layer < module->layer_count ? module->layers[layer].ns : 0;
-}
-
 #endif
 
 /* ---- >>module-memory ----
@@ -42130,7 +42057,7 @@ static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status
     else
         dtrain__fail(&run->module->error, status, "%s: %s", run->call, why);
     if (steps)
-        dtrain_fsdp_fail(run->fsdp, why);
+        dtrain__fsdp_fail(run->fsdp, why);
 }
 
 /* A layer's callback has returned. */
@@ -42149,11 +42076,8 @@ static void dtrain__module_returned(dtrain__module_run *run, int index, const ch
 static void dtrain__module_call(dtrain__module_run *run, int index, const char *what, dtrain_layer_fn callback,
                                 const dtrain_layer_context *context)
 {
-    dtrain__module_layer *layer = &run->module->layers[index];
-    int64_t begin = dtrain__os_now_ns();
-    dtrain_status status = callback(layer->desc.user, context);
-    layer->ns += dtrain__os_now_ns() - begin;
-    dtrain__module_returned(run, index, what, status);
+    const dtrain__module_layer *layer = &run->module->layers[index];
+    dtrain__module_returned(run, index, what, callback(layer->desc.user, context));
 }
 
 /* Asks each layer for its output's shape. */
@@ -43030,11 +42954,9 @@ static dtrain_status dtrain__pipeline_walk_all(dtrain__pipeline_walk *walk)
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_status dtrain_pipeline_plan_check(dtrain_pipeline_plan *plan)
+static dtrain_status dtrain__pipeline_plan_check(dtrain_pipeline_plan *plan)
 {
     dtrain__pipeline_walk walk;
-    if (plan == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pipeline_plan_check: the plan is NULL");
     size_t ranks = (size_t)plan->desc.ranks;
     memset(&walk, 0, sizeof walk);
     walk.plan = plan;
@@ -43149,7 +43071,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
                             full.micro_batches, full.chunks, full.ranks);
     }
     dtrain__pipeline_order(made);
-    status = dtrain_pipeline_plan_check(made);
+    status = dtrain__pipeline_plan_check(made);
     if (status != DTRAIN_OK) {
         dtrain_pipeline_plan_destroy(made);
         return status;
@@ -43239,93 +43161,6 @@ DTRAIN_API dtrain_status dtrain_split_stages(const double *costs, int layers, in
     dtrain__pipeline_stages_fill(costs, layers, stages, dtrain__pipeline_stages_least(costs, layers, stages, begins),
                                  begins);
     return DTRAIN_OK;
-}
-
-/* ---- a plan as text and as a picture ---- */
-
-/* Adds to a text that is counted further than it is kept. */
-__attribute__((format(printf, 4, 5))) static void dtrain__pipeline_put(char *out, size_t capacity, size_t *used,
-                                                                       const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    int more =
-        vsnprintf(*used < capacity ? out + *used : NULL, *used < capacity ? capacity - *used : 0, format, arguments);
-    va_end(arguments);
-    *used += more > 0 ? (size_t)more : 0;
-}
-
-DTRAIN_API size_t dtrain_pipeline_plan_text(const dtrain_pipeline_plan *plan, char *out, size_t capacity)
-{
-    size_t used = 0;
-    if (capacity > 0)
-        out[0] = '\0';
-    for (int rank = 0; plan != NULL && rank < plan->desc.ranks; rank++) {
-        dtrain__pipeline_put(out, capacity, &used, "%d:", rank);
-        for (size_t i = 0; i < plan->rank_tasks; i++) {
-            const dtrain_pipeline_task *task = &plan->tasks[(size_t)rank * plan->rank_tasks + i];
-            dtrain__pipeline_put(out, capacity, &used, " %s", dtrain__pipeline_task_name(plan, task).text);
-        }
-        dtrain__pipeline_put(out, capacity, &used, "\n");
-    }
-    return used;
-}
-
-#define DTRAIN__PIPELINE_DRAW_ROW 28
-#define DTRAIN__PIPELINE_DRAW_LEFT 60
-#define DTRAIN__PIPELINE_DRAW_TOP 30
-#define DTRAIN__PIPELINE_DRAW_WIDE 1400
-
-static void dtrain__pipeline_draw_task(const dtrain_pipeline_plan *plan, FILE *file, int rank,
-                                       const dtrain_pipeline_task *task)
-{
-    static const char *const colours[] = {"#9ecbff", "#ffd08a", "#a5e3a5", "#e0b3e6"}; /* F, B, I, W */
-    double scale = plan->span > 0.0 ? DTRAIN__PIPELINE_DRAW_WIDE / plan->span : 0.0,
-           wide = (task->end - task->begin) * scale;
-    double x = DTRAIN__PIPELINE_DRAW_LEFT + task->begin * scale;
-    int y = DTRAIN__PIPELINE_DRAW_TOP + rank * DTRAIN__PIPELINE_DRAW_ROW;
-    dtrain__pipeline_name name = dtrain__pipeline_task_name(plan, task);
-    fprintf(file,
-            "<g><title>rank %d: %s, %g to %g</title>"
-            "<rect x=\"%.2f\" y=\"%d\" width=\"%.2f\" height=\"%d\" fill=\"%s\" stroke=\"#fff\" "
-            "stroke-width=\"0.5\"/>",
-            rank, name.text, task->begin, task->end, x, y, wide, DTRAIN__PIPELINE_DRAW_ROW - 4,
-            colours[(int)task->part - (int)DTRAIN_PART_FORWARD]);
-    if (wide > 7.0 * (double)strlen(name.text))
-        fprintf(file, "<text x=\"%.2f\" y=\"%d\" text-anchor=\"middle\">%s</text>", x + wide / 2, y + 16, name.text);
-    fprintf(file, "</g>\n");
-}
-
-static void dtrain__pipeline_draw_all(FILE *file, const void *user)
-{
-    const dtrain_pipeline_plan *plan = (const dtrain_pipeline_plan *)user;
-    static const char *const names[] = {"GPipe", "1F1B", "interleaved 1F1B", "ZB-H1"};
-    int bottom = DTRAIN__PIPELINE_DRAW_TOP + plan->desc.ranks * DTRAIN__PIPELINE_DRAW_ROW;
-    fprintf(file,
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" font-family=\"sans-serif\" "
-            "font-size=\"11\">\n<rect width=\"100%%\" height=\"100%%\" fill=\"#fff\"/>\n"
-            "<text x=\"%d\" y=\"18\">%s, %d ranks, %d micro-batches, %d chunks: span %g, bubble %.1f %%</text>\n",
-            DTRAIN__PIPELINE_DRAW_LEFT + DTRAIN__PIPELINE_DRAW_WIDE + 120, bottom + 10, DTRAIN__PIPELINE_DRAW_LEFT,
-            names[(int)plan->desc.schedule - (int)DTRAIN_PIPELINE_GPIPE], plan->desc.ranks, plan->desc.micro_batches,
-            plan->desc.chunks, plan->span, 100.0 * plan->bubble);
-    for (int rank = 0; rank < plan->desc.ranks; rank++) {
-        int y = DTRAIN__PIPELINE_DRAW_TOP + rank * DTRAIN__PIPELINE_DRAW_ROW + 16;
-        fprintf(file, "<text x=\"8\" y=\"%d\">rank %d</text>\n<text x=\"%d\" y=\"%d\">holds %d</text>\n", y, rank,
-                DTRAIN__PIPELINE_DRAW_LEFT + DTRAIN__PIPELINE_DRAW_WIDE + 10, y, plan->peak[rank]);
-        for (size_t i = 0; i < plan->rank_tasks; i++)
-            dtrain__pipeline_draw_task(plan, file, rank, &plan->tasks[(size_t)rank * plan->rank_tasks + i]);
-    }
-    fprintf(file, "</svg>\n");
-}
-
-DTRAIN_API dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *plan, const char *path)
-{
-    if (plan == NULL || path == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pipeline_plan_draw: a plan and a path are needed");
-    int error = dtrain__os_replace_file(path, dtrain__pipeline_draw_all, plan);
-    return error == 0
-               ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_IO, "pipeline_plan_draw: cannot write %s: %s", path, strerror(error));
 }
 
 #endif
@@ -43743,12 +43578,12 @@ static dtrain_status dtrain__tp_column_compute(dtrain__tp_linear *l, dtrain__tp_
     return dtrain__tp_wait(status, &back->reduce);
 }
 
-static dtrain_status dtrain__tp_column_backward(const char *name, const dtrain_parallel_linear *layer, const float *x,
-                                                const float *dy, float *dx)
+DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
+                                                                const float *dy, float *dx)
 {
     dtrain__tp_linear l;
     dtrain__tp_linear_back back;
-    dtrain_status status = dtrain__tp_linear_begin(&l, name, layer, 0);
+    dtrain_status status = dtrain__tp_linear_begin(&l, "column_parallel_linear_backward", layer, 0);
     if (status != DTRAIN_OK)
         return status;
     if (dx != NULL)
@@ -43763,24 +43598,12 @@ static dtrain_status dtrain__tp_column_backward(const char *name, const dtrain_p
     return dtrain__tp_end(&l.tp, status);
 }
 
-DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
-                                                                const float *dy, float *dx)
-{
-    return dtrain__tp_column_backward("column_parallel_linear_backward", layer, x, dy, dx);
-}
-
-DTRAIN_API dtrain_status dtrain_column_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
-                                                               const float *dy)
-{
-    return dtrain__tp_column_backward("column_parallel_linear_weights", layer, x, dy, NULL);
-}
-
-static dtrain_status dtrain__tp_row_backward(const char *name, const dtrain_parallel_linear *layer, const float *x,
-                                             const float *dy, float *dx)
+DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
+                                                             const float *dy, float *dx)
 {
     dtrain__tp_linear l;
     const float *wide = dy;
-    dtrain_status status = dtrain__tp_linear_begin(&l, name, layer, 1);
+    dtrain_status status = dtrain__tp_linear_begin(&l, "row_parallel_linear_backward", layer, 1);
     if (status != DTRAIN_OK)
         return status;
     if (dx != NULL)
@@ -43799,18 +43622,6 @@ static dtrain_status dtrain__tp_row_backward(const char *name, const dtrain_para
     if (status == DTRAIN_OK)
         dtrain__tp_linear_weights(&l, x, wide, 0);
     return dtrain__tp_end(&l.tp, status);
-}
-
-DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
-                                                             const float *dy, float *dx)
-{
-    return dtrain__tp_row_backward("row_parallel_linear_backward", layer, x, dy, dx);
-}
-
-DTRAIN_API dtrain_status dtrain_row_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
-                                                            const float *dy)
-{
-    return dtrain__tp_row_backward("row_parallel_linear_weights", layer, x, dy, NULL);
 }
 
 #endif
@@ -44418,7 +44229,7 @@ struct dtrain_pipeline {
     int agreed;
     const char *call;
     dtrain_pipeline_stats stats;
-    dtrain__error note, broken, error; /* note: why this rank cannot go on in the call under way */
+    dtrain__error note, broken; /* note: why this rank cannot go on in the call under way */
 };
 
 /* Scratch of one making. */
@@ -44655,7 +44466,6 @@ static dtrain_status dtrain__pipeline_break(dtrain_pipeline *pipeline, dtrain_st
         dtrain__fsdp_break_groups(fsdp);
     }
     dtrain__pipeline_settle(pipeline);
-    pipeline->error = pipeline->broken;
     return dtrain__report(&pipeline->broken);
 }
 
@@ -44666,10 +44476,8 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: pipeline is NULL: create it first", call);
     if (pipeline->broken.status != DTRAIN_OK)
         return dtrain__report(&pipeline->broken);
-    if (dtrain__group_whole(pipeline->group, call) != DTRAIN_OK) {
-        pipeline->error = pipeline->group->error;
+    if (dtrain__group_whole(pipeline->group, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    }
     pipeline->call = call;
     pipeline->note.status = DTRAIN_OK;
     return DTRAIN_OK;
@@ -44680,7 +44488,7 @@ static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *why)
 {
     for (int c = 0; c < pipeline->chunks; c++) {
         dtrain_module *module = pipeline->modules[c];
-        dtrain_fsdp_fail(pipeline->fsdps[c], why);
+        dtrain__fsdp_fail(pipeline->fsdps[c], why);
         for (int i = 0; i < module->place_count - 1; i++)
             module->places[i].state = DTRAIN__MODULE_FREE;
     }
@@ -44698,7 +44506,7 @@ static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fai
     dtrain__error told = dtrain__thread_error;
     if (fails_step)
         dtrain__pipeline_drop(pipeline, told.text);
-    return dtrain__fail(&pipeline->error, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
+    return dtrain__fail(NULL, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
                         "%s: the pipeline could not go on: %s", pipeline->call, told.text);
 }
 
@@ -44837,7 +44645,7 @@ static dtrain_status dtrain__pipeline_compare(dtrain_pipeline *pipeline)
     dtrain_status status = dtrain__alike_meet(pipeline->group, &alike, DTRAIN_OK);
     if (alike.unheard || (status != DTRAIN_OK && status != DTRAIN_ERR_MISMATCH))
         return dtrain__pipeline_break(pipeline, status);
-    return status == DTRAIN_OK ? status : dtrain__fail(&pipeline->error, status, "%s", dtrain__thread_error.text);
+    return status == DTRAIN_OK ? status : dtrain__fail(NULL, status, "%s", dtrain__thread_error.text);
 }
 
 DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
@@ -45054,7 +44862,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
     if (status != DTRAIN_OK)
         return status;
     if (!pipeline->agreed)
-        return dtrain__fail(&pipeline->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_pipeline_step: the shapes of micro-batches are not known on rank %d: call "
                             "dtrain_pipeline_agree first",
                             pipeline->rank);
@@ -45516,20 +45324,12 @@ struct dtrain_server {
     int turn;         /* the link that an idle server waits for next */
     dtrain_server_stats stats;
     uint64_t dense_bytes; /* sent_bytes, had nothing been packed */
-    dtrain__error broken, error;
+    dtrain__error broken;
 };
 
 DTRAIN__EXACT_BEGIN
 DTRAIN__FOLD_PAIR(dtrain__server_minus, dtrain__f32, a[i] - b[i])
 DTRAIN__EXACT_END
-
-/* Keeps the text of a call's error, whoever wrote it. */
-static DTRAIN__NOINLINE dtrain_status dtrain__server_note(dtrain_server *s, dtrain_status status)
-{
-    if (status != DTRAIN_OK && s != NULL)
-        s->error = dtrain__thread_error;
-    return status;
-}
 
 /* Leaves a link; its messages end. */
 static void dtrain__server_close(dtrain__server_link *link)
@@ -46357,29 +46157,29 @@ DTRAIN_API dtrain_status dtrain_server_push(dtrain_server *server, double weight
     if (status == DTRAIN_OK)
         status = dtrain__aggregator_check(server->table, server->count, weight);
     if (status != DTRAIN_OK)
-        return dtrain__server_note(server, status);
+        return status;
     uint64_t mode = dtrain__fpmode_enter();
     status = dtrain__server_push(server, server->table, weight);
     dtrain__fpmode_restore(mode);
-    return dtrain__server_note(server, status);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_server_pull(dtrain_server *server)
 {
     dtrain_status status = dtrain__server_check_present(server, "server_pull");
     if (status != DTRAIN_OK)
-        return dtrain__server_note(server, status);
+        return status;
     uint64_t mode = dtrain__fpmode_enter();
     status = dtrain__server_pull(server, server->table);
     dtrain__fpmode_restore(mode);
-    return dtrain__server_note(server, status);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_server_leave(dtrain_server *server)
 {
     dtrain_status status = dtrain__server_check_worker(server, "server_leave");
     if (status != DTRAIN_OK || server->left)
-        return dtrain__server_note(server, status);
+        return status;
     dtrain__server_link *link = &server->links[0];
     status = dtrain__server_flush(link);
     if (status == DTRAIN_OK)
@@ -46387,7 +46187,7 @@ DTRAIN_API dtrain_status dtrain_server_leave(dtrain_server *server)
     if (status == DTRAIN_OK)
         status = dtrain__server_wait(&link->out[0]);
     if (status != DTRAIN_OK)
-        return dtrain__server_note(server, dtrain__server_gone(server, "server_leave", status));
+        return dtrain__server_gone(server, "server_leave", status);
     server->left = 1;
     return DTRAIN_OK;
 }
@@ -46656,7 +46456,7 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
     unsigned idle = 0;
     dtrain_status status = dtrain__server_check_run(s, desc);
     if (status != DTRAIN_OK)
-        return dtrain__server_note(s, status);
+        return status;
     int64_t limit = dtrain__server_timeout_ns(s);
     s->heard_ns = dtrain__os_now_ns();
     while (s->stats.workers > 0 && status == DTRAIN_OK) {
@@ -46673,7 +46473,7 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
             dtrain__server_sleep(s);
         }
     }
-    return dtrain__server_note(s, status);
+    return status;
 }
 
 /* ---- the aggregator of both forms ---- */
@@ -46693,13 +46493,13 @@ static dtrain_status dtrain__server_aggregate(void *self, const dtrain_param *ta
     if (status == DTRAIN_OK && !s->desc.async)
         status = dtrain__server_sync(s, table, weight, total_weight);
     if (status != DTRAIN_OK || !s->desc.async)
-        return dtrain__server_note(s, status);
+        return status;
     uint64_t mode = dtrain__fpmode_enter();
     status = dtrain__server_push(s, table, weight);
     if (status == DTRAIN_OK)
         status = dtrain__server_pull(s, table);
     dtrain__fpmode_restore(mode);
-    return dtrain__server_note(s, status);
+    return status;
 }
 
 static dtrain_compressed_stats dtrain__server_counters(const void *self)
@@ -50620,7 +50420,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pie
 {
     dtrain__piece_list list = {pieces, capacity, 0};
     if (fsdp == NULL || count == NULL || (pieces == NULL && capacity > 0))
-        return dtrain__fail(fsdp != NULL ? &fsdp->error : NULL, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_pieces: fsdp, count, and room for capacity pieces are needed, got NULL");
     int floats = (int)dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
     for (int which = -1; which < floats; which++)
@@ -51083,7 +50883,7 @@ static void dtrain__part_fsdp_facts(dtrain__index_facts *facts, const dtrain_fsd
     facts->optimizer_step = dtrain_fsdp_get_step(fsdp);
     facts->has_scale = fsdp->desc.loss_scale > 0.0f;
     facts->loss_scale = (double)dtrain_fsdp_loss_scale(fsdp);
-    facts->good_steps = (uint64_t)dtrain_fsdp_good_steps(fsdp);
+    facts->good_steps = (uint64_t)fsdp->good_steps;
 }
 
 static dtrain_status dtrain__part_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
@@ -53015,7 +52815,7 @@ static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_s
         if (facts->has_optimizer)
             status = dtrain_fsdp_set_step(fsdp, facts->optimizer_step);
         if (status == DTRAIN_OK && facts->has_scale && fsdp->desc.loss_scale > 0.0f)
-            status = dtrain_fsdp_set_loss_scale(fsdp, (float)facts->loss_scale, (int)facts->good_steps);
+            status = dtrain__fsdp_set_loss_scale(fsdp, (float)facts->loss_scale, (int)facts->good_steps);
     }
     return status == DTRAIN_OK ? status
                                : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);

@@ -36,6 +36,7 @@ typedef struct gpt {
     int listed; /* parameters of the table */
     dtrain_param table[GPT_PARAMS];
     dtrain_fsdp *fsdp;
+    dtrain_strategy strategy;
     struct gpt_aggregate *aggregate; /* NULL: FSDP itself reduces */
     dtrain_comm *alone;              /* with local: the world of one that fsdp is over; else NULL */
     struct gpt_mesh *mesh;   /* the parts of a model that is split further; fsdp is the first's; NULL: none is */

@@ -226,16 +226,16 @@ static inline dtrain_status gpt_block_weights(void *user, const dtrain_layer_con
     memset(b.unused, 0, b.r * s->C * sizeof(float)); /* of norms only the parameters' gradients are new */
     dtrain_parallel_linear linear[4] = {gpt_block_linear(s, c, QKVW), gpt_block_linear(s, c, PROJW),
                                         gpt_block_linear(s, c, FCW), gpt_block_linear(s, c, FCPW)};
-    dtrain_status status = dtrain_row_parallel_linear_weights(&linear[3], b.gelu, dy);
+    dtrain_status status = dtrain_row_parallel_linear_backward(&linear[3], b.gelu, dy, NULL);
     if (status == DTRAIN_OK)
-        status = dtrain_column_parallel_linear_weights(&linear[2], b.ln2, b.d_wide);
+        status = dtrain_column_parallel_linear_backward(&linear[2], b.ln2, b.d_wide, NULL);
     if (status == DTRAIN_OK)
         status = gpt_norm_backward(s, b.unused, g[LN2W - BLOCK_FIRST], g[LN2B - BLOCK_FIRST], b.d_ln2, b.mid,
                                    p[LN2W - BLOCK_FIRST], b.mean2, b.rstd2, b.r);
     if (status == DTRAIN_OK)
-        status = dtrain_row_parallel_linear_weights(&linear[1], b.atty, b.d_mid);
+        status = dtrain_row_parallel_linear_backward(&linear[1], b.atty, b.d_mid, NULL);
     if (status == DTRAIN_OK)
-        status = dtrain_column_parallel_linear_weights(&linear[0], b.ln1, b.d_qkv);
+        status = dtrain_column_parallel_linear_backward(&linear[0], b.ln1, b.d_qkv, NULL);
     return status == DTRAIN_OK ? gpt_norm_backward(s, b.unused, g[0], g[1], b.d_ln1, x, p[0], b.mean1, b.rstd1, b.r)
                                : status;
 }
@@ -369,7 +369,7 @@ static inline dtrain_status gpt_head_layer_weights(void *user, const dtrain_laye
     float *unused = s->scratch;
     gpt_head h;
     gpt_head_lay_out(s, &h, (float *)c->saved);
-    dtrain_status status = dtrain_column_parallel_linear_weights(&head, h.lnf, (const float *)c->output.data);
+    dtrain_status status = dtrain_column_parallel_linear_backward(&head, h.lnf, (const float *)c->output.data, NULL);
     memset(unused, 0, h.r * s->C * sizeof(float));
     return status == DTRAIN_OK ? gpt_norm_backward(s, unused, c->grads[0], c->grads[1], h.d_lnf,
                                                    (const float *)c->input.data, c->params[0], h.mean, h.rstd, h.r)

@@ -113,6 +113,7 @@ static dtrain_status gpt_create(gpt *model, const gpt_flags *flags, dtrain_comm 
     dtrain_status status;
     size_t floats;
     gpt_describe_run(model, flags);
+    model->strategy = desc.strategy;
     model->aggregate = aggregate;
     model->mesh = mesh;
     if (mesh != NULL) {
@@ -416,7 +417,7 @@ static dtrain_status gpt_check_copies(gpt *m, dtrain_comm *world)
     for (size_t i = 0; i < count && status == DTRAIN_OK && shards < ranks; i++)
         status = dtrain_comm_check_equal(copies, slices[i].weights, slices[i].count, DTRAIN_F32);
     for (int i = 0; i < m->listed && status == DTRAIN_OK; i++)
-        if (dtrain_fsdp_strategy(m->fsdp) == DTRAIN_SHARD_GRAD_OP)
+        if (m->strategy == DTRAIN_SHARD_GRAD_OP)
             status = dtrain_comm_check_equal(world, m->params[i], dtrain_param_elements(&m->table[i]), DTRAIN_F32);
     dtrain_comm_destroy(copies);
     return status;

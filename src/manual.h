@@ -25,7 +25,7 @@
  *     >>fsdp         parameters, gradients and optimizer state sharded over ranks; hybrid sharding
  *     >>data-parallel  every rank holds all parameters, and the program its own optimizer (DDP)
  *     >>module       a model as a list of layers that the library gathers, calls and reduces
- *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, drawn, run over modules
+ *     >>pipeline     layers cut into stages, schedules of micro-batches: planned, checked, run over modules
  *     >>tensor-parallel  layers split inside: linear layers, embedding, cross-entropy, attention, over a group's ranks
  *     >>safetensors  files of named tensors that Python reads; Hugging Face models; a table of parameters as a file
  *     >>checkpoint   the state of a run on disk, for any number of ranks to go on from
@@ -46,16 +46,24 @@
  * REDUCED DURING BACKWARD: declare parameters once, in a table of dtrain_param with a unit for each layer; a unit's
  * gradients travel while the backward pass goes on. A dtrain_sampler deals the examples.
  *
+ *     DTRAIN_CHECK(dtrain_sampler_init(&sampler, &data));
+ *     DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, table, 2, &sgd, NULL));
  *     DTRAIN_CHECK(dtrain_ddp_create(&ddp, world, table, 2, NULL));
- *     int mine = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
- *     DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, 4.0 * mine));
- *     ...                                              backward, from the last unit to the first, adds gradients up
- *     DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1));
- *     DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
- *     ...
- *     DTRAIN_CHECK(dtrain_ddp_finish(ddp, &total));
- *     DTRAIN_CHECK(dtrain_clip_grad_norm(table, 2, 1.0f, &norm));
- *     DTRAIN_CHECK(dtrain_optimizer_step(optimizer, 0.2f));
+ *     for (uint64_t step = 0; step < epochs * dtrain_sampler_steps(&sampler); step++) {
+ *         int mine = dtrain_sampler_share(&sampler, step, rank, ranks, &first);
+ *         DTRAIN_CHECK(dtrain_ddp_begin(ddp, mine, 4.0 * mine));
+ *         for (int micro = first; micro < first + mine; micro++) {
+ *             size_t n = dtrain_sampler_batch(&sampler, step, micro, examples);
+ *             ...                                      backward, from the last unit to the first, adds gradients up
+ *             DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 1));
+ *             DTRAIN_CHECK(dtrain_ddp_reduce(ddp, 0));
+ *             DTRAIN_CHECK(dtrain_ddp_next(ddp));      of use where some units had no gradient
+ *         }
+ *         DTRAIN_CHECK(dtrain_ddp_finish(ddp, &total));
+ *         DTRAIN_CHECK(dtrain_clip_grad_norm(table, 2, 1.0f, &norm));
+ *         DTRAIN_CHECK(dtrain_optimizer_step(optimizer, 0.2f));
+ *     }
+ *     dtrain_ddp_destroy(ddp);
  *
  * PROCESSES AND HOSTS: the first snippet again, under a launcher whose variables dtrain_comm_create knows (see
  * dtrain_comm_desc), or with rank, world_size and root in the desc:
@@ -63,6 +71,47 @@
  *     dtrain_comm_desc desc = {0};
  *     desc.rank = 1, desc.world_size = 4, desc.root = "10.0.0.1:29500", desc.token = secret;
  *     DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
+ *
+ * OTHER DATA THAN GRADIENTS: parts are those of dtrain_split, or of the lengths that a program gives, as where each
+ * token goes to the expert that it chose.
+ *
+ *     DTRAIN_CHECK(dtrain_gather(world, &one, all, (size_t)ranks, DTRAIN_I32, 0));
+ *     DTRAIN_CHECK(dtrain_scatter(world, all, &back, (size_t)ranks, DTRAIN_I32, 0));
+ *     DTRAIN_CHECK(dtrain_gather_v(world, mine, parts, counts, offsets, DTRAIN_F32, 0));
+ *     DTRAIN_CHECK(dtrain_scatter_v(world, parts, mine, counts, offsets, DTRAIN_F32, 0));
+ *     DTRAIN_CHECK(dtrain_all_gather_v(world, mine, parts, counts, offsets, DTRAIN_F32));
+ *     DTRAIN_CHECK(dtrain_reduce_scatter_v(world, parts, sums, counts, offsets, DTRAIN_F32, DTRAIN_SUM));
+ *     DTRAIN_CHECK(dtrain_all_to_all(world, goes, comes, (size_t)ranks, DTRAIN_U64));
+ *     DTRAIN_CHECK(dtrain_all_to_all_v(world, tokens, goes, NULL, taken, comes, NULL, DTRAIN_F32));
+ *
+ * BESIDE THE COMPUTATION: start a call, compute, and wait for it.
+ *
+ *     DTRAIN_CHECK(dtrain_reduce_scatter_async(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+ *     ...
+ *     DTRAIN_CHECK(dtrain_work_wait(work));
+ *     DTRAIN_CHECK(dtrain_all_gather_async(world, params + lo, params, count, DTRAIN_F32, &work));
+ *     DTRAIN_CHECK(dtrain_broadcast_async(world, params, count, DTRAIN_F32, 0, &work));
+ *     DTRAIN_CHECK(dtrain_recv_async(world, &before, 1, DTRAIN_I32, (rank + ranks - 1) % ranks, &came));
+ *     DTRAIN_CHECK(dtrain_send_async(world, &one, 1, DTRAIN_I32, (rank + 1) % ranks, &sent));
+ *
+ * A FRAME LOOP THAT NEVER BLOCKS, and starts no thread: desc.progress = DTRAIN_PROGRESS_POLL.
+ *
+ *     DTRAIN_CHECK(dtrain_comm_create_async(&world, &desc));
+ *     ...                                              each frame, until ready is 1
+ *     DTRAIN_CHECK(dtrain_comm_poll(world, 300));
+ *     DTRAIN_CHECK(dtrain_comm_ready(world, &ready));
+ *     ...                                              then, with gradients in each frame that finds them done
+ *     DTRAIN_CHECK(dtrain_all_reduce_async(world, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+ *     ...                                              each frame, until the work is done
+ *     DTRAIN_CHECK(dtrain_comm_poll(world, 300));
+ *     if (dtrain_work_done(work)) status = dtrain_work_wait(work);
+ *     ...                                              each frame after DTRAIN_ERR_PEER_LOST, until there is a group
+ *     DTRAIN_CHECK(dtrain_comm_shrink_poll(world, 300, &group));
+ *
+ * GOING ON WITHOUT A LOST RANK: the survivors make a group, and take the state of the furthest.
+ *
+ *     DTRAIN_CHECK(dtrain_comm_shrink(world, &group));
+ *     DTRAIN_CHECK(dtrain_resync(group, step, buffers, bytes, 1, &step));
  *
  * OPTIMIZER STATE SHARDED (ZeRO-1): the loop over parameters becomes a loop over my slice.
  *
@@ -85,6 +134,17 @@
  *     ...                                              backward: gather, compute, dtrain_fsdp_reduce(fsdp, layer)
  *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, &norm));
  *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *
+ * Several micro-batches a step, of which some leave units out; a scaled loss (desc.loss_scale); a step that is not
+ * applied; and an evaluation by code that gathers nothing:
+ *
+ *     DTRAIN_CHECK(dtrain_fsdp_begin(fsdp, 2, tokens));
+ *     float scale = dtrain_fsdp_loss_scale(fsdp);
+ *     ...                                              forward and backward with scale * loss
+ *     DTRAIN_CHECK(dtrain_fsdp_next(fsdp));
+ *     ...                                              forward and backward again
+ *     DTRAIN_CHECK(loss < limit ? dtrain_fsdp_step(fsdp, lr) : dtrain_fsdp_drop(fsdp));
+ *     DTRAIN_CHECK(dtrain_fsdp_unshard(fsdp));
  *
  * FULLY SHARDED, ON ARRAYS THAT A TRAINER HAS: pointers into one block, an array of a layer's weights holding all L
  * layers. The library takes the values over, you point at its memory. Arrays 1 and 2 belong to layers, units 1 to L; the

@@ -57,7 +57,7 @@ static double tp_time(dtrain_comm *world, tp_model *m, int what, double *blocked
     int64_t begin = bench_now_ns(), waited = dtrain_comm_blocked_ns(world);
     m->layer.no_overlap = what == TP_BARE;
     if (what == TP_PRODUCT)
-        DTRAIN_CHECK(dtrain_column_parallel_linear_weights(&m->layer, m->x, m->dy));
+        DTRAIN_CHECK(dtrain_column_parallel_linear_backward(&m->layer, m->x, m->dy, NULL));
     else if (what == TP_COMMUNICATION)
         DTRAIN_CHECK(dtrain_all_reduce(world, m->dx, m->dx, m->count, DTRAIN_F32, DTRAIN_SUM));
     else

@@ -550,7 +550,7 @@ static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_s
         if (facts->has_optimizer)
             status = dtrain_fsdp_set_step(fsdp, facts->optimizer_step);
         if (status == DTRAIN_OK && facts->has_scale && fsdp->desc.loss_scale > 0.0f)
-            status = dtrain_fsdp_set_loss_scale(fsdp, (float)facts->loss_scale, (int)facts->good_steps);
+            status = dtrain__fsdp_set_loss_scale(fsdp, (float)facts->loss_scale, (int)facts->good_steps);
     }
     return status == DTRAIN_OK ? status
                                : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);

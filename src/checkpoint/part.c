@@ -298,7 +298,7 @@ static void dtrain__part_fsdp_facts(dtrain__index_facts *facts, const dtrain_fsd
     facts->optimizer_step = dtrain_fsdp_get_step(fsdp);
     facts->has_scale = fsdp->desc.loss_scale > 0.0f;
     facts->loss_scale = (double)dtrain_fsdp_loss_scale(fsdp);
-    facts->good_steps = (uint64_t)dtrain_fsdp_good_steps(fsdp);
+    facts->good_steps = (uint64_t)fsdp->good_steps;
 }
 
 static dtrain_status dtrain__part_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)

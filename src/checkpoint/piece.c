@@ -145,7 +145,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pie
 {
     dtrain__piece_list list = {pieces, capacity, 0};
     if (fsdp == NULL || count == NULL || (pieces == NULL && capacity > 0))
-        return dtrain__fail(fsdp != NULL ? &fsdp->error : NULL, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_pieces: fsdp, count, and room for capacity pieces are needed, got NULL");
     int floats = (int)dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
     for (int which = -1; which < floats; which++)

@@ -6,6 +6,9 @@
  *     DTRAIN_CHECK(dtrain_safetensors_load(file, "wte", wte, V * C, DTRAIN_F32));      converts from what is stored
  *     dtrain_safetensors_close(file);
  *
+ *     DTRAIN_CHECK(dtrain_safetensors_open_memory(&file, weights, sizeof weights, NULL));      compiled into a program
+ *     DTRAIN_CHECK(dtrain_safetensors_view(file, dtrain_safetensors_find(file, "wte", 3), &data));
+ *
  *     dtrain_safetensors_source arrays[2] = {{"wte", 0, DTRAIN_F32, 2, wte_shape, wte, NULL, NULL},
  *                                            {"wpe", 0, DTRAIN_F32, 2, wpe_shape, wpe, NULL, NULL}};
  *     DTRAIN_CHECK(dtrain_safetensors_save("model.safetensors", arrays, 2, NULL));

@@ -163,20 +163,12 @@ struct dtrain_server {
     int turn;         /* the link that an idle server waits for next */
     dtrain_server_stats stats;
     uint64_t dense_bytes; /* sent_bytes, had nothing been packed */
-    dtrain__error broken, error;
+    dtrain__error broken;
 };
 
 DTRAIN__EXACT_BEGIN
 DTRAIN__FOLD_PAIR(dtrain__server_minus, dtrain__f32, a[i] - b[i])
 DTRAIN__EXACT_END
-
-/* Keeps the text of a call's error, whoever wrote it. */
-static DTRAIN__NOINLINE dtrain_status dtrain__server_note(dtrain_server *s, dtrain_status status)
-{
-    if (status != DTRAIN_OK && s != NULL)
-        s->error = dtrain__thread_error;
-    return status;
-}
 
 /* Leaves a link; its messages end. */
 static void dtrain__server_close(dtrain__server_link *link)

@@ -8,6 +8,9 @@
  * its step, pulls the newest parameters, and goes on; it waits for a slower one only when it would otherwise be more
  * than `staleness` steps ahead of it (stale synchronous parallel).
  *
+ *     DTRAIN_CHECK(dtrain_server_push(server, weight));      after its backward pass
+ *     DTRAIN_CHECK(dtrain_server_pull(server));
+ *
  * Each worker and the server are a group of two of their own, so that each can be lost by itself. */
 #ifndef DTRAIN__SERVER_H
 #define DTRAIN__SERVER_H

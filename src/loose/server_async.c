@@ -261,7 +261,7 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
     unsigned idle = 0;
     dtrain_status status = dtrain__server_check_run(s, desc);
     if (status != DTRAIN_OK)
-        return dtrain__server_note(s, status);
+        return status;
     int64_t limit = dtrain__server_timeout_ns(s);
     s->heard_ns = dtrain__os_now_ns();
     while (s->stats.workers > 0 && status == DTRAIN_OK) {
@@ -278,7 +278,7 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
             dtrain__server_sleep(s);
         }
     }
-    return dtrain__server_note(s, status);
+    return status;
 }
 
 /* ---- the aggregator of both forms ---- */
@@ -298,13 +298,13 @@ static dtrain_status dtrain__server_aggregate(void *self, const dtrain_param *ta
     if (status == DTRAIN_OK && !s->desc.async)
         status = dtrain__server_sync(s, table, weight, total_weight);
     if (status != DTRAIN_OK || !s->desc.async)
-        return dtrain__server_note(s, status);
+        return status;
     uint64_t mode = dtrain__fpmode_enter();
     status = dtrain__server_push(s, table, weight);
     if (status == DTRAIN_OK)
         status = dtrain__server_pull(s, table);
     dtrain__fpmode_restore(mode);
-    return dtrain__server_note(s, status);
+    return status;
 }
 
 static dtrain_compressed_stats dtrain__server_counters(const void *self)

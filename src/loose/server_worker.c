@@ -163,29 +163,29 @@ DTRAIN_API dtrain_status dtrain_server_push(dtrain_server *server, double weight
     if (status == DTRAIN_OK)
         status = dtrain__aggregator_check(server->table, server->count, weight);
     if (status != DTRAIN_OK)
-        return dtrain__server_note(server, status);
+        return status;
     uint64_t mode = dtrain__fpmode_enter();
     status = dtrain__server_push(server, server->table, weight);
     dtrain__fpmode_restore(mode);
-    return dtrain__server_note(server, status);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_server_pull(dtrain_server *server)
 {
     dtrain_status status = dtrain__server_check_present(server, "server_pull");
     if (status != DTRAIN_OK)
-        return dtrain__server_note(server, status);
+        return status;
     uint64_t mode = dtrain__fpmode_enter();
     status = dtrain__server_pull(server, server->table);
     dtrain__fpmode_restore(mode);
-    return dtrain__server_note(server, status);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_server_leave(dtrain_server *server)
 {
     dtrain_status status = dtrain__server_check_worker(server, "server_leave");
     if (status != DTRAIN_OK || server->left)
-        return dtrain__server_note(server, status);
+        return status;
     dtrain__server_link *link = &server->links[0];
     status = dtrain__server_flush(link);
     if (status == DTRAIN_OK)
@@ -193,7 +193,7 @@ DTRAIN_API dtrain_status dtrain_server_leave(dtrain_server *server)
     if (status == DTRAIN_OK)
         status = dtrain__server_wait(&link->out[0]);
     if (status != DTRAIN_OK)
-        return dtrain__server_note(server, dtrain__server_gone(server, "server_leave", status));
+        return dtrain__server_gone(server, "server_leave", status);
     server->left = 1;
     return DTRAIN_OK;
 }

@@ -19,7 +19,6 @@ typedef struct dtrain__module_layer {
     size_t first_use;
     int unit;        /* that is gathered for it; -1: none */
     int first, last; /* layers of that unit */
-    int64_t ns;      /* in its callbacks so far */
     int defers;      /* its weights' gradients are left to the second half where backward comes in halves */
 } dtrain__module_layer;
 
@@ -282,11 +281,6 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
     dtrain__free(memory, module->values);
     last = module->own;
     dtrain__free(memory == &module->own ? &last : memory, module);
-}
-
-DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer)
-{
-    return module != NULL && layer >= 0 && layer < module->layer_count ? module->layers[layer].ns : 0;
 }
 
 #endif

@@ -91,18 +91,12 @@ DTRAIN_API_MUST dtrain_status dtrain_module_create(dtrain_module **module, const
  * one thread per object */
 DTRAIN_API void dtrain_module_destroy(dtrain_module *module);
 
-/* Returns the nanoseconds that a layer's callbacks have taken since the module was made, of every pass: the costs for
- * dtrain_split_stages, measured; 0 for no such layer. What callbacks wait for is in it.
- *
- * one thread per object */
-DTRAIN_API int64_t dtrain_module_layer_ns(const dtrain_module *module, int layer);
-
 /* Runs all layers over one micro-batch.
  *
  * Memory is allocated when a micro-batch is larger than any before it in its place, and reused. A forward over one that
  * had no backward replaces it. DTRAIN_EVALUATE has a place of its own, keeps nothing, and disturbs none.
  *
- * When a callback fails on this rank, or there is no memory, the rank calls dtrain_fsdp_fail and goes on taking part in
+ * When a callback fails on this rank, or there is no memory, the rank gives the step up and goes on taking part in
  * what the others gather and reduce, with zeros for output: this call and backward return DTRAIN_OK, so that the step
  * ends with DTRAIN_ERR_ABORTED on every rank, with this rank's number, the layer and its status. Without FSDP, and
  * under DTRAIN_EVALUATE, the callback's status is returned, on this rank alone.

@@ -54,7 +54,7 @@ static void dtrain__module_give_up(dtrain__module_run *run, dtrain_status status
     else
         dtrain__fail(&run->module->error, status, "%s: %s", run->call, why);
     if (steps)
-        dtrain_fsdp_fail(run->fsdp, why);
+        dtrain__fsdp_fail(run->fsdp, why);
 }
 
 /* A layer's callback has returned. */
@@ -73,11 +73,8 @@ static void dtrain__module_returned(dtrain__module_run *run, int index, const ch
 static void dtrain__module_call(dtrain__module_run *run, int index, const char *what, dtrain_layer_fn callback,
                                 const dtrain_layer_context *context)
 {
-    dtrain__module_layer *layer = &run->module->layers[index];
-    int64_t begin = dtrain__os_now_ns();
-    dtrain_status status = callback(layer->desc.user, context);
-    layer->ns += dtrain__os_now_ns() - begin;
-    dtrain__module_returned(run, index, what, status);
+    const dtrain__module_layer *layer = &run->module->layers[index];
+    dtrain__module_returned(run, index, what, callback(layer->desc.user, context));
 }
 
 /* Asks each layer for its output's shape. */

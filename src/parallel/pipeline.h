@@ -25,7 +25,7 @@ extern "C" {
 /* Splits layers into stages of a pipeline, so that the most expensive stage is as cheap as can be; of such cuts, the
  * one whose earlier stages are longest. Every stage has a layer.
  *
- *   costs    one a layer, finite, 0 or above: computed, or measured (dtrain_module_layer_ns); NULL: the numbers of
+ *   costs    one a layer, finite, 0 or above: computed, or measured; NULL: the numbers of
  *            layers differ by at most one, earlier stages are longer
  *   begins   out: stages + 1 numbers; stage s has layers begins[s] to begins[s + 1] - 1
  *   errors   DTRAIN_ERR_INVALID  no stage, or more of them than layers: the text says what would fit. Or a bad cost
@@ -69,7 +69,7 @@ typedef struct dtrain_pipeline_plan_desc {
     const double *shares; /* ranks * chunks numbers: what a stage takes, in the above divided by chunks; NULL: 1 each */
 } dtrain_pipeline_plan_desc;
 
-/* A plan. Tasks may be put in another order, and looked at again by dtrain_pipeline_plan_check. */
+/* A plan; its fields are to be read. */
 typedef struct dtrain_pipeline_plan {
     dtrain_pipeline_plan_desc desc; /* defaults filled in; shares are the caller's, and needed by later calls */
     dtrain_pipeline_task *tasks;    /* of rank r: tasks[r * rank_tasks] and those after it, in order */
@@ -98,32 +98,6 @@ typedef struct dtrain_pipeline_plan {
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan,
                                                           const dtrain_pipeline_plan_desc *desc,
                                                           dtrain_allocator *allocator);
-
-/* Says whether a plan's tasks can run in their order, and sets times, span, bubble and peak by it.
- *
- * Every part of every micro-batch once on each rank; forward before backward, input before weights; and no rank waits
- * for ever where a rank has room for one activation and one gradient that the next rank has not taken.
- *
- *   errors   DTRAIN_ERR_INVALID  it cannot; the text names the rank, the task and what is missing
- *            DTRAIN_ERR_MEMORY
- *
- * one thread per object */
-DTRAIN_API_MUST dtrain_status dtrain_pipeline_plan_check(dtrain_pipeline_plan *plan);
-
-/* Writes a plan as text, a line a rank: "0: F0 F1 B0 ...", of several chunks "F0.1"; I and W are the two parts of B.
- *
- *   out       capacity bytes, ended by a zero where there is room for it; may be NULL with capacity 0
- *   returns   how many bytes the whole text has, without the zero
- *
- * any thread */
-DTRAIN_API size_t dtrain_pipeline_plan_text(const dtrain_pipeline_plan *plan, char *out, size_t capacity);
-
-/* Draws a plan as SVG, a row a rank, time to the right; the file is replaced when it is whole.
- *
- *   errors   DTRAIN_ERR_IO  the text has the system's reason; the old file is as it was
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_pipeline_plan_draw(const dtrain_pipeline_plan *plan, const char *path);
 
 /* Frees a plan; NULL is legal.
  *

@@ -55,7 +55,6 @@ static dtrain_status dtrain__pipeline_break(dtrain_pipeline *pipeline, dtrain_st
         dtrain__fsdp_break_groups(fsdp);
     }
     dtrain__pipeline_settle(pipeline);
-    pipeline->error = pipeline->broken;
     return dtrain__report(&pipeline->broken);
 }
 
@@ -66,10 +65,8 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: pipeline is NULL: create it first", call);
     if (pipeline->broken.status != DTRAIN_OK)
         return dtrain__report(&pipeline->broken);
-    if (dtrain__group_whole(pipeline->group, call) != DTRAIN_OK) {
-        pipeline->error = pipeline->group->error;
+    if (dtrain__group_whole(pipeline->group, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    }
     pipeline->call = call;
     pipeline->note.status = DTRAIN_OK;
     return DTRAIN_OK;
@@ -80,7 +77,7 @@ static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *why)
 {
     for (int c = 0; c < pipeline->chunks; c++) {
         dtrain_module *module = pipeline->modules[c];
-        dtrain_fsdp_fail(pipeline->fsdps[c], why);
+        dtrain__fsdp_fail(pipeline->fsdps[c], why);
         for (int i = 0; i < module->place_count - 1; i++)
             module->places[i].state = DTRAIN__MODULE_FREE;
     }
@@ -98,7 +95,7 @@ static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fai
     dtrain__error told = dtrain__thread_error;
     if (fails_step)
         dtrain__pipeline_drop(pipeline, told.text);
-    return dtrain__fail(&pipeline->error, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
+    return dtrain__fail(NULL, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
                         "%s: the pipeline could not go on: %s", pipeline->call, told.text);
 }
 
@@ -237,7 +234,7 @@ static dtrain_status dtrain__pipeline_compare(dtrain_pipeline *pipeline)
     dtrain_status status = dtrain__alike_meet(pipeline->group, &alike, DTRAIN_OK);
     if (alike.unheard || (status != DTRAIN_OK && status != DTRAIN_ERR_MISMATCH))
         return dtrain__pipeline_break(pipeline, status);
-    return status == DTRAIN_OK ? status : dtrain__fail(&pipeline->error, status, "%s", dtrain__thread_error.text);
+    return status == DTRAIN_OK ? status : dtrain__fail(NULL, status, "%s", dtrain__thread_error.text);
 }
 
 DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)

@@ -57,7 +57,7 @@ struct dtrain_pipeline {
     int agreed;
     const char *call;
     dtrain_pipeline_stats stats;
-    dtrain__error note, broken, error; /* note: why this rank cannot go on in the call under way */
+    dtrain__error note, broken; /* note: why this rank cannot go on in the call under way */
 };
 
 /* Scratch of one making. */

@@ -192,7 +192,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
     if (status != DTRAIN_OK)
         return status;
     if (!pipeline->agreed)
-        return dtrain__fail(&pipeline->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_pipeline_step: the shapes of micro-batches are not known on rank %d: call "
                             "dtrain_pipeline_agree first",
                             pipeline->rank);

@@ -70,17 +70,12 @@ DTRAIN_API_MUST dtrain_status dtrain_column_parallel_linear(const dtrain_paralle
  *
  *   x    as given to forward; may be NULL where d_weight is
  *   dy   of y's shape, with gather_output the same on every rank
- *   dx   out: of x's shape; NULL: not wanted. With d_weight and d_bias NULL this is the input's half alone
+ *   dx   out: of x's shape; NULL: not wanted, and then weight is not read. Schedules that separate the halves
+ *        call it twice: with d_weight and d_bias NULL for the input's half, with dx NULL for that of the weights
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms an operation */
 DTRAIN_API_MUST dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer,
                                                                      const float *x, const float *dy, float *dx);
-
-/* The half of the weights alone, for schedules that separate them: as the above with dx NULL; weight is not read.
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_column_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
-                                                                    const float *dy);
 
 /* Computes y of a layer split by inputs: the ranks' products are summed, then the bias is added.
  *
@@ -94,17 +89,12 @@ DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_l
  *
  *   x    as given to forward; may be NULL where d_weight is
  *   dy   of y's shape; without sequence the same on every rank
- *   dx   out: of x's shape; NULL: not wanted. With d_weight and d_bias NULL this is the input's half alone
+ *   dx   out: of x's shape; NULL: not wanted, and then weight is not read. Schedules that separate the halves
+ *        call it twice: with d_weight and d_bias NULL for the input's half, with dx NULL for that of the weights
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
                                                                   const float *dy, float *dx);
-
-/* The half of the weights alone: as the above with dx NULL; with sequence dy is gathered anew. weight is not read.
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
-                                                                 const float *dy);
 
 /* One rank's part of an embedding. Zero what does not apply. */
 typedef struct dtrain_parallel_vocab {

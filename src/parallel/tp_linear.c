@@ -239,12 +239,12 @@ static dtrain_status dtrain__tp_column_compute(dtrain__tp_linear *l, dtrain__tp_
     return dtrain__tp_wait(status, &back->reduce);
 }
 
-static dtrain_status dtrain__tp_column_backward(const char *name, const dtrain_parallel_linear *layer, const float *x,
-                                                const float *dy, float *dx)
+DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
+                                                                const float *dy, float *dx)
 {
     dtrain__tp_linear l;
     dtrain__tp_linear_back back;
-    dtrain_status status = dtrain__tp_linear_begin(&l, name, layer, 0);
+    dtrain_status status = dtrain__tp_linear_begin(&l, "column_parallel_linear_backward", layer, 0);
     if (status != DTRAIN_OK)
         return status;
     if (dx != NULL)
@@ -259,24 +259,12 @@ static dtrain_status dtrain__tp_column_backward(const char *name, const dtrain_p
     return dtrain__tp_end(&l.tp, status);
 }
 
-DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
-                                                                const float *dy, float *dx)
-{
-    return dtrain__tp_column_backward("column_parallel_linear_backward", layer, x, dy, dx);
-}
-
-DTRAIN_API dtrain_status dtrain_column_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
-                                                               const float *dy)
-{
-    return dtrain__tp_column_backward("column_parallel_linear_weights", layer, x, dy, NULL);
-}
-
-static dtrain_status dtrain__tp_row_backward(const char *name, const dtrain_parallel_linear *layer, const float *x,
-                                             const float *dy, float *dx)
+DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
+                                                             const float *dy, float *dx)
 {
     dtrain__tp_linear l;
     const float *wide = dy;
-    dtrain_status status = dtrain__tp_linear_begin(&l, name, layer, 1);
+    dtrain_status status = dtrain__tp_linear_begin(&l, "row_parallel_linear_backward", layer, 1);
     if (status != DTRAIN_OK)
         return status;
     if (dx != NULL)
@@ -295,18 +283,6 @@ static dtrain_status dtrain__tp_row_backward(const char *name, const dtrain_para
     if (status == DTRAIN_OK)
         dtrain__tp_linear_weights(&l, x, wide, 0);
     return dtrain__tp_end(&l.tp, status);
-}
-
-DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
-                                                             const float *dy, float *dx)
-{
-    return dtrain__tp_row_backward("row_parallel_linear_backward", layer, x, dy, dx);
-}
-
-DTRAIN_API dtrain_status dtrain_row_parallel_linear_weights(const dtrain_parallel_linear *layer, const float *x,
-                                                            const float *dy)
-{
-    return dtrain__tp_row_backward("row_parallel_linear_weights", layer, x, dy, NULL);
 }
 
 #endif

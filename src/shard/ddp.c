@@ -10,17 +10,7 @@ struct dtrain_ddp {
     dtrain_fsdp *fsdp;
     dtrain_allocator *allocator;
     int open;
-    uint64_t steps; /* finished */
-    dtrain__error error;
 };
-
-/* Keeps the text of a call's error, whoever wrote it. */
-static DTRAIN__NOINLINE dtrain_status dtrain__ddp_note(dtrain_ddp *ddp, dtrain_status status)
-{
-    if (status != DTRAIN_OK && ddp != NULL)
-        ddp->error = dtrain__thread_error;
-    return status;
-}
 
 static dtrain_status dtrain__ddp_check_begin(const dtrain_ddp *ddp, int micro_batches, double weight)
 {
@@ -42,10 +32,10 @@ DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, do
 {
     dtrain_status status = dtrain__ddp_check_begin(ddp, micro_batches, weight);
     if (status != DTRAIN_OK)
-        return dtrain__ddp_note(ddp, status);
+        return status;
     dtrain__fsdp_zero_grads(ddp->fsdp);
     ddp->open = 1;
-    return dtrain__ddp_note(ddp, dtrain_fsdp_begin(ddp->fsdp, micro_batches, weight));
+    return dtrain_fsdp_begin(ddp->fsdp, micro_batches, weight);
 }
 
 /* Says whether a call between begin and finish may go on. */
@@ -64,13 +54,13 @@ DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_enter(ddp->fsdp, "dtrain_ddp_reduce", unit);
     if (status != DTRAIN_OK)
-        return dtrain__ddp_note(ddp, status);
+        return status;
     ddp->fsdp->units[unit].fresh = 1; /* it always lies there in full */
     int last = ddp->fsdp->ended + 1 >= ddp->fsdp->announced;
     status = dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce");
     if (status == DTRAIN_OK && last)
         dtrain__fsdp_debug_note(ddp->fsdp, unit);
-    return dtrain__ddp_note(ddp, dtrain__fsdp_leave(ddp->fsdp, status));
+    return dtrain__fsdp_leave(ddp->fsdp, status);
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
@@ -83,7 +73,7 @@ DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
                               ddp->fsdp->announced);
     if (status == DTRAIN_OK)
         status = dtrain_fsdp_next(ddp->fsdp);
-    return dtrain__ddp_note(ddp, status);
+    return status;
 }
 
 /* Copies the sums back. */
@@ -100,14 +90,14 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
 {
     dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_finish");
     if (status != DTRAIN_OK)
-        return dtrain__ddp_note(ddp, status);
+        return status;
     dtrain_fsdp *fsdp = ddp->fsdp;
     int begun = fsdp->ended + (fsdp->reduced_units > 0);
     if (fsdp->broken.status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
-        return dtrain__ddp_note(ddp, dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                                  "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the "
-                                                  "rest, or call dtrain_ddp_next for those that used no unit",
-                                                  begun, fsdp->announced));
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the rest, or call "
+                            "dtrain_ddp_next for those that used no unit",
+                            begun, fsdp->announced);
     ddp->open = 0;
     status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_finish", 0);
     dtrain__fsdp_debug_compare_all(fsdp);
@@ -119,9 +109,7 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
         dtrain__ddp_unpack(fsdp);
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
-    status = dtrain__fsdp_leave(fsdp, status);
-    ddp->steps += status == DTRAIN_OK;
-    return dtrain__ddp_note(ddp, status);
+    return dtrain__fsdp_leave(fsdp, status);
 }
 
 static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -197,17 +185,6 @@ DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets)
 {
     return dtrain_fsdp_buckets(ddp != NULL ? ddp->fsdp : NULL, buckets);
-}
-
-DTRAIN_API dtrain_compressed_stats dtrain_ddp_get_stats(const dtrain_ddp *ddp)
-{
-    dtrain_compressed_stats sum = {0, 0, 0};
-    if (ddp == NULL)
-        return sum;
-    sum.steps = ddp->steps;
-    sum.dense_bytes = ddp->fsdp->stats.dense_bytes;
-    sum.sent_bytes = ddp->fsdp->stats.sent_bytes;
-    return sum;
 }
 
 DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index)

@@ -108,11 +108,6 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_w
  * one thread per object; never blocks */
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets);
 
-/* Says what all steps together have sent; a step is one that was finished.
- *
- * one thread per object; never blocks */
-DTRAIN_API dtrain_compressed_stats dtrain_ddp_get_stats(const dtrain_ddp *ddp);
-
 /* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
  * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
  *

@@ -167,7 +167,6 @@ struct dtrain_fsdp {
     int last;                                /* the unit gathered last; -1: none in this step */
     int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
     int keeps;                               /* nothing is dropped until the step */
-    int prefetched;                          /* a prefetch has been called and not been taken */
     int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
     int just_ended;                          /* neither reduced a unit nor begun a pass since the last one was over */
     int turn;                                /* the unit whose reduction is next */
@@ -195,7 +194,7 @@ struct dtrain_fsdp {
     int64_t left_ns; /* when the caller was given control back */
     dtrain__fsdp_device device;
     dtrain__fsdp_debug *debug; /* NULL: nothing is guarded */
-    dtrain__error broken, error;
+    dtrain__error broken;
 };
 
 static int dtrain__fsdp_rank(const dtrain_fsdp *fsdp)
@@ -281,8 +280,18 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
                      alone ? "; gather and reduce on every rank, also to sample or to validate" : "");
         dtrain__fsdp_break_groups(fsdp);
     }
-    fsdp->error = fsdp->broken;
     return dtrain__report(&fsdp->broken);
+}
+
+/* Says that this rank cannot go on with the step, so that none applies it: the next dtrain_fsdp_finish, or what implies
+ * it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and why. Gathers and reductions that the others
+ * make must still be made. */
+static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
+{
+    if (fsdp->note.failed)
+        return;
+    fsdp->note.failed = 1;
+    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
 }
 
 /* Begins a public call: says whether the object can be used, and ends the caller's computation in the trace. */
@@ -294,7 +303,7 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
         return dtrain__report(&fsdp->broken);
     fsdp->call = call;
     if (unit < 0 || unit >= fsdp->layout.unit_count)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d",
                             call, unit, fsdp->layout.unit_count - 1);
     if (fsdp->left_ns != 0)
         dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_COMPUTE, fsdp->last, fsdp->left_ns, dtrain__os_now_ns());

@@ -272,14 +272,6 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit);
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_forward_to(dtrain_fsdp *fsdp, int unit);
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward_to(dtrain_fsdp *fsdp, int unit);
 
-/* Starts to gather the first unit, before the first layer needs it. It reads slices, which the caller is not to write
- * until the unit has been gathered, or a step finished.
- *
- *   errors   DTRAIN_ERR_INVALID  called already and no gather since; or a strategy that gathers nothing
- *
- * collective: every rank, same order; never blocks */
-DTRAIN_API_MUST dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp);
-
 /* Opens a step, for ranks whose batches differ. Without it every rank weighs 1, and the step has as many micro-batches
  * as are reduced.
  *
@@ -324,20 +316,13 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp);
  * collective: every rank, same order; blocks up to timeout_ms an operation */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp);
 
-/* Says that this rank cannot go on with the step, so that none applies it. The next call of dtrain_fsdp_finish, or one
- * that implies it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and why; gradients are dropped, and
- * the object can be used. Gathers and reductions that the others make must still be made, as by dtrain_fsdp_join.
- *
- * one thread per object; never blocks */
-DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why);
-
 /* Waits for all gradients and divides them once by the weight of all ranks, and by the loss scale. A rank with fewer
  * micro-batches than others adds nothing to those that it lacks; where units are gathered it has made their gathers, by
  * dtrain_fsdp_join. Called by clip_grad_norm and step where the caller has not.
  *
  *   total_weight   out: of all ranks; may be NULL. When it is 0 gradients are not divided
  *   errors         DTRAIN_ERR_INVALID  on every rank: no rank has reduced anything. The object can be used
- *                  DTRAIN_ERR_ABORTED  a rank has called dtrain_fsdp_fail
+ *                  DTRAIN_ERR_ABORTED  a rank could not go on: see dtrain_fsdp_forward
  *                  DTRAIN_ERR_MISMATCH on every rank: weights of replicas differ (desc.check_every); the text names the
  *                                      first parameter and the ranks. The object can be used
  *                  those of dtrain_reduce_scatter: the object is broken
@@ -462,26 +447,15 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *nam
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);
 
-/* Return what was asked for, and the number of ranks that share one copy of the parameters.
+/* Returns the number of ranks that share one copy of the parameters.
  *
  * one thread per object */
-DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp);
 DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
 
 /* Returns the factor by which the caller multiplies its loss now; 1 where none is used.
  *
  * one thread per object */
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
-
-/* Return the number of good steps since the loss scale changed, and set both: part of what is saved and resumed. The
- * same on every rank.
- *
- *   errors   DTRAIN_ERR_INVALID  a scale that is not above 0 or not finite, negative steps; gradients of a step are not
- *                                used yet
- *
- * one thread per object; never blocks */
-DTRAIN_API int dtrain_fsdp_good_steps(const dtrain_fsdp *fsdp);
-DTRAIN_API_MUST dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps);
 
 /* What an object has done since it was made. */
 typedef struct dtrain_fsdp_stats {

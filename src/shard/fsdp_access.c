@@ -95,7 +95,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
     if (status != DTRAIN_OK)
         return status;
     if (!fsdp->units[unit].held)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_put: unit %d is not gathered on rank %d: gather it, write its parameters, "
                             "then put",
                             unit, dtrain__fsdp_rank(fsdp));
@@ -189,13 +189,13 @@ static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, con
         return status;
     *param = name != NULL ? dtrain__fsdp_find(fsdp, name) : fsdp->layout.table_count;
     if (*param == fsdp->layout.table_count)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
                             name != NULL ? name : "NULL");
     if (fsdp->layout.table[*param].dtype != DTRAIN_F32)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call,
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call,
                             name);
     if (root < lowest || root >= dtrain_comm_size(fsdp->comm))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
                             dtrain_comm_size(fsdp->comm) - 1);
     return DTRAIN_OK;
 }
@@ -207,7 +207,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name, root);
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
 }
@@ -229,7 +229,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, fl
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && (root < 0 || root == dtrain__fsdp_rank(fsdp)))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_get: value is NULL on rank %d, which gets %s", dtrain__fsdp_rank(fsdp), name);
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++)
         if (fsdp->layout.cuts[i].param == param)
@@ -246,7 +246,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
         return status;
     for (int i = 0; i < fsdp->layout.unit_count && !fsdp->layout.resident; i++)
         if (dtrain__fsdp_share_place(fsdp, i, i, 0) && fsdp->device.places[i].weights != NULL)
-            return dtrain__fail(&fsdp->error, DTRAIN_ERR_UNSUPPORTED,
+            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
                                 "with dtrain_fsdp_get, or set no_reshard_after_forward",
                                 i, dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue));

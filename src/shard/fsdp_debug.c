@@ -192,7 +192,7 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
             continue;
         snprintf(why, sizeof why, "the gradient of %.40s (unit %d) was written after dtrain_ddp_reduce",
                  fsdp->layout.table[cut->param].name, number);
-        dtrain_fsdp_fail(fsdp, why);
+        dtrain__fsdp_fail(fsdp, why);
     }
 }
 

@@ -172,7 +172,7 @@ static dtrain_status dtrain__fsdp_drift_find(dtrain_fsdp *fsdp)
     if (status != DTRAIN_OK)
         return status;
     int like = dtrain__fsdp_drift_outliers(fsdp, &others);
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_MISMATCH,
+    return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
                         "%s: replicas have drifted apart: parameter %zu \"%.80s\" of rank%s %s is not that of rank %d: "
                         "give all ranks the same first weights, steps and learning rates, and an optimizer without "
                         "approximate instructions; the step is dropped on all ranks, the object can be used",

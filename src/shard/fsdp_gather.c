@@ -225,7 +225,6 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
     unit->held = unit->fresh = 1;
     unit->used = ++fsdp->clock;
     fsdp->last = beside ? fsdp->last : number;
-    fsdp->prefetched = 0;
     if (direction != 0)
         unit->backward = direction < 0;
     /* tied parameters have a gradient from the head on, which comes before the pass turns back to their own layer */
@@ -243,7 +242,7 @@ static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
         if (i != number && dtrain__fsdp_share_place(fsdp, i, number, 0) && places[i].weights != NULL &&
             fsdp->units[i].held && fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
             return dtrain__fail(
-                &fsdp->error, DTRAIN_ERR_INVALID,
+                NULL, DTRAIN_ERR_INVALID,
                 "dtrain_fsdp_gather: unit %d lies where unit %d does, which rank %d holds: release that "
                 "first, or set no_reshard_after_forward",
                 number, i, dtrain__fsdp_rank(fsdp));
@@ -303,30 +302,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit)
     if (status != DTRAIN_OK)
         return status;
     if (!fsdp->units[unit].held)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_release: unit %d is not gathered on rank %d: gather it before each release",
                             unit, dtrain__fsdp_rank(fsdp));
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_release_now(fsdp, unit));
-}
-
-DTRAIN_API dtrain_status dtrain_fsdp_prefetch(dtrain_fsdp *fsdp)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_prefetch", 0);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
-    if (strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_NO_SHARD)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_prefetch: this strategy keeps full parameters on rank %d and gathers nothing: "
-                            "leave the call out",
-                            dtrain__fsdp_rank(fsdp));
-    if (fsdp->prefetched)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_prefetch: called twice on rank %d without a forward pass in between: call it "
-                            "once before each",
-                            dtrain__fsdp_rank(fsdp));
-    fsdp->prefetched = 1;
-    return dtrain__fsdp_leave(fsdp, fsdp->layout.resident ? DTRAIN_OK : dtrain__fsdp_gather_ahead(fsdp, 0));
 }
 
 #endif

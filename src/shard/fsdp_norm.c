@@ -5,11 +5,11 @@
 #define DTRAIN__FSDP_NORM
 #include "fsdp_step.c"
 
-static dtrain_status dtrain__fsdp_check_norm(dtrain_fsdp *fsdp, const char *call, float max_norm)
+static dtrain_status dtrain__fsdp_check_norm(const char *call, float max_norm)
 {
     if (max_norm >= 0.0f)
         return DTRAIN_OK;
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID, "%s: max_norm is %g, expected a number of at least 0", call,
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: max_norm is %g, expected a number of at least 0", call,
                         (double)max_norm);
 }
 
@@ -54,7 +54,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_clip_grad_norm", 0);
     if (status == DTRAIN_OK)
-        status = dtrain__fsdp_check_norm(fsdp, "dtrain_fsdp_clip_grad_norm", max_norm);
+        status = dtrain__fsdp_check_norm("dtrain_fsdp_clip_grad_norm", max_norm);
     if (status != DTRAIN_OK)
         return status;
     if (norm == NULL && fsdp->backend->queues)
@@ -106,7 +106,7 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
             status = dtrain_fsdp_drop(fsdps[i]);
     if (status != DTRAIN_OK)
         return status;
-    return dtrain__fail(&fsdps[0]->error, DTRAIN_ERR_ABORTED,
+    return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
                         "dtrain_fsdp_clip_model_grad_norm: %lld parts of the model have dropped the step, whose ranks "
                         "say why: it is dropped on all, the objects can be used",
                         (long long)dropped);
@@ -126,16 +126,14 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: object %d of %d is NULL", call, i, count);
         for (int k = 0; k < i; k++)
             if (fsdps[k] == fsdps[i])
-                return dtrain__fail(&fsdps[i]->error, DTRAIN_ERR_INVALID,
+                return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                     "%s: objects %d and %d of %d are the same: give each once", call, k, i, count);
-        status = dtrain__fsdp_check_norm(fsdps[i], call, max_norm);
+        status = dtrain__fsdp_check_norm(call, max_norm);
         if (status != DTRAIN_OK)
             return status;
     }
-    if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK) {
-        fsdps[0]->error = model->error;
+    if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    }
     dtrain_status mine = dtrain__fsdp_measure_all(fsdps, count, &total);
     dtrain__error why = dtrain__thread_error;
     if (model != NULL)

@@ -92,7 +92,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
     if (status != DTRAIN_OK)
         return status;
     if (fsdp->reduced_units > 0)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_join: rank %d has reduced %d of %d units of this micro-batch: go on with it, "
                             "or end it with dtrain_fsdp_next",
                             dtrain__fsdp_rank(fsdp), fsdp->reduced_units, fsdp->trained_units);
@@ -101,14 +101,6 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_join_now(fsdp, !fsdp->desc.keep_full_grads || fsdp->ended < (folded > 1 ? folded : 1));
     return dtrain__fsdp_leave(fsdp, status);
-}
-
-DTRAIN_API void dtrain_fsdp_fail(dtrain_fsdp *fsdp, const char *why)
-{
-    if (fsdp == NULL || fsdp->note.failed)
-        return;
-    fsdp->note.failed = 1;
-    snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
 }
 
 #endif

@@ -558,7 +558,7 @@ static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call
 {
     if (fsdp->grads == NULL)
         return DTRAIN_OK;
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: the gradients of the last step are finished but not used on rank %d: call "
                         "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop first",
                         call, dtrain__fsdp_rank(fsdp));
@@ -570,7 +570,7 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
     int computed = fsdp->ended - fsdp->joined;
     if (computed < (fsdp->announced >= 0 ? fsdp->announced : fsdp->desc.keep_full_grads ? 1 : INT_MAX))
         return DTRAIN_OK;
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: all %d micro-batches of this step are over on rank %d: announce as many as you compute "
                         "when it begins",
                         call, computed, dtrain__fsdp_rank(fsdp));
@@ -583,7 +583,7 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
     if (status != DTRAIN_OK)
         return status;
     if (fsdp->units[number].reduced)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
                             "missing: when these are unused, end the micro-batch first",
                             call, number, fsdp->ended, dtrain__fsdp_rank(fsdp), fsdp->trained_units,
@@ -608,11 +608,11 @@ static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, co
     if (dtrain__fsdp_was_there(fsdp, number))
         return dtrain__fsdp_check_missing(fsdp, number, call);
     if (!fsdp->units[number].fresh)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: unit %d has not been gathered on rank %d since it was reduced last: call "
                             "dtrain_fsdp_gather(fsdp, %d), compute, then reduce",
                             call, number, rank, number);
-    return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: unit %d was released on rank %d after its forward pass and not gathered since, so its "
                         "gradients come from parameters that may be gone: call dtrain_fsdp_gather(fsdp, %d) before its "
                         "backward pass",

@@ -13,12 +13,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
         return status;
     int rank = dtrain__fsdp_rank(fsdp), ranks = dtrain_comm_size(fsdp->comm);
     if (fsdp->announced >= 0 || fsdp->ended > 0 || fsdp->reduced_units > 0 || fsdp->grads != NULL)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_begin: a step is open on rank %d: end it with dtrain_fsdp_step, "
                             "dtrain_fsdp_publish or dtrain_fsdp_drop first",
                             rank);
     if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_begin: micro_batches is %d and weight %g on rank %d: expected none below 0",
                             micro_batches, weight, rank);
     fsdp->begins = 1;
@@ -124,20 +124,20 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
     for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
         const dtrain__fsdp_note *note = &fsdp->notes[rank];
         if (note->failed)
-            return dtrain__fail(&fsdp->error, DTRAIN_ERR_ABORTED,
+            return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
                                 "%s: rank %d could not go on%s%.*s: its gradients are dropped on all ranks, the object "
                                 "can be used",
                                 fsdp->call, rank, note->why[0] != 0 ? ": " : "", DTRAIN__FSDP_WHY - 1, note->why);
     }
     if (fsdp->freezes && !(fsdp->total_weight > 0.0))
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: the weights of all ranks are 0, and with compress.adam m is averaged by them: give "
                             "dtrain_fsdp_begin the number of examples",
                             fsdp->call);
     if ((most > 0 && fsdp->trained_units > 0) || dtrain__fsdp_trains_nothing(fsdp))
         return DTRAIN_OK;
     return dtrain__fail(
-        &fsdp->error, DTRAIN_ERR_INVALID,
+        NULL, DTRAIN_ERR_INVALID,
         "%s: no rank has reduced a gradient: call dtrain_fsdp_reduce for each unit first; the object can be "
         "used",
         fsdp->call);
@@ -264,7 +264,7 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     dtrain_status status = DTRAIN_OK;
     int units = fsdp->layout.unit_count,
         gathers = fsdp->layout.resident && (fsdp->gathers != NULL || fsdp->layout.apart);
-    fsdp->keeps = fsdp->prefetched = 0;
+    fsdp->keeps = 0;
     for (int i = 0; status == DTRAIN_OK && i < units && !fsdp->layout.resident; i++) {
         fsdp->units[i].held = fsdp->units[i].fresh = 0;
         if (fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
@@ -301,11 +301,11 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     if (status != DTRAIN_OK)
         return status;
     if (!dtrain__train_finite((double)lr) || lr < 0.0f)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_step: lr is %g on rank %d, expected a number of at least 0", (double)lr,
                             dtrain__fsdp_rank(fsdp));
     if (fsdp->optimizer.kind == DTRAIN_OPTIMIZER_NONE)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_step: the optimizer is DTRAIN_OPTIMIZER_NONE: update the slices of "
                             "dtrain_fsdp_local, then call dtrain_fsdp_publish");
     status = dtrain__fsdp_finish_now(fsdp, 0);
@@ -342,7 +342,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
 {
     if (fsdp == NULL || slices == NULL || count == NULL)
-        return dtrain__fail(fsdp != NULL ? &fsdp->error : NULL, DTRAIN_ERR_INVALID,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
     *slices = fsdp->slices;
     *count = fsdp->layout.cut_count;
@@ -373,17 +373,12 @@ DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step)
         return status;
     if (fsdp->grads != NULL)
         return dtrain__fail(
-            &fsdp->error, DTRAIN_ERR_INVALID,
+            NULL, DTRAIN_ERR_INVALID,
             "dtrain_fsdp_set_step: gradients of a step are not used yet on rank %d: end it with dtrain_fsdp_step, "
             "dtrain_fsdp_publish or dtrain_fsdp_drop first",
             dtrain__fsdp_rank(fsdp));
     fsdp->step = step;
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
-}
-
-DTRAIN_API dtrain_strategy dtrain_fsdp_strategy(const dtrain_fsdp *fsdp)
-{
-    return fsdp != NULL ? dtrain__layout_strategy(&fsdp->desc) : DTRAIN_STRATEGY_DEFAULT;
 }
 
 DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp)
@@ -396,25 +391,21 @@ DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
     return fsdp != NULL ? fsdp->loss_scale : 1.0f;
 }
 
-DTRAIN_API int dtrain_fsdp_good_steps(const dtrain_fsdp *fsdp)
+/* Sets the loss scale and the number of good steps since it changed: what a checkpoint brings. */
+static dtrain_status dtrain__fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps)
 {
-    return fsdp != NULL ? fsdp->good_steps : 0;
-}
-
-DTRAIN_API dtrain_status dtrain_fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_set_loss_scale", 0);
+    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_checkpoint_load", 0);
     if (status != DTRAIN_OK)
         return status;
     if (!dtrain__train_finite((double)scale) || !(scale > 0.0f) || good_steps < 0)
         return dtrain__fail(
-            &fsdp->error, DTRAIN_ERR_INVALID,
-            "dtrain_fsdp_set_loss_scale: scale is %g, good_steps %d on rank %d, expected a number above "
+            NULL, DTRAIN_ERR_INVALID,
+            "fsdp: the loss scale is %g, its good steps %d on rank %d, expected a number above "
             "0 and steps of at least 0",
             (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
     if (fsdp->grads != NULL)
-        return dtrain__fail(&fsdp->error, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_set_loss_scale: gradients of a step are not used yet on rank %d: end it first",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "fsdp: gradients of a step are not used yet on rank %d: end it first",
                             dtrain__fsdp_rank(fsdp));
     fsdp->loss_scale = scale;
     fsdp->good_steps = good_steps;

@@ -67,7 +67,8 @@ static uint64_t dtrain__sampler_permute(const dtrain_sampler *sampler, uint64_t 
     return row * sampler->columns + column;
 }
 
-DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position)
+/* The example at a position of an epoch's shuffle, which depends on seed, epoch and position alone. */
+static uint64_t dtrain__sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position)
 {
     if (sampler->desc.no_shuffle || position >= sampler->desc.count)
         return position;
@@ -114,7 +115,7 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
     uint64_t begin =
         step % steps * dtrain__sampler_per_step(sampler) + left / parts * part + (part < longer ? part : longer);
     for (uint64_t i = 0; i < count; i++)
-        examples[i] = dtrain_sampler_index(sampler, step / steps, begin + i);
+        examples[i] = dtrain__sampler_index(sampler, step / steps, begin + i);
     return (size_t)count;
 }
 

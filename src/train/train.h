@@ -124,7 +124,7 @@ typedef struct dtrain_sampler_desc {
     int strided;       /* 1: rank r has micro-batches r, r + ranks, ... of a step, as where each is reduced at once */
 } dtrain_sampler_desc;
 
-/* Deals every example of an epoch exactly once. Holds no position: any step may be asked for, by any number of
+/* Deals every example of an epoch exactly once, shuffled by seed and epoch alone. Holds no position: any step may be asked for, by any number of
  * ranks, so that resuming is starting at a later step. Copy it freely; it owns nothing. */
 typedef struct dtrain_sampler {
     dtrain_sampler_desc desc;
@@ -143,14 +143,6 @@ DTRAIN_API_MUST dtrain_status dtrain_sampler_init(dtrain_sampler *sampler, const
  * any thread */
 DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
 
-/* Returns the example at a position of an epoch's shuffle, which depends on seed, epoch and position alone.
- *
- *   position   below count
- *   source     a Feistel network over a rectangle, walked until it lands inside: Black and Rogaway, CT-RSA 2002
- *
- * any thread */
-DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t epoch, uint64_t position);
-
 /* Says which of a step's micro-batches are a rank's: a contiguous block, so that the sum of what it keeps until the
  * step ends fits the tree. Strided: every ranks-th, so that the i-th of all ranks are a contiguous block.
  *
@@ -163,12 +155,13 @@ DTRAIN_API uint64_t dtrain_sampler_index(const dtrain_sampler *sampler, uint64_t
  * any thread */
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first);
 
-/* Lists the examples of one micro-batch. Micro-batches do not depend on the number of ranks. What is left for an
+/* Lists the examples of one micro-batch, at their places in the epoch's shuffle. Micro-batches do not depend on the number of ranks. What is left for an
  * epoch's last step is split over its micro-batches evenly, earlier ones one longer.
  *
  *   micro_batch   0 to micro_batches - 1
  *   examples      out: room for batch of them
  *   returns       how many there are: batch, or fewer in an epoch's last step
+ *   source        a Feistel network over a rectangle, walked until it lands inside: Black and Rogaway, CT-RSA 2002
  *
  * any thread */
 DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t step, int micro_batch,

@@ -1,5 +1,6 @@
 /* What FSDP does when it is called wrongly, on one rank or on all, and when a rank dies: an error on every rank that
  * says what was expected, an object that can be used or says that it cannot, and nothing left behind. */
+#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
 #include "processes.h"
@@ -272,8 +273,6 @@ static dtrain_status called_wrongly(dtrain_comm *world, void *user)
         REFUSED(dtrain_fsdp_finish(fsdp, NULL), "the object can be used");
         refuse_by_order(fsdp, desc.keep_full_grads);
     }
-    if (desc.strategy == DTRAIN_SHARD_GRAD_OP || desc.strategy == DTRAIN_NO_SHARD)
-        REFUSED(dtrain_fsdp_prefetch(fsdp), "gathers nothing");
     dtrain_fsdp_destroy(fsdp);
     return DTRAIN_OK;
 }
@@ -296,7 +295,6 @@ TEST(wrong_calls_are_refused_and_change_nothing)
     CHECK_EQ(dtrain_fsdp_join(NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_fsdp_get(NULL, "a", NULL, 0), DTRAIN_ERR_INVALID);
     CHECK(dtrain_fsdp_param(NULL, "a") == NULL);
-    dtrain_fsdp_fail(NULL, "");
     dtrain_fsdp_destroy(NULL);
 }
 
@@ -343,12 +341,12 @@ static dtrain_status gives_up(dtrain_comm *world, void *user)
     CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, count, &desc), DTRAIN_OK);
     for (int way = 0; way < 4; way++) {
         if (me && way == 0) {
-            dtrain_fsdp_fail(fsdp, "no more data");
+            dtrain__fsdp_fail(fsdp, "no more data");
             CHECK_EQ(dtrain_fsdp_join(fsdp), DTRAIN_OK);
         } else {
             CHECK_EQ(a_step_for_ones(fsdp, table, !(me && way == 2)), DTRAIN_OK);
             if (me && way == 1)
-                dtrain_fsdp_fail(fsdp, NULL);
+                dtrain__fsdp_fail(fsdp, NULL);
         }
         dtrain_status status = dtrain_fsdp_step(fsdp, 1.0f);
         CHECK_EQ(status, way < 2 ? DTRAIN_ERR_ABORTED : DTRAIN_OK);
@@ -500,7 +498,7 @@ static dtrain_status destroys_early(dtrain_comm *world, void *user)
     (void)user;
     CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, 1, NULL), DTRAIN_OK);
     if (dtrain_comm_rank(world) == 0) {
-        CHECK_EQ(dtrain_fsdp_prefetch(fsdp), DTRAIN_OK);
+        CHECK_EQ(dtrain__fsdp_gather_ahead(fsdp, 0), DTRAIN_OK);
         CHECK_EQ(dtrain_fsdp_gather(fsdp, 6), DTRAIN_ERR_INVALID);
         double begin = now_s();
         dtrain_fsdp_destroy(fsdp);

@@ -1,5 +1,6 @@
 /* Checkpoints across layouts: what data, pipeline and tensor ranks have saved comes back to the bit under any other
  * layout, and is the same file when it is exported. */
+#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
 #include "processes.h"
@@ -317,7 +318,7 @@ static dtrain_status save_body(dtrain_comm *world, void *user)
     state.seed = 5;
     for (int chunk = 0; chunk < t->how->chunks && t->how->strategy != 0; chunk++) {
         CHECK_EQ(dtrain_fsdp_set_step(h.fsdp[chunk], 41), DTRAIN_OK);
-        CHECK_EQ(dtrain_fsdp_set_loss_scale(h.fsdp[chunk], 512.0f, 3), DTRAIN_OK);
+        CHECK_EQ(dtrain__fsdp_set_loss_scale(h.fsdp[chunk], 512.0f, 3), DTRAIN_OK);
     }
     dtrain_optimizer_set_step(h.optimizer, 41);
     dtrain_status status = t->async ? dtrain_checkpoint_save_async(ckpt, &state) : dtrain_checkpoint_save(ckpt, &state);
@@ -337,7 +338,7 @@ static void check_counters(holder *h, const dtrain_checkpoint_state *state, int 
     for (int chunk = 0; chunk < h->how.chunks && h->how.strategy != 0; chunk++) {
         CHECK_EQ(dtrain_fsdp_get_step(h->fsdp[chunk]), 41);
         CHECK_EQ(dtrain_fsdp_loss_scale(h->fsdp[chunk]), scaled ? 512 : 1024);
-        CHECK_EQ(dtrain_fsdp_good_steps(h->fsdp[chunk]), scaled ? 3 : 0);
+        CHECK_EQ(h->fsdp[chunk]->good_steps, scaled ? 3 : 0);
     }
     if (h->how.strategy == 0)
         CHECK_EQ(dtrain_optimizer_get_step(h->optimizer), 41);
@@ -557,7 +558,7 @@ static dtrain_status disagree_body(dtrain_comm *world, void *user)
         if (d->which == 1)
             CHECK_EQ(dtrain_fsdp_set_step(h.fsdp[chunk], 3), DTRAIN_OK);
         if (d->which == 2)
-            CHECK_EQ(dtrain_fsdp_set_loss_scale(h.fsdp[chunk], 2.0f, 0), DTRAIN_OK);
+            CHECK_EQ(dtrain__fsdp_set_loss_scale(h.fsdp[chunk], 2.0f, 0), DTRAIN_OK);
     }
     dtrain_fsdp *missing[2] = {h.fsdp[0], NULL};
     if (d->which == 3 && last)

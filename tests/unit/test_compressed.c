@@ -869,6 +869,8 @@ static void ddp_sends_what_the_aggregator_does(dtrain_comm *world)
     dtrain_aggregator aggregator;
     dtrain_ddp_desc desc;
     dtrain_ddp *ddp = NULL;
+    const dtrain_bucket *buckets;
+    uint64_t sent = 0, dense = 0;
     memset(&desc, 0, sizeof desc);
     desc.compress = &compress_plan;
     model_open(m, rank);
@@ -889,15 +891,19 @@ static void ddp_sends_what_the_aggregator_does(dtrain_comm *world)
                 CHECK_EQ(dtrain_ddp_reduce(ddp, unit), DTRAIN_OK);
             }
         CHECK_EQ(dtrain_ddp_finish(ddp, &total), DTRAIN_OK);
+        for (size_t i = dtrain_ddp_buckets(ddp, &buckets); i-- > 0;) {
+            sent += buckets[i].sent_bytes;
+            dense += buckets[i].dense_bytes;
+        }
         CHECK_EQ(aggregator.aggregate(aggregator.self, sums->table, 3, micros * 1.5, &expected), DTRAIN_OK);
         CHECK(total == 4.5 && expected == 4.5);
         CHECK(memcmp(m->grad, sums->grad, (SMALL + MATRIX) * sizeof(float)) == 0);
         CHECK_EQ(dtrain_comm_check_equal(world, m->grad, SMALL + MATRIX, DTRAIN_F32), DTRAIN_OK);
     }
-    dtrain_compressed_stats stats = dtrain_ddp_get_stats(ddp), others = dtrain_aggregator_get_stats(&aggregator);
+    dtrain_compressed_stats stats = dtrain_aggregator_get_stats(&aggregator);
     CHECK_EQ(stats.steps, 3);
     CHECK(stats.sent_bytes > 0 && stats.sent_bytes < stats.dense_bytes / 2);
-    CHECK(stats.sent_bytes == others.sent_bytes && stats.dense_bytes == others.dense_bytes);
+    CHECK(sent == stats.sent_bytes && dense == stats.dense_bytes);
     CHECK(dtrain_ddp_compression(NULL, 0) == NULL && dtrain_ddp_compression(ddp, 1) == NULL);
     CHECK(dtrain_ddp_compression(ddp, 0) != NULL);
     dtrain_aggregator_destroy(&aggregator);

@@ -1,5 +1,6 @@
 /* FSDP and DDP over memory of devices whose queues run behind the CPU: the weights, and every parameter that a layer
  * saw, are the bits of the same training on the CPU. */
+#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
 #include "async_device.h"
@@ -323,7 +324,7 @@ static dtrain_status prefetch_and_update(dtrain_comm *comm, void *user)
         async_sleep(device, 100000);
     else if (rank == 1)
         usleep(100000);
-    CHECK_OK(dtrain_fsdp_prefetch(fsdp));
+    CHECK_OK(dtrain__fsdp_gather_ahead(fsdp, 0));
     CHECK_OK(dtrain_fsdp_step(fsdp, 0.5f));
     if (on_device) { /* where it came is left as it is until another comes */
         CHECK_OK(dtrain_device_copy(device, host, dtrain_fsdp_unit_param(fsdp, "weights", 0), sizeof host));

@@ -213,8 +213,6 @@ static void pass_down(rank_state *s, uint64_t key, unsigned leaves)
 
 static void evaluate(rank_state *s)
 {
-    if (s->d->desc.strategy % 3 == 1 && draw(&s->plan, 2) == 0 && !s->fsdp->prefetched)
-        CHECK_OK(dtrain_fsdp_prefetch(s->fsdp)); /* full shard, hybrid */
     pass_up(s);
 }
 
@@ -273,7 +271,7 @@ static void finish_step(rank_state *s)
     unsigned how = draw(&s->plan, 8);
     if (how == 0) {
         if (s->rank == (int)draw(&s->plan, (unsigned)s->d->ranks))
-            dtrain_fsdp_fail(s->fsdp, "it has had enough");
+            dtrain__fsdp_fail(s->fsdp, "it has had enough");
         CHECK_EQ(dtrain_fsdp_finish(s->fsdp, NULL), DTRAIN_ERR_ABORTED);
         CHECK_CONTAINS(dtrain_last_error(), "it has had enough");
         return;
@@ -364,7 +362,7 @@ static void keep(rank_state *s)
         CHECK_OK(dtrain_device_copy(s->device, out + MOST_ELEMENTS * sizeof(float), s->seen[i], bytes));
     }
     say(s, (double)stats.steps + 1000.0 * (double)stats.skipped);
-    say(s, (double)dtrain_fsdp_get_step(s->fsdp) + 1000.0 * dtrain_fsdp_good_steps(s->fsdp));
+    say(s, (double)dtrain_fsdp_get_step(s->fsdp) + 1000.0 * s->fsdp->good_steps);
     say(s, (double)dtrain_fsdp_loss_scale(s->fsdp));
     say(s, (double)stats.dense_bytes);
     if (d->desc.reduce_dtype == 0 || d->desc.reduce_dtype == DTRAIN_F32) /* on a device they travel as float32 */

@@ -276,7 +276,7 @@ static int mourns(dtrain_comm *world, scene *s)
     size_t own = dtrain_fsdp_get_stats(fsdp).bytes;
     dtrain_status status = steps_until_death(fsdp, d, dtrain_comm_rank(world));
     CHECK_EQ(status, DTRAIN_ERR_PEER_LOST);
-    CHECK_CONTAINS(fsdp->error.text, "rank 2");
+    CHECK_CONTAINS(dtrain_last_error(), "rank 2");
     CHECK_EQ(dtrain_fsdp_gather(fsdp, 0), DTRAIN_ERR_PEER_LOST);
     CHECK_EQ(dtrain_fsdp_publish(fsdp), DTRAIN_ERR_PEER_LOST);
     double begin = now_s();

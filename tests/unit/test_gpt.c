@@ -313,12 +313,12 @@ static dtrain_status go_astray(dtrain_comm *world, void *user)
     CHECK_EQ(status, DTRAIN_OK);
     CHECK_EQ(gpt_check_copies(&model, world), DTRAIN_OK);
     CHECK_EQ(dtrain_fsdp_local(model.fsdp, &slices, &count), DTRAIN_OK);
-    if (dtrain_comm_rank(world) == 3 && dtrain_fsdp_strategy(model.fsdp) == DTRAIN_SHARD_GRAD_OP)
+    if (dtrain_comm_rank(world) == 3 && model.strategy == DTRAIN_SHARD_GRAD_OP)
         model.params[LNFW][0] += 1;
     else if (dtrain_comm_rank(world) == 3)
         slices[0].weights[0] += 1;
     if (dtrain_comm_rank(world) % dtrain_fsdp_shard_size(model.fsdp) == 3 % dtrain_fsdp_shard_size(model.fsdp) ||
-        dtrain_fsdp_strategy(model.fsdp) == DTRAIN_SHARD_GRAD_OP)
+        model.strategy == DTRAIN_SHARD_GRAD_OP)
         CHECK_EQ(gpt_check_copies(&model, world), DTRAIN_ERR_MISMATCH);
     else
         CHECK_EQ(gpt_check_copies(&model, world), DTRAIN_OK);

@@ -1,4 +1,5 @@
 /* Ranks in rows and columns: who differs where, how far a loss reaches, and one norm over parts that differ. */
+#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
 #include "groups.h"
@@ -315,7 +316,7 @@ static int one_norm(dtrain_comm *world, scene *s)
             CHECK_EQ(dtrain_fsdp_step(m.fsdps[i], 1), DTRAIN_OK);
         stage_backward(&m);
         if (rank == 3)
-            dtrain_fsdp_fail(m.fsdps[objects - 1], "the coffee is cold");
+            dtrain__fsdp_fail(m.fsdps[objects - 1], "the coffee is cold");
         CHECK_EQ(dtrain_fsdp_clip_model_grad_norm(m.fsdps, objects, m.model, 1, &norm), DTRAIN_ERR_ABORTED);
         CHECK_CONTAINS(dtrain_last_error(), m.pipe == 1 && m.tensor == 1 ? "the coffee is cold" : "parts of the model");
         stage_backward(&m);

@@ -1,11 +1,10 @@
 /* Cuts into stages and planned schedules: orders written by hand, the formulas of the papers, every dependency looked
  * up by the test itself, and orders that cannot run. */
+#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
 
 #include <math.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 static int cut_is(const int *begins, const int *lengths, int stages)
 {
@@ -103,16 +102,25 @@ static dtrain_pipeline_plan *plan_of(dtrain_pipeline_schedule schedule, int rank
     return plan;
 }
 
+/* "0: F0 F1 B0 ...", a line a rank; of several chunks "F0.1". I and W are the two parts of B. */
 static void text_is(dtrain_pipeline_schedule schedule, int ranks, int micro_batches, int chunks, const char *expected)
 {
     char text[2000];
+    size_t used = 0;
     dtrain_pipeline_plan *plan = plan_of(schedule, ranks, micro_batches, chunks);
-    CHECK_EQ(dtrain_pipeline_plan_text(plan, text, sizeof text), strlen(expected));
+    for (int rank = 0; rank < plan->desc.ranks; rank++) {
+        used += (size_t)snprintf(text + used, sizeof text - used, "%d:", rank);
+        for (size_t i = 0; i < plan->rank_tasks; i++) {
+            const dtrain_pipeline_task *task = &plan->tasks[(size_t)rank * plan->rank_tasks + i];
+            used += (size_t)snprintf(text + used, sizeof text - used, " %c%d", "FBIW"[task->part - DTRAIN_PART_FORWARD],
+                                     task->micro_batch);
+            if (plan->desc.chunks > 1)
+                used += (size_t)snprintf(text + used, sizeof text - used, ".%d", task->chunk);
+        }
+        used += (size_t)snprintf(text + used, sizeof text - used, "\n");
+    }
     if (strcmp(text, expected) != 0)
         TEST_FAIL("the plan is\n%sexpected was\n%s", text, expected);
-    CHECK_EQ(dtrain_pipeline_plan_text(plan, text, 5), strlen(expected));
-    CHECK(strlen(text) == 4 && strncmp(text, expected, 4) == 0);
-    CHECK_EQ(dtrain_pipeline_plan_text(plan, NULL, 0), strlen(expected));
     dtrain_pipeline_plan_destroy(plan);
 }
 
@@ -261,30 +269,30 @@ TEST(orders_that_cannot_run_are_found)
     dtrain_pipeline_plan *plan = plan_of(DTRAIN_PIPELINE_1F1B, 2, 2, 0); /* 0: F0 F1 B0 B1  1: F0 B0 F1 B1 */
     double span = plan->span;
     swap(plan, 4, 5);
-    CHECK_EQ(dtrain_pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "rank 1 stops at its task 0, B0, whose input is never there");
     swap(plan, 4, 5);
     swap(plan, 4, 6); /* rank 0 sends F0 first, rank 1 awaits F1 first */
-    CHECK_EQ(dtrain_pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "rank 1 stops at its task 0, F1");
     swap(plan, 4, 6);
     plan->tasks[6] = plan->tasks[4];
-    CHECK_EQ(dtrain_pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "task 2 of rank 1, F0, is there twice");
     plan->tasks[6].micro_batch = 1;
-    CHECK_EQ(dtrain_pipeline_plan_check(plan), DTRAIN_OK);
+    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_OK);
     CHECK(plan->span == span);
     plan->tasks[0].micro_batch = 2;
-    CHECK_EQ(dtrain_pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "F2, is there twice, or is none of 2 micro-batches");
     plan->tasks[0].micro_batch = 0;
     plan->tasks[2].part = DTRAIN_PART_INPUT; /* its weights are nowhere */
-    CHECK_EQ(dtrain_pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "1 parts of micro-batches are missing");
     dtrain_pipeline_plan_destroy(plan);
     plan = plan_of(DTRAIN_PIPELINE_ZB_H1, 2, 3, 0); /* 0: F0 F1 I0 W0 ... */
     swap(plan, 2, 3);
-    CHECK_EQ(dtrain_pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "rank 0 stops at its task 2, W0");
     dtrain_pipeline_plan_destroy(plan);
 }
@@ -334,30 +342,5 @@ TEST(what_cannot_be_planned_is_refused)
     dtrain_pipeline_plan_destroy(plan);
     CHECK_EQ(small.bytes, 0);
     CHECK_EQ(dtrain_pipeline_plan_create(NULL, &desc, NULL), DTRAIN_ERR_INVALID);
-    CHECK_EQ(dtrain_pipeline_plan_check(NULL), DTRAIN_ERR_INVALID);
     dtrain_pipeline_plan_destroy(NULL);
-}
-
-TEST(a_drawing_has_every_task_and_replaces_a_file_whole)
-{
-    char path[64], bad[96], line[600];
-    int tasks = 0, ended = 0;
-    dtrain_pipeline_plan *plan = plan_of(DTRAIN_PIPELINE_ZB_H1, 4, 8, 0);
-    snprintf(path, sizeof path, "/tmp/test_pipeline_plan.%ld.svg", (long)getpid());
-    CHECK_EQ(dtrain_pipeline_plan_draw(plan, path), DTRAIN_OK);
-    CHECK_EQ(dtrain_pipeline_plan_draw(plan, path), DTRAIN_OK);
-    FILE *file = fopen(path, "r");
-    CHECK(file != NULL);
-    while (file != NULL && fgets(line, sizeof line, file) != NULL) {
-        tasks += strstr(line, "<title>rank ") != NULL;
-        ended = strcmp(line, "</svg>\n") == 0;
-    }
-    if (file != NULL)
-        fclose(file);
-    CHECK_EQ(tasks, 4 * 8 * 3);
-    CHECK(ended);
-    unlink(path);
-    snprintf(bad, sizeof bad, "%s/nowhere.svg", path);
-    CHECK_EQ(dtrain_pipeline_plan_draw(plan, bad), DTRAIN_ERR_IO);
-    dtrain_pipeline_plan_destroy(plan);
 }

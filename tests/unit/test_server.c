@@ -277,7 +277,6 @@ static void refuses_another_table(dtrain_comm *world)
     m->table[5].frozen = 1;
     CHECK_EQ(aggregator.aggregate(aggregator.self, m->table, PARAMS, 1.0, &total), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "parameter large has 0 trained elements, the server was made for 8651");
-    CHECK_CONTAINS(server->error.text, "parameter large has 0");
     CHECK_EQ(aggregator.aggregate(aggregator.self, m->table, PARAMS, -1.0, &total), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_server_push(server, 1.0), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "the server is synchronous");
@@ -514,7 +513,7 @@ static int loses_its_server(dtrain_comm *world, scene *s)
     CHECK_CONTAINS(dtrain_last_error(), "is lost");
     double total;
     CHECK_EQ(aggregator.aggregate(aggregator.self, m.table, PARAMS, 1.0, &total), DTRAIN_ERR_PEER_LOST);
-    CHECK_CONTAINS(server->error.text, text);
+    CHECK_CONTAINS(dtrain_last_error(), text);
     dtrain_server_destroy(server);
     return 0;
 }

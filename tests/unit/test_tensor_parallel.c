@@ -327,8 +327,8 @@ static void linear_halves(const linear_test *t, dtrain_parallel_linear layer, in
     layer.weight = NULL;
     layer.d_weight = dw;
     layer.d_bias = db;
-    CHECK_EQ((t->c.row ? dtrain_row_parallel_linear_weights : dtrain_column_parallel_linear_weights)(&layer, t->my_x,
-                                                                                                     t->my_dy),
+    CHECK_EQ((t->c.row ? dtrain_row_parallel_linear_backward
+                       : dtrain_column_parallel_linear_backward)(&layer, t->my_x, t->my_dy, NULL),
              DTRAIN_OK);
     if (memcmp(dx, t->dx, inputs * sizeof(float)) != 0 || memcmp(dw, t->dw, weights * sizeof(float)) != 0 ||
         memcmp(db, t->db, t->out * sizeof(float)) != 0)

@@ -330,12 +330,12 @@ TEST(orders_depend_on_seed_and_epoch_and_are_even)
         desc.seed = seed;
         CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
         for (uint64_t i = 0; i < 5; i++)
-            places[i][dtrain_sampler_index(&sampler, 0, i)]++;
-        same_epoch += dtrain_sampler_index(&sampler, 0, 0) == dtrain_sampler_index(&sampler, 1, 0);
+            places[i][dtrain__sampler_index(&sampler, 0, i)]++;
+        same_epoch += dtrain__sampler_index(&sampler, 0, 0) == dtrain__sampler_index(&sampler, 1, 0);
         desc.seed = seed + 4000;
-        uint64_t before = dtrain_sampler_index(&sampler, 0, 0);
+        uint64_t before = dtrain__sampler_index(&sampler, 0, 0);
         CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
-        same_seed += before == dtrain_sampler_index(&sampler, 0, 0);
+        same_seed += before == dtrain__sampler_index(&sampler, 0, 0);
     }
     for (int i = 0; i < 5; i++) {
         for (int j = 0; j < 5; j++)
@@ -364,7 +364,7 @@ TEST(a_sampler_refuses_what_it_cannot_deal)
     desc.batch = 0;
     desc.no_shuffle = 1;
     CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
-    CHECK_EQ(dtrain_sampler_index(&sampler, 5, 2), 2);
+    CHECK_EQ(dtrain__sampler_index(&sampler, 5, 2), 2);
 }
 
 /* ---- schedules ---- */
