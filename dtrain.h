@@ -2255,13 +2255,26 @@ DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group);
 extern "C" {
 #endif
 
+/* What gradients become before they travel. */
+typedef enum dtrain_compression {
+    DTRAIN_COMPRESS_DEFAULT = 0, /* top-k */
+    DTRAIN_COMPRESS_TOPK = 901,
+    DTRAIN_COMPRESS_BF16,
+    DTRAIN_COMPRESS_F16,
+    DTRAIN_COMPRESS_INT8,
+    DTRAIN_COMPRESS_FP8,
+    DTRAIN_COMPRESS_SIGN,
+    DTRAIN_COMPRESS_POWERSGD,
+    DTRAIN_COMPRESS_OWN
+} dtrain_compression;
+
 /* A way to pack float32 vectors: a table of functions, to be filled by you or by those below. Each function gets the
  * table itself, and sets no global state: ranks are threads, too. */
 typedef struct dtrain_compressor dtrain_compressor;
 struct dtrain_compressor {
     const char *name;
     void *self;   /* yours */
-    size_t block; /* of the compressors below: elements that share a scale */
+    size_t block; /* of the compressors below: elements that share a scale, or the dtype of a cast */
     /* How many bytes count elements are packed into. It depends on count alone. */
     size_t (*bytes)(const dtrain_compressor *compressor, size_t count);
     void (*pack)(const dtrain_compressor *compressor, const float *in, size_t count, void *out);
@@ -2272,7 +2285,7 @@ struct dtrain_compressor {
      * Adds the bytes that this rank sent to *sent. Collective; the same bits on every rank. */
     dtrain_status (*reduce)(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in, float *residual,
                             float *out, size_t count, uint64_t *sent);
-    void (*destroy)(void *self); /* may be NULL */
+    void (*destroy)(void *self); /* may be NULL; called once, by what takes the compressor over */
 };
 
 /* A ratio that falls to its last value while training warms up: first, then each stage's factor times the one before.
@@ -2345,7 +2358,16 @@ typedef struct dtrain_compressed_stats {
  * Less to send: the largest gradients alone (top-k), fewer bits a number (quantisers), few numbers a matrix
  * (PowerSGD), what was not sent kept for the next step (error feedback), and all-reduces over them.
  * Selections, packed bytes and sums are the same bits under any compiler flags and instruction set, and what all
- * ranks get is the same on each. Bytes from another rank are checked in full before anything is written from them. */
+ * ranks get is the same on each. Bytes from another rank are checked in full before anything is written from them.
+ *
+ *     dtrain_compressor compressor = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);              or one of these:
+ *     DTRAIN_CHECK(dtrain_compressor_topk(&compressor, &topk, NULL));
+ *     DTRAIN_CHECK(dtrain_compressor_powersgd(&compressor, rows, columns, 4, seed, NULL));
+ *     DTRAIN_CHECK(dtrain_compressed_create(&compressed, world, count, &compressor, NULL));
+ *     ...
+ *     DTRAIN_CHECK(dtrain_compressed_all_reduce(compressed, grads, grads, DTRAIN_MEAN));
+ *     uint64_t sent = dtrain_compressed_get_stats(compressed).sent_bytes;
+ *     dtrain_compressed_destroy(compressed); */
 #ifndef DTRAIN__COMPRESS_H
 #define DTRAIN__COMPRESS_H
 
@@ -2405,14 +2427,16 @@ DTRAIN_API_MUST dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, flo
  * one thread per object */
 DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
 
-/* Make compressors that own nothing: copy them freely.
+/* Makes a compressor that owns nothing: copy it freely.
  *
- *   cast   each number as DTRAIN_BF16 or DTRAIN_F16, rounded to the nearest
- *   int8   a float32 scale for each block, its largest magnitude / 127, then a byte a number: x / scale rounded to the
- *          nearest, ties to even
- *   fp8    the same with E4M3 numbers and the largest magnitude / 448
- *   sign   a scale, the mean magnitude of the block, then a bit a number, 1 for negative; use it with feedback
- *   block  a multiple of 8, at most 65,536; 0: 256, for sign 1,024
+ *   kind    DTRAIN_COMPRESS_BF16, _F16   each number, rounded to the nearest
+ *           DTRAIN_COMPRESS_INT8         a float32 scale for each block, its largest magnitude / 127, then a byte a
+ *                                        number: x / scale rounded to the nearest, ties to even
+ *           DTRAIN_COMPRESS_FP8          the same with E4M3 numbers and the largest magnitude / 448
+ *           DTRAIN_COMPRESS_SIGN         a scale, the mean magnitude of the block, then a bit a number, 1 for
+ *                                        negative; use it with feedback
+ *           of another kind the table is zero, which every call refuses
+ *   block   a multiple of 8, at most 65,536; 0: 256, for sign 1,024; not read for BF16 and F16
  *
  * All scales come first. A block with a NaN or infinity unpacks as NaN throughout, so that it is not hidden. The same
  * bytes under any flags and instruction set.
@@ -2421,10 +2445,7 @@ DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
  *            others, arXiv:2209.05433, 2022; sign: Seide, Fu, Droppo, Li, Yu, Interspeech 2014
  *
  * any thread */
-DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype);
-DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block);
-DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block);
-DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
+DTRAIN_API dtrain_compressor dtrain_compressor_of(dtrain_compression kind, size_t block);
 
 /* Select on a device what dtrain_topk and dtrain_topk_add select: the same elements, in memory of the device.
  *
@@ -2455,7 +2476,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
 DTRAIN_API_MUST dtrain_status dtrain_device_sparse_add(dtrain_device *device, const uint32_t *indices,
                                                        const float *values, size_t k, float *data, size_t count);
 
-/* Pack and unpack on a device as dtrain_compressor_int8 and dtrain_compressor_fp8 do, the same bytes.
+/* Pack and unpack on a device as dtrain_compressor_of INT8 and FP8 does, the same bytes.
  *
  *   code     DTRAIN_I8, or DTRAIN_F8_E4M3
  *   block    as in those calls, which say by bytes(compressor, count) how many bytes the packed form has
@@ -2494,11 +2515,6 @@ DTRAIN_API_MUST dtrain_status dtrain_compressor_topk(dtrain_compressor *compress
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
                                                          int rank, uint64_t seed, dtrain_allocator *allocator);
-
-/* Frees what a compressor owns.
- *
- * one thread per object */
-DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor);
 
 /* Makes the state of a vector's all-reduce. Memory: the residual and velocity, and once warm what a step packs.
  *
@@ -2898,19 +2914,6 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
  * any thread, on a device one; allocates nothing on the CPU */
 DTRAIN_API_MUST dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm,
                                                     double *norm);
-
-/* What gradients become before they travel. */
-typedef enum dtrain_compression {
-    DTRAIN_COMPRESS_DEFAULT = 0, /* top-k */
-    DTRAIN_COMPRESS_TOPK = 901,
-    DTRAIN_COMPRESS_BF16,
-    DTRAIN_COMPRESS_F16,
-    DTRAIN_COMPRESS_INT8,
-    DTRAIN_COMPRESS_FP8,
-    DTRAIN_COMPRESS_SIGN,
-    DTRAIN_COMPRESS_POWERSGD,
-    DTRAIN_COMPRESS_OWN
-} dtrain_compression;
 
 /* How gradients are compressed: of an aggregator all together, of DDP and FSDP each bucket, as one vector; by PowerSGD
  * each parameter, by DDP and FSDP each layer of a stacked one. A dense parameter travels as it is, and ends the vector
@@ -30852,62 +30855,46 @@ static void dtrain__quantise_cast_unpack_now(const dtrain_compressor *compressor
     DTRAIN_IGNORE(dtrain_convert(in, (dtrain_dtype)compressor->block, out, DTRAIN_F32, count));
 }
 
-DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype)
+DTRAIN_API dtrain_compressor dtrain_compressor_of(dtrain_compression kind, size_t block)
 {
-    dtrain_compressor made = {dtype == DTRAIN_F16 ? "f16" : "bf16",
-                              NULL,
-                              (size_t)dtype,
-                              dtrain__quantise_cast_bytes,
-                              dtrain__quantise_cast_pack_now,
-                              dtrain__quantise_cast_unpack_now,
-                              NULL,
-                              NULL};
+    dtrain_compressor made;
+    memset(&made, 0, sizeof made);
+    switch (kind) {
+    case DTRAIN_COMPRESS_BF16:
+    case DTRAIN_COMPRESS_F16:
+        made.name = kind == DTRAIN_COMPRESS_F16 ? "f16" : "bf16";
+        made.block = (size_t)(kind == DTRAIN_COMPRESS_F16 ? DTRAIN_F16 : DTRAIN_BF16);
+        made.bytes = dtrain__quantise_cast_bytes;
+        made.pack = dtrain__quantise_cast_pack_now;
+        made.unpack = dtrain__quantise_cast_unpack_now;
+        return made;
+    case DTRAIN_COMPRESS_INT8:
+        made.name = "int8";
+        made.bytes = dtrain__quantise_byte_bytes;
+        made.pack = dtrain__quantise_int8_pack_now;
+        made.unpack = dtrain__quantise_int8_unpack_now;
+        break;
+    case DTRAIN_COMPRESS_FP8:
+        made.name = "fp8";
+        made.bytes = dtrain__quantise_byte_bytes;
+        made.pack = dtrain__quantise_fp8_pack_now;
+        made.unpack = dtrain__quantise_fp8_unpack_now;
+        break;
+    case DTRAIN_COMPRESS_SIGN:
+        made.name = "sign";
+        made.bytes = dtrain__quantise_sign_bytes;
+        made.pack = dtrain__quantise_sign_pack_now;
+        made.unpack = dtrain__quantise_sign_unpack_now;
+        break;
+    default: return made;
+    }
+    made.block = block > 0 ? block : kind == DTRAIN_COMPRESS_SIGN ? 1024 : 256;
     return made;
 }
 
-DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block)
+/* Frees what a compressor owns. */
+static void dtrain__quantise_destroy(dtrain_compressor *compressor)
 {
-    dtrain_compressor made = {"int8",
-                              NULL,
-                              block > 0 ? block : 256,
-                              dtrain__quantise_byte_bytes,
-                              dtrain__quantise_int8_pack_now,
-                              dtrain__quantise_int8_unpack_now,
-                              NULL,
-                              NULL};
-    return made;
-}
-
-DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block)
-{
-    dtrain_compressor made = {"fp8",
-                              NULL,
-                              block > 0 ? block : 256,
-                              dtrain__quantise_byte_bytes,
-                              dtrain__quantise_fp8_pack_now,
-                              dtrain__quantise_fp8_unpack_now,
-                              NULL,
-                              NULL};
-    return made;
-}
-
-DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block)
-{
-    dtrain_compressor made = {"sign",
-                              NULL,
-                              block > 0 ? block : 1024,
-                              dtrain__quantise_sign_bytes,
-                              dtrain__quantise_sign_pack_now,
-                              dtrain__quantise_sign_unpack_now,
-                              NULL,
-                              NULL};
-    return made;
-}
-
-DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor)
-{
-    if (compressor == NULL)
-        return;
     if (compressor->destroy != NULL)
         compressor->destroy(compressor->self);
     memset(compressor, 0, sizeof *compressor);
@@ -30916,15 +30903,11 @@ DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor)
 /* Says whether a table can be used, own or not. */
 static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *compressor, const char *call)
 {
-    int cast = compressor->pack == dtrain__quantise_cast_pack_now,
-        bytes = compressor->bytes == dtrain__quantise_byte_bytes;
-    int blocks = bytes || compressor->bytes == dtrain__quantise_sign_bytes;
+    int blocks =
+        compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;
     if (compressor->reduce == NULL &&
         (compressor->bytes == NULL || compressor->pack == NULL || compressor->unpack == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a compressor needs bytes, pack and unpack, or reduce", call);
-    if (cast && compressor->block != DTRAIN_BF16 && compressor->block != DTRAIN_F16)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a cast is to BF16 or F16, not to %s", call,
-                            dtrain_dtype_name((dtrain_dtype)compressor->block));
     if (blocks && (compressor->block == 0 || compressor->block % 8 != 0 || compressor->block > 65536))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: a block of %s has %zu elements, expected a multiple of 8 up to 65536", call,
@@ -31087,7 +31070,7 @@ static dtrain_status dtrain__device_check_code(const dtrain_device *device, cons
 
 static dtrain_compressor dtrain__device_compressor(dtrain_dtype code, size_t block)
 {
-    return code == DTRAIN_I8 ? dtrain_compressor_int8(block) : dtrain_compressor_fp8(block);
+    return dtrain_compressor_of(code == DTRAIN_I8 ? DTRAIN_COMPRESS_INT8 : DTRAIN_COMPRESS_FP8, block);
 }
 
 DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,
@@ -33104,7 +33087,7 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     dtrain_compressed *c = compressed;
     if (c == NULL)
         return;
-    dtrain_compressor_destroy(&c->compressor);
+    dtrain__quantise_destroy(&c->compressor);
     dtrain__device_vector_destroy(c->there, c->allocator);
     dtrain__free(c->allocator, c->residual);
     dtrain__free(c->allocator, c->velocity);
@@ -34999,11 +34982,11 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
             topk.schedule.ratio = 0.01;
         return dtrain_compressor_topk(made, &topk, allocator);
     case DTRAIN_COMPRESS_POWERSGD: return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
-    case DTRAIN_COMPRESS_BF16: *made = dtrain_compressor_cast(DTRAIN_BF16); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_F16: *made = dtrain_compressor_cast(DTRAIN_F16); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_INT8: *made = dtrain_compressor_int8(desc->block); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_FP8: *made = dtrain_compressor_fp8(desc->block); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_SIGN: *made = dtrain_compressor_sign(desc->block); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_BF16:
+    case DTRAIN_COMPRESS_F16:
+    case DTRAIN_COMPRESS_INT8:
+    case DTRAIN_COMPRESS_FP8:
+    case DTRAIN_COMPRESS_SIGN: *made = dtrain_compressor_of(desc->kind, desc->block); return DTRAIN_OK;
     default: break;
     }
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
@@ -35026,11 +35009,11 @@ static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_d
         desc.topk.values = given->topk.values != 0 ? given->topk.values : DTRAIN_F32;
     }
     desc.own = desc.kind == DTRAIN_COMPRESS_OWN ? given->own : NULL;
-    desc.block = desc.kind == DTRAIN_COMPRESS_INT8   ? dtrain_compressor_int8(given->block).block
-                 : desc.kind == DTRAIN_COMPRESS_FP8  ? dtrain_compressor_fp8(given->block).block
-                 : desc.kind == DTRAIN_COMPRESS_SIGN ? dtrain_compressor_sign(given->block).block
-                 : desc.own != NULL                  ? desc.own->block
-                                                     : 0;
+    int blocks = desc.kind == DTRAIN_COMPRESS_INT8 || desc.kind == DTRAIN_COMPRESS_FP8 ||
+                 desc.kind == DTRAIN_COMPRESS_SIGN;
+    desc.block = blocks             ? dtrain_compressor_of(desc.kind, given->block).block
+                 : desc.own != NULL ? desc.own->block
+                                    : 0;
     desc.rank = desc.feedback.no_masking = 0;
     desc.least_count = given->least_count > 0 ? given->least_count : DTRAIN__COMPRESSION_LEAST;
     return desc;
@@ -45728,7 +45711,7 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server)
     for (int i = 0; s->links != NULL && i < s->link_count; i++)
         dtrain__server_close(&s->links[i]);
     dtrain__server_buffers(s, 1);
-    dtrain_compressor_destroy(&s->compressor);
+    dtrain__quantise_destroy(&s->compressor);
     dtrain__free(allocator, s->links);
     dtrain__free(allocator, s->pieces);
     dtrain__free(allocator, s->begins);

@@ -49,7 +49,7 @@ static int compress_alone(bench *b)
     float *x = bench_memory(b->bytes, b->huge), *y = bench_memory(b->bytes, b->huge);
     signed char *codes = (signed char *)bench_memory(2 * b->count + 4096, b->huge);
     size_t k = dtrain_topk_count(b->count, b->ratio);
-    dtrain_compressor int8 = dtrain_compressor_int8(0);
+    dtrain_compressor int8 = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
     dtrain_sparse sparse;
     memset(&sparse, 0, sizeof sparse);
     for (size_t i = 0; i < b->count; i++)
@@ -86,7 +86,7 @@ static void compress_rank(dtrain_comm *world, bench *b)
     int rank = dtrain_comm_rank(world);
     float *grad = bench_memory(b->bytes, 0), *out = bench_memory(b->bytes, 0);
     dtrain_topk_desc topk;
-    dtrain_compressor compressor = dtrain_compressor_int8(0);
+    dtrain_compressor compressor = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
     dtrain_compressed *compressed;
     memset(&topk, 0, sizeof topk);
     topk.schedule.ratio = b->ratio;

@@ -2,7 +2,16 @@
  * Less to send: the largest gradients alone (top-k), fewer bits a number (quantisers), few numbers a matrix
  * (PowerSGD), what was not sent kept for the next step (error feedback), and all-reduces over them.
  * Selections, packed bytes and sums are the same bits under any compiler flags and instruction set, and what all
- * ranks get is the same on each. Bytes from another rank are checked in full before anything is written from them. */
+ * ranks get is the same on each. Bytes from another rank are checked in full before anything is written from them.
+ *
+ *     dtrain_compressor compressor = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);              or one of these:
+ *     DTRAIN_CHECK(dtrain_compressor_topk(&compressor, &topk, NULL));
+ *     DTRAIN_CHECK(dtrain_compressor_powersgd(&compressor, rows, columns, 4, seed, NULL));
+ *     DTRAIN_CHECK(dtrain_compressed_create(&compressed, world, count, &compressor, NULL));
+ *     ...
+ *     DTRAIN_CHECK(dtrain_compressed_all_reduce(compressed, grads, grads, DTRAIN_MEAN));
+ *     uint64_t sent = dtrain_compressed_get_stats(compressed).sent_bytes;
+ *     dtrain_compressed_destroy(compressed); */
 #ifndef DTRAIN__COMPRESS_H
 #define DTRAIN__COMPRESS_H
 #include "../base/base.h"
@@ -66,14 +75,16 @@ DTRAIN_API_MUST dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, flo
  * one thread per object */
 DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
 
-/* Make compressors that own nothing: copy them freely.
+/* Makes a compressor that owns nothing: copy it freely.
  *
- *   cast   each number as DTRAIN_BF16 or DTRAIN_F16, rounded to the nearest
- *   int8   a float32 scale for each block, its largest magnitude / 127, then a byte a number: x / scale rounded to the
- *          nearest, ties to even
- *   fp8    the same with E4M3 numbers and the largest magnitude / 448
- *   sign   a scale, the mean magnitude of the block, then a bit a number, 1 for negative; use it with feedback
- *   block  a multiple of 8, at most 65,536; 0: 256, for sign 1,024
+ *   kind    DTRAIN_COMPRESS_BF16, _F16   each number, rounded to the nearest
+ *           DTRAIN_COMPRESS_INT8         a float32 scale for each block, its largest magnitude / 127, then a byte a
+ *                                        number: x / scale rounded to the nearest, ties to even
+ *           DTRAIN_COMPRESS_FP8          the same with E4M3 numbers and the largest magnitude / 448
+ *           DTRAIN_COMPRESS_SIGN         a scale, the mean magnitude of the block, then a bit a number, 1 for
+ *                                        negative; use it with feedback
+ *           of another kind the table is zero, which every call refuses
+ *   block   a multiple of 8, at most 65,536; 0: 256, for sign 1,024; not read for BF16 and F16
  *
  * All scales come first. A block with a NaN or infinity unpacks as NaN throughout, so that it is not hidden. The same
  * bytes under any flags and instruction set.
@@ -82,10 +93,7 @@ DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
  *            others, arXiv:2209.05433, 2022; sign: Seide, Fu, Droppo, Li, Yu, Interspeech 2014
  *
  * any thread */
-DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype);
-DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block);
-DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block);
-DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block);
+DTRAIN_API dtrain_compressor dtrain_compressor_of(dtrain_compression kind, size_t block);
 
 /* Select on a device what dtrain_topk and dtrain_topk_add select: the same elements, in memory of the device.
  *
@@ -116,7 +124,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
 DTRAIN_API_MUST dtrain_status dtrain_device_sparse_add(dtrain_device *device, const uint32_t *indices,
                                                        const float *values, size_t k, float *data, size_t count);
 
-/* Pack and unpack on a device as dtrain_compressor_int8 and dtrain_compressor_fp8 do, the same bytes.
+/* Pack and unpack on a device as dtrain_compressor_of INT8 and FP8 does, the same bytes.
  *
  *   code     DTRAIN_I8, or DTRAIN_F8_E4M3
  *   block    as in those calls, which say by bytes(compressor, count) how many bytes the packed form has
@@ -155,11 +163,6 @@ DTRAIN_API_MUST dtrain_status dtrain_compressor_topk(dtrain_compressor *compress
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
                                                          int rank, uint64_t seed, dtrain_allocator *allocator);
-
-/* Frees what a compressor owns.
- *
- * one thread per object */
-DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor);
 
 /* Makes the state of a vector's all-reduce. Memory: the residual and velocity, and once warm what a step packs.
  *

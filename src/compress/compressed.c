@@ -411,7 +411,7 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     dtrain_compressed *c = compressed;
     if (c == NULL)
         return;
-    dtrain_compressor_destroy(&c->compressor);
+    dtrain__quantise_destroy(&c->compressor);
     dtrain__device_vector_destroy(c->there, c->allocator);
     dtrain__free(c->allocator, c->residual);
     dtrain__free(c->allocator, c->velocity);

@@ -12,13 +12,26 @@
 extern "C" {
 #endif
 
+/* What gradients become before they travel. */
+typedef enum dtrain_compression {
+    DTRAIN_COMPRESS_DEFAULT = 0, /* top-k */
+    DTRAIN_COMPRESS_TOPK = 901,
+    DTRAIN_COMPRESS_BF16,
+    DTRAIN_COMPRESS_F16,
+    DTRAIN_COMPRESS_INT8,
+    DTRAIN_COMPRESS_FP8,
+    DTRAIN_COMPRESS_SIGN,
+    DTRAIN_COMPRESS_POWERSGD,
+    DTRAIN_COMPRESS_OWN
+} dtrain_compression;
+
 /* A way to pack float32 vectors: a table of functions, to be filled by you or by those below. Each function gets the
  * table itself, and sets no global state: ranks are threads, too. */
 typedef struct dtrain_compressor dtrain_compressor;
 struct dtrain_compressor {
     const char *name;
     void *self;   /* yours */
-    size_t block; /* of the compressors below: elements that share a scale */
+    size_t block; /* of the compressors below: elements that share a scale, or the dtype of a cast */
     /* How many bytes count elements are packed into. It depends on count alone. */
     size_t (*bytes)(const dtrain_compressor *compressor, size_t count);
     void (*pack)(const dtrain_compressor *compressor, const float *in, size_t count, void *out);
@@ -29,7 +42,7 @@ struct dtrain_compressor {
      * Adds the bytes that this rank sent to *sent. Collective; the same bits on every rank. */
     dtrain_status (*reduce)(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in, float *residual,
                             float *out, size_t count, uint64_t *sent);
-    void (*destroy)(void *self); /* may be NULL */
+    void (*destroy)(void *self); /* may be NULL; called once, by what takes the compressor over */
 };
 
 /* A ratio that falls to its last value while training warms up: first, then each stage's factor times the one before.

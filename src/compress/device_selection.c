@@ -155,7 +155,7 @@ static dtrain_status dtrain__device_check_code(const dtrain_device *device, cons
 
 static dtrain_compressor dtrain__device_compressor(dtrain_dtype code, size_t block)
 {
-    return code == DTRAIN_I8 ? dtrain_compressor_int8(block) : dtrain_compressor_fp8(block);
+    return dtrain_compressor_of(code == DTRAIN_I8 ? DTRAIN_COMPRESS_INT8 : DTRAIN_COMPRESS_FP8, block);
 }
 
 DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,

@@ -234,62 +234,46 @@ static void dtrain__quantise_cast_unpack_now(const dtrain_compressor *compressor
     DTRAIN_IGNORE(dtrain_convert(in, (dtrain_dtype)compressor->block, out, DTRAIN_F32, count));
 }
 
-DTRAIN_API dtrain_compressor dtrain_compressor_cast(dtrain_dtype dtype)
+DTRAIN_API dtrain_compressor dtrain_compressor_of(dtrain_compression kind, size_t block)
 {
-    dtrain_compressor made = {dtype == DTRAIN_F16 ? "f16" : "bf16",
-                              NULL,
-                              (size_t)dtype,
-                              dtrain__quantise_cast_bytes,
-                              dtrain__quantise_cast_pack_now,
-                              dtrain__quantise_cast_unpack_now,
-                              NULL,
-                              NULL};
+    dtrain_compressor made;
+    memset(&made, 0, sizeof made);
+    switch (kind) {
+    case DTRAIN_COMPRESS_BF16:
+    case DTRAIN_COMPRESS_F16:
+        made.name = kind == DTRAIN_COMPRESS_F16 ? "f16" : "bf16";
+        made.block = (size_t)(kind == DTRAIN_COMPRESS_F16 ? DTRAIN_F16 : DTRAIN_BF16);
+        made.bytes = dtrain__quantise_cast_bytes;
+        made.pack = dtrain__quantise_cast_pack_now;
+        made.unpack = dtrain__quantise_cast_unpack_now;
+        return made;
+    case DTRAIN_COMPRESS_INT8:
+        made.name = "int8";
+        made.bytes = dtrain__quantise_byte_bytes;
+        made.pack = dtrain__quantise_int8_pack_now;
+        made.unpack = dtrain__quantise_int8_unpack_now;
+        break;
+    case DTRAIN_COMPRESS_FP8:
+        made.name = "fp8";
+        made.bytes = dtrain__quantise_byte_bytes;
+        made.pack = dtrain__quantise_fp8_pack_now;
+        made.unpack = dtrain__quantise_fp8_unpack_now;
+        break;
+    case DTRAIN_COMPRESS_SIGN:
+        made.name = "sign";
+        made.bytes = dtrain__quantise_sign_bytes;
+        made.pack = dtrain__quantise_sign_pack_now;
+        made.unpack = dtrain__quantise_sign_unpack_now;
+        break;
+    default: return made;
+    }
+    made.block = block > 0 ? block : kind == DTRAIN_COMPRESS_SIGN ? 1024 : 256;
     return made;
 }
 
-DTRAIN_API dtrain_compressor dtrain_compressor_int8(size_t block)
+/* Frees what a compressor owns. */
+static void dtrain__quantise_destroy(dtrain_compressor *compressor)
 {
-    dtrain_compressor made = {"int8",
-                              NULL,
-                              block > 0 ? block : 256,
-                              dtrain__quantise_byte_bytes,
-                              dtrain__quantise_int8_pack_now,
-                              dtrain__quantise_int8_unpack_now,
-                              NULL,
-                              NULL};
-    return made;
-}
-
-DTRAIN_API dtrain_compressor dtrain_compressor_fp8(size_t block)
-{
-    dtrain_compressor made = {"fp8",
-                              NULL,
-                              block > 0 ? block : 256,
-                              dtrain__quantise_byte_bytes,
-                              dtrain__quantise_fp8_pack_now,
-                              dtrain__quantise_fp8_unpack_now,
-                              NULL,
-                              NULL};
-    return made;
-}
-
-DTRAIN_API dtrain_compressor dtrain_compressor_sign(size_t block)
-{
-    dtrain_compressor made = {"sign",
-                              NULL,
-                              block > 0 ? block : 1024,
-                              dtrain__quantise_sign_bytes,
-                              dtrain__quantise_sign_pack_now,
-                              dtrain__quantise_sign_unpack_now,
-                              NULL,
-                              NULL};
-    return made;
-}
-
-DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor)
-{
-    if (compressor == NULL)
-        return;
     if (compressor->destroy != NULL)
         compressor->destroy(compressor->self);
     memset(compressor, 0, sizeof *compressor);
@@ -298,15 +282,11 @@ DTRAIN_API void dtrain_compressor_destroy(dtrain_compressor *compressor)
 /* Says whether a table can be used, own or not. */
 static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *compressor, const char *call)
 {
-    int cast = compressor->pack == dtrain__quantise_cast_pack_now,
-        bytes = compressor->bytes == dtrain__quantise_byte_bytes;
-    int blocks = bytes || compressor->bytes == dtrain__quantise_sign_bytes;
+    int blocks =
+        compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;
     if (compressor->reduce == NULL &&
         (compressor->bytes == NULL || compressor->pack == NULL || compressor->unpack == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a compressor needs bytes, pack and unpack, or reduce", call);
-    if (cast && compressor->block != DTRAIN_BF16 && compressor->block != DTRAIN_F16)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a cast is to BF16 or F16, not to %s", call,
-                            dtrain_dtype_name((dtrain_dtype)compressor->block));
     if (blocks && (compressor->block == 0 || compressor->block % 8 != 0 || compressor->block > 65536))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s: a block of %s has %zu elements, expected a multiple of 8 up to 65536", call,

@@ -233,7 +233,7 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server)
     for (int i = 0; s->links != NULL && i < s->link_count; i++)
         dtrain__server_close(&s->links[i]);
     dtrain__server_buffers(s, 1);
-    dtrain_compressor_destroy(&s->compressor);
+    dtrain__quantise_destroy(&s->compressor);
     dtrain__free(allocator, s->links);
     dtrain__free(allocator, s->pieces);
     dtrain__free(allocator, s->begins);

@@ -59,11 +59,11 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
             topk.schedule.ratio = 0.01;
         return dtrain_compressor_topk(made, &topk, allocator);
     case DTRAIN_COMPRESS_POWERSGD: return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
-    case DTRAIN_COMPRESS_BF16: *made = dtrain_compressor_cast(DTRAIN_BF16); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_F16: *made = dtrain_compressor_cast(DTRAIN_F16); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_INT8: *made = dtrain_compressor_int8(desc->block); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_FP8: *made = dtrain_compressor_fp8(desc->block); return DTRAIN_OK;
-    case DTRAIN_COMPRESS_SIGN: *made = dtrain_compressor_sign(desc->block); return DTRAIN_OK;
+    case DTRAIN_COMPRESS_BF16:
+    case DTRAIN_COMPRESS_F16:
+    case DTRAIN_COMPRESS_INT8:
+    case DTRAIN_COMPRESS_FP8:
+    case DTRAIN_COMPRESS_SIGN: *made = dtrain_compressor_of(desc->kind, desc->block); return DTRAIN_OK;
     default: break;
     }
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
@@ -86,11 +86,11 @@ static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_d
         desc.topk.values = given->topk.values != 0 ? given->topk.values : DTRAIN_F32;
     }
     desc.own = desc.kind == DTRAIN_COMPRESS_OWN ? given->own : NULL;
-    desc.block = desc.kind == DTRAIN_COMPRESS_INT8   ? dtrain_compressor_int8(given->block).block
-                 : desc.kind == DTRAIN_COMPRESS_FP8  ? dtrain_compressor_fp8(given->block).block
-                 : desc.kind == DTRAIN_COMPRESS_SIGN ? dtrain_compressor_sign(given->block).block
-                 : desc.own != NULL                  ? desc.own->block
-                                                     : 0;
+    int blocks = desc.kind == DTRAIN_COMPRESS_INT8 || desc.kind == DTRAIN_COMPRESS_FP8 ||
+                 desc.kind == DTRAIN_COMPRESS_SIGN;
+    desc.block = blocks             ? dtrain_compressor_of(desc.kind, given->block).block
+                 : desc.own != NULL ? desc.own->block
+                                    : 0;
     desc.rank = desc.feedback.no_masking = 0;
     desc.least_count = given->least_count > 0 ? given->least_count : DTRAIN__COMPRESSION_LEAST;
     return desc;

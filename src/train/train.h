@@ -326,19 +326,6 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer);
 DTRAIN_API_MUST dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t count, float max_norm,
                                                     double *norm);
 
-/* What gradients become before they travel. */
-typedef enum dtrain_compression {
-    DTRAIN_COMPRESS_DEFAULT = 0, /* top-k */
-    DTRAIN_COMPRESS_TOPK = 901,
-    DTRAIN_COMPRESS_BF16,
-    DTRAIN_COMPRESS_F16,
-    DTRAIN_COMPRESS_INT8,
-    DTRAIN_COMPRESS_FP8,
-    DTRAIN_COMPRESS_SIGN,
-    DTRAIN_COMPRESS_POWERSGD,
-    DTRAIN_COMPRESS_OWN
-} dtrain_compression;
-
 /* How gradients are compressed: of an aggregator all together, of DDP and FSDP each bucket, as one vector; by PowerSGD
  * each parameter, by DDP and FSDP each layer of a stacked one. A dense parameter travels as it is, and ends the vector
  * before it. Zero means the default.

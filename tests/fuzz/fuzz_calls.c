@@ -126,10 +126,10 @@ static dtrain_status make_compressor(dtrain_compressor *made, unsigned which, dt
     topk.values = which / 8 % 2 != 0 ? DTRAIN_BF16 : DTRAIN_F32;
     topk.exchange = ways[which % 3];
     switch (which % 8) {
-    case 3: *made = dtrain_compressor_int8(64); return DTRAIN_OK;
-    case 4: *made = dtrain_compressor_fp8(64); return DTRAIN_OK;
-    case 5: *made = dtrain_compressor_sign(64); return DTRAIN_OK;
-    case 6: *made = dtrain_compressor_cast(DTRAIN_BF16); return DTRAIN_OK;
+    case 3: *made = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 64); return DTRAIN_OK;
+    case 4: *made = dtrain_compressor_of(DTRAIN_COMPRESS_FP8, 64); return DTRAIN_OK;
+    case 5: *made = dtrain_compressor_of(DTRAIN_COMPRESS_SIGN, 64); return DTRAIN_OK;
+    case 6: *made = dtrain_compressor_of(DTRAIN_COMPRESS_BF16, 0); return DTRAIN_OK;
     default: return dtrain_compressor_topk(made, &topk, heap);
     }
 }

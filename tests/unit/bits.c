@@ -188,8 +188,8 @@ static void selections(void)
 
 static void compressors(void)
 {
-    const dtrain_compressor all[] = {dtrain_compressor_int8(64), dtrain_compressor_fp8(64), dtrain_compressor_sign(64),
-                                     dtrain_compressor_cast(DTRAIN_BF16)};
+    const dtrain_compressor all[] = {dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 64), dtrain_compressor_of(DTRAIN_COMPRESS_FP8, 64), dtrain_compressor_of(DTRAIN_COMPRESS_SIGN, 64),
+                                     dtrain_compressor_of(DTRAIN_COMPRESS_BF16, 0)};
     for (int k = 0; k < 4; k++)
         for (int c = 0; c < COUNTS; c++)
             for (int ordinary = 0; ordinary < 2; ordinary++) {

@@ -54,10 +54,10 @@ static dtrain_compressor compressor_of(int kind)
     dtrain_compressor made;
     memset(&made, 0, sizeof made);
     switch (kind) {
-    case INT8: return dtrain_compressor_int8(64);
-    case FP8: return dtrain_compressor_fp8(64);
-    case SIGN: return dtrain_compressor_sign(64);
-    case BF16: return dtrain_compressor_cast(DTRAIN_BF16);
+    case INT8: return dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 64);
+    case FP8: return dtrain_compressor_of(DTRAIN_COMPRESS_FP8, 64);
+    case SIGN: return dtrain_compressor_of(DTRAIN_COMPRESS_SIGN, 64);
+    case BF16: return dtrain_compressor_of(DTRAIN_COMPRESS_BF16, 0);
     case TOPK: CHECK_EQ(dtrain_compressor_topk(&made, &plan.topk, NULL), DTRAIN_OK); break;
     case POWERSGD: CHECK_EQ(dtrain_compressor_powersgd(&made, plan.count / 50, 50, 2, 7, NULL), DTRAIN_OK); break;
     default:
@@ -727,7 +727,7 @@ static void refuses(dtrain_comm *world)
 {
     dtrain_compressed *c = NULL;
     dtrain_compressed_desc desc;
-    dtrain_compressor compressor = dtrain_compressor_int8(0);
+    dtrain_compressor compressor = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
     memset(&desc, 0, sizeof desc);
     desc.momentum = 0.9f;
     CHECK_EQ(dtrain_compressed_create(&c, world, 10, &compressor, &desc), DTRAIN_ERR_INVALID);

@@ -20,10 +20,10 @@ static dtrain_compressor compressor_of(int kind)
     topk.values = kind == TOPK_BF16 ? DTRAIN_BF16 : DTRAIN_F32;
     topk.exchange = kind == TOPK_SPLIT ? DTRAIN_EXCHANGE_SPLIT_TOPK : DTRAIN_EXCHANGE_GATHER;
     switch (kind) {
-    case INT8: return dtrain_compressor_int8(0);
-    case FP8: return dtrain_compressor_fp8(64);
-    case BF16: return dtrain_compressor_cast(DTRAIN_BF16);
-    case F16: return dtrain_compressor_cast(DTRAIN_F16);
+    case INT8: return dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
+    case FP8: return dtrain_compressor_of(DTRAIN_COMPRESS_FP8, 64);
+    case BF16: return dtrain_compressor_of(DTRAIN_COMPRESS_BF16, 0);
+    case F16: return dtrain_compressor_of(DTRAIN_COMPRESS_F16, 0);
     default: CHECK_OK(dtrain_compressor_topk(&made, &topk, NULL)); return made;
     }
 }

@@ -100,7 +100,7 @@ static void fill(size_t n, uint64_t seed, int kind)
 
 static dtrain_compressor compressor(dtrain_dtype code, size_t block)
 {
-    return code == DTRAIN_I8 ? dtrain_compressor_int8(block) : dtrain_compressor_fp8(block);
+    return code == DTRAIN_I8 ? dtrain_compressor_of(DTRAIN_COMPRESS_INT8, block) : dtrain_compressor_of(DTRAIN_COMPRESS_FP8, block);
 }
 
 /* Packs data, floats and bytes so many bytes off a multiple of 16; returns how many bytes differ from the CPU's. */
@@ -232,7 +232,7 @@ TEST(nothing_is_read_or_written_beyond_the_end)
     if (!open_place(&p, 1))
         return;
     for (size_t n = 1; n < 5000; n += n < 40 ? 1 : 991) {
-        dtrain_compressor c = dtrain_compressor_int8(64);
+        dtrain_compressor c = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 64);
         size_t size = c.bytes(&c, n), wrong = 0;
         void *floats = NULL, *bytes = NULL;
         CHECK_EQ(dtrain_device_alloc(p.device, DTRAIN_MEMORY_DEVICE, 4 * n, &floats), DTRAIN_OK);
@@ -344,7 +344,7 @@ TEST(tiles_follow_each_other_beyond_32_bits)
 TEST(more_elements_than_32_bits_count)
 {
     const size_t count = ((size_t)1 << 32) + 1000, last = ((size_t)1 << 32) - 256, n = count - last;
-    dtrain_compressor c = dtrain_compressor_int8(256);
+    dtrain_compressor c = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 256);
     const uint32_t zero = 0;
     void *floats = NULL, *bytes = NULL;
     size_t scales = 4 * (last / 256), codes_at = c.bytes(&c, count) - n, short_scales = c.bytes(&c, n) - n;

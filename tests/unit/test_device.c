@@ -266,7 +266,7 @@ TEST(packing_is_that_of_the_compressors)
     for (int round = 0; round < 8; round++) {
         dtrain_dtype code = round % 2 ? DTRAIN_I8 : DTRAIN_F8_E4M3;
         size_t block = blocks[round / 2];
-        dtrain_compressor c = round % 2 ? dtrain_compressor_int8(block) : dtrain_compressor_fp8(block);
+        dtrain_compressor c = round % 2 ? dtrain_compressor_of(DTRAIN_COMPRESS_INT8, block) : dtrain_compressor_of(DTRAIN_COMPRESS_FP8, block);
         for (size_t s = 1; s < SIZES; s++) {
             size_t n = sizes[s], bytes = c.bytes(&c, n);
             void *in = fake_upload(device, x, 4 * n), *out = fake_upload(device, x, bytes);

@@ -59,10 +59,10 @@ static dtrain_compressor compressor_of(int kind)
     dtrain_compressor made;
     memset(&made, 0, sizeof made);
     switch (kind) {
-    case INT8: return dtrain_compressor_int8(64);
-    case FP8: return dtrain_compressor_fp8(64);
-    case BF16: return dtrain_compressor_cast(DTRAIN_BF16);
-    case F16: return dtrain_compressor_cast(DTRAIN_F16);
+    case INT8: return dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 64);
+    case FP8: return dtrain_compressor_of(DTRAIN_COMPRESS_FP8, 64);
+    case BF16: return dtrain_compressor_of(DTRAIN_COMPRESS_BF16, 0);
+    case F16: return dtrain_compressor_of(DTRAIN_COMPRESS_F16, 0);
     default: break;
     }
     if (dtrain_compressor_topk(&made, &plan.topk, NULL) != DTRAIN_OK)
@@ -438,7 +438,7 @@ static void refuses(dtrain_comm *world)
     dtrain_compressed *made = NULL;
     dtrain_compressed_desc desc;
     dtrain_topk_desc topk;
-    dtrain_compressor q = dtrain_compressor_sign(0);
+    dtrain_compressor q = dtrain_compressor_of(DTRAIN_COMPRESS_SIGN, 0);
     memset(&desc, 0, sizeof desc);
     memset(&topk, 0, sizeof topk);
     desc.device = device;
@@ -448,7 +448,7 @@ static void refuses(dtrain_comm *world)
     CHECK_EQ(dtrain_compressed_create(&made, world, 100, &q, &desc), DTRAIN_ERR_UNSUPPORTED);
     CHECK_CONTAINS(dtrain_last_error(), "the compressor powersgd");
     desc.start_step = 1;
-    q = dtrain_compressor_int8(0);
+    q = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
     CHECK_EQ(dtrain_compressed_create(&made, world, 10, &q, &desc), DTRAIN_ERR_UNSUPPORTED);
     CHECK_CONTAINS(dtrain_last_error(), "start_step is 1, and a vector on fake:0 is compressed from its first step on");
     desc.start_step = 0;
@@ -456,7 +456,7 @@ static void refuses(dtrain_comm *world)
     CHECK_EQ(dtrain_compressor_topk(&q, &topk, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_compressed_create(&made, world, 100, &q, &desc), DTRAIN_ERR_UNSUPPORTED);
     CHECK_CONTAINS(dtrain_last_error(), "not those from a threshold of 0.5 on: give topk a ratio");
-    q = dtrain_compressor_int8(0);
+    q = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
     desc.max_norm = 2.0f;
     CHECK_EQ(dtrain_compressed_create(&made, world, 100, &q, &desc), DTRAIN_ERR_UNSUPPORTED);
     CHECK_CONTAINS(dtrain_last_error(), "max_norm is 2, and fake:0");

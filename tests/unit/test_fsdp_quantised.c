@@ -95,7 +95,7 @@ static size_t matrix_part(int shards, int shard, size_t *begin)
 
 static void gathers(dtrain_comm *world)
 {
-    dtrain_compressor int8 = dtrain_compressor_int8(BLOCK);
+    dtrain_compressor int8 = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, BLOCK);
     dtrain_fsdp *fsdp = make(world);
     int shards = dtrain_fsdp_shard_size(fsdp);
     float *expected = (float *)malloc(MATRIX * sizeof(float));
@@ -171,7 +171,7 @@ static float tree(float (*x)[MATRIX], int ranks, size_t i)
 /* Packs what each rank has of a slice by the compressor, and adds it up: the bits must be those. */
 static void check_bits(const dtrain_slice *slice, int ranks, size_t at)
 {
-    dtrain_compressor int8 = dtrain_compressor_int8(BLOCK);
+    dtrain_compressor int8 = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, BLOCK);
     float(*parts)[MATRIX] = (float(*)[MATRIX])malloc((size_t)ranks * sizeof *parts);
     unsigned char *packed = (unsigned char *)malloc(2 * MATRIX);
     size_t others = 0;

@@ -227,7 +227,7 @@ static void compares_what_it_reads(dtrain_comm *world)
     compress.block = last ? 128 : 0;
     CHECK_EQ(create_compressed(world, &compress), DTRAIN_ERR_MISMATCH);
     CHECK_CONTAINS(dtrain_last_error(), "desc.compress.block 256 on ranks 0, 1, but 128 on rank 2; ");
-    dtrain_compressor own = dtrain_compressor_sign(last ? 64 : 32);
+    dtrain_compressor own = dtrain_compressor_of(DTRAIN_COMPRESS_SIGN, last ? 64 : 32);
     compress.kind = DTRAIN_COMPRESS_OWN;
     compress.own = &own;
     CHECK_EQ(create_compressed(world, &compress), DTRAIN_ERR_MISMATCH);
