@@ -2375,57 +2375,12 @@ typedef struct dtrain_compressed_stats {
 extern "C" {
 #endif
 
-/* Some elements of a vector, in ascending order of their index.
- *
- * Zero it before its first use; the functions below that fill it grow its arrays and keep them, so that nothing is
- * allocated once the largest has been seen. A struct over arrays of your own, capacity 0, can be read by all others. */
-typedef struct dtrain_sparse {
-    uint32_t *indices; /* ascending, none twice, below original_count */
-    float *values;
-    size_t count;
-    size_t original_count;       /* elements of the whole vector */
-    size_t capacity;             /* of the arrays; written by the library. 0: they are the caller's */
-    dtrain_allocator *allocator; /* NULL: the C library */
-} dtrain_sparse;
-
 /* Returns how many elements a ratio of a vector is: max(1, ceil(count * ratio)), computed exactly; 0 for count 0.
  *
  *   ratio   above 1 counts as 1; below 0 and NaN as 0
  *
  * any thread */
 DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio);
-
-/* Selects the k elements of largest magnitude, NaN and then infinity before all numbers, of equals the first.
- *
- *   data     count float32; k at most count
- *   sparse   out: those elements
- *   errors   DTRAIN_ERR_INVALID      k above count, or something is NULL
- *            DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
- *            DTRAIN_ERR_MEMORY
- *
- * any thread; allocates only what sparse lacks */
-DTRAIN_API_MUST dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse);
-
-/* Adds data to sum, and selects of the sum as dtrain_topk, in one pass.
- *
- *   sum, data   count float32 each, apart
- *
- * any thread; allocates only what sparse lacks */
-DTRAIN_API_MUST dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k,
-                                              dtrain_sparse *sparse);
-
-/* Adds the elements of sparse to those of data.
- *
- *   data     count float32, count equal to sparse->original_count
- *   errors   DTRAIN_ERR_INVALID  another count; an index out of range, out of order or twice: nothing is written
- *
- * any thread; allocates nothing */
-DTRAIN_API_MUST dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *data, size_t count);
-
-/* Frees the arrays that the library gave sparse, and zeroes it; NULL is legal.
- *
- * one thread per object */
-DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
 
 /* Makes a compressor that owns nothing: copy it freely.
  *
@@ -2447,11 +2402,13 @@ DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
  * any thread */
 DTRAIN_API dtrain_compressor dtrain_compressor_of(dtrain_compression kind, size_t block);
 
-/* Select on a device what dtrain_topk and dtrain_topk_add select: the same elements, in memory of the device.
+/* Selects the k elements of largest magnitude of a vector, NaN and then infinity before all numbers, of equals the
+ * first.
  *
- *   create    for vectors of count elements, of which k; makes all memory that selecting needs
- *   select    data: count float32; add: NULL, or count float32 that are added to data first, as dtrain_topk_add.
- *             indices and values: room for k, in ascending order of index. The CPU does not wait, nothing is allocated
+ *   create    for vectors of count elements, of which k; on a device it makes all memory that selecting needs
+ *   select    data: count float32; add: NULL, or count float32 that are added to data first, in the same pass. indices
+ *             and values: room for k, in ascending order of index. On a device the CPU does not wait, and
+ *             nothing is allocated
  *   destroy   after what was queued before; a NULL selection is legal
  *   device    the same in all three; NULL: the CPU
  *   errors    DTRAIN_ERR_INVALID      k above count, something is NULL, or a selection of another device
@@ -2465,9 +2422,9 @@ DTRAIN_API_MUST dtrain_status dtrain_device_select(dtrain_device *device, dtrain
                                                    float *data, const float *add, uint32_t *indices, float *values);
 DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_device_selection *selection);
 
-/* data[indices[i]] += values[i] for k elements, on a device.
+/* data[indices[i]] += values[i] for k elements.
  *
- *   indices   ascending, none twice. What is not below count is left out: the CPU does not read them to refuse it
+ *   indices   ascending, none twice. What is not below count is left out: nobody reads them to refuse it
  *   data      count float32
  *   errors    DTRAIN_ERR_INVALID      k above count, or something is NULL
  *             DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
@@ -29824,6 +29781,17 @@ static void dtrain_device_group_destroy(dtrain_device_group *group)
 #ifndef DTRAIN__TOPK
 #define DTRAIN__TOPK
 
+/* Some elements of a vector, in ascending order of their index. Zero before its first use: what fills it grows its
+ * arrays and keeps them. */
+typedef struct dtrain__sparse {
+    uint32_t *indices; /* ascending, none twice, below original_count */
+    float *values;
+    size_t count;
+    size_t original_count;       /* elements of the whole vector */
+    size_t capacity;             /* of the arrays; written by the library. 0: they are the caller's */
+    dtrain_allocator *allocator; /* NULL: the C library */
+} dtrain__sparse;
+
 #define DTRAIN__TOPK_BLOCK ((size_t)1024)      /* elements collected at once: room beyond the last needs as many */
 #define DTRAIN__TOPK_SAMPLE ((size_t)65536)    /* keys of the largest sample */
 #define DTRAIN__TOPK_SAMPLED ((size_t)1 << 16) /* smaller vectors are not sampled */
@@ -29932,7 +29900,7 @@ static dtrain__topk_block dtrain__topk_block_get(void)
     }
 }
 
-static dtrain_allocator *dtrain__topk_allocator(const dtrain_sparse *sparse, dtrain_allocator *heap)
+static dtrain_allocator *dtrain__topk_allocator(const dtrain__sparse *sparse, dtrain_allocator *heap)
 {
     memset(heap, 0, sizeof *heap);
     return sparse->allocator != NULL ? sparse->allocator : heap;
@@ -29940,7 +29908,7 @@ static dtrain_allocator *dtrain__topk_allocator(const dtrain_sparse *sparse, dtr
 
 /* Room for count elements and what a vector's store writes beyond them, half more where it has to grow, as counts vary
  * a little; what is in the arrays is lost. */
-static dtrain_status dtrain__topk_reserve(dtrain_sparse *sparse, size_t count)
+static dtrain_status dtrain__topk_reserve(dtrain__sparse *sparse, size_t count)
 {
     dtrain_allocator heap, *allocator = dtrain__topk_allocator(sparse, &heap);
     size_t capacity, bytes;
@@ -29969,7 +29937,7 @@ static dtrain_status dtrain__topk_reserve(dtrain_sparse *sparse, size_t count)
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse)
+DTRAIN_API void dtrain__sparse_destroy(dtrain__sparse *sparse)
 {
     dtrain_allocator heap;
     if (sparse == NULL)
@@ -30085,7 +30053,7 @@ static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, si
 }
 
 /* Keeps the k largest of what has been collected: all keys above the k-th, and the first of those equal to it. */
-static void dtrain__topk_keep(dtrain_sparse *sparse, size_t k)
+static void dtrain__topk_keep(dtrain__sparse *sparse, size_t k)
 {
     if (sparse->count == k)
         return;
@@ -30113,7 +30081,7 @@ typedef struct dtrain__topk_source {
 
 /* Collects every element whose key is at least the bar; 0 when they are more than there is room for. The sum is
  * complete in either case. */
-static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain_sparse *sparse)
+static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain__sparse *sparse)
 {
     dtrain__topk_block block = dtrain__topk_block_get();
     uint64_t mode = dtrain__fpmode_enter();
@@ -30135,7 +30103,7 @@ static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain_
 
 /* Collects the k elements that a finished search names, of which the equal ones may be many. */
 static void dtrain__topk_exactly(const dtrain__topk_source *from, const dtrain__topk_search *search,
-                                 dtrain_sparse *sparse)
+                                 dtrain__sparse *sparse)
 {
     dtrain__topk_block block = dtrain__topk_block_get();
     size_t ties = search->left;
@@ -30189,7 +30157,7 @@ static uint32_t dtrain__topk_guess(const dtrain__topk_source *from, float *value
 
 /* The way that always arrives: the bar from a histogram of all keys, exact where too many are equal in their upper
  * bits. */
-static void dtrain__topk_surely(dtrain__topk_source *from, dtrain_sparse *sparse)
+static void dtrain__topk_surely(dtrain__topk_source *from, dtrain__sparse *sparse)
 {
     dtrain__topk_search search = dtrain__topk_begin(from->k);
     if (from->sum != NULL)
@@ -30206,7 +30174,7 @@ static void dtrain__topk_surely(dtrain__topk_source *from, dtrain_sparse *sparse
     dtrain__topk_exactly(from, &search, sparse);
 }
 
-static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const dtrain_sparse *sparse, const char *call)
+static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const dtrain__sparse *sparse, const char *call)
 {
     if (sparse == NULL || (from->count > 0 && (from->data == NULL || (from->sum != NULL && from->add == NULL))))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s of %zu elements: %s is NULL", call, from->count,
@@ -30228,7 +30196,7 @@ static size_t dtrain__topk_room(size_t n, size_t k)
     return room < n ? room : n;
 }
 
-static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain_sparse *sparse, const char *call)
+static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain__sparse *sparse, const char *call)
 {
     size_t n = from->count, k = from->k, sample = n / 64 < DTRAIN__TOPK_SAMPLE ? n / 64 : DTRAIN__TOPK_SAMPLE;
     dtrain_status status = dtrain__topk_check(from, sparse, call);
@@ -30253,22 +30221,25 @@ static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain_spars
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse)
+/* Selects the k elements of largest magnitude, NaN and then infinity before all numbers, of equals the first; allocates
+ * only what sparse lacks. */
+static dtrain_status dtrain__topk_pick(const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, k};
     return dtrain__topk_select(&from, sparse, "topk");
 }
 
-DTRAIN_API dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k, dtrain_sparse *sparse)
+/* Adds data to sum, and selects of the sum, in one pass. */
+static dtrain_status dtrain__topk_add(float *sum, const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {sum, sum, data, count, k};
     return dtrain__topk_select(&from, sparse, "topk_add");
 }
 
-/* Selects as dtrain_topk every element whose magnitude is at least threshold, and every NaN.
+/* Selects as dtrain__topk_pick every element whose magnitude is at least threshold, and every NaN.
  *
  *   threshold   0 or above, not NaN */
-static dtrain_status dtrain__topk_threshold(const float *data, size_t count, float threshold, dtrain_sparse *sparse)
+static dtrain_status dtrain__topk_threshold(const float *data, size_t count, float threshold, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, 0};
     uint32_t bar;
@@ -30310,7 +30281,7 @@ typedef struct dtrain__sparse_header {
     uint64_t count, original_count, index_bytes;
 } dtrain__sparse_header;
 
-static dtrain_status dtrain__sparse_check(const dtrain_sparse *sparse, const char *call)
+static dtrain_status dtrain__sparse_check(const dtrain__sparse *sparse, const char *call)
 {
     if (sparse == NULL || (sparse->count > 0 && (sparse->indices == NULL || sparse->values == NULL)))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s NULL", call,
@@ -30328,7 +30299,7 @@ static dtrain_status dtrain__sparse_check(const dtrain_sparse *sparse, const cha
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__sparse_check_dense(const dtrain_sparse *sparse, const float *data, size_t count,
+static dtrain_status dtrain__sparse_check_dense(const dtrain__sparse *sparse, const float *data, size_t count,
                                                 const char *call)
 {
     dtrain_status status = dtrain__sparse_check(sparse, call);
@@ -30339,7 +30310,7 @@ static dtrain_status dtrain__sparse_check_dense(const dtrain_sparse *sparse, con
 }
 
 /* The indices are known to be good. Each is a line of its own of the cache, asked for in time. */
-static void dtrain__sparse_add_now(const dtrain_sparse *sparse, float *data)
+static void dtrain__sparse_add_now(const dtrain__sparse *sparse, float *data)
 {
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = 0; i < sparse->count; i++) {
@@ -30349,7 +30320,7 @@ static void dtrain__sparse_add_now(const dtrain_sparse *sparse, float *data)
     dtrain__fpmode_restore(mode);
 }
 
-static void dtrain__sparse_write_now(const dtrain_sparse *sparse, float *data)
+static void dtrain__sparse_write_now(const dtrain__sparse *sparse, float *data)
 {
     if (sparse->original_count > 0)
         memset(data, 0, sparse->original_count * sizeof(float));
@@ -30357,15 +30328,7 @@ static void dtrain__sparse_write_now(const dtrain_sparse *sparse, float *data)
         data[sparse->indices[i]] = sparse->values[i];
 }
 
-DTRAIN_API dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *data, size_t count)
-{
-    dtrain_status status = dtrain__sparse_check_dense(sparse, data, count, "sparse_add");
-    if (status == DTRAIN_OK)
-        dtrain__sparse_add_now(sparse, data);
-    return status;
-}
-
-static dtrain_status dtrain__sparse_write(const dtrain_sparse *sparse, float *data, size_t count)
+static dtrain_status dtrain__sparse_write(const dtrain__sparse *sparse, float *data, size_t count)
 {
     dtrain_status status = dtrain__sparse_check_dense(sparse, data, count, "sparse_write");
     if (status == DTRAIN_OK)
@@ -30374,13 +30337,13 @@ static dtrain_status dtrain__sparse_write(const dtrain_sparse *sparse, float *da
 }
 
 /* How many elements were left out before the i-th. */
-static uint32_t dtrain__sparse_gap(const dtrain_sparse *sparse, size_t i)
+static uint32_t dtrain__sparse_gap(const dtrain__sparse *sparse, size_t i)
 {
     return i == 0 ? sparse->indices[0] : sparse->indices[i] - sparse->indices[i - 1] - 1;
 }
 
 /* The bytes of a good vector's indices; SIZE_MAX for a form that cannot be. */
-static size_t dtrain__sparse_index_bytes(const dtrain_sparse *sparse, dtrain_index_form form)
+static size_t dtrain__sparse_index_bytes(const dtrain__sparse *sparse, dtrain_index_form form)
 {
     size_t bytes = sparse->count;
     switch (form) {
@@ -30398,7 +30361,7 @@ static size_t dtrain__sparse_index_bytes(const dtrain_sparse *sparse, dtrain_ind
 }
 
 /* The shortest form, of equals the first. */
-static dtrain_index_form dtrain__sparse_shortest(const dtrain_sparse *sparse, size_t width)
+static dtrain_index_form dtrain__sparse_shortest(const dtrain__sparse *sparse, size_t width)
 {
     dtrain_index_form best = DTRAIN_INDEX_U32;
     size_t least = SIZE_MAX;
@@ -30420,7 +30383,7 @@ static size_t dtrain__sparse_width(dtrain_dtype values)
 }
 
 /* Settles the form and returns the packed size of a good vector; 0 for what cannot be. */
-static size_t dtrain__sparse_size(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form *form)
+static size_t dtrain__sparse_size(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form *form)
 {
     size_t width = dtrain__sparse_width(values);
     if (width == 0)
@@ -30434,7 +30397,7 @@ static size_t dtrain__sparse_size(const dtrain_sparse *sparse, dtrain_dtype valu
            width * (*form == DTRAIN_INDEX_NONE ? sparse->original_count : sparse->count);
 }
 
-static void dtrain__sparse_pack_indices(const dtrain_sparse *sparse, dtrain_index_form form, unsigned char *out)
+static void dtrain__sparse_pack_indices(const dtrain__sparse *sparse, dtrain_index_form form, unsigned char *out)
 {
     if (form == DTRAIN_INDEX_U32 && sparse->count > 0)
         memcpy(out, sparse->indices, 4 * sparse->count);
@@ -30451,7 +30414,7 @@ static void dtrain__sparse_pack_indices(const dtrain_sparse *sparse, dtrain_inde
 }
 
 /* Every element of the vector, tile by tile. */
-static void dtrain__sparse_pack_dense(const dtrain_sparse *sparse, dtrain_dtype values, unsigned char *out)
+static void dtrain__sparse_pack_dense(const dtrain__sparse *sparse, dtrain_dtype values, unsigned char *out)
 {
     float tile[DTRAIN__SPARSE_TILE];
     size_t next = 0, width = dtrain__sparse_width(values);
@@ -30466,7 +30429,7 @@ static void dtrain__sparse_pack_dense(const dtrain_sparse *sparse, dtrain_dtype 
 }
 
 /* Packs a good vector into as many bytes as dtrain__sparse_size has said. */
-static void dtrain__sparse_pack_now(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+static void dtrain__sparse_pack_now(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
                                     unsigned char *out)
 {
     dtrain__sparse_header header;
@@ -30493,8 +30456,8 @@ static void dtrain__sparse_pack_now(const dtrain_sparse *sparse, dtrain_dtype va
  *   out        capacity bytes
  *   bytes      out: how many were written
  *   errors     DTRAIN_ERR_INVALID  another dtype; a form that cannot be; too little capacity; a bad
- *                                  sparse, as dtrain_sparse_add */
-static dtrain_status dtrain__sparse_pack(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+ *                                  sparse */
+static dtrain_status dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
                                          void *out, size_t capacity, size_t *bytes)
 {
     dtrain_status status = dtrain__sparse_check(sparse, "sparse_pack");
@@ -30556,7 +30519,7 @@ static const unsigned char *dtrain__sparse_read_gap(const unsigned char *from, c
 }
 
 /* Reads the indices into the private arrays; returns the number of the first bad one, or count. */
-static size_t dtrain__sparse_read_indices(dtrain_sparse *sparse, const dtrain__sparse_header *header,
+static size_t dtrain__sparse_read_indices(dtrain__sparse *sparse, const dtrain__sparse_header *header,
                                           const unsigned char *from)
 {
     const unsigned char *end = from + header->index_bytes;
@@ -30591,7 +30554,7 @@ static size_t dtrain__sparse_read_indices(dtrain_sparse *sparse, const dtrain__s
  *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
  *                                range, out of order or twice. The text says which; sparse has count 0
  *            DTRAIN_ERR_MEMORY */
-static dtrain_status dtrain__sparse_unpack(dtrain_sparse *sparse, const void *data, size_t bytes, size_t original_count)
+static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *data, size_t bytes, size_t original_count)
 {
     const unsigned char *from = (const unsigned char *)data;
     dtrain__sparse_header header;
@@ -30930,7 +30893,7 @@ typedef struct dtrain__device_selection {
     dtrain_allocator heap;
     dtrain_device *device;
     dtrain_device_selection *made; /* the device's; NULL: the CPU's */
-    dtrain_sparse sparse;          /* the CPU's */
+    dtrain__sparse sparse;          /* the CPU's */
     size_t count, k;
 } dtrain__device_selection;
 
@@ -30975,9 +30938,9 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
 static dtrain_status dtrain__device_select_cpu(dtrain__device_selection *mine, float *data, const float *add,
                                                uint32_t *indices, float *values)
 {
-    dtrain_sparse *sparse = &mine->sparse;
-    dtrain_status status = add != NULL ? dtrain_topk_add(data, add, mine->count, mine->k, sparse)
-                                       : dtrain_topk(data, mine->count, mine->k, sparse);
+    dtrain__sparse *sparse = &mine->sparse;
+    dtrain_status status = add != NULL ? dtrain__topk_add(data, add, mine->count, mine->k, sparse)
+                                       : dtrain__topk_pick(data, mine->count, mine->k, sparse);
     if (status != DTRAIN_OK || mine->k == 0)
         return status;
     memcpy(indices, sparse->indices, mine->k * sizeof *indices);
@@ -31015,7 +30978,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
     (void)device; /* its own is where its memory is */
     if (mine->device != NULL && mine->device->ops->selection_destroy != NULL)
         mine->device->ops->selection_destroy(mine->device, mine->made);
-    dtrain_sparse_destroy(&mine->sparse);
+    dtrain__sparse_destroy(&mine->sparse);
     dtrain_allocator heap = mine->heap;
     dtrain__free(&heap, mine);
 }
@@ -31024,9 +30987,11 @@ static void dtrain__device_sparse_add_cpu(const uint32_t *indices, const float *
                                           size_t count)
 {
     uint64_t mode = dtrain__fpmode_enter();
-    for (size_t i = 0; i < k; i++)
+    for (size_t i = 0; i < k; i++) {
+        __builtin_prefetch(data + indices[i + 24 < k ? i + 24 : i], 1);
         if (indices[i] < count)
             data[indices[i]] += values[i];
+    }
     dtrain__fpmode_restore(mode);
 }
 
@@ -31610,8 +31575,8 @@ typedef struct dtrain__selections_state {
     dtrain_topk_desc desc;
     float step[2]; /* see >>feedback */
     int ranks;
-    dtrain_sparse chosen, picked;
-    dtrain_sparse *pieces; /* 2 * ranks: a level of the tree, and the next */
+    dtrain__sparse chosen, picked;
+    dtrain__sparse *pieces; /* 2 * ranks: a level of the tree, and the next */
     uint64_t *sizes;       /* 2 * ranks: to each rank, from each rank */
     size_t *numbers;       /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
     dtrain__feedback_buffer out, in;
@@ -31633,7 +31598,7 @@ static void dtrain__selections_free(dtrain__selections_state *state)
 {
     size_t n = (size_t)state->ranks;
     for (size_t i = 0; state->pieces != NULL && i < 2 * n; i++)
-        dtrain_sparse_destroy(&state->pieces[i]);
+        dtrain__sparse_destroy(&state->pieces[i]);
     dtrain__free(state->allocator, state->pieces);
     dtrain__free(state->allocator, state->sizes);
     dtrain__free(state->allocator, state->numbers);
@@ -31651,7 +31616,7 @@ static dtrain_status dtrain__selections_open(dtrain__selections_state *state, in
         return DTRAIN_OK;
     dtrain__selections_free(state);
     state->ranks = ranks;
-    state->pieces = (dtrain_sparse *)dtrain__alloc(state->allocator, 2 * n * sizeof(dtrain_sparse));
+    state->pieces = (dtrain__sparse *)dtrain__alloc(state->allocator, 2 * n * sizeof(dtrain__sparse));
     state->sizes = (uint64_t *)dtrain__alloc(state->allocator, 2 * n * sizeof(uint64_t));
     state->numbers = (size_t *)dtrain__alloc(state->allocator, (5 * n + 1) * sizeof(size_t));
     if (state->pieces == NULL || state->sizes == NULL || state->numbers == NULL) {
@@ -31664,7 +31629,7 @@ static dtrain_status dtrain__selections_open(dtrain__selections_state *state, in
 }
 
 /* out = a + b, where an element that one of them lacks is the other's. */
-static dtrain_status dtrain__selections_merge(const dtrain_sparse *a, const dtrain_sparse *b, dtrain_sparse *out)
+static dtrain_status dtrain__selections_merge(const dtrain__sparse *a, const dtrain__sparse *b, dtrain__sparse *out)
 {
     dtrain_status status = dtrain__topk_reserve(out, a->count + b->count);
     size_t i = 0, j = 0, n = 0;
@@ -31677,7 +31642,7 @@ static dtrain_status dtrain__selections_merge(const dtrain_sparse *a, const dtra
         i += left <= right;
         j += right <= left;
     }
-    const dtrain_sparse *rest = i < a->count ? a : b;
+    const dtrain__sparse *rest = i < a->count ? a : b;
     size_t from = i < a->count ? i : j, more = rest->count - from;
     if (more > 0) {
         memcpy(out->indices + n, rest->indices + from, more * sizeof(uint32_t));
@@ -31689,16 +31654,16 @@ static dtrain_status dtrain__selections_merge(const dtrain_sparse *a, const dtra
 }
 
 /* Merges the pieces of all ranks by the tree: neighbours first, one that has none goes up as it is. */
-static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain_sparse **merged)
+static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__sparse **merged)
 {
-    dtrain_sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
+    dtrain__sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
     dtrain_status status = DTRAIN_OK;
     uint64_t mode = dtrain__fpmode_enter();
     memset(&nothing, 0, sizeof nothing);
     for (int n = x->ranks; status == DTRAIN_OK && n > 1; n = (n + 1) / 2) {
         for (int i = 0; status == DTRAIN_OK && i < n; i += 2)
             status = dtrain__selections_merge(&from[i], i + 1 < n ? &from[i + 1] : &nothing, &to[i / 2]);
-        dtrain_sparse *next = to;
+        dtrain__sparse *next = to;
         to = from;
         from = next;
     }
@@ -31708,7 +31673,7 @@ static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain_spars
 }
 
 /* Rounds values to what the wire carries. */
-static void dtrain__selections_round(const dtrain__selections_state *state, dtrain_sparse *sparse)
+static void dtrain__selections_round(const dtrain__selections_state *state, dtrain__sparse *sparse)
 {
     unsigned char tile[2 * DTRAIN__SPARSE_TILE];
     dtrain_dtype wire = state->desc.values;
@@ -31749,7 +31714,7 @@ static size_t dtrain__selections_first(const dtrain_compressor *compressor, size
 /* Has the device select, round and keep. */
 static dtrain_status dtrain__selections_select_there(dtrain__selections *x, const float *in)
 {
-    dtrain_sparse *chosen = &x->state->chosen;
+    dtrain__sparse *chosen = &x->state->chosen;
     size_t k = dtrain__selections_next(x);
     dtrain_status status = dtrain__topk_reserve(chosen, k);
     if (status == DTRAIN_OK)
@@ -31770,7 +31735,7 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
 static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
 {
     dtrain__selections_state *state = x->state;
-    dtrain_sparse *chosen = &state->chosen;
+    dtrain__sparse *chosen = &state->chosen;
     dtrain_status status;
     uint64_t mode = dtrain__fpmode_enter();
     size_t k = dtrain__selections_next(x);
@@ -31780,9 +31745,9 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
         status =
             dtrain__topk_threshold(x->residual != NULL ? x->residual : in, x->count, state->desc.threshold, chosen);
     else if (x->residual != NULL)
-        status = dtrain_topk_add(x->residual, in, x->count, k, chosen);
+        status = dtrain__topk_add(x->residual, in, x->count, k, chosen);
     else
-        status = dtrain_topk(in, x->count, k, chosen);
+        status = dtrain__topk_pick(in, x->count, k, chosen);
     if (status == DTRAIN_OK)
         dtrain__selections_round(state, chosen);
     for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
@@ -31811,7 +31776,7 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
 
 /* A corrupt piece, or no memory for one, ends the exchange for all. */
 static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, size_t at, size_t bytes, size_t count,
-                                               dtrain_sparse *piece)
+                                               dtrain__sparse *piece)
 {
     dtrain_status status = dtrain__sparse_unpack(piece, x->state->in.data + at, bytes, count);
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
@@ -31828,7 +31793,7 @@ static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most
 }
 
 /* Writes some elements of the part of the result from `begin` on. */
-static void dtrain__selections_write(dtrain__selections *x, const dtrain_sparse *sparse, size_t begin)
+static void dtrain__selections_write(dtrain__selections *x, const dtrain__sparse *sparse, size_t begin)
 {
     dtrain__device_elements *list = x->there != NULL ? &x->there->sums : NULL;
     for (size_t i = 0; list != NULL && i < sparse->count; i++) {
@@ -31872,7 +31837,7 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
     dtrain_index_form form = state->desc.indices;
     uint64_t mine = dtrain__sparse_size(&state->chosen, state->desc.values, &form);
     size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
-    dtrain_sparse *merged = NULL;
+    dtrain__sparse *merged = NULL;
     dtrain_status status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
@@ -31900,10 +31865,10 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
 }
 
 /* The elements of the selection that are in a rank's part of the vector, which bounds say. */
-static dtrain_sparse dtrain__selections_part(const dtrain__selections *x, int rank, size_t *begin)
+static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int rank, size_t *begin)
 {
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
-    dtrain_sparse part;
+    dtrain__sparse part;
     memset(&part, 0, sizeof part);
     part.original_count = dtrain_split(x->count, x->ranks, rank, begin);
     part.indices = x->state->chosen.indices + bounds[rank];
@@ -31915,7 +31880,7 @@ static dtrain_sparse dtrain__selections_part(const dtrain__selections *x, int ra
 /* Finds the bounds between parts. */
 static void dtrain__selections_cut(dtrain__selections *x)
 {
-    const dtrain_sparse *chosen = &x->state->chosen;
+    const dtrain__sparse *chosen = &x->state->chosen;
     size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks, next = 0;
     for (int r = 0; r < x->ranks; r++) {
         size_t begin, count = dtrain_split(x->count, x->ranks, r, &begin);
@@ -31936,7 +31901,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
     for (int pass = 0; status == DTRAIN_OK && pass < 2; pass++) {
         for (int r = 0; r < x->ranks; r++) {
             dtrain_index_form form = state->desc.indices;
-            dtrain_sparse part = dtrain__selections_part(x, r, &begin);
+            dtrain__sparse part = dtrain__selections_part(x, r, &begin);
             for (size_t i = 0; i < part.count; i++)
                 part.indices[i] -= (uint32_t)begin;
             size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
@@ -31989,12 +31954,12 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
 }
 
 /* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
-static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_sparse *merged, size_t begin, size_t quota)
+static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin, size_t quota)
 {
     dtrain__selections_state *state = x->state;
-    dtrain_sparse *picked = &state->picked;
+    dtrain__sparse *picked = &state->picked;
     size_t keeps = state->desc.exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && quota < merged->count ? quota : merged->count;
-    dtrain_status status = dtrain_topk(merged->values, merged->count, keeps, picked);
+    dtrain_status status = dtrain__topk_pick(merged->values, merged->count, keeps, picked);
     uint64_t mode = dtrain__fpmode_enter();
     size_t next = 0;
     if (status == DTRAIN_OK)
@@ -32013,7 +31978,7 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_spa
 }
 
 /* Gathers every rank's sums, each straight into its part of the result. */
-static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain_sparse *merged)
+static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain__sparse *merged)
 {
     dtrain__selections_state *state = x->state;
     dtrain_index_form form = state->desc.indices;
@@ -32045,7 +32010,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
 static dtrain_status dtrain__selections_split(dtrain__selections *x)
 {
     size_t begin, part = dtrain_split(x->count, x->ranks, x->rank, &begin);
-    dtrain_sparse *merged = NULL;
+    dtrain__sparse *merged = NULL;
     dtrain_status status = dtrain__selections_scatter(x, part);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
@@ -32106,8 +32071,8 @@ static void dtrain__selections_destroy(void *self)
     dtrain__selections_state *state = (dtrain__selections_state *)self;
     dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = state->allocator;
     dtrain__selections_free(state);
-    dtrain_sparse_destroy(&state->chosen);
-    dtrain_sparse_destroy(&state->picked);
+    dtrain__sparse_destroy(&state->chosen);
+    dtrain__sparse_destroy(&state->picked);
     dtrain__feedback_buffer_free(&state->out, allocator);
     dtrain__feedback_buffer_free(&state->in, allocator);
     dtrain__free(allocator != &state->heap ? allocator : &heap, state);
@@ -32863,7 +32828,7 @@ static dtrain_status dtrain__compressed_here(dtrain_compressed *c, const float *
     else
         status = dtrain__compressed_dense(c, from, out);
     if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking) {
-        const dtrain_sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
+        const dtrain__sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
         for (size_t i = 0; i < chosen->count; i++) /* the velocity of what was sent starts anew */
             c->velocity[chosen->indices[i]] = 0.0f;
     }
@@ -45165,7 +45130,7 @@ typedef struct dtrain__server_topk {
     dtrain_allocator *allocator;
     double ratio;
     dtrain_dtype values;
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     dtrain_status status; /* of the last unpacking */
 } dtrain__server_topk;
 
@@ -45193,7 +45158,7 @@ static void dtrain__server_topk_pack(const dtrain_compressor *compressor, const 
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
     size_t k = dtrain_topk_count(count, topk->ratio), bytes = dtrain__server_topk_bytes(compressor, count), written;
-    dtrain_status status = dtrain_topk(in, count, k, &topk->sparse);
+    dtrain_status status = dtrain__topk_pick(in, count, k, &topk->sparse);
     if (status == DTRAIN_OK)
         status = dtrain__sparse_pack(&topk->sparse, topk->values, dtrain__server_topk_form(topk, count, k), out, bytes,
                                      &written);
@@ -45214,7 +45179,7 @@ static void dtrain__server_topk_unpack(const dtrain_compressor *compressor, cons
 static void dtrain__server_topk_destroy(void *self)
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)self;
-    dtrain_sparse_destroy(&topk->sparse);
+    dtrain__sparse_destroy(&topk->sparse);
     dtrain__free(topk->allocator, topk);
 }
 

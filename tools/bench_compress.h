@@ -50,17 +50,19 @@ static int compress_alone(bench *b)
     signed char *codes = (signed char *)bench_memory(2 * b->count + 4096, b->huge);
     size_t k = dtrain_topk_count(b->count, b->ratio);
     dtrain_compressor int8 = dtrain_compressor_of(DTRAIN_COMPRESS_INT8, 0);
-    dtrain_sparse sparse;
-    memset(&sparse, 0, sizeof sparse);
+    uint32_t *indices = (uint32_t *)malloc(k * sizeof *indices);
+    float *values = (float *)malloc(k * sizeof *values);
+    dtrain_device_selection *selection; /* on the CPU */
+    DTRAIN_CHECK(dtrain_device_selection_create(NULL, b->count, k, &selection));
     for (size_t i = 0; i < b->count; i++)
         x[i] = dtrain_random_normal(1, i);
-    DTRAIN_CHECK(dtrain_topk(x, b->count, k, &sparse));
+    DTRAIN_CHECK(dtrain_device_select(NULL, selection, x, NULL, indices, values));
     for (int run = -1; run < b->runs; run++) {
         int64_t begin = bench_now_ns();
         switch (b->op) {
-        case TOPK: DTRAIN_CHECK(dtrain_topk(x, b->count, k, &sparse)); break;
-        case TOPK_ADD: DTRAIN_CHECK(dtrain_topk_add(y, x, b->count, k, &sparse)); break;
-        case SPARSE_ADD: DTRAIN_CHECK(dtrain_sparse_add(&sparse, y, b->count)); break;
+        case TOPK: DTRAIN_CHECK(dtrain_device_select(NULL, selection, x, NULL, indices, values)); break;
+        case TOPK_ADD: DTRAIN_CHECK(dtrain_device_select(NULL, selection, y, x, indices, values)); break;
+        case SPARSE_ADD: DTRAIN_CHECK(dtrain_device_sparse_add(NULL, indices, values, k, y, b->count)); break;
         case INT8_PACK: int8.pack(&int8, x, b->count, codes); break;
         default: int8.unpack(&int8, codes, y, b->count);
         }
@@ -70,11 +72,13 @@ static int compress_alone(bench *b)
             b->us[run] = (double)(middle - begin) * 1e-3;
             b->limit_us[run] = (double)(bench_now_ns() - middle) * 1e-3;
         }
-        for (size_t i = 0; b->op == TOPK_ADD && i < sparse.count; i++)
-            y[sparse.indices[i]] = 0.0f; /* as feedback does */
+        for (size_t i = 0; b->op == TOPK_ADD && i < k; i++)
+            y[indices[i]] = 0.0f; /* as feedback does */
     }
     bench_print(b);
-    dtrain_sparse_destroy(&sparse);
+    dtrain_device_selection_destroy(NULL, selection);
+    free(indices);
+    free(values);
     free(x);
     free(y);
     free(codes);

@@ -23,57 +23,12 @@
 extern "C" {
 #endif
 
-/* Some elements of a vector, in ascending order of their index.
- *
- * Zero it before its first use; the functions below that fill it grow its arrays and keep them, so that nothing is
- * allocated once the largest has been seen. A struct over arrays of your own, capacity 0, can be read by all others. */
-typedef struct dtrain_sparse {
-    uint32_t *indices; /* ascending, none twice, below original_count */
-    float *values;
-    size_t count;
-    size_t original_count;       /* elements of the whole vector */
-    size_t capacity;             /* of the arrays; written by the library. 0: they are the caller's */
-    dtrain_allocator *allocator; /* NULL: the C library */
-} dtrain_sparse;
-
 /* Returns how many elements a ratio of a vector is: max(1, ceil(count * ratio)), computed exactly; 0 for count 0.
  *
  *   ratio   above 1 counts as 1; below 0 and NaN as 0
  *
  * any thread */
 DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio);
-
-/* Selects the k elements of largest magnitude, NaN and then infinity before all numbers, of equals the first.
- *
- *   data     count float32; k at most count
- *   sparse   out: those elements
- *   errors   DTRAIN_ERR_INVALID      k above count, or something is NULL
- *            DTRAIN_ERR_UNSUPPORTED  2^32 elements or more
- *            DTRAIN_ERR_MEMORY
- *
- * any thread; allocates only what sparse lacks */
-DTRAIN_API_MUST dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse);
-
-/* Adds data to sum, and selects of the sum as dtrain_topk, in one pass.
- *
- *   sum, data   count float32 each, apart
- *
- * any thread; allocates only what sparse lacks */
-DTRAIN_API_MUST dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k,
-                                              dtrain_sparse *sparse);
-
-/* Adds the elements of sparse to those of data.
- *
- *   data     count float32, count equal to sparse->original_count
- *   errors   DTRAIN_ERR_INVALID  another count; an index out of range, out of order or twice: nothing is written
- *
- * any thread; allocates nothing */
-DTRAIN_API_MUST dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *data, size_t count);
-
-/* Frees the arrays that the library gave sparse, and zeroes it; NULL is legal.
- *
- * one thread per object */
-DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
 
 /* Makes a compressor that owns nothing: copy it freely.
  *
@@ -95,11 +50,13 @@ DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse);
  * any thread */
 DTRAIN_API dtrain_compressor dtrain_compressor_of(dtrain_compression kind, size_t block);
 
-/* Select on a device what dtrain_topk and dtrain_topk_add select: the same elements, in memory of the device.
+/* Selects the k elements of largest magnitude of a vector, NaN and then infinity before all numbers, of equals the
+ * first.
  *
- *   create    for vectors of count elements, of which k; makes all memory that selecting needs
- *   select    data: count float32; add: NULL, or count float32 that are added to data first, as dtrain_topk_add.
- *             indices and values: room for k, in ascending order of index. The CPU does not wait, nothing is allocated
+ *   create    for vectors of count elements, of which k; on a device it makes all memory that selecting needs
+ *   select    data: count float32; add: NULL, or count float32 that are added to data first, in the same pass. indices
+ *             and values: room for k, in ascending order of index. On a device the CPU does not wait, and
+ *             nothing is allocated
  *   destroy   after what was queued before; a NULL selection is legal
  *   device    the same in all three; NULL: the CPU
  *   errors    DTRAIN_ERR_INVALID      k above count, something is NULL, or a selection of another device
@@ -113,9 +70,9 @@ DTRAIN_API_MUST dtrain_status dtrain_device_select(dtrain_device *device, dtrain
                                                    float *data, const float *add, uint32_t *indices, float *values);
 DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_device_selection *selection);
 
-/* data[indices[i]] += values[i] for k elements, on a device.
+/* data[indices[i]] += values[i] for k elements.
  *
- *   indices   ascending, none twice. What is not below count is left out: the CPU does not read them to refuse it
+ *   indices   ascending, none twice. What is not below count is left out: nobody reads them to refuse it
  *   data      count float32
  *   errors    DTRAIN_ERR_INVALID      k above count, or something is NULL
  *             DTRAIN_ERR_UNSUPPORTED  2^32 elements or more

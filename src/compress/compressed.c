@@ -187,7 +187,7 @@ static dtrain_status dtrain__compressed_here(dtrain_compressed *c, const float *
     else
         status = dtrain__compressed_dense(c, from, out);
     if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking) {
-        const dtrain_sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
+        const dtrain__sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
         for (size_t i = 0; i < chosen->count; i++) /* the velocity of what was sent starts anew */
             c->velocity[chosen->indices[i]] = 0.0f;
     }

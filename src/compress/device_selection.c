@@ -15,7 +15,7 @@ typedef struct dtrain__device_selection {
     dtrain_allocator heap;
     dtrain_device *device;
     dtrain_device_selection *made; /* the device's; NULL: the CPU's */
-    dtrain_sparse sparse;          /* the CPU's */
+    dtrain__sparse sparse;          /* the CPU's */
     size_t count, k;
 } dtrain__device_selection;
 
@@ -60,9 +60,9 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
 static dtrain_status dtrain__device_select_cpu(dtrain__device_selection *mine, float *data, const float *add,
                                                uint32_t *indices, float *values)
 {
-    dtrain_sparse *sparse = &mine->sparse;
-    dtrain_status status = add != NULL ? dtrain_topk_add(data, add, mine->count, mine->k, sparse)
-                                       : dtrain_topk(data, mine->count, mine->k, sparse);
+    dtrain__sparse *sparse = &mine->sparse;
+    dtrain_status status = add != NULL ? dtrain__topk_add(data, add, mine->count, mine->k, sparse)
+                                       : dtrain__topk_pick(data, mine->count, mine->k, sparse);
     if (status != DTRAIN_OK || mine->k == 0)
         return status;
     memcpy(indices, sparse->indices, mine->k * sizeof *indices);
@@ -100,7 +100,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
     (void)device; /* its own is where its memory is */
     if (mine->device != NULL && mine->device->ops->selection_destroy != NULL)
         mine->device->ops->selection_destroy(mine->device, mine->made);
-    dtrain_sparse_destroy(&mine->sparse);
+    dtrain__sparse_destroy(&mine->sparse);
     dtrain_allocator heap = mine->heap;
     dtrain__free(&heap, mine);
 }
@@ -109,9 +109,11 @@ static void dtrain__device_sparse_add_cpu(const uint32_t *indices, const float *
                                           size_t count)
 {
     uint64_t mode = dtrain__fpmode_enter();
-    for (size_t i = 0; i < k; i++)
+    for (size_t i = 0; i < k; i++) {
+        __builtin_prefetch(data + indices[i + 24 < k ? i + 24 : i], 1);
         if (indices[i] < count)
             data[indices[i]] += values[i];
+    }
     dtrain__fpmode_restore(mode);
 }
 

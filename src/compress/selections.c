@@ -18,8 +18,8 @@ typedef struct dtrain__selections_state {
     dtrain_topk_desc desc;
     float step[2]; /* see >>feedback */
     int ranks;
-    dtrain_sparse chosen, picked;
-    dtrain_sparse *pieces; /* 2 * ranks: a level of the tree, and the next */
+    dtrain__sparse chosen, picked;
+    dtrain__sparse *pieces; /* 2 * ranks: a level of the tree, and the next */
     uint64_t *sizes;       /* 2 * ranks: to each rank, from each rank */
     size_t *numbers;       /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
     dtrain__feedback_buffer out, in;
@@ -41,7 +41,7 @@ static void dtrain__selections_free(dtrain__selections_state *state)
 {
     size_t n = (size_t)state->ranks;
     for (size_t i = 0; state->pieces != NULL && i < 2 * n; i++)
-        dtrain_sparse_destroy(&state->pieces[i]);
+        dtrain__sparse_destroy(&state->pieces[i]);
     dtrain__free(state->allocator, state->pieces);
     dtrain__free(state->allocator, state->sizes);
     dtrain__free(state->allocator, state->numbers);
@@ -59,7 +59,7 @@ static dtrain_status dtrain__selections_open(dtrain__selections_state *state, in
         return DTRAIN_OK;
     dtrain__selections_free(state);
     state->ranks = ranks;
-    state->pieces = (dtrain_sparse *)dtrain__alloc(state->allocator, 2 * n * sizeof(dtrain_sparse));
+    state->pieces = (dtrain__sparse *)dtrain__alloc(state->allocator, 2 * n * sizeof(dtrain__sparse));
     state->sizes = (uint64_t *)dtrain__alloc(state->allocator, 2 * n * sizeof(uint64_t));
     state->numbers = (size_t *)dtrain__alloc(state->allocator, (5 * n + 1) * sizeof(size_t));
     if (state->pieces == NULL || state->sizes == NULL || state->numbers == NULL) {
@@ -72,7 +72,7 @@ static dtrain_status dtrain__selections_open(dtrain__selections_state *state, in
 }
 
 /* out = a + b, where an element that one of them lacks is the other's. */
-static dtrain_status dtrain__selections_merge(const dtrain_sparse *a, const dtrain_sparse *b, dtrain_sparse *out)
+static dtrain_status dtrain__selections_merge(const dtrain__sparse *a, const dtrain__sparse *b, dtrain__sparse *out)
 {
     dtrain_status status = dtrain__topk_reserve(out, a->count + b->count);
     size_t i = 0, j = 0, n = 0;
@@ -85,7 +85,7 @@ static dtrain_status dtrain__selections_merge(const dtrain_sparse *a, const dtra
         i += left <= right;
         j += right <= left;
     }
-    const dtrain_sparse *rest = i < a->count ? a : b;
+    const dtrain__sparse *rest = i < a->count ? a : b;
     size_t from = i < a->count ? i : j, more = rest->count - from;
     if (more > 0) {
         memcpy(out->indices + n, rest->indices + from, more * sizeof(uint32_t));
@@ -97,16 +97,16 @@ static dtrain_status dtrain__selections_merge(const dtrain_sparse *a, const dtra
 }
 
 /* Merges the pieces of all ranks by the tree: neighbours first, one that has none goes up as it is. */
-static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain_sparse **merged)
+static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__sparse **merged)
 {
-    dtrain_sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
+    dtrain__sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
     dtrain_status status = DTRAIN_OK;
     uint64_t mode = dtrain__fpmode_enter();
     memset(&nothing, 0, sizeof nothing);
     for (int n = x->ranks; status == DTRAIN_OK && n > 1; n = (n + 1) / 2) {
         for (int i = 0; status == DTRAIN_OK && i < n; i += 2)
             status = dtrain__selections_merge(&from[i], i + 1 < n ? &from[i + 1] : &nothing, &to[i / 2]);
-        dtrain_sparse *next = to;
+        dtrain__sparse *next = to;
         to = from;
         from = next;
     }
@@ -116,7 +116,7 @@ static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain_spars
 }
 
 /* Rounds values to what the wire carries. */
-static void dtrain__selections_round(const dtrain__selections_state *state, dtrain_sparse *sparse)
+static void dtrain__selections_round(const dtrain__selections_state *state, dtrain__sparse *sparse)
 {
     unsigned char tile[2 * DTRAIN__SPARSE_TILE];
     dtrain_dtype wire = state->desc.values;
@@ -157,7 +157,7 @@ static size_t dtrain__selections_first(const dtrain_compressor *compressor, size
 /* Has the device select, round and keep. */
 static dtrain_status dtrain__selections_select_there(dtrain__selections *x, const float *in)
 {
-    dtrain_sparse *chosen = &x->state->chosen;
+    dtrain__sparse *chosen = &x->state->chosen;
     size_t k = dtrain__selections_next(x);
     dtrain_status status = dtrain__topk_reserve(chosen, k);
     if (status == DTRAIN_OK)
@@ -178,7 +178,7 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
 static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
 {
     dtrain__selections_state *state = x->state;
-    dtrain_sparse *chosen = &state->chosen;
+    dtrain__sparse *chosen = &state->chosen;
     dtrain_status status;
     uint64_t mode = dtrain__fpmode_enter();
     size_t k = dtrain__selections_next(x);
@@ -188,9 +188,9 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
         status =
             dtrain__topk_threshold(x->residual != NULL ? x->residual : in, x->count, state->desc.threshold, chosen);
     else if (x->residual != NULL)
-        status = dtrain_topk_add(x->residual, in, x->count, k, chosen);
+        status = dtrain__topk_add(x->residual, in, x->count, k, chosen);
     else
-        status = dtrain_topk(in, x->count, k, chosen);
+        status = dtrain__topk_pick(in, x->count, k, chosen);
     if (status == DTRAIN_OK)
         dtrain__selections_round(state, chosen);
     for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
@@ -219,7 +219,7 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
 
 /* A corrupt piece, or no memory for one, ends the exchange for all. */
 static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, size_t at, size_t bytes, size_t count,
-                                               dtrain_sparse *piece)
+                                               dtrain__sparse *piece)
 {
     dtrain_status status = dtrain__sparse_unpack(piece, x->state->in.data + at, bytes, count);
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
@@ -236,7 +236,7 @@ static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most
 }
 
 /* Writes some elements of the part of the result from `begin` on. */
-static void dtrain__selections_write(dtrain__selections *x, const dtrain_sparse *sparse, size_t begin)
+static void dtrain__selections_write(dtrain__selections *x, const dtrain__sparse *sparse, size_t begin)
 {
     dtrain__device_elements *list = x->there != NULL ? &x->there->sums : NULL;
     for (size_t i = 0; list != NULL && i < sparse->count; i++) {
@@ -280,7 +280,7 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
     dtrain_index_form form = state->desc.indices;
     uint64_t mine = dtrain__sparse_size(&state->chosen, state->desc.values, &form);
     size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
-    dtrain_sparse *merged = NULL;
+    dtrain__sparse *merged = NULL;
     dtrain_status status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
@@ -308,10 +308,10 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
 }
 
 /* The elements of the selection that are in a rank's part of the vector, which bounds say. */
-static dtrain_sparse dtrain__selections_part(const dtrain__selections *x, int rank, size_t *begin)
+static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int rank, size_t *begin)
 {
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
-    dtrain_sparse part;
+    dtrain__sparse part;
     memset(&part, 0, sizeof part);
     part.original_count = dtrain_split(x->count, x->ranks, rank, begin);
     part.indices = x->state->chosen.indices + bounds[rank];
@@ -323,7 +323,7 @@ static dtrain_sparse dtrain__selections_part(const dtrain__selections *x, int ra
 /* Finds the bounds between parts. */
 static void dtrain__selections_cut(dtrain__selections *x)
 {
-    const dtrain_sparse *chosen = &x->state->chosen;
+    const dtrain__sparse *chosen = &x->state->chosen;
     size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks, next = 0;
     for (int r = 0; r < x->ranks; r++) {
         size_t begin, count = dtrain_split(x->count, x->ranks, r, &begin);
@@ -344,7 +344,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
     for (int pass = 0; status == DTRAIN_OK && pass < 2; pass++) {
         for (int r = 0; r < x->ranks; r++) {
             dtrain_index_form form = state->desc.indices;
-            dtrain_sparse part = dtrain__selections_part(x, r, &begin);
+            dtrain__sparse part = dtrain__selections_part(x, r, &begin);
             for (size_t i = 0; i < part.count; i++)
                 part.indices[i] -= (uint32_t)begin;
             size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
@@ -397,12 +397,12 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
 }
 
 /* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
-static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_sparse *merged, size_t begin, size_t quota)
+static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin, size_t quota)
 {
     dtrain__selections_state *state = x->state;
-    dtrain_sparse *picked = &state->picked;
+    dtrain__sparse *picked = &state->picked;
     size_t keeps = state->desc.exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && quota < merged->count ? quota : merged->count;
-    dtrain_status status = dtrain_topk(merged->values, merged->count, keeps, picked);
+    dtrain_status status = dtrain__topk_pick(merged->values, merged->count, keeps, picked);
     uint64_t mode = dtrain__fpmode_enter();
     size_t next = 0;
     if (status == DTRAIN_OK)
@@ -421,7 +421,7 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain_spa
 }
 
 /* Gathers every rank's sums, each straight into its part of the result. */
-static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain_sparse *merged)
+static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain__sparse *merged)
 {
     dtrain__selections_state *state = x->state;
     dtrain_index_form form = state->desc.indices;
@@ -453,7 +453,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
 static dtrain_status dtrain__selections_split(dtrain__selections *x)
 {
     size_t begin, part = dtrain_split(x->count, x->ranks, x->rank, &begin);
-    dtrain_sparse *merged = NULL;
+    dtrain__sparse *merged = NULL;
     dtrain_status status = dtrain__selections_scatter(x, part);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
@@ -514,8 +514,8 @@ static void dtrain__selections_destroy(void *self)
     dtrain__selections_state *state = (dtrain__selections_state *)self;
     dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = state->allocator;
     dtrain__selections_free(state);
-    dtrain_sparse_destroy(&state->chosen);
-    dtrain_sparse_destroy(&state->picked);
+    dtrain__sparse_destroy(&state->chosen);
+    dtrain__sparse_destroy(&state->picked);
     dtrain__feedback_buffer_free(&state->out, allocator);
     dtrain__feedback_buffer_free(&state->in, allocator);
     dtrain__free(allocator != &state->heap ? allocator : &heap, state);

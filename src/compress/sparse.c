@@ -19,7 +19,7 @@ typedef struct dtrain__sparse_header {
     uint64_t count, original_count, index_bytes;
 } dtrain__sparse_header;
 
-static dtrain_status dtrain__sparse_check(const dtrain_sparse *sparse, const char *call)
+static dtrain_status dtrain__sparse_check(const dtrain__sparse *sparse, const char *call)
 {
     if (sparse == NULL || (sparse->count > 0 && (sparse->indices == NULL || sparse->values == NULL)))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s NULL", call,
@@ -37,7 +37,7 @@ static dtrain_status dtrain__sparse_check(const dtrain_sparse *sparse, const cha
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__sparse_check_dense(const dtrain_sparse *sparse, const float *data, size_t count,
+static dtrain_status dtrain__sparse_check_dense(const dtrain__sparse *sparse, const float *data, size_t count,
                                                 const char *call)
 {
     dtrain_status status = dtrain__sparse_check(sparse, call);
@@ -48,7 +48,7 @@ static dtrain_status dtrain__sparse_check_dense(const dtrain_sparse *sparse, con
 }
 
 /* The indices are known to be good. Each is a line of its own of the cache, asked for in time. */
-static void dtrain__sparse_add_now(const dtrain_sparse *sparse, float *data)
+static void dtrain__sparse_add_now(const dtrain__sparse *sparse, float *data)
 {
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = 0; i < sparse->count; i++) {
@@ -58,7 +58,7 @@ static void dtrain__sparse_add_now(const dtrain_sparse *sparse, float *data)
     dtrain__fpmode_restore(mode);
 }
 
-static void dtrain__sparse_write_now(const dtrain_sparse *sparse, float *data)
+static void dtrain__sparse_write_now(const dtrain__sparse *sparse, float *data)
 {
     if (sparse->original_count > 0)
         memset(data, 0, sparse->original_count * sizeof(float));
@@ -66,15 +66,7 @@ static void dtrain__sparse_write_now(const dtrain_sparse *sparse, float *data)
         data[sparse->indices[i]] = sparse->values[i];
 }
 
-DTRAIN_API dtrain_status dtrain_sparse_add(const dtrain_sparse *sparse, float *data, size_t count)
-{
-    dtrain_status status = dtrain__sparse_check_dense(sparse, data, count, "sparse_add");
-    if (status == DTRAIN_OK)
-        dtrain__sparse_add_now(sparse, data);
-    return status;
-}
-
-static dtrain_status dtrain__sparse_write(const dtrain_sparse *sparse, float *data, size_t count)
+static dtrain_status dtrain__sparse_write(const dtrain__sparse *sparse, float *data, size_t count)
 {
     dtrain_status status = dtrain__sparse_check_dense(sparse, data, count, "sparse_write");
     if (status == DTRAIN_OK)
@@ -83,13 +75,13 @@ static dtrain_status dtrain__sparse_write(const dtrain_sparse *sparse, float *da
 }
 
 /* How many elements were left out before the i-th. */
-static uint32_t dtrain__sparse_gap(const dtrain_sparse *sparse, size_t i)
+static uint32_t dtrain__sparse_gap(const dtrain__sparse *sparse, size_t i)
 {
     return i == 0 ? sparse->indices[0] : sparse->indices[i] - sparse->indices[i - 1] - 1;
 }
 
 /* The bytes of a good vector's indices; SIZE_MAX for a form that cannot be. */
-static size_t dtrain__sparse_index_bytes(const dtrain_sparse *sparse, dtrain_index_form form)
+static size_t dtrain__sparse_index_bytes(const dtrain__sparse *sparse, dtrain_index_form form)
 {
     size_t bytes = sparse->count;
     switch (form) {
@@ -107,7 +99,7 @@ static size_t dtrain__sparse_index_bytes(const dtrain_sparse *sparse, dtrain_ind
 }
 
 /* The shortest form, of equals the first. */
-static dtrain_index_form dtrain__sparse_shortest(const dtrain_sparse *sparse, size_t width)
+static dtrain_index_form dtrain__sparse_shortest(const dtrain__sparse *sparse, size_t width)
 {
     dtrain_index_form best = DTRAIN_INDEX_U32;
     size_t least = SIZE_MAX;
@@ -129,7 +121,7 @@ static size_t dtrain__sparse_width(dtrain_dtype values)
 }
 
 /* Settles the form and returns the packed size of a good vector; 0 for what cannot be. */
-static size_t dtrain__sparse_size(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form *form)
+static size_t dtrain__sparse_size(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form *form)
 {
     size_t width = dtrain__sparse_width(values);
     if (width == 0)
@@ -143,7 +135,7 @@ static size_t dtrain__sparse_size(const dtrain_sparse *sparse, dtrain_dtype valu
            width * (*form == DTRAIN_INDEX_NONE ? sparse->original_count : sparse->count);
 }
 
-static void dtrain__sparse_pack_indices(const dtrain_sparse *sparse, dtrain_index_form form, unsigned char *out)
+static void dtrain__sparse_pack_indices(const dtrain__sparse *sparse, dtrain_index_form form, unsigned char *out)
 {
     if (form == DTRAIN_INDEX_U32 && sparse->count > 0)
         memcpy(out, sparse->indices, 4 * sparse->count);
@@ -160,7 +152,7 @@ static void dtrain__sparse_pack_indices(const dtrain_sparse *sparse, dtrain_inde
 }
 
 /* Every element of the vector, tile by tile. */
-static void dtrain__sparse_pack_dense(const dtrain_sparse *sparse, dtrain_dtype values, unsigned char *out)
+static void dtrain__sparse_pack_dense(const dtrain__sparse *sparse, dtrain_dtype values, unsigned char *out)
 {
     float tile[DTRAIN__SPARSE_TILE];
     size_t next = 0, width = dtrain__sparse_width(values);
@@ -175,7 +167,7 @@ static void dtrain__sparse_pack_dense(const dtrain_sparse *sparse, dtrain_dtype 
 }
 
 /* Packs a good vector into as many bytes as dtrain__sparse_size has said. */
-static void dtrain__sparse_pack_now(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+static void dtrain__sparse_pack_now(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
                                     unsigned char *out)
 {
     dtrain__sparse_header header;
@@ -202,8 +194,8 @@ static void dtrain__sparse_pack_now(const dtrain_sparse *sparse, dtrain_dtype va
  *   out        capacity bytes
  *   bytes      out: how many were written
  *   errors     DTRAIN_ERR_INVALID  another dtype; a form that cannot be; too little capacity; a bad
- *                                  sparse, as dtrain_sparse_add */
-static dtrain_status dtrain__sparse_pack(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+ *                                  sparse */
+static dtrain_status dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
                                          void *out, size_t capacity, size_t *bytes)
 {
     dtrain_status status = dtrain__sparse_check(sparse, "sparse_pack");
@@ -265,7 +257,7 @@ static const unsigned char *dtrain__sparse_read_gap(const unsigned char *from, c
 }
 
 /* Reads the indices into the private arrays; returns the number of the first bad one, or count. */
-static size_t dtrain__sparse_read_indices(dtrain_sparse *sparse, const dtrain__sparse_header *header,
+static size_t dtrain__sparse_read_indices(dtrain__sparse *sparse, const dtrain__sparse_header *header,
                                           const unsigned char *from)
 {
     const unsigned char *end = from + header->index_bytes;
@@ -300,7 +292,7 @@ static size_t dtrain__sparse_read_indices(dtrain_sparse *sparse, const dtrain__s
  *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
  *                                range, out of order or twice. The text says which; sparse has count 0
  *            DTRAIN_ERR_MEMORY */
-static dtrain_status dtrain__sparse_unpack(dtrain_sparse *sparse, const void *data, size_t bytes, size_t original_count)
+static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *data, size_t bytes, size_t original_count)
 {
     const unsigned char *from = (const unsigned char *)data;
     dtrain__sparse_header header;

@@ -11,6 +11,17 @@
 #include "../base/memory.c"
 #include "../tensor/isa.c"
 
+/* Some elements of a vector, in ascending order of their index. Zero before its first use: what fills it grows its
+ * arrays and keeps them. */
+typedef struct dtrain__sparse {
+    uint32_t *indices; /* ascending, none twice, below original_count */
+    float *values;
+    size_t count;
+    size_t original_count;       /* elements of the whole vector */
+    size_t capacity;             /* of the arrays; written by the library. 0: they are the caller's */
+    dtrain_allocator *allocator; /* NULL: the C library */
+} dtrain__sparse;
+
 #define DTRAIN__TOPK_BLOCK ((size_t)1024)      /* elements collected at once: room beyond the last needs as many */
 #define DTRAIN__TOPK_SAMPLE ((size_t)65536)    /* keys of the largest sample */
 #define DTRAIN__TOPK_SAMPLED ((size_t)1 << 16) /* smaller vectors are not sampled */
@@ -119,7 +130,7 @@ static dtrain__topk_block dtrain__topk_block_get(void)
     }
 }
 
-static dtrain_allocator *dtrain__topk_allocator(const dtrain_sparse *sparse, dtrain_allocator *heap)
+static dtrain_allocator *dtrain__topk_allocator(const dtrain__sparse *sparse, dtrain_allocator *heap)
 {
     memset(heap, 0, sizeof *heap);
     return sparse->allocator != NULL ? sparse->allocator : heap;
@@ -127,7 +138,7 @@ static dtrain_allocator *dtrain__topk_allocator(const dtrain_sparse *sparse, dtr
 
 /* Room for count elements and what a vector's store writes beyond them, half more where it has to grow, as counts vary
  * a little; what is in the arrays is lost. */
-static dtrain_status dtrain__topk_reserve(dtrain_sparse *sparse, size_t count)
+static dtrain_status dtrain__topk_reserve(dtrain__sparse *sparse, size_t count)
 {
     dtrain_allocator heap, *allocator = dtrain__topk_allocator(sparse, &heap);
     size_t capacity, bytes;
@@ -156,7 +167,7 @@ static dtrain_status dtrain__topk_reserve(dtrain_sparse *sparse, size_t count)
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain_sparse_destroy(dtrain_sparse *sparse)
+DTRAIN_API void dtrain__sparse_destroy(dtrain__sparse *sparse)
 {
     dtrain_allocator heap;
     if (sparse == NULL)
@@ -272,7 +283,7 @@ static dtrain__topk_search dtrain__topk_find(const float *data, size_t count, si
 }
 
 /* Keeps the k largest of what has been collected: all keys above the k-th, and the first of those equal to it. */
-static void dtrain__topk_keep(dtrain_sparse *sparse, size_t k)
+static void dtrain__topk_keep(dtrain__sparse *sparse, size_t k)
 {
     if (sparse->count == k)
         return;
@@ -300,7 +311,7 @@ typedef struct dtrain__topk_source {
 
 /* Collects every element whose key is at least the bar; 0 when they are more than there is room for. The sum is
  * complete in either case. */
-static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain_sparse *sparse)
+static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain__sparse *sparse)
 {
     dtrain__topk_block block = dtrain__topk_block_get();
     uint64_t mode = dtrain__fpmode_enter();
@@ -322,7 +333,7 @@ static int dtrain__topk_collect(dtrain__topk_source *from, uint32_t bar, dtrain_
 
 /* Collects the k elements that a finished search names, of which the equal ones may be many. */
 static void dtrain__topk_exactly(const dtrain__topk_source *from, const dtrain__topk_search *search,
-                                 dtrain_sparse *sparse)
+                                 dtrain__sparse *sparse)
 {
     dtrain__topk_block block = dtrain__topk_block_get();
     size_t ties = search->left;
@@ -376,7 +387,7 @@ static uint32_t dtrain__topk_guess(const dtrain__topk_source *from, float *value
 
 /* The way that always arrives: the bar from a histogram of all keys, exact where too many are equal in their upper
  * bits. */
-static void dtrain__topk_surely(dtrain__topk_source *from, dtrain_sparse *sparse)
+static void dtrain__topk_surely(dtrain__topk_source *from, dtrain__sparse *sparse)
 {
     dtrain__topk_search search = dtrain__topk_begin(from->k);
     if (from->sum != NULL)
@@ -393,7 +404,7 @@ static void dtrain__topk_surely(dtrain__topk_source *from, dtrain_sparse *sparse
     dtrain__topk_exactly(from, &search, sparse);
 }
 
-static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const dtrain_sparse *sparse, const char *call)
+static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const dtrain__sparse *sparse, const char *call)
 {
     if (sparse == NULL || (from->count > 0 && (from->data == NULL || (from->sum != NULL && from->add == NULL))))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s of %zu elements: %s is NULL", call, from->count,
@@ -415,7 +426,7 @@ static size_t dtrain__topk_room(size_t n, size_t k)
     return room < n ? room : n;
 }
 
-static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain_sparse *sparse, const char *call)
+static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain__sparse *sparse, const char *call)
 {
     size_t n = from->count, k = from->k, sample = n / 64 < DTRAIN__TOPK_SAMPLE ? n / 64 : DTRAIN__TOPK_SAMPLE;
     dtrain_status status = dtrain__topk_check(from, sparse, call);
@@ -440,22 +451,25 @@ static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain_spars
     return DTRAIN_OK;
 }
 
-DTRAIN_API dtrain_status dtrain_topk(const float *data, size_t count, size_t k, dtrain_sparse *sparse)
+/* Selects the k elements of largest magnitude, NaN and then infinity before all numbers, of equals the first; allocates
+ * only what sparse lacks. */
+static dtrain_status dtrain__topk_pick(const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, k};
     return dtrain__topk_select(&from, sparse, "topk");
 }
 
-DTRAIN_API dtrain_status dtrain_topk_add(float *sum, const float *data, size_t count, size_t k, dtrain_sparse *sparse)
+/* Adds data to sum, and selects of the sum, in one pass. */
+static dtrain_status dtrain__topk_add(float *sum, const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {sum, sum, data, count, k};
     return dtrain__topk_select(&from, sparse, "topk_add");
 }
 
-/* Selects as dtrain_topk every element whose magnitude is at least threshold, and every NaN.
+/* Selects as dtrain__topk_pick every element whose magnitude is at least threshold, and every NaN.
  *
  *   threshold   0 or above, not NaN */
-static dtrain_status dtrain__topk_threshold(const float *data, size_t count, float threshold, dtrain_sparse *sparse)
+static dtrain_status dtrain__topk_threshold(const float *data, size_t count, float threshold, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, 0};
     uint32_t bar;

@@ -21,7 +21,7 @@ typedef struct dtrain__server_topk {
     dtrain_allocator *allocator;
     double ratio;
     dtrain_dtype values;
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     dtrain_status status; /* of the last unpacking */
 } dtrain__server_topk;
 
@@ -49,7 +49,7 @@ static void dtrain__server_topk_pack(const dtrain_compressor *compressor, const 
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
     size_t k = dtrain_topk_count(count, topk->ratio), bytes = dtrain__server_topk_bytes(compressor, count), written;
-    dtrain_status status = dtrain_topk(in, count, k, &topk->sparse);
+    dtrain_status status = dtrain__topk_pick(in, count, k, &topk->sparse);
     if (status == DTRAIN_OK)
         status = dtrain__sparse_pack(&topk->sparse, topk->values, dtrain__server_topk_form(topk, count, k), out, bytes,
                                      &written);
@@ -70,7 +70,7 @@ static void dtrain__server_topk_unpack(const dtrain_compressor *compressor, cons
 static void dtrain__server_topk_destroy(void *self)
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)self;
-    dtrain_sparse_destroy(&topk->sparse);
+    dtrain__sparse_destroy(&topk->sparse);
     dtrain__free(topk->allocator, topk);
 }
 

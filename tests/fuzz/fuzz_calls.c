@@ -157,7 +157,7 @@ static void packed(input *in)
 {
     enum { COUNT = 300 };
     float out[COUNT];
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     dtrain_compressor q;
     dtrain_allocator heap = {NULL, NULL, 0, 0};
     memset(&sparse, 0, sizeof sparse);
@@ -167,9 +167,9 @@ static void packed(input *in)
         abort();
     take(in, exact, bytes);
     if (dtrain__sparse_unpack(&sparse, exact, bytes, COUNT) == DTRAIN_OK &&
-        dtrain_sparse_add(&sparse, memset(out, 0, sizeof out), COUNT) != DTRAIN_OK)
+        dtrain__sparse_write(&sparse, memset(out, 0, sizeof out), COUNT) != DTRAIN_OK)
         abort();
-    dtrain_sparse_destroy(&sparse);
+    dtrain__sparse_destroy(&sparse);
     free(exact);
     for (unsigned which = 3; which < 7; which++) { /* of a quantiser the length follows from the count */
         size_t count = bytes % COUNT;

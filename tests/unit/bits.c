@@ -170,20 +170,20 @@ static void norms(void)
 
 static void selections(void)
 {
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     memset(&sparse, 0, sizeof sparse);
     for (int c = 1; c < COUNTS; c++)
         for (size_t k = 1; k <= counts[c]; k = k * 3) {
             float *sum = (float *)(void *)inputs[0];
             fill(inputs[0], DTRAIN_F32, counts[c], 0);
             fill(inputs[1], DTRAIN_F32, counts[c], 1);
-            DTRAIN_CHECK(dtrain_topk_add(sum, (const float *)(void *)inputs[1], counts[c], k, &sparse));
+            DTRAIN_CHECK(dtrain__topk_add(sum, (const float *)(void *)inputs[1], counts[c], k, &sparse));
             add_values(sum, DTRAIN_F32, counts[c]);
             add_memory(sparse.indices, k * sizeof *sparse.indices);
             DTRAIN_CHECK(dtrain__topk_threshold(sum, counts[c], 1.5f, &sparse));
             add_memory(sparse.indices, sparse.count * sizeof *sparse.indices);
         }
-    dtrain_sparse_destroy(&sparse);
+    dtrain__sparse_destroy(&sparse);
 }
 
 static void compressors(void)

@@ -132,12 +132,12 @@ static void reference_dense(reference *ref, int ranks, int step)
 static void reference_topk(reference *ref, int ranks, int step)
 {
     static __thread uint16_t half[MOST];
-    dtrain_sparse chosen;
+    dtrain__sparse chosen;
     memset(&chosen, 0, sizeof chosen);
     reference_add(ref, ranks, step);
     for (int r = 0; r < ranks; r++) {
         size_t k = dtrain_topk_count(plan.count, plan.topk.schedule.ratio);
-        CHECK_EQ(dtrain_topk(ref->residual[r], plan.count, k, &chosen), DTRAIN_OK);
+        CHECK_EQ(dtrain__topk_pick(ref->residual[r], plan.count, k, &chosen), DTRAIN_OK);
         CHECK_EQ(dtrain__sparse_write(&chosen, ref->sent[r], plan.count), DTRAIN_OK);
         if (plan.topk.values == DTRAIN_BF16) {
             CHECK_EQ(dtrain_convert(ref->sent[r], DTRAIN_F32, half, DTRAIN_BF16, plan.count), DTRAIN_OK);
@@ -159,7 +159,7 @@ static void reference_topk(reference *ref, int ranks, int step)
         }
         memcpy(ref->out, rounded, plan.count * sizeof(float));
     }
-    dtrain_sparse_destroy(&chosen);
+    dtrain__sparse_destroy(&chosen);
 }
 
 DTRAIN__EXACT_END
@@ -699,7 +699,7 @@ TEST(corrupt_pieces_break_the_group_and_write_nothing)
     uint32_t indices[] = {5, 99}, far = 100;
     float values[] = {1, 2};
     size_t bytes = 0;
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     memset(&sparse, 0, sizeof sparse);
     sparse.indices = indices;
     sparse.values = values;

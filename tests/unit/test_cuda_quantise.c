@@ -270,19 +270,13 @@ static size_t sum_differs(const place *p, size_t n, size_t k, const size_t *offs
 {
     static const uint32_t out_of_range[] = {0, 1, 77, 0x40000000u, 0x7fffffffu, 0xffffffffu};
     static float values[MOST + 6];
-    dtrain_sparse sparse;
     size_t beyond = n + 6 < MOST ? 6 : 0;
     for (size_t i = 0; i < k + beyond; i++)
         values[i] = i % 97 == 5 ? from_bits((uint32_t)dtrain_random_u64(9, i)) : dtrain_random_normal(n, i);
     for (size_t i = 0; i < beyond; i++)
         indices[k + i] = i < 3 ? (uint32_t)n + out_of_range[i] : out_of_range[i];
-    memset(&sparse, 0, sizeof sparse);
-    sparse.indices = indices;
-    sparse.values = values;
-    sparse.count = k;
-    sparse.original_count = n;
     memcpy(expected, data, 4 * n);
-    CHECK_EQ(dtrain_sparse_add(&sparse, expected, n), DTRAIN_OK);
+    CHECK_EQ(dtrain_device_sparse_add(NULL, indices, values, k, expected, n), DTRAIN_OK);
     put(p, p->bytes, offset[0], indices, 4 * (k + beyond));
     put(p, p->more, offset[1], values, 4 * (k + beyond));
     put(p, p->floats, offset[2], data, 4 * n);

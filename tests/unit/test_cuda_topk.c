@@ -1,5 +1,5 @@
 /* ---- >>test_cuda_topk ----
- * Selections of the companion against dtrain_topk and dtrain_topk_add: indices, values and sums, at every size to 1,000
+ * Selections of the companion against the CPU's: indices, values and sums, at every size to 1,000
  * and every alignment, over steps whose numbers stay, grow and shrink, with bars that are wrong on purpose, and with
  * numbers that are all equal, not finite, sorted, or in one place. */
 #include "dtrain.h"
@@ -46,7 +46,9 @@ typedef struct both {
     uint32_t *indices_there;
     float *sum, *add, *values, *sum_back;
     uint32_t *indices;
-    dtrain_sparse sparse;
+    dtrain_device_selection *cpu;
+    uint32_t *cpu_indices;
+    float *cpu_values;
     uint32_t listed; /* of the last step: it was read once */
 } both;
 
@@ -68,6 +70,9 @@ static both both_of(int processors, size_t n, size_t k, size_t offset, size_t ad
     b.sum_back = (float *)malloc((n + 1) * sizeof(float));
     b.values = (float *)malloc((k + 1) * sizeof(float));
     b.indices = (uint32_t *)malloc((k + 1) * sizeof(uint32_t));
+    b.cpu_values = (float *)malloc((k + 1) * sizeof(float));
+    b.cpu_indices = (uint32_t *)malloc((k + 1) * sizeof(uint32_t));
+    CHECK_EQ(dtrain_device_selection_create(NULL, n, k, &b.cpu), DTRAIN_OK);
     CHECK_EQ(dtrain__cuda_selection_create(b.device, n, k, &b.selection), DTRAIN_OK);
     return b;
 }
@@ -84,7 +89,9 @@ static void both_end(both *b)
     free(b->sum_back);
     free(b->values);
     free(b->indices);
-    dtrain_sparse_destroy(&b->sparse);
+    free(b->cpu_values);
+    free(b->cpu_indices);
+    dtrain_device_selection_destroy(NULL, b->cpu);
 }
 
 static void both_put(both *b, void *to, const void *from, size_t bytes)
@@ -106,10 +113,8 @@ static int both_step(both *b, int with_add)
     both_put(b, b->add_there + b->add_offset, b->add, b->n * sizeof(float));
     dtrain_status status =
         dtrain__cuda_select(b->device, b->selection, b->there + b->offset, add, b->indices_there, b->values_there);
-    if (with_add)
-        CHECK_EQ(dtrain_topk_add(b->sum, b->add, b->n, b->k, &b->sparse), DTRAIN_OK);
-    else
-        CHECK_EQ(dtrain_topk(b->sum, b->n, b->k, &b->sparse), DTRAIN_OK);
+    CHECK_EQ(dtrain_device_select(NULL, b->cpu, b->sum, with_add ? b->add : NULL, b->cpu_indices, b->cpu_values),
+             DTRAIN_OK);
     both_put(b, b->values, b->values_there, b->k * sizeof(float));
     both_put(b, b->indices, b->indices_there, b->k * sizeof(uint32_t));
     both_put(b, b->sum_back, b->there + b->offset, b->n * sizeof(float));
@@ -118,10 +123,10 @@ static int both_step(both *b, int with_add)
         if (with_add ? !same_float(b->sum[i], b->sum_back[i]) : to_bits(b->sum[i]) != to_bits(b->sum_back[i]))
             return 0;
     for (size_t i = 0; i < b->k; i++)
-        if (b->indices[i] != b->sparse.indices[i] || (with_add ? !same_float(b->values[i], b->sparse.values[i])
-                                                               : to_bits(b->values[i]) != to_bits(b->sparse.values[i])))
+        if (b->indices[i] != b->cpu_indices[i] || (with_add ? !same_float(b->values[i], b->cpu_values[i])
+                                                               : to_bits(b->values[i]) != to_bits(b->cpu_values[i])))
             return 0;
-    return status == DTRAIN_OK && b->sparse.count == b->k;
+    return status == DTRAIN_OK;
 }
 
 static void both_set(both *b, int kind, uint64_t seed, float scale)
@@ -254,7 +259,7 @@ TEST(no_bar_changes_the_answer)
             once += b.listed;
             key = 0x7FFFFFFFu;
             for (size_t j = 0; j < b.k; j++) {
-                uint32_t its = to_bits(b.sparse.values[j]) & 0x7fffffffu;
+                uint32_t its = to_bits(b.cpu_values[j]) & 0x7fffffffu;
                 its = its > 0x7f800001u ? 0x7f800001u : its; /* all NaNs are one key */
                 key = its < key ? its : key;
             }

@@ -47,7 +47,7 @@ static int by_rank(const void *a, const void *b)
 }
 
 /* The first k of `order` are chosen, listed in ascending order with the bits of their values. */
-static int selected(const dtrain_sparse *sparse, const float *data, size_t n, size_t k, const uint32_t *order)
+static int selected(const dtrain__sparse *sparse, const float *data, size_t n, size_t k, const uint32_t *order)
 {
     static unsigned char chosen[1024];
     size_t next = 0;
@@ -66,7 +66,7 @@ TEST(every_k_of_every_size_to_1000_is_what_sorting_gives)
 {
     static float data[1000];
     static uint32_t order[1000];
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     memset(&sparse, 0, sizeof sparse);
     for (size_t n = 1; n <= 1000; n++)
         for (int kind = 0; kind < KINDS; kind++) {
@@ -77,18 +77,18 @@ TEST(every_k_of_every_size_to_1000_is_what_sorting_gives)
             sorting = data;
             qsort(order, n, sizeof order[0], by_rank);
             for (size_t k = 1; k <= n; k += step) {
-                if (dtrain_topk(data, n, k, &sparse) == DTRAIN_OK && selected(&sparse, data, n, k, order))
+                if (dtrain__topk_pick(data, n, k, &sparse) == DTRAIN_OK && selected(&sparse, data, n, k, order))
                     continue;
                 TEST_FAIL("the first %zu of %zu of kind %d are others", k, n, kind);
                 return;
             }
         }
-    dtrain_sparse_destroy(&sparse);
+    dtrain__sparse_destroy(&sparse);
     CHECK(sparse.indices == NULL && sparse.capacity == 0);
 }
 
 /* No element that was left out ranks above one that was taken, nor as high and before it. */
-static int is_the_selection(const dtrain_sparse *sparse, const float *data, size_t n, size_t k)
+static int is_the_selection(const dtrain__sparse *sparse, const float *data, size_t n, size_t k)
 {
     uint32_t least = UINT32_MAX;
     size_t next = 0, gap_of_equals = 0;
@@ -114,20 +114,20 @@ static int is_the_selection(const dtrain_sparse *sparse, const float *data, size
 static void large_selections(size_t n, int kinds, uint64_t seed)
 {
     float *data = (float *)malloc(n * sizeof(float));
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     memset(&sparse, 0, sizeof sparse);
     CHECK(data != NULL);
     for (int kind = 0; data != NULL && kind < kinds; kind++) {
         const size_t ks[] = {1, 7, n / 1000, dtrain_topk_count(n, 0.01), n / 4, n / 2 - 1, n / 2, n - 1, n};
         fill(data, n, kind, seed);
         for (size_t j = 0; j < sizeof ks / sizeof ks[0]; j++) {
-            CHECK_EQ(dtrain_topk(data, n, ks[j], &sparse), DTRAIN_OK);
+            CHECK_EQ(dtrain__topk_pick(data, n, ks[j], &sparse), DTRAIN_OK);
             if (!is_the_selection(&sparse, data, n, ks[j]))
                 TEST_FAIL("the first %zu of %zu of kind %d are others", ks[j], n, kind);
         }
     }
     free(data);
-    dtrain_sparse_destroy(&sparse);
+    dtrain__sparse_destroy(&sparse);
 }
 
 TEST(large_vectors_are_selected_as_small_ones)
@@ -147,7 +147,7 @@ TEST(a_sample_that_misleads_changes_nothing)
 {
     enum { N = 1 << 20, SAMPLE = N / 64, PIECE = 64 };
     float *data = (float *)malloc(N * sizeof(float));
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     memset(&sparse, 0, sizeof sparse);
     for (int large = 0; large < 2; large++) {
         uint32_t state = 1;
@@ -157,11 +157,11 @@ TEST(a_sample_that_misleads_changes_nothing)
             state = state * 1664525u + 1013904223u;
             data[i * PIECE + ((uint64_t)state * PIECE >> 32)] = large ? 100.0f + (float)i : 0.5f;
         }
-        CHECK_EQ(dtrain_topk(data, N, N / 32, &sparse), DTRAIN_OK);
+        CHECK_EQ(dtrain__topk_pick(data, N, N / 32, &sparse), DTRAIN_OK);
         CHECK(is_the_selection(&sparse, data, N, N / 32));
     }
     free(data);
-    dtrain_sparse_destroy(&sparse);
+    dtrain__sparse_destroy(&sparse);
 }
 
 TEST(every_instruction_set_lists_the_same)
@@ -203,7 +203,7 @@ TEST(every_instruction_set_lists_the_same)
 TEST(adding_first_selects_of_the_sum)
 {
     const size_t sizes[] = {1, 5, 1000, 65536, 300007};
-    dtrain_sparse sparse, apart;
+    dtrain__sparse sparse, apart;
     memset(&sparse, 0, sizeof sparse);
     memset(&apart, 0, sizeof apart);
     for (size_t s = 0; s < 5; s++)
@@ -215,7 +215,7 @@ TEST(adding_first_selects_of_the_sum)
             fill(add, n, kind == SPECIAL ? NOISE : (kind + 3) % KINDS, 2);
             for (size_t i = 0; i < n; i++)
                 expected[i] = sum[i] + add[i];
-            CHECK_EQ(dtrain_topk_add(sum, add, n, k, &sparse), DTRAIN_OK);
+            CHECK_EQ(dtrain__topk_add(sum, add, n, k, &sparse), DTRAIN_OK);
             size_t equal = 0;
             for (size_t i = 0; i < n; i++)
                 equal += to_bits(sum[i]) == to_bits(expected[i]) || (sum[i] != sum[i] && expected[i] != expected[i]);
@@ -225,8 +225,8 @@ TEST(adding_first_selects_of_the_sum)
             free(add);
             free(expected);
         }
-    dtrain_sparse_destroy(&sparse);
-    dtrain_sparse_destroy(&apart);
+    dtrain__sparse_destroy(&sparse);
+    dtrain__sparse_destroy(&apart);
 }
 
 TEST(counts_round_up_exactly)
@@ -282,7 +282,7 @@ TEST(a_warm_up_quarters_the_ratio_each_stage)
 TEST(a_threshold_takes_all_that_reach_it)
 {
     const float data[] = {1.0f, -3.0f, 2.0f, -2.0f, 0.0f, 1.9999999f};
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     memset(&sparse, 0, sizeof sparse);
     CHECK_EQ(dtrain__topk_threshold(data, 6, 2.0f, &sparse), DTRAIN_OK);
     CHECK_EQ(sparse.count, 3);
@@ -307,25 +307,25 @@ TEST(a_threshold_takes_all_that_reach_it)
         CHECK_EQ(wrong, 0);
         CHECK_EQ(sparse.count, expected);
     }
-    dtrain_sparse_destroy(&sparse);
+    dtrain__sparse_destroy(&sparse);
 }
 
 TEST(selections_refuse_what_cannot_be)
 {
     float data[4] = {1, 2, 3, 4};
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     memset(&sparse, 0, sizeof sparse);
-    CHECK_EQ(dtrain_topk(data, 4, 5, &sparse), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__topk_pick(data, 4, 5, &sparse), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "topk: k is 5, but there are 4 elements");
-    CHECK_EQ(dtrain_topk(NULL, 4, 1, &sparse), DTRAIN_ERR_INVALID);
-    CHECK_EQ(dtrain_topk(data, 4, 1, NULL), DTRAIN_ERR_INVALID);
-    CHECK_EQ(dtrain_topk_add(data, NULL, 4, 1, &sparse), DTRAIN_ERR_INVALID);
-    CHECK_EQ(dtrain_topk(data, (size_t)1 << 32, 1, &sparse), DTRAIN_ERR_UNSUPPORTED);
+    CHECK_EQ(dtrain__topk_pick(NULL, 4, 1, &sparse), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__topk_pick(data, 4, 1, NULL), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__topk_add(data, NULL, 4, 1, &sparse), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__topk_pick(data, (size_t)1 << 32, 1, &sparse), DTRAIN_ERR_UNSUPPORTED);
     CHECK_CONTAINS(dtrain_last_error(), "4294967296 elements");
-    CHECK_EQ(dtrain_topk(NULL, 0, 0, &sparse), DTRAIN_OK);
+    CHECK_EQ(dtrain__topk_pick(NULL, 0, 0, &sparse), DTRAIN_OK);
     CHECK_EQ(sparse.count, 0);
-    dtrain_sparse_destroy(&sparse);
-    dtrain_sparse_destroy(NULL);
+    dtrain__sparse_destroy(&sparse);
+    dtrain__sparse_destroy(NULL);
 }
 
 static int refusals;
@@ -348,33 +348,33 @@ TEST(memory_is_counted_kept_and_may_be_refused)
     enum { N = 200000 };
     static float data[N];
     dtrain_allocator allocator = {sometimes, NULL, 0, 0};
-    dtrain_sparse sparse;
+    dtrain__sparse sparse;
     memset(&sparse, 0, sizeof sparse);
     sparse.allocator = &allocator;
     fill(data, N, NOISE, 3);
     for (int refused = 0; refused < 2; refused++) {
         refusals = refused;
-        CHECK_EQ(dtrain_topk(data, N, 100, &sparse), DTRAIN_ERR_MEMORY);
+        CHECK_EQ(dtrain__topk_pick(data, N, 100, &sparse), DTRAIN_ERR_MEMORY);
         CHECK_EQ(allocator.bytes, 0);
     }
     refusals = 1000;
-    CHECK_EQ(dtrain_topk(data, N, 2000, &sparse), DTRAIN_OK);
+    CHECK_EQ(dtrain__topk_pick(data, N, 2000, &sparse), DTRAIN_OK);
     size_t bytes = allocator.bytes;
     CHECK(bytes > 0 && bytes < 100000);
     refusals = 0; /* warm: it asks for nothing */
     for (int kind = 0; kind < KINDS; kind++) {
         fill(data, N, kind, 4);
-        CHECK_EQ(dtrain_topk(data, N, 2000, &sparse), DTRAIN_OK);
+        CHECK_EQ(dtrain__topk_pick(data, N, 2000, &sparse), DTRAIN_OK);
         CHECK(is_the_selection(&sparse, data, N, 2000));
     }
     CHECK_EQ(allocator.peak_bytes, bytes);
-    dtrain_sparse_destroy(&sparse);
+    dtrain__sparse_destroy(&sparse);
     CHECK_EQ(allocator.bytes, 0);
 }
 
-static dtrain_sparse of(uint32_t *indices, float *values, size_t count, size_t original)
+static dtrain__sparse of(uint32_t *indices, float *values, size_t count, size_t original)
 {
-    dtrain_sparse made;
+    dtrain__sparse made;
     memset(&made, 0, sizeof made);
     made.indices = indices;
     made.values = values;
@@ -387,24 +387,24 @@ TEST(dense_vectors_are_added_to_or_overwritten)
 {
     uint32_t indices[] = {0, 3};
     float values[] = {1.5f, -2.0f}, data[] = {1, 1, 1, 1, 1};
-    dtrain_sparse sparse = of(indices, values, 2, 5);
-    CHECK_EQ(dtrain_sparse_add(&sparse, data, 5), DTRAIN_OK);
+    dtrain__sparse sparse = of(indices, values, 2, 5);
+    dtrain__sparse_add_now(&sparse, data);
     CHECK(data[0] == 2.5f && data[1] == 1.0f && data[2] == 1.0f && data[3] == -1.0f && data[4] == 1.0f);
     CHECK_EQ(dtrain__sparse_write(&sparse, data, 5), DTRAIN_OK);
     CHECK(data[0] == 1.5f && data[1] == 0.0f && data[2] == 0.0f && data[3] == -2.0f && data[4] == 0.0f);
-    CHECK_EQ(dtrain_sparse_add(&sparse, data, 4), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__sparse_write(&sparse, data, 4), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "sparse is of 5 elements, data has 4");
     indices[1] = 5;
     CHECK_EQ(dtrain__sparse_write(&sparse, data, 5), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "index 1 is 5 of 5 elements; expected ascending ones in range");
     indices[1] = 0;
-    CHECK_EQ(dtrain_sparse_add(&sparse, data, 5), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain__sparse_write(&sparse, data, 5), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "not above the one before");
     CHECK(data[0] == 1.5f && data[3] == -2.0f); /* nothing was written */
 }
 
 /* What dtrain__sparse_pack writes; 0 for what it refuses. */
-static size_t packed_bytes(const dtrain_sparse *sparse, dtrain_dtype values, dtrain_index_form form)
+static size_t packed_bytes(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form)
 {
     return dtrain__sparse_check(sparse, "sparse_pack") == DTRAIN_OK ? dtrain__sparse_size(sparse, values, &form) : 0;
 }
@@ -413,7 +413,7 @@ TEST(packed_bytes_are_as_documented)
 {
     uint32_t indices[] = {2, 3, 200};
     float values[] = {1.0f, -2.0f, 0.5f};
-    dtrain_sparse sparse = of(indices, values, 3, 1000);
+    dtrain__sparse sparse = of(indices, values, 3, 1000);
     unsigned char out[128];
     size_t bytes = 0;
     /* gaps 2, 0 and 196 = 0xc4: low seven bits 0x44 and one more byte */
@@ -451,7 +451,7 @@ TEST(packing_and_unpacking_gives_the_vector_back)
     static float data[N], back[N], again[N];
     static unsigned char packed[32 + 8 * N];
     const dtrain_dtype dtypes[] = {DTRAIN_F32, DTRAIN_BF16, DTRAIN_F16};
-    dtrain_sparse sparse, got;
+    dtrain__sparse sparse, got;
     memset(&sparse, 0, sizeof sparse);
     memset(&got, 0, sizeof got);
     for (size_t n = 1; n <= N; n = n * 3 + 1)
@@ -460,7 +460,7 @@ TEST(packing_and_unpacking_gives_the_vector_back)
                 for (size_t k = 1; k <= n; k = k * 4) {
                     size_t bytes = 0;
                     fill(data, n, NOISE, n + k);
-                    CHECK_EQ(dtrain_topk(data, n, k, &sparse), DTRAIN_OK);
+                    CHECK_EQ(dtrain__topk_pick(data, n, k, &sparse), DTRAIN_OK);
                     CHECK_EQ(
                         dtrain__sparse_pack(&sparse, dtypes[d], (dtrain_index_form)form, packed, sizeof packed, &bytes),
                         DTRAIN_OK);
@@ -473,15 +473,15 @@ TEST(packing_and_unpacking_gives_the_vector_back)
                     CHECK_EQ(dtrain__sparse_write(&got, again, n), DTRAIN_OK);
                     CHECK(memcmp(back, again, n * sizeof(float)) == 0);
                 }
-    dtrain_sparse_destroy(&sparse);
-    dtrain_sparse_destroy(&got);
+    dtrain__sparse_destroy(&sparse);
+    dtrain__sparse_destroy(&got);
 }
 
 /* What is corrupt is refused, or else is a good vector: ascending and in range. Memory ends with the bytes, so that
  * sanitizers see one read too many. */
 static void damaged(const unsigned char *packed, size_t bytes, size_t n)
 {
-    dtrain_sparse got;
+    dtrain__sparse got;
     unsigned char *copy = (unsigned char *)malloc(bytes > 0 ? bytes : 1);
     memset(&got, 0, sizeof got);
     memcpy(copy, packed, bytes);
@@ -490,7 +490,7 @@ static void damaged(const unsigned char *packed, size_t bytes, size_t n)
     CHECK(status == DTRAIN_OK || got.count == 0);
     for (size_t i = 0; i < got.count; i++)
         CHECK(got.indices[i] < n && (i == 0 || got.indices[i] > got.indices[i - 1]));
-    dtrain_sparse_destroy(&got);
+    dtrain__sparse_destroy(&got);
     free(copy);
 }
 
@@ -501,7 +501,7 @@ TEST(no_damaged_bytes_write_anything)
     for (int form = DTRAIN_INDEX_U32; form <= DTRAIN_INDEX_NONE; form++) {
         unsigned char packed[2048];
         size_t bytes = 0;
-        dtrain_sparse sparse = of(indices, values, 4, 256), got;
+        dtrain__sparse sparse = of(indices, values, 4, 256), got;
         memset(&got, 0, sizeof got);
         CHECK_EQ(dtrain__sparse_pack(&sparse, DTRAIN_BF16, (dtrain_index_form)form, packed, sizeof packed, &bytes),
                  DTRAIN_OK);
@@ -519,7 +519,7 @@ TEST(no_damaged_bytes_write_anything)
                 damaged(packed, bytes, 256);
                 packed[at] = kept;
             }
-        dtrain_sparse_destroy(&got);
+        dtrain__sparse_destroy(&got);
     }
 }
 
@@ -529,7 +529,7 @@ TEST(indices_out_of_range_or_order_are_refused)
     float values[] = {1, 2, 3};
     unsigned char packed[128];
     size_t bytes = 0;
-    dtrain_sparse sparse = of(indices, values, 3, 11), got;
+    dtrain__sparse sparse = of(indices, values, 3, 11), got;
     memset(&got, 0, sizeof got);
     CHECK_EQ(dtrain__sparse_pack(&sparse, DTRAIN_F32, DTRAIN_INDEX_U32, packed, sizeof packed, &bytes), DTRAIN_OK);
     const uint32_t bad[] = {11, 9, 1, 0, UINT32_MAX};
@@ -543,5 +543,5 @@ TEST(indices_out_of_range_or_order_are_refused)
     CHECK_EQ(dtrain__sparse_unpack(&got, packed, bytes, 11), DTRAIN_ERR_CORRUPT);
     CHECK_EQ(dtrain__sparse_unpack(&got, packed, bytes, (size_t)-1), DTRAIN_ERR_CORRUPT);
     CHECK_EQ(dtrain__sparse_unpack(&got, NULL, 0, 11), DTRAIN_ERR_INVALID);
-    dtrain_sparse_destroy(&got);
+    dtrain__sparse_destroy(&got);
 }
