@@ -1878,8 +1878,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const v
  *
  *   key      1 to 255 characters
  *   value    up to 65,536 bytes; rank 0 keeps 64 MiB of them
- *   errors   DTRAIN_ERR_MEMORY       the store is full
- *            DTRAIN_ERR_UNSUPPORTED  a transport of your own
+ *   errors   DTRAIN_ERR_MEMORY  the store is full
  *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_all_reduce
  *
  * To hand bytes to every rank at once, dtrain_broadcast them as DTRAIN_U8.
@@ -1943,13 +1942,14 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, in
  * meanwhile, rank 0 included: a survivor that the group still counts breaks it, and the call is made again on that.
  * Who is counted out stays out, even should it come back. A connection that was closed or refused proves a death;
  * where a rank is only silent (for heartbeat_ms, or has not reconnected within reconnect_ms), the larger part of comm
- * goes on, of two halves the one with the lowest rank, so that no two parts ever do.
+ * goes on, of two halves the one with the lowest rank, so that no two parts ever do. Over a transport of your own a
+ * rank is lost when send or recv says DTRAIN_ERR_PEER_LOST, or `alive` 0; silence does not count there.
  *
  *   survivors  out: this rank's end; NULL on an error
  *   errors     DTRAIN_ERR_TIMEOUT    a rank neither called it nor is lost; it can be called again
  *              DTRAIN_ERR_PEER_LOST  this rank is in the smaller part, or was given up; it cannot go on
  *              DTRAIN_ERR_MISMATCH   others called dtrain_comm_agree
- *              DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO; DTRAIN_ERR_UNSUPPORTED  a transport of your own
+ *              DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_shrink(dtrain_comm *comm, dtrain_comm **survivors);
@@ -12114,9 +12114,9 @@ struct dtrain__plane {
     /* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
     void (*lost)(void *self, int rank);
     void (*skipped)(void *self, int rank, uint64_t calls); /* a peer says that it left after so many collectives */
-    /* Votes until a decision or deadline_ns; returns whether there is one. NULL: there are no votes. */
+    /* Votes until a decision or deadline_ns; returns whether there is one. */
     int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
-    dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns); /* NULL: there is none */
+    dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns);
     /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
     void (*publish)(void *self, dtrain__tell tell, void *record);
     /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
@@ -12210,7 +12210,7 @@ static void dtrain__plane_rest(void *self)
 #define DTRAIN__EVERY_GROUP UINT64_MAX
 #define DTRAIN__ASKERS 1024 /* of one rank, a group each */
 
-/* Control messages; those of a council are ASK, ANSWER and CONSENT. */
+/* Control messages; those of a council are ASK, ANSWER, CONSENT, and BYE where its owner has none. */
 enum {
     DTRAIN__FRAME_JOIN = 1,
     DTRAIN__FRAME_TABLE,
@@ -12253,8 +12253,8 @@ typedef struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
     /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);           /* something has come that a caller may wait for */
-    int (*gone)(void *self, int rank);  /* DTRAIN__PRESENT ... */
+    void (*tell)(void *self);          /* something has come that a caller may wait for */
+    int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
     /* The rank in the world of the group's rank i; -1: it has fewer; -2: this process has no such group. */
     int (*member)(void *self, uint64_t group, int i);
     /* Where the group keeps its call that waits for an answer; NULL: this process has no such group. */
@@ -12493,9 +12493,8 @@ static int dtrain__council_ended(dtrain__council *council, uint64_t group, int r
     else if (cause != NULL)
         *status = dtrain__fail(call->error, cause->status, "%s on rank %d: %.480s", name, rank, cause->text);
     else if (council->rank != 0 && council->gone(council->self, 0) != DTRAIN__PRESENT)
-        *status =
-            dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
-                         "%s on rank %d: rank 0, which keeps the store, has left the group", name, rank);
+        *status = dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
+                               "%s on rank %d: rank 0, which keeps the store, has left the group", name, rank);
     else if (late)
         *status = dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT,
                                call->what == DTRAIN__STORE_WAIT
@@ -12511,10 +12510,10 @@ static int dtrain__council_ended(dtrain__council *council, uint64_t group, int r
 #endif
 
 /* ---- >>consent ----
- * What the members of a group agree on although some of them are lost: the AND of their flags, who is still there, and a
- * name for the group of those. Each member votes; the leader decides when every member has voted, has left or is lost,
- * and tells those that voted. A consent is known by its group, its number and its members: the leader may not be a
- * member, and a vote that lists others belongs to another consent.
+ * What the members of a group agree on although some of them are lost: the AND of their flags, who is still there, and
+ * a name for the group of those. Each member votes; the leader decides when every member has voted, has left or is
+ * lost, and tells those that voted. A consent is known by its group, its number and its members: the leader may not be
+ * a member, and a vote that lists others belongs to another consent.
  *
  * Every rank keeps its own votes and the decisions that it has heard. When the leader is lost, the lowest rank left
  * leads: all send it what they keep, so that a decision that any survivor knows stands; it decides anew only when
@@ -12574,8 +12573,8 @@ static int dtrain__consent_listed(const dtrain__council *council, const dtrain__
 static dtrain__consent *dtrain__consent_find(const dtrain__council *council, uint64_t group, uint64_t number)
 {
     dtrain__consent *consent = council->consents;
-    while (consent != NULL && (consent->group != group || consent->number != number ||
-                               !dtrain__consent_listed(council, consent)))
+    while (consent != NULL &&
+           (consent->group != group || consent->number != number || !dtrain__consent_listed(council, consent)))
         consent = consent->next;
     return consent;
 }
@@ -12802,9 +12801,8 @@ static int dtrain__consent_decided(dtrain__council *council, uint64_t group, dtr
     agreement->given_up = given_up;
     agreement->status = given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
     if (consent != NULL && !decided)
-        agreement->awaited = dtrain__council_leader(council) == council->rank
-                                 ? dtrain__consent_awaits(council, consent)
-                                 : -1;
+        agreement->awaited =
+            dtrain__council_leader(council) == council->rank ? dtrain__consent_awaits(council, consent) : -1;
     if (decided) {
         agreement->flags = consent->flags;
         agreement->id = consent->id;
@@ -12918,13 +12916,53 @@ static int dtrain__consent_take(dtrain__council *council, int from, dtrain__read
         council->tell(council->self);
     }
     dtrain__consent_answer(council, consent);
+    dtrain__consent_step(council);
     return 1;
+}
+
+/* A member's end of a group has left: it votes no more, and waits for no key. */
+static void dtrain__council_left(dtrain__council *council, uint64_t group, int world)
+{
+    dtrain__council_forget(council, world, group);
+    dtrain__consent_left(council, group, world);
+    dtrain__consent_step(council);
+}
+
+/* This rank's end of a group is about to leave, and will tell its members: they first hear what it knows to be decided,
+ * as they do not ask it then. Tells the leader, where that is no member. */
+static void dtrain__council_leave(dtrain__council *council, uint64_t group)
+{
+    unsigned char head[8];
+    int leader = dtrain__council_leader(council);
+    dtrain__put_le(head, group, 8);
+    dtrain__consent_list(council, group);
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
+        for (int i = 0; consent->group == group && consent->decided && i < consent->count; i++)
+            if (consent->votes[i].world != leader && consent->votes[i].world != council->rank)
+                dtrain__consent_send(council, consent->votes[i].world, consent);
+    if (!council->lists[leader])
+        council->send(council->self, leader, DTRAIN__FRAME_BYE, head, sizeof head, NULL, 0);
+}
+
+/* A rank counts as gone from now on. */
+static void dtrain__council_lost(dtrain__council *council, int rank)
+{
+    dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
+    if (dtrain__council_leader(council) > rank) /* it has led */
+        dtrain__consent_resend(council);
+    dtrain__consent_step(council);
 }
 
 /* One message from a rank that is not gone. Returns 0 when it is malformed or out of place. */
 static int dtrain__council_take(dtrain__council *council, int from, int type, dtrain__reader *reader)
 {
+    uint64_t group;
     switch (type) {
+    case DTRAIN__FRAME_BYE:
+        if (!dtrain__take(reader, &group, 8) || reader->left > 0)
+            return 0;
+        dtrain__council_left(council, group, from);
+        return 1;
     case DTRAIN__FRAME_ASK: return dtrain__council_take_ask(council, from, reader);
     case DTRAIN__FRAME_ANSWER: return dtrain__council_take_answer(council, from, reader);
     case DTRAIN__FRAME_CONSENT: return dtrain__consent_take(council, from, reader);
@@ -12940,7 +12978,6 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
  * lane. Control messages travel between them, whole.
  *
  *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
- *   handle               gets each control message that comes, of kinds from DTRAIN__MUX_OTHERS on
  *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
  *   dtrain__mux_drive    moves what can be moved until something has, or until a time
  *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
@@ -13024,6 +13061,7 @@ struct dtrain__mux_lane {
     uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
     int follows, forked;
     int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
+    dtrain__store_call *asks; /* its call that waits for an answer of the store */
 };
 
 struct dtrain__mux {
@@ -13039,9 +13077,7 @@ struct dtrain__mux {
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    /* Called with turn held; it may post. */
-    void (*handle)(dtrain__mux *mux, int peer, uint64_t lane, int kind, const unsigned char *data, size_t bytes);
-    void *handled;   /* the handler's own */
+    dtrain__council council; /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
     int64_t idle_ns; /* how long the service thread rests between two looks */
 };
 
@@ -13083,29 +13119,33 @@ static void dtrain__mux_wake(dtrain__mux *mux)
         mux->table.wake(mux->table.self);
 }
 
-static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *data,
-                                                 size_t bytes)
+static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head,
+                                                 size_t head_bytes, const void *data, size_t bytes)
 {
-    dtrain__mux_message *post =
-        (dtrain__mux_message *)dtrain__alloc(mux->allocator, sizeof *post + DTRAIN__MUX_HEADER + bytes);
+    size_t all = DTRAIN__MUX_HEADER + head_bytes + bytes;
+    dtrain__mux_message *post = (dtrain__mux_message *)dtrain__alloc(mux->allocator, sizeof *post + all);
+    unsigned char *payload = (unsigned char *)(post + 1) + DTRAIN__MUX_HEADER;
     if (post == NULL)
         return NULL;
     post->lane = lane;
     post->peer = peer;
     post->kind = kind;
-    post->bytes = DTRAIN__MUX_HEADER + bytes;
-    dtrain__mux_frame((unsigned char *)(post + 1), lane, kind, data, bytes);
+    post->bytes = all;
+    if (head_bytes > 0)
+        memcpy(payload, head, head_bytes);
     if (bytes > 0)
-        memcpy((unsigned char *)(post + 1) + DTRAIN__MUX_HEADER, data, bytes);
+        memcpy(payload + head_bytes, data, bytes);
+    dtrain__mux_frame((unsigned char *)(post + 1), lane, kind, payload, head_bytes + bytes);
     return post;
 }
 
-/* Copies a control message of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux is driven. Any
+/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux is driven. Any
  * thread; never blocks. Returns 0 when there is no memory. */
-static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *data, size_t bytes)
+static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
+                            const void *data, size_t bytes)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
-    dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, lane, kind, data, bytes);
+    dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, lane, kind, head, head_bytes, data, bytes);
     if (post == NULL)
         return 0;
     pthread_mutex_lock(&mux->mutex);
@@ -13122,13 +13162,12 @@ static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind,
 /* Posts to all other members that are there; where there is no memory, they find out by themselves. */
 static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, const char *text)
 {
-    unsigned char data[8 + DTRAIN__ERROR_BYTES];
+    unsigned char head[8];
     size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
-    dtrain__put_le(data, number, 8);
-    memcpy(data + 8, text, bytes);
+    dtrain__put_le(head, number, 8);
     for (int rank = 0; rank < lane->size; rank++)
         if (rank != lane->rank && !dtrain__membership_left(&lane->members, rank))
-            dtrain__mux_post(lane->mux, lane->worlds[rank], lane->id, kind, data, 8 + bytes);
+            dtrain__mux_post(lane->mux, lane->worlds[rank], lane->id, kind, head, sizeof head, text, bytes);
 }
 
 /* The first post of a peer; with `sent` bytes of it gone. */
@@ -13238,6 +13277,7 @@ static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
         post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
     for (dtrain__mux_lane *lane = mux->lanes; lane != NULL; lane = lane->next)
         dtrain__mux_lost(lane, peer, status, why);
+    dtrain__council_lost(&mux->council, peer);
     dtrain__thread_error = kept;
 }
 
@@ -13360,16 +13400,21 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
         return;
     }
     if (p->kind >= DTRAIN__MUX_OTHERS) {
-        if (mux->handle != NULL)
-            mux->handle(mux, peer, p->lane, p->kind, p->control, bytes);
+        dtrain__reader reader = {p->control, bytes};
+        if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader)) {
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent what is no control message of dtrain");
+            dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+        }
         return;
     }
+    if (p->kind == DTRAIN__MUX_LEAVE)
+        dtrain__council_left(&mux->council, p->lane, peer);
     while (inbox != NULL && inbox->lane != p->lane)
         inbox = inbox->next;
     if (lane != NULL) {
         dtrain__mux_hear(lane, peer, p->kind, p->control, bytes);
     } else if (inbox == NULL || !inbox->closed) {
-        dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes);
+        dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
         dtrain__mux_message **at = &mux->early;
         while (*at != NULL)
             at = &(*at)->next;
@@ -13557,6 +13602,7 @@ static void dtrain__mux_park(dtrain__mux *mux, int peer)
 #define DTRAIN__MUX_LANES
 
 static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved);
+static void dtrain__mux_convene(dtrain__mux *mux);
 
 /* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
 static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_status status)
@@ -13708,7 +13754,10 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
  * turn. */
 static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
 {
+    const dtrain__error *cause = dtrain__membership_cause(&lane->members);
     dtrain__error lost;
+    if (cause != NULL)
+        return dtrain__report(cause);
     if (dtrain__membership_lost(&lane->members, rank, &lost))
         dtrain__mux_end(lane, &lost);
     return lost.status;
@@ -13839,6 +13888,7 @@ static void dtrain__mux_free(dtrain__mux *mux)
         mux->early = post->next;
         dtrain__free(allocator, post);
     }
+    dtrain__council_free(&mux->council);
     dtrain__free(allocator, mux->spare);
     dtrain__free(allocator, mux->peers);
     pthread_mutex_destroy(&mux->turn);
@@ -13862,6 +13912,7 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
         pthread_mutex_init(&mux->mutex, NULL);
         pthread_mutex_init(&mux->origin.mutex, NULL);
         mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
+        dtrain__mux_convene(mux);
         if (mux->peers != NULL)
             return DTRAIN_OK;
         dtrain__mux_free(mux);
@@ -13963,6 +14014,7 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
     last = mux->lanes == NULL;
     if (!forked) {
         pthread_mutex_unlock(&mux->mutex);
+        dtrain__council_left(&mux->council, lane->id, mux->table.rank);
         dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
         dtrain__mux_exit(mux);
     }
@@ -13974,6 +14026,118 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
     dtrain__mux_free(mux);
     if (table.destroy != NULL)
         table.destroy(table.self);
+}
+
+#endif
+
+/* ---- >>mux_council ----
+ * The store of ranks that a transport of the user's own joins, and their votes: a council (see >>council), whose
+ * messages the mux carries. Its turn guards it. */
+#ifndef DTRAIN__MUX_COUNCIL
+#define DTRAIN__MUX_COUNCIL
+
+static int dtrain__mux_council_send(void *self, int to, int type, const void *head, size_t head_bytes, const void *data,
+                                    size_t bytes)
+{
+    dtrain__mux *mux = (dtrain__mux *)self;
+    return mux->peers[to].gone == DTRAIN_OK &&
+           dtrain__mux_post(mux, to, 0, DTRAIN__MUX_OTHERS + type, head, head_bytes, data, bytes);
+}
+
+static void dtrain__mux_council_tell(void *self)
+{
+    dtrain__bell_ring(&((dtrain__mux *)self)->bell);
+}
+
+static int dtrain__mux_council_gone(void *self, int rank)
+{
+    return ((dtrain__mux *)self)->peers[rank].gone == DTRAIN_OK ? DTRAIN__PRESENT : DTRAIN__LOST;
+}
+
+static int dtrain__mux_council_member(void *self, uint64_t group, int i)
+{
+    const dtrain__mux_lane *lane = dtrain__mux_lane_of((dtrain__mux *)self, group);
+    return lane == NULL ? -2 : i < lane->size ? lane->worlds[i] : -1;
+}
+
+static dtrain__store_call **dtrain__mux_council_call(void *self, uint64_t group)
+{
+    dtrain__mux_lane *lane = dtrain__mux_lane_of((dtrain__mux *)self, group);
+    return lane != NULL ? &lane->asks : NULL;
+}
+
+static void dtrain__mux_convene(dtrain__mux *mux)
+{
+    dtrain__council *council = &mux->council;
+    council->self = mux;
+    council->allocator = mux->allocator;
+    council->origin = &mux->origin;
+    council->rank = mux->table.rank;
+    council->size = mux->table.size;
+    council->send = dtrain__mux_council_send;
+    council->tell = dtrain__mux_council_tell;
+    council->gone = dtrain__mux_council_gone;
+    council->member = dtrain__mux_council_member;
+    council->call = dtrain__mux_council_call;
+}
+
+/* A call that waits for the council. */
+typedef struct dtrain__mux_wait {
+    dtrain__mux_lane *lane;
+    dtrain__agreement *agreement; /* of a vote; else of the store: */
+    dtrain_status status;
+} dtrain__mux_wait;
+
+static int dtrain__mux_council_ended(dtrain__mux_wait *wait, int late)
+{
+    dtrain__mux_lane *lane = wait->lane;
+    dtrain__council *council = &lane->mux->council;
+    return wait->agreement != NULL
+               ? dtrain__consent_decided(council, lane->id, wait->agreement, 0)
+               : dtrain__council_ended(council, lane->id, lane->rank, &lane->members, late, &wait->status);
+}
+
+/* Moves messages until the call has ended, or its time; the caller holds turn, and has let it go then. Returns whether
+ * it has ended. */
+static int dtrain__mux_council_wait(dtrain__mux_wait *wait, int64_t deadline_ns)
+{
+    dtrain__mux *mux = wait->lane->mux;
+    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SLICE_NS ? 2 * span : span) {
+        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT), late = dtrain__os_now_ns() >= deadline_ns;
+        int ended = dtrain__mux_council_ended(wait, late);
+        dtrain__mux_exit(mux);
+        if (ended || late)
+            return ended;
+        if (!moved)
+            dtrain__mux_rest(mux, span, deadline_ns);
+        dtrain__mux_enter(mux);
+    }
+}
+
+static int dtrain__mux_plane_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux_wait wait = {lane, agreement, DTRAIN_OK};
+    dtrain__mux_enter(lane->mux);
+    agreement->starved =
+        !agreement->voted && !dtrain__consent_vote(&lane->mux->council, lane->id, &lane->members, agreement);
+    if (!agreement->starved)
+        return dtrain__mux_council_wait(&wait, deadline_ns);
+    dtrain__mux_exit(lane->mux);
+    return 0;
+}
+
+static dtrain_status dtrain__mux_plane_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
+    dtrain__mux_wait wait = {lane, NULL, DTRAIN_OK};
+    dtrain__mux_enter(lane->mux);
+    wait.status = dtrain__council_ask(&lane->mux->council, lane->id, lane->rank, call);
+    if (wait.status == DTRAIN_OK)
+        dtrain__mux_council_wait(&wait, deadline_ns);
+    else
+        dtrain__mux_exit(lane->mux);
+    return wait.status;
 }
 
 #endif
@@ -14069,8 +14233,12 @@ static void dtrain__mux_plane_fail(void *self, dtrain_status why, const char *te
 static void dtrain__mux_plane_leave(void *self, const char *why)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    if (!lane->forked)
+    if (!lane->forked) {
+        dtrain__mux_enter(lane->mux);
+        dtrain__council_leave(&lane->mux->council, lane->id);
+        dtrain__mux_exit(lane->mux);
         dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->calls, why);
+    }
     if (lane->id == 0 && lane->mux->table.leave != NULL)
         lane->mux->table.leave(lane->mux->table.self, why);
 }
@@ -14218,8 +14386,8 @@ static const dtrain__plane *dtrain__mux_plane_table(void)
         dtrain__plane_form,
         dtrain__mux_plane_lost,
         dtrain__mux_plane_skipped,
-        NULL,
-        NULL,
+        dtrain__mux_plane_agree,
+        dtrain__mux_plane_store,
         dtrain__plane_publish,
         dtrain__plane_last,
         dtrain__plane_suspect,
@@ -17439,10 +17607,8 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     if (reason->type == DTRAIN__FRAME_BYE) {
         if (channel != NULL && reason->about != channel->rank)
             dtrain__channel_left(channel, reason->about, reason->text, reason->calls);
-        dtrain__council_forget(&hub->council, from, reason->channel);
-        if (channel != NULL || dtrain__hub_leads(hub))
-            dtrain__consent_left(&hub->council, reason->channel,
-                                 channel != NULL ? channel->peers[reason->about].world : from);
+        dtrain__council_left(&hub->council, reason->channel,
+                             channel != NULL ? channel->peers[reason->about].world : from);
         dtrain__hub_forward(hub, from, reason, *list);
     } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
         dtrain__hub_forward(hub, from, reason, *list);
@@ -25847,7 +26013,8 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
                                       size_t *bytes)
 {
     size_t length = key != NULL ? strlen(key) : 0;
-    dtrain__store_call call = {what, key, value, capacity, bytes, comm != NULL ? &comm->error : NULL, 0, 0, DTRAIN_OK, ""};
+    dtrain__store_call call = {what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
+                               0,    0,   DTRAIN_OK, ""};
     int64_t deadline_ns;
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||
@@ -25862,9 +26029,6 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
         return status;
     deadline_ns =
         comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
-    if (comm->plane->store == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_UNSUPPORTED, "%s: a transport of your own has no store",
-                            dtrain__store_names[what]);
     if (!comm->plane->in_process)
         status = dtrain__work_usable(comm, dtrain__store_names[what]);
     return status == DTRAIN_OK ? comm->plane->store(comm->transport.self, &call, deadline_ns) : status;
@@ -26434,13 +26598,6 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     part->vote.awaited = -1;
     part->vote.voted = began != now;
     until_ns = until_ns < deadline_ns ? until_ns : deadline_ns;
-    if (comm->plane->agree == NULL && comm->size > 1)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_UNSUPPORTED,
-                            "%s on rank %d: a transport of your own does not tell who is lost", part->call, comm->rank);
-    if (comm->plane->agree == NULL) {
-        dtrain__split_add(&part->split, 0, 0);
-        return DTRAIN_OK;
-    }
     part->vote.goes_on = part->split.states;
     done = comm->plane->agree(comm->transport.self, &part->vote, until_ns);
     for (int rank = 0; done && rank < comm->size; rank++)

@@ -529,8 +529,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const v
  *
  *   key      1 to 255 characters
  *   value    up to 65,536 bytes; rank 0 keeps 64 MiB of them
- *   errors   DTRAIN_ERR_MEMORY       the store is full
- *            DTRAIN_ERR_UNSUPPORTED  a transport of your own
+ *   errors   DTRAIN_ERR_MEMORY  the store is full
  *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_all_reduce
  *
  * To hand bytes to every rank at once, dtrain_broadcast them as DTRAIN_U8.

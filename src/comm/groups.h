@@ -33,13 +33,14 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, in
  * meanwhile, rank 0 included: a survivor that the group still counts breaks it, and the call is made again on that.
  * Who is counted out stays out, even should it come back. A connection that was closed or refused proves a death;
  * where a rank is only silent (for heartbeat_ms, or has not reconnected within reconnect_ms), the larger part of comm
- * goes on, of two halves the one with the lowest rank, so that no two parts ever do.
+ * goes on, of two halves the one with the lowest rank, so that no two parts ever do. Over a transport of your own a
+ * rank is lost when send or recv says DTRAIN_ERR_PEER_LOST, or `alive` 0; silence does not count there.
  *
  *   survivors  out: this rank's end; NULL on an error
  *   errors     DTRAIN_ERR_TIMEOUT    a rank neither called it nor is lost; it can be called again
  *              DTRAIN_ERR_PEER_LOST  this rank is in the smaller part, or was given up; it cannot go on
  *              DTRAIN_ERR_MISMATCH   others called dtrain_comm_agree
- *              DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO; DTRAIN_ERR_UNSUPPORTED  a transport of your own
+ *              DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_shrink(dtrain_comm *comm, dtrain_comm **survivors);

@@ -9,7 +9,8 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
                                       size_t *bytes)
 {
     size_t length = key != NULL ? strlen(key) : 0;
-    dtrain__store_call call = {what, key, value, capacity, bytes, comm != NULL ? &comm->error : NULL, 0, 0, DTRAIN_OK, ""};
+    dtrain__store_call call = {what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
+                               0,    0,   DTRAIN_OK, ""};
     int64_t deadline_ns;
     if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
         (bytes == NULL && what != DTRAIN__STORE_SET) ||
@@ -24,9 +25,6 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
         return status;
     deadline_ns =
         comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
-    if (comm->plane->store == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_UNSUPPORTED, "%s: a transport of your own has no store",
-                            dtrain__store_names[what]);
     if (!comm->plane->in_process)
         status = dtrain__work_usable(comm, dtrain__store_names[what]);
     return status == DTRAIN_OK ? comm->plane->store(comm->transport.self, &call, deadline_ns) : status;

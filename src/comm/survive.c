@@ -64,13 +64,6 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     part->vote.awaited = -1;
     part->vote.voted = began != now;
     until_ns = until_ns < deadline_ns ? until_ns : deadline_ns;
-    if (comm->plane->agree == NULL && comm->size > 1)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_UNSUPPORTED,
-                            "%s on rank %d: a transport of your own does not tell who is lost", part->call, comm->rank);
-    if (comm->plane->agree == NULL) {
-        dtrain__split_add(&part->split, 0, 0);
-        return DTRAIN_OK;
-    }
     part->vote.goes_on = part->split.states;
     done = comm->plane->agree(comm->transport.self, &part->vote, until_ns);
     for (int rank = 0; done && rank < comm->size; rank++)

@@ -1,8 +1,8 @@
 /* ---- >>consent ----
- * What the members of a group agree on although some of them are lost: the AND of their flags, who is still there, and a
- * name for the group of those. Each member votes; the leader decides when every member has voted, has left or is lost,
- * and tells those that voted. A consent is known by its group, its number and its members: the leader may not be a
- * member, and a vote that lists others belongs to another consent.
+ * What the members of a group agree on although some of them are lost: the AND of their flags, who is still there, and
+ * a name for the group of those. Each member votes; the leader decides when every member has voted, has left or is
+ * lost, and tells those that voted. A consent is known by its group, its number and its members: the leader may not be
+ * a member, and a vote that lists others belongs to another consent.
  *
  * Every rank keeps its own votes and the decisions that it has heard. When the leader is lost, the lowest rank left
  * leads: all send it what they keep, so that a decision that any survivor knows stands; it decides anew only when
@@ -63,8 +63,8 @@ static int dtrain__consent_listed(const dtrain__council *council, const dtrain__
 static dtrain__consent *dtrain__consent_find(const dtrain__council *council, uint64_t group, uint64_t number)
 {
     dtrain__consent *consent = council->consents;
-    while (consent != NULL && (consent->group != group || consent->number != number ||
-                               !dtrain__consent_listed(council, consent)))
+    while (consent != NULL &&
+           (consent->group != group || consent->number != number || !dtrain__consent_listed(council, consent)))
         consent = consent->next;
     return consent;
 }
@@ -291,9 +291,8 @@ static int dtrain__consent_decided(dtrain__council *council, uint64_t group, dtr
     agreement->given_up = given_up;
     agreement->status = given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
     if (consent != NULL && !decided)
-        agreement->awaited = dtrain__council_leader(council) == council->rank
-                                 ? dtrain__consent_awaits(council, consent)
-                                 : -1;
+        agreement->awaited =
+            dtrain__council_leader(council) == council->rank ? dtrain__consent_awaits(council, consent) : -1;
     if (decided) {
         agreement->flags = consent->flags;
         agreement->id = consent->id;
@@ -407,13 +406,53 @@ static int dtrain__consent_take(dtrain__council *council, int from, dtrain__read
         council->tell(council->self);
     }
     dtrain__consent_answer(council, consent);
+    dtrain__consent_step(council);
     return 1;
+}
+
+/* A member's end of a group has left: it votes no more, and waits for no key. */
+static void dtrain__council_left(dtrain__council *council, uint64_t group, int world)
+{
+    dtrain__council_forget(council, world, group);
+    dtrain__consent_left(council, group, world);
+    dtrain__consent_step(council);
+}
+
+/* This rank's end of a group is about to leave, and will tell its members: they first hear what it knows to be decided,
+ * as they do not ask it then. Tells the leader, where that is no member. */
+static void dtrain__council_leave(dtrain__council *council, uint64_t group)
+{
+    unsigned char head[8];
+    int leader = dtrain__council_leader(council);
+    dtrain__put_le(head, group, 8);
+    dtrain__consent_list(council, group);
+    for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
+        for (int i = 0; consent->group == group && consent->decided && i < consent->count; i++)
+            if (consent->votes[i].world != leader && consent->votes[i].world != council->rank)
+                dtrain__consent_send(council, consent->votes[i].world, consent);
+    if (!council->lists[leader])
+        council->send(council->self, leader, DTRAIN__FRAME_BYE, head, sizeof head, NULL, 0);
+}
+
+/* A rank counts as gone from now on. */
+static void dtrain__council_lost(dtrain__council *council, int rank)
+{
+    dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
+    if (dtrain__council_leader(council) > rank) /* it has led */
+        dtrain__consent_resend(council);
+    dtrain__consent_step(council);
 }
 
 /* One message from a rank that is not gone. Returns 0 when it is malformed or out of place. */
 static int dtrain__council_take(dtrain__council *council, int from, int type, dtrain__reader *reader)
 {
+    uint64_t group;
     switch (type) {
+    case DTRAIN__FRAME_BYE:
+        if (!dtrain__take(reader, &group, 8) || reader->left > 0)
+            return 0;
+        dtrain__council_left(council, group, from);
+        return 1;
     case DTRAIN__FRAME_ASK: return dtrain__council_take_ask(council, from, reader);
     case DTRAIN__FRAME_ANSWER: return dtrain__council_take_answer(council, from, reader);
     case DTRAIN__FRAME_CONSENT: return dtrain__consent_take(council, from, reader);

@@ -191,10 +191,8 @@ static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain_
     if (reason->type == DTRAIN__FRAME_BYE) {
         if (channel != NULL && reason->about != channel->rank)
             dtrain__channel_left(channel, reason->about, reason->text, reason->calls);
-        dtrain__council_forget(&hub->council, from, reason->channel);
-        if (channel != NULL || dtrain__hub_leads(hub))
-            dtrain__consent_left(&hub->council, reason->channel,
-                                 channel != NULL ? channel->peers[reason->about].world : from);
+        dtrain__council_left(&hub->council, reason->channel,
+                             channel != NULL ? channel->peers[reason->about].world : from);
         dtrain__hub_forward(hub, from, reason, *list);
     } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
         dtrain__hub_forward(hub, from, reason, *list);

@@ -9,7 +9,7 @@
 #define DTRAIN__EVERY_GROUP UINT64_MAX
 #define DTRAIN__ASKERS 1024 /* of one rank, a group each */
 
-/* Control messages; those of a council are ASK, ANSWER and CONSENT. */
+/* Control messages; those of a council are ASK, ANSWER, CONSENT, and BYE where its owner has none. */
 enum {
     DTRAIN__FRAME_JOIN = 1,
     DTRAIN__FRAME_TABLE,
@@ -52,8 +52,8 @@ typedef struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
     /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);           /* something has come that a caller may wait for */
-    int (*gone)(void *self, int rank);  /* DTRAIN__PRESENT ... */
+    void (*tell)(void *self);          /* something has come that a caller may wait for */
+    int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
     /* The rank in the world of the group's rank i; -1: it has fewer; -2: this process has no such group. */
     int (*member)(void *self, uint64_t group, int i);
     /* Where the group keeps its call that waits for an answer; NULL: this process has no such group. */
@@ -292,9 +292,8 @@ static int dtrain__council_ended(dtrain__council *council, uint64_t group, int r
     else if (cause != NULL)
         *status = dtrain__fail(call->error, cause->status, "%s on rank %d: %.480s", name, rank, cause->text);
     else if (council->rank != 0 && council->gone(council->self, 0) != DTRAIN__PRESENT)
-        *status =
-            dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
-                         "%s on rank %d: rank 0, which keeps the store, has left the group", name, rank);
+        *status = dtrain__fail(call->error, DTRAIN_ERR_PEER_LOST,
+                               "%s on rank %d: rank 0, which keeps the store, has left the group", name, rank);
     else if (late)
         *status = dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT,
                                call->what == DTRAIN__STORE_WAIT

@@ -4,7 +4,6 @@
  * lane. Control messages travel between them, whole.
  *
  *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
- *   handle               gets each control message that comes, of kinds from DTRAIN__MUX_OTHERS on
  *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
  *   dtrain__mux_drive    moves what can be moved until something has, or until a time
  *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
@@ -17,7 +16,7 @@
 #define DTRAIN__MUX
 #include "../base/xxh64.c"
 #include "membership.c"
-#include "plane.c"
+#include "consent.c"
 
 #define DTRAIN__MUX_HEADER 24
 #define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
@@ -91,6 +90,7 @@ struct dtrain__mux_lane {
     uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
     int follows, forked;
     int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
+    dtrain__store_call *asks; /* its call that waits for an answer of the store */
 };
 
 struct dtrain__mux {
@@ -106,9 +106,7 @@ struct dtrain__mux {
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    /* Called with turn held; it may post. */
-    void (*handle)(dtrain__mux *mux, int peer, uint64_t lane, int kind, const unsigned char *data, size_t bytes);
-    void *handled;   /* the handler's own */
+    dtrain__council council; /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
     int64_t idle_ns; /* how long the service thread rests between two looks */
 };
 
@@ -150,29 +148,33 @@ static void dtrain__mux_wake(dtrain__mux *mux)
         mux->table.wake(mux->table.self);
 }
 
-static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *data,
-                                                 size_t bytes)
+static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head,
+                                                 size_t head_bytes, const void *data, size_t bytes)
 {
-    dtrain__mux_message *post =
-        (dtrain__mux_message *)dtrain__alloc(mux->allocator, sizeof *post + DTRAIN__MUX_HEADER + bytes);
+    size_t all = DTRAIN__MUX_HEADER + head_bytes + bytes;
+    dtrain__mux_message *post = (dtrain__mux_message *)dtrain__alloc(mux->allocator, sizeof *post + all);
+    unsigned char *payload = (unsigned char *)(post + 1) + DTRAIN__MUX_HEADER;
     if (post == NULL)
         return NULL;
     post->lane = lane;
     post->peer = peer;
     post->kind = kind;
-    post->bytes = DTRAIN__MUX_HEADER + bytes;
-    dtrain__mux_frame((unsigned char *)(post + 1), lane, kind, data, bytes);
+    post->bytes = all;
+    if (head_bytes > 0)
+        memcpy(payload, head, head_bytes);
     if (bytes > 0)
-        memcpy((unsigned char *)(post + 1) + DTRAIN__MUX_HEADER, data, bytes);
+        memcpy(payload + head_bytes, data, bytes);
+    dtrain__mux_frame((unsigned char *)(post + 1), lane, kind, payload, head_bytes + bytes);
     return post;
 }
 
-/* Copies a control message of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux is driven. Any
+/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux is driven. Any
  * thread; never blocks. Returns 0 when there is no memory. */
-static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *data, size_t bytes)
+static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
+                            const void *data, size_t bytes)
 {
     dtrain__mux_peer *p = &mux->peers[peer];
-    dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, lane, kind, data, bytes);
+    dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, lane, kind, head, head_bytes, data, bytes);
     if (post == NULL)
         return 0;
     pthread_mutex_lock(&mux->mutex);
@@ -189,13 +191,12 @@ static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind,
 /* Posts to all other members that are there; where there is no memory, they find out by themselves. */
 static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, const char *text)
 {
-    unsigned char data[8 + DTRAIN__ERROR_BYTES];
+    unsigned char head[8];
     size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
-    dtrain__put_le(data, number, 8);
-    memcpy(data + 8, text, bytes);
+    dtrain__put_le(head, number, 8);
     for (int rank = 0; rank < lane->size; rank++)
         if (rank != lane->rank && !dtrain__membership_left(&lane->members, rank))
-            dtrain__mux_post(lane->mux, lane->worlds[rank], lane->id, kind, data, 8 + bytes);
+            dtrain__mux_post(lane->mux, lane->worlds[rank], lane->id, kind, head, sizeof head, text, bytes);
 }
 
 /* The first post of a peer; with `sent` bytes of it gone. */
@@ -305,6 +306,7 @@ static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
         post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
     for (dtrain__mux_lane *lane = mux->lanes; lane != NULL; lane = lane->next)
         dtrain__mux_lost(lane, peer, status, why);
+    dtrain__council_lost(&mux->council, peer);
     dtrain__thread_error = kept;
 }
 
@@ -427,16 +429,21 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
         return;
     }
     if (p->kind >= DTRAIN__MUX_OTHERS) {
-        if (mux->handle != NULL)
-            mux->handle(mux, peer, p->lane, p->kind, p->control, bytes);
+        dtrain__reader reader = {p->control, bytes};
+        if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader)) {
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent what is no control message of dtrain");
+            dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+        }
         return;
     }
+    if (p->kind == DTRAIN__MUX_LEAVE)
+        dtrain__council_left(&mux->council, p->lane, peer);
     while (inbox != NULL && inbox->lane != p->lane)
         inbox = inbox->next;
     if (lane != NULL) {
         dtrain__mux_hear(lane, peer, p->kind, p->control, bytes);
     } else if (inbox == NULL || !inbox->closed) {
-        dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes);
+        dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
         dtrain__mux_message **at = &mux->early;
         while (*at != NULL)
             at = &(*at)->next;

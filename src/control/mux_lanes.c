@@ -6,6 +6,7 @@
 #include "mux.c"
 
 static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved);
+static void dtrain__mux_convene(dtrain__mux *mux);
 
 /* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
 static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_status status)
@@ -157,7 +158,10 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
  * turn. */
 static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
 {
+    const dtrain__error *cause = dtrain__membership_cause(&lane->members);
     dtrain__error lost;
+    if (cause != NULL)
+        return dtrain__report(cause);
     if (dtrain__membership_lost(&lane->members, rank, &lost))
         dtrain__mux_end(lane, &lost);
     return lost.status;
@@ -288,6 +292,7 @@ static void dtrain__mux_free(dtrain__mux *mux)
         mux->early = post->next;
         dtrain__free(allocator, post);
     }
+    dtrain__council_free(&mux->council);
     dtrain__free(allocator, mux->spare);
     dtrain__free(allocator, mux->peers);
     pthread_mutex_destroy(&mux->turn);
@@ -311,6 +316,7 @@ static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transpor
         pthread_mutex_init(&mux->mutex, NULL);
         pthread_mutex_init(&mux->origin.mutex, NULL);
         mux->peers = (dtrain__mux_peer *)dtrain__alloc(mux->allocator, (size_t)table->size * sizeof(dtrain__mux_peer));
+        dtrain__mux_convene(mux);
         if (mux->peers != NULL)
             return DTRAIN_OK;
         dtrain__mux_free(mux);
@@ -412,6 +418,7 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
     last = mux->lanes == NULL;
     if (!forked) {
         pthread_mutex_unlock(&mux->mutex);
+        dtrain__council_left(&mux->council, lane->id, mux->table.rank);
         dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
         dtrain__mux_exit(mux);
     }

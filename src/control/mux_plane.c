@@ -3,7 +3,7 @@
  * leaves and what breaks a group. The service thread looks for what comes while no call does. */
 #ifndef DTRAIN__MUX_PLANE
 #define DTRAIN__MUX_PLANE
-#include "mux_lanes.c"
+#include "mux_council.c"
 
 #define DTRAIN__MUX_IDLE_NS 50000000 /* between two looks of the service thread, where nothing comes */
 
@@ -90,8 +90,12 @@ static void dtrain__mux_plane_fail(void *self, dtrain_status why, const char *te
 static void dtrain__mux_plane_leave(void *self, const char *why)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    if (!lane->forked)
+    if (!lane->forked) {
+        dtrain__mux_enter(lane->mux);
+        dtrain__council_leave(&lane->mux->council, lane->id);
+        dtrain__mux_exit(lane->mux);
         dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->calls, why);
+    }
     if (lane->id == 0 && lane->mux->table.leave != NULL)
         lane->mux->table.leave(lane->mux->table.self, why);
 }
@@ -239,8 +243,8 @@ static const dtrain__plane *dtrain__mux_plane_table(void)
         dtrain__plane_form,
         dtrain__mux_plane_lost,
         dtrain__mux_plane_skipped,
-        NULL,
-        NULL,
+        dtrain__mux_plane_agree,
+        dtrain__mux_plane_store,
         dtrain__plane_publish,
         dtrain__plane_last,
         dtrain__plane_suspect,

@@ -106,9 +106,9 @@ struct dtrain__plane {
     /* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
     void (*lost)(void *self, int rank);
     void (*skipped)(void *self, int rank, uint64_t calls); /* a peer says that it left after so many collectives */
-    /* Votes until a decision or deadline_ns; returns whether there is one. NULL: there are no votes. */
+    /* Votes until a decision or deadline_ns; returns whether there is one. */
     int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
-    dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns); /* NULL: there is none */
+    dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns);
     /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
     void (*publish)(void *self, dtrain__tell tell, void *record);
     /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */

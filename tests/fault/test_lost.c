@@ -38,11 +38,11 @@ static int until_it_breaks(dtrain_comm *world, scene *s)
     return 0;
 }
 
-static void with_a_victim(victim v, int64_t timeout_ms, int64_t heartbeat_ms)
+static void with_a_victim(victim v, int way, int64_t timeout_ms, int64_t heartbeat_ms)
 {
     scene s;
     pid_t pids[4];
-    scene_begin(&s, 4, 1);
+    scene_begin_by(&s, 4, way);
     s.user = &v;
     s.desc.timeout_ms = timeout_ms;
     s.desc.heartbeat_ms = heartbeat_ms;
@@ -58,17 +58,21 @@ static void with_a_victim(victim v, int64_t timeout_ms, int64_t heartbeat_ms)
 
 TEST(a_killed_rank_is_named_by_all_others_within_two_seconds)
 {
-    victim v = {2, SIGKILL, DTRAIN_ERR_PEER_LOST, "rank 2 (", 2};
-    with_a_victim(v, 60000, 0);
-    v.rank = 3;
-    v.text = "rank 3 (";
-    with_a_victim(v, 60000, 0);
+    for (int way = TCP; way < WAYS; way++) {
+        victim v = {2, SIGKILL, DTRAIN_ERR_PEER_LOST, way == TCP ? "rank 2 (" : "rank 2 is lost", 2};
+        with_a_victim(v, way, 60000, 0);
+        v.rank = 3;
+        v.text = way == TCP ? "rank 3 (" : "rank 3 is lost";
+        with_a_victim(v, way, 60000, 0);
+    }
 }
 
 TEST(a_killed_rank_0_is_named_by_all_others_within_two_seconds)
 {
-    victim v = {0, SIGKILL, DTRAIN_ERR_PEER_LOST, "rank 0 (", 2};
-    with_a_victim(v, 60000, 0);
+    for (int way = TCP; way < WAYS; way++) {
+        victim v = {0, SIGKILL, DTRAIN_ERR_PEER_LOST, way == TCP ? "rank 0 (" : "rank 0 is lost", 2};
+        with_a_victim(v, way, 60000, 0);
+    }
 }
 
 /* Rank 1 has heard that rank 0 is gone, calls the others as their leader and leaves; rank 2 hears the end of that call
@@ -110,10 +114,10 @@ TEST(the_end_of_a_call_from_the_next_leader_does_not_hide_who_is_lost)
 TEST(a_stopped_rank_is_named_when_its_heartbeat_is_overdue)
 {
     victim v = {2, SIGSTOP, DTRAIN_ERR_PEER_LOST, "rank 2 (", 3};
-    with_a_victim(v, 60000, 1000);
+    with_a_victim(v, TCP, 60000, 1000);
     v.rank = 0;
     v.text = "rank 0 (";
-    with_a_victim(v, 60000, 1000);
+    with_a_victim(v, TCP, 60000, 1000);
 }
 
 TEST(a_stopped_rank_that_goes_on_hears_that_it_was_lost)
@@ -138,7 +142,7 @@ TEST(a_stopped_rank_that_goes_on_hears_that_it_was_lost)
 TEST(a_stopped_rank_is_named_at_the_deadline)
 {
     victim v = {3, SIGSTOP, DTRAIN_ERR_TIMEOUT, "rank 3", 6};
-    with_a_victim(v, 2500, 0);
+    with_a_victim(v, TCP, 2500, 0);
 }
 
 static int leaves_early(dtrain_comm *world, scene *s)
@@ -156,8 +160,10 @@ static int leaves_early(dtrain_comm *world, scene *s)
 TEST(a_rank_that_leaves_is_named)
 {
     scene s;
-    scene_begin(&s, 3, 0);
-    run_ranks(&s, leaves_early);
+    for (int way = UNIX; way < WAYS; way++) {
+        scene_begin_by(&s, 3, way);
+        run_ranks(&s, leaves_early);
+    }
 }
 
 static int ends_in_step(dtrain_comm *world, scene *s)
@@ -175,8 +181,8 @@ static int ends_in_step(dtrain_comm *world, scene *s)
 TEST(leaving_right_after_the_last_call_disturbs_nobody)
 {
     scene s;
-    for (int round = 0; round < 5; round++) {
-        scene_begin(&s, 4, round % 2);
+    for (int round = 0; round < 8; round++) {
+        scene_begin_by(&s, 4, round % WAYS);
         run_ranks(&s, ends_in_step);
     }
 }

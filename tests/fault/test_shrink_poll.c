@@ -69,25 +69,25 @@ static int deaths(dtrain_comm *world, scene *s)
     return 0;
 }
 
-static void start(scene *s, int ranks, int tcp, rank_body body, int killed)
+static void start(scene *s, int ranks, int way, rank_body body, int killed)
 {
     pid_t pids[MAX_PROCESSES];
     for (int rank = 0; rank < ranks; rank++)
         pids[rank] = start_rank(s, rank, body);
     for (int rank = 0; rank < ranks; rank++)
         CHECK_EQ(end_of(pids[rank], 30), killed >> rank & 1 ? 128 + SIGKILL : 0);
-    if (!tcp)
+    if (way == UNIX)
         unlink(s->root + 5);
 }
 
 TEST(killed_before_and_meanwhile)
 {
-    for (int tcp = 0; tcp < 2; tcp++)
+    for (int way = UNIX; way < WAYS; way++)
         for (int poll = 0; poll < 2; poll++) {
             scene s;
-            scene_begin(&s, 4, tcp);
+            scene_begin_by(&s, 4, way);
             s.desc.progress = poll ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
-            start(&s, 4, tcp, deaths, 1 << 1 | 1 << 3);
+            start(&s, 4, way, deaths, 1 << 1 | 1 << 3);
         }
 }
 
@@ -131,10 +131,10 @@ static int leaver(dtrain_comm *world, scene *s)
 
 TEST(who_leaves_while_it_is_pending_is_not_waited_for)
 {
-    for (int tcp = 0; tcp < 2; tcp++) {
+    for (int way = UNIX; way < WAYS; way++) {
         scene s;
-        scene_begin(&s, 4, tcp);
-        s.desc.progress = tcp ? DTRAIN_PROGRESS_THREAD : DTRAIN_PROGRESS_POLL;
+        scene_begin_by(&s, 4, way);
+        s.desc.progress = way % 2 ? DTRAIN_PROGRESS_THREAD : DTRAIN_PROGRESS_POLL;
         run_ranks(&s, leaver);
     }
     on_threads(4, leaver, NULL);
@@ -169,7 +169,9 @@ TEST(a_deadline_runs_from_the_first_call)
 {
     scene s;
     on_threads(2, late, NULL);
-    scene_begin(&s, 2, 0);
-    s.desc.progress = DTRAIN_PROGRESS_POLL;
-    run_ranks(&s, late);
+    for (int way = UNIX; way <= OWN; way += OWN) {
+        scene_begin_by(&s, 2, way);
+        s.desc.progress = DTRAIN_PROGRESS_POLL;
+        run_ranks(&s, late);
+    }
 }

@@ -13,7 +13,12 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "pairs.h"
+
 #define MAX_PROCESSES 64
+
+/* How the ranks of a scene meet: over unix sockets, TCP, or a transport of the user's own, without and with `alive`. */
+enum { UNIX = 0, TCP, OWN, OWN_ASKED, WAYS };
 
 /* A group's end in the hub of its process. */
 #define CHANNEL(world) ((dtrain__channel *)(world)->transport.self)
@@ -23,6 +28,7 @@ typedef struct scene {
     char root[128];
     dtrain_comm_desc desc; /* rank, world_size and root are filled in */
     void *user;
+    pairs *own; /* NULL: ranks meet at the root */
 } scene;
 
 typedef int (*rank_body)(dtrain_comm *world, scene *s);
@@ -97,6 +103,13 @@ __attribute__((unused)) static void scene_begin(scene *s, int ranks, int tcp)
     scene_root(s, tcp);
 }
 
+__attribute__((unused)) static void scene_begin_by(scene *s, int ranks, int way)
+{
+    scene_begin(s, ranks, way == TCP);
+    if (way >= OWN)
+        s->own = pairs_new(ranks, way == OWN_ASKED);
+}
+
 /* Comes back when all ranks' processes are here. Before one of them breaks: a barrier ends with an error on a rank that
  * hears of that while it is still in there. */
 __attribute__((unused)) static void scene_meet(int ranks)
@@ -140,13 +153,28 @@ __attribute__((unused)) static void quiet(void *user, dtrain_log_level level, co
     (void)text;
 }
 
+static dtrain_status scene_join(dtrain_comm **world, scene *s, int rank)
+{
+    dtrain_comm_desc desc = scene_desc(s, rank);
+    if (s->own == NULL)
+        return dtrain_comm_create(world, &desc);
+    pairs_close(s->own, rank, 1);
+    return pairs_join(world, s->own, rank, &desc);
+}
+
+/* The parent of a rank's process keeps none of its ends, which show by closing when that dies. */
+static void scene_started(scene *s, int rank)
+{
+    if (s->own != NULL)
+        pairs_close(s->own, rank, 0);
+}
+
 /* One rank's process: joins, runs the body, leaves. */
 static int rank_main(scene *s, int rank, rank_body body)
 {
-    dtrain_comm_desc desc = scene_desc(s, rank);
     dtrain_comm *world = NULL;
     int before = test_failures;
-    if (dtrain_comm_create(&world, &desc) != DTRAIN_OK) {
+    if (scene_join(&world, s, rank) != DTRAIN_OK) {
         TEST_FAIL("rank %d: %s", rank, dtrain_last_error());
         return 1;
     }
@@ -162,6 +190,7 @@ __attribute__((unused)) static pid_t start_rank(scene *s, int rank, rank_body bo
     pid_t pid = fork();
     if (pid == 0)
         _exit(rank_main(s, rank, body));
+    scene_started(s, rank);
     return pid;
 }
 

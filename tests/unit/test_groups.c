@@ -459,7 +459,10 @@ static int store_of_all(dtrain_comm *world, scene *s)
 
 TEST(groups_of_one_world_share_its_store)
 {
+    scene s;
     on_both(4, store_of_all);
+    scene_begin_by(&s, 4, OWN);
+    run_ranks(&s, store_of_all);
 }
 
 static int entries_of(const char *path)

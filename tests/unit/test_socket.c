@@ -255,9 +255,51 @@ static dtrain_status store_on_threads(dtrain_comm *world, void *user)
 TEST(the_store_keeps_byte_strings_on_processes_and_on_threads)
 {
     scene s;
-    scene_begin(&s, 3, 1);
-    run_ranks(&s, store_calls);
+    for (int way = TCP; way < WAYS; way++) {
+        scene_begin_by(&s, 3, way);
+        s.desc.progress = way == OWN ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        run_ranks(&s, store_calls);
+    }
     CHECK_EQ(dtrain_run_threads(3, store_on_threads, NULL, NULL), DTRAIN_OK);
+}
+
+/* Rank 0 computes, which keeps the store, and is killed then. */
+static int store_without_rank_0(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world);
+    char value = 0;
+    size_t bytes;
+    double begin;
+    dtrain_comm *rest;
+    CHECK_EQ(dtrain_comm_split(world, rank == 0 ? -1 : 0, 0, &rest), DTRAIN_OK);
+    scene_meet(s->ranks);
+    if (rank == 0) {
+        usleep(1500000);
+        raise(SIGKILL);
+    }
+    begin = now_s();
+    CHECK_EQ(dtrain_store_set(rest, "key", &rank, 1), DTRAIN_OK);
+    CHECK_EQ(dtrain_store_wait(rest, "key", &value, 1, &bytes), DTRAIN_OK);
+    CHECK(bytes == 1 && value > 0 && now_s() - begin < 1);
+    CHECK_EQ(dtrain_store_wait(rank == 1 ? world : rest, "nobody", &value, 1, &bytes), DTRAIN_ERR_PEER_LOST);
+    CHECK_CONTAINS(dtrain_last_error(), rank == 1 ? "rank 0" : "rank 0, which keeps the store, has left the group");
+    CHECK_EQ(dtrain_store_get(rest, "key", &value, 1, &bytes), DTRAIN_ERR_PEER_LOST);
+    CHECK_EQ(dtrain_barrier(rest), DTRAIN_OK);
+    dtrain_comm_destroy(rest);
+    return 0;
+}
+
+TEST(the_store_answers_while_rank_0_computes_and_dies_with_it)
+{
+    for (int way = TCP; way < WAYS; way++) {
+        scene s;
+        pid_t pids[3];
+        scene_begin_by(&s, 3, way);
+        for (int rank = 0; rank < 3; rank++)
+            pids[rank] = start_rank(&s, rank, store_without_rank_0);
+        for (int rank = 0; rank < 3; rank++)
+            CHECK_EQ(end_of(pids[rank], 30), rank == 0 ? 128 + SIGKILL : 0);
+    }
 }
 
 static int waits_in_vain(dtrain_comm *world, scene *s)
@@ -274,9 +316,11 @@ static int waits_in_vain(dtrain_comm *world, scene *s)
 TEST(a_wait_for_a_key_that_nobody_sets_ends_at_the_deadline)
 {
     scene s;
-    scene_begin(&s, 2, 0);
-    s.desc.timeout_ms = 600;
-    run_ranks(&s, waits_in_vain);
+    for (int way = UNIX; way <= OWN; way += OWN) {
+        scene_begin_by(&s, 2, way);
+        s.desc.timeout_ms = 600;
+        run_ranks(&s, waits_in_vain);
+    }
 }
 
 static int waits_for_a_key(dtrain_comm *world, scene *s)
