@@ -12973,19 +12973,20 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 #endif
 
 /* ---- >>mux ----
- * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. What a lane sends
- * goes in frames that carry its name; what comes goes to the memory of the call that waits for it, or is kept for its
- * lane. Control messages travel between them, whole.
+ * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. What a lane
+ * sends goes in frames that carry its name; what comes goes to the memory of the call that waits for it, or is kept for
+ * its lane. Control messages travel between them, whole.
  *
  *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
  *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
  *   dtrain__mux_drive    moves what can be moved until something has, or until a time
  *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
  *
- * Invariants: `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that threads
- * of several groups get on; `mutex` is held for a few instructions and taken last. A frame that has begun to go is
- * finished before anything else goes to that peer, by whoever is next. A call that waits also receives from every other
- * peer, so that ranks which wait for each other in several groups at once all get on. Peers are ranks of the world. */
+ * Invariants: `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that
+ * threads of several groups get on; `mutex` is held for a few instructions and taken last. A frame that has begun to go
+ * is finished before anything else goes to that peer, by whoever is next. A call that waits also receives from every
+ * other peer, so that ranks which wait for each other in several groups at once all get on. Peers are ranks of the
+ * world. */
 #ifndef DTRAIN__MUX
 #define DTRAIN__MUX
 
@@ -12998,9 +12999,9 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
 #endif
 #define DTRAIN__MUX_SLICE_NS 1000000
-#define DTRAIN__MUX_PATIENCE_NS 10000000  /* without progress; then up to DTRAIN__MUX_KEPT is kept */
-#define DTRAIN__MUX_FULL_NS 1000000000    /* for a call that cannot go on as so much is kept */
-#define DTRAIN__MUX_ALIVE_NS 50000000     /* between two questions whether a peer is there */
+#define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
+#define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
+#define DTRAIN__MUX_ALIVE_NS 50000000    /* between two questions whether a peer is there */
 
 enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_OTHERS };
 
@@ -13320,6 +13321,8 @@ static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox
     while (*at != inbox)
         at = &(*at)->next;
     *at = inbox->next;
+    if (mux->peers[peer].inbox == inbox)
+        mux->peers[peer].inbox = NULL;
     dtrain__free(mux->allocator, inbox);
 }
 
@@ -13393,8 +13396,7 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     dtrain__mux_inbox *inbox = p->inboxes;
     size_t bytes = p->control_bytes;
     p->control_bytes = 0;
-    if (dtrain__get_le(p->header + 16, 8) !=
-        dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
+    if (dtrain__get_le(p->header + 16, 8) != dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
         dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged");
         dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
         return;
@@ -13802,9 +13804,9 @@ static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
     size_t bytes = DTRAIN__MUX_HEADER + DTRAIN__MUX_FRAME;
     if (p->stage == NULL)
         p->stage = (unsigned char *)dtrain__alloc(mux->allocator, bytes);
-    return p->stage != NULL ? DTRAIN_OK
-                            : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d",
-                                           bytes, peer);
+    return p->stage != NULL
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d", bytes, peer);
 }
 
 /* One turn of a call until until_ns; sets *moved when bytes of the call or of others did, *others when the latter. */
@@ -13825,8 +13827,8 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
         dtrain__mux_park(mux, lane->worlds[out->peer]);
     lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
     if (!complete && !*moved)
-        *others = dtrain__mux_sweep(
-            mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY : DTRAIN__MUX_KEPT);
+        *others = dtrain__mux_sweep(mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY
+                                                                                          : DTRAIN__MUX_KEPT);
     if (out != NULL)
         dtrain__mux_collect(lane, out);
     if (complete || (out != NULL && out->moved == out->bytes))
@@ -14362,8 +14364,8 @@ static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_tra
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
 {
     dtrain__mux_lane *lane;
-    dtrain_status status = dtrain__mux_attach(&lane, ((dtrain__mux_lane *)self)->mux, desc->id, desc->worlds,
-                                              desc->size, desc->rank);
+    dtrain_status status =
+        dtrain__mux_attach(&lane, ((dtrain__mux_lane *)self)->mux, desc->id, desc->worlds, desc->size, desc->rank);
     if (status == DTRAIN_OK)
         dtrain__mux_plane_end(end, lane);
     return status;

@@ -1,17 +1,18 @@
 /* ---- >>mux ----
- * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. What a lane sends
- * goes in frames that carry its name; what comes goes to the memory of the call that waits for it, or is kept for its
- * lane. Control messages travel between them, whole.
+ * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. What a lane
+ * sends goes in frames that carry its name; what comes goes to the memory of the call that waits for it, or is kept for
+ * its lane. Control messages travel between them, whole.
  *
  *   dtrain__mux_post     copies a control message that goes to a peer when the mux is driven; any thread
  *   dtrain__mux_move     sends, receives or both for a lane, see >>mux_lanes
  *   dtrain__mux_drive    moves what can be moved until something has, or until a time
  *   dtrain__mux_attach   makes a lane; dtrain__mux_detach ends it, the last one the mux
  *
- * Invariants: `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that threads
- * of several groups get on; `mutex` is held for a few instructions and taken last. A frame that has begun to go is
- * finished before anything else goes to that peer, by whoever is next. A call that waits also receives from every other
- * peer, so that ranks which wait for each other in several groups at once all get on. Peers are ranks of the world. */
+ * Invariants: `turn` is held around every call of the table's send, recv and exchange, a slice at a time, so that
+ * threads of several groups get on; `mutex` is held for a few instructions and taken last. A frame that has begun to go
+ * is finished before anything else goes to that peer, by whoever is next. A call that waits also receives from every
+ * other peer, so that ranks which wait for each other in several groups at once all get on. Peers are ranks of the
+ * world. */
 #ifndef DTRAIN__MUX
 #define DTRAIN__MUX
 #include "../base/xxh64.c"
@@ -27,9 +28,9 @@
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
 #endif
 #define DTRAIN__MUX_SLICE_NS 1000000
-#define DTRAIN__MUX_PATIENCE_NS 10000000  /* without progress; then up to DTRAIN__MUX_KEPT is kept */
-#define DTRAIN__MUX_FULL_NS 1000000000    /* for a call that cannot go on as so much is kept */
-#define DTRAIN__MUX_ALIVE_NS 50000000     /* between two questions whether a peer is there */
+#define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
+#define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
+#define DTRAIN__MUX_ALIVE_NS 50000000    /* between two questions whether a peer is there */
 
 enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_OTHERS };
 
@@ -349,6 +350,8 @@ static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox
     while (*at != inbox)
         at = &(*at)->next;
     *at = inbox->next;
+    if (mux->peers[peer].inbox == inbox)
+        mux->peers[peer].inbox = NULL;
     dtrain__free(mux->allocator, inbox);
 }
 
@@ -422,8 +425,7 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     dtrain__mux_inbox *inbox = p->inboxes;
     size_t bytes = p->control_bytes;
     p->control_bytes = 0;
-    if (dtrain__get_le(p->header + 16, 8) !=
-        dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
+    if (dtrain__get_le(p->header + 16, 8) != dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
         dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged");
         dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
         return;

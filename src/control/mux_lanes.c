@@ -206,9 +206,9 @@ static dtrain_status dtrain__mux_stage(dtrain__mux *mux, int peer)
     size_t bytes = DTRAIN__MUX_HEADER + DTRAIN__MUX_FRAME;
     if (p->stage == NULL)
         p->stage = (unsigned char *)dtrain__alloc(mux->allocator, bytes);
-    return p->stage != NULL ? DTRAIN_OK
-                            : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d",
-                                           bytes, peer);
+    return p->stage != NULL
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages to rank %d", bytes, peer);
 }
 
 /* One turn of a call until until_ns; sets *moved when bytes of the call or of others did, *others when the latter. */
@@ -229,8 +229,8 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
         dtrain__mux_park(mux, lane->worlds[out->peer]);
     lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
     if (!complete && !*moved)
-        *others = dtrain__mux_sweep(
-            mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY : DTRAIN__MUX_KEPT);
+        *others = dtrain__mux_sweep(mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY
+                                                                                          : DTRAIN__MUX_KEPT);
     if (out != NULL)
         dtrain__mux_collect(lane, out);
     if (complete || (out != NULL && out->moved == out->bytes))

@@ -219,8 +219,8 @@ static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_tra
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
 {
     dtrain__mux_lane *lane;
-    dtrain_status status = dtrain__mux_attach(&lane, ((dtrain__mux_lane *)self)->mux, desc->id, desc->worlds,
-                                              desc->size, desc->rank);
+    dtrain_status status =
+        dtrain__mux_attach(&lane, ((dtrain__mux_lane *)self)->mux, desc->id, desc->worlds, desc->size, desc->rank);
     if (status == DTRAIN_OK)
         dtrain__mux_plane_end(end, lane);
     return status;

@@ -80,22 +80,42 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
         abort();
 }
 
-/* What a peer sends: bytes of the input, with headers that fit the last one that this rank sent, or do not. */
+/* What a peer sends: bytes of the input, in frames and with headers that fit the last ones that this rank sent, or do
+ * not. */
 typedef struct tape {
     const uint8_t *data;
     size_t bytes;
+    uint64_t lane; /* that this rank sent in */
     dtrain__message_header sent;
 } tape;
 
 static dtrain_status tape_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns, size_t *moved)
 {
     tape *t = (tape *)self;
+    const unsigned char *frame = (const unsigned char *)data;
     (void)peer;
     (void)deadline_ns;
-    if (bytes >= sizeof t->sent)
-        memcpy(&t->sent, data, sizeof t->sent);
+    if (bytes >= DTRAIN__MUX_HEADER + sizeof t->sent && dtrain__get_le(frame + 8, 4) == DTRAIN__MUX_DATA &&
+        dtrain__get_le(frame + 16, 8) == dtrain__xxh64_of(frame, 16, 0)) {
+        t->lane = dtrain__get_le(frame, 8);
+        memcpy(&t->sent, frame + DTRAIN__MUX_HEADER, sizeof t->sent);
+    }
     *moved = bytes;
     return DTRAIN_OK;
+}
+
+/* A frame's header: of data that this rank waits for, or of whatever the input says; most are whole. */
+static void tape_frame(tape *t, unsigned char *out)
+{
+    uint64_t fits = t->data[0], kind = t->data[1] % 8, bytes = dtrain__get_le(t->data + 2, 2);
+    if (fits < 220 && t->sent.magic == DTRAIN__MESSAGE_MAGIC)
+        dtrain__mux_frame(out, t->lane, DTRAIN__MUX_DATA, NULL, sizeof t->sent + (size_t)t->sent.bytes);
+    else
+        dtrain__mux_frame(
+            out, fits % 4 == 0 ? t->lane : t->data[4], (int)kind,
+            kind != DTRAIN__MUX_DATA ? t->data + DTRAIN__MUX_HEADER : NULL,
+            kind != DTRAIN__MUX_DATA && bytes > t->bytes - DTRAIN__MUX_HEADER ? t->bytes - DTRAIN__MUX_HEADER : bytes);
+    out[fits % DTRAIN__MUX_HEADER] ^= fits > 250 ? 1 : 0;
 }
 
 static dtrain_status tape_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved)
@@ -106,7 +126,9 @@ static dtrain_status tape_recv(void *self, int peer, void *data, size_t bytes, i
     (void)deadline_ns;
     *moved = bytes < t->bytes ? bytes : t->bytes;
     memcpy(data, t->data, *moved);
-    if (*moved >= sizeof header) {
+    if (bytes == DTRAIN__MUX_HEADER && *moved == bytes) {
+        tape_frame(t, (unsigned char *)data);
+    } else if (*moved >= sizeof header) {
         uint64_t fits = ((const unsigned char *)data)[0];
         memcpy(&header, data, sizeof header);
         if (fits < 200 && t->sent.magic == DTRAIN__MESSAGE_MAGIC) {
@@ -153,16 +175,19 @@ static dtrain_status a_call(dtrain_comm *comm, int kind, int call)
 /* Messages of collectives; their headers are made to look undamaged, but for some, so that what is in them counts. */
 static void fuzz_messages(const uint8_t *data, size_t bytes)
 {
-    tape t = {data + 1, bytes > 0 ? bytes - 1 : 0, {0}};
+    tape t = {data + 1, bytes > 0 ? bytes - 1 : 0, 0, {0}};
     dtrain_transport transport;
+    dtrain_comm_desc desc;
     dtrain_comm *comm;
     memset(&transport, 0, sizeof transport);
+    memset(&desc, 0, sizeof desc);
+    desc.progress = DTRAIN_PROGRESS_POLL; /* no thread but this one reads the tape */
     transport.self = &t;
     transport.rank = bytes > 0 ? data[0] % 2 : 0;
     transport.size = 2;
     transport.send = tape_send;
     transport.recv = tape_recv;
-    if (dtrain_comm_from_transport(&comm, &transport, NULL) != DTRAIN_OK)
+    if (dtrain_comm_from_transport(&comm, &transport, &desc) != DTRAIN_OK)
         abort();
     for (int call = 0; call < 4; call++)
         if (a_call(comm, bytes > 0 ? data[0] / 2 % 8 : 0, call) != DTRAIN_OK)

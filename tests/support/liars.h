@@ -1,27 +1,38 @@
 /* Two ranks over a transport of their own, of which rank 1 lies: it runs the same calls as rank 0, and what it sends is
- * changed on the way as a list says. Headers stay true, so that all of it is read. For tests that fuzz what comes after
- * admission; include dtrain.h with its implementation first.
+ * changed on the way as a list says. Headers and frames stay true, so that all of it is read. For tests that fuzz what
+ * comes after admission; include dtrain.h with its implementation first.
  *
  * A change is 12 bytes: which message, how, where (2 bytes), a value (8 bytes). */
 #ifndef DTRAIN_TEST_LIARS_H
 #define DTRAIN_TEST_LIARS_H
 
 #define LIARS_CHANGE 12
+#define LIARS_GROUPS 64
 
 typedef struct liars_pipe {
     unsigned char *bytes;
     size_t count, room, taken;
 } liars_pipe;
 
+/* Messages of rank 1 in one group. */
+typedef struct liars_stream {
+    uint64_t lane;
+    int used;
+    liars_pipe pipe;
+    size_t payload; /* of the message whose header is out; 0: a header is next */
+} liars_stream;
+
 typedef struct liars_pair {
     pthread_mutex_t mutex;
     pthread_cond_t news;
     liars_pipe to[2];
-    int waits[2], closed;
+    int closed;
+    int64_t given_ns; /* when bytes went last */
     const unsigned char *changes;
     size_t change_count;
     unsigned messages; /* that rank 1 has sent */
-    size_t payload;    /* of the message whose header is out; 0: a header is next */
+    liars_pipe raw;    /* what it sends, until a frame is whole */
+    liars_stream streams[LIARS_GROUPS];
 } liars_pair;
 
 typedef struct liars_end {
@@ -76,35 +87,68 @@ static void liars_give(liars_pipe *pipe, const void *data, size_t bytes)
     pipe->count += bytes;
 }
 
-/* Takes what rank 1 sends apart into headers and payloads. */
-static void liars_lie(liars_pair *pair, const unsigned char *data, size_t bytes)
+/* Sends a header or a payload in frames of its group. */
+static void liars_frames(liars_pair *pair, uint64_t lane, const unsigned char *data, size_t bytes)
 {
-    while (bytes > 0) {
+    for (size_t n; bytes > 0; data += n, bytes -= n) {
+        unsigned char header[DTRAIN__MUX_HEADER];
+        n = bytes < DTRAIN__MUX_FRAME ? bytes : DTRAIN__MUX_FRAME;
+        dtrain__mux_frame(header, lane, DTRAIN__MUX_DATA, NULL, n);
+        liars_give(&pair->to[0], header, sizeof header);
+        liars_give(&pair->to[0], data, n);
+    }
+}
+
+/* Takes what has come of a group apart into headers and payloads. */
+static void liars_lie(liars_pair *pair, liars_stream *stream)
+{
+    for (;;) {
         dtrain__message_header header;
-        size_t n = pair->payload;
+        unsigned char *data = stream->pipe.bytes + stream->pipe.taken;
+        size_t have = stream->pipe.count - stream->pipe.taken, n = stream->payload;
+        if (have < (n > 0 ? n : sizeof header))
+            return;
         if (n == 0) {
-            if (bytes < sizeof header)
-                abort();
             memcpy(&header, data, sizeof header);
-            pair->payload = (size_t)header.bytes;
+            stream->payload = (size_t)header.bytes;
             header.data_check = 0;
             header.check = dtrain__message_header_sum(&header);
-            liars_give(&pair->to[0], &header, sizeof header);
+            liars_frames(pair, stream->lane, (const unsigned char *)&header, sizeof header);
             pair->messages += header.bytes == 0;
             n = sizeof header;
         } else {
-            if (bytes < n)
-                abort();
-            unsigned char *lie = (unsigned char *)malloc(n);
-            memcpy(lie, data, n);
-            liars_change(pair, lie, n);
-            liars_give(&pair->to[0], lie, n);
-            free(lie);
+            liars_change(pair, data, n);
+            liars_frames(pair, stream->lane, data, n);
             pair->messages++;
-            pair->payload = 0;
+            stream->payload = 0;
         }
-        data += n;
-        bytes -= n;
+        stream->pipe.taken += n;
+    }
+}
+
+/* Takes what rank 1 sends apart into frames. */
+static void liars_unpack(liars_pair *pair)
+{
+    for (;;) {
+        const unsigned char *frame = pair->raw.bytes + pair->raw.taken;
+        size_t have = pair->raw.count - pair->raw.taken, bytes = DTRAIN__MUX_HEADER;
+        int group = 0;
+        if (have >= bytes)
+            bytes += (size_t)dtrain__get_le(frame + 12, 4);
+        if (have < bytes)
+            return;
+        pair->raw.taken += bytes;
+        if (dtrain__get_le(frame + 8, 4) != DTRAIN__MUX_DATA) {
+            liars_give(&pair->to[0], frame, bytes);
+            continue;
+        }
+        while (pair->streams[group].used && pair->streams[group].lane != dtrain__get_le(frame, 8))
+            if (++group == LIARS_GROUPS)
+                abort();
+        pair->streams[group].used = 1;
+        pair->streams[group].lane = dtrain__get_le(frame, 8);
+        liars_give(&pair->streams[group].pipe, frame + DTRAIN__MUX_HEADER, bytes - DTRAIN__MUX_HEADER);
+        liars_lie(pair, &pair->streams[group]);
     }
 }
 
@@ -115,35 +159,38 @@ static dtrain_status liars_send(void *self, int peer, const void *data, size_t b
     liars_pair *pair = end->pair;
     (void)deadline_ns;
     pthread_mutex_lock(&pair->mutex);
-    if (end->rank == 1 && pair->change_count > 0)
-        liars_lie(pair, (const unsigned char *)data, bytes);
-    else
+    if (end->rank == 1 && pair->change_count > 0) {
+        liars_give(&pair->raw, data, bytes);
+        liars_unpack(pair);
+    } else {
         liars_give(&pair->to[peer], data, bytes);
+    }
     *moved = bytes;
+    pair->given_ns = dtrain__os_now_ns();
     dtrain_status status = pair->closed ? DTRAIN_ERR_PEER_LOST : DTRAIN_OK;
     pthread_cond_broadcast(&pair->news);
     pthread_mutex_unlock(&pair->mutex);
     return status;
 }
 
-/* Waits for bytes until somebody is gone, or both wait. */
+/* Waits for bytes until somebody is gone. When one of them lies and nothing has gone for a while, both wait. */
 static dtrain_status liars_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved)
 {
     liars_end *end = (liars_end *)self;
     liars_pair *pair = end->pair;
     liars_pipe *pipe = &pair->to[end->rank];
+    int64_t now;
     (void)peer;
     pthread_mutex_lock(&pair->mutex);
-    while (pipe->count == pipe->taken && !pair->closed && deadline_ns > dtrain__os_now_ns()) {
-        int other = 1 - end->rank;
-        pair->waits[end->rank] = 1;
-        pair->closed |= pair->waits[other] && pair->to[other].count == pair->to[other].taken;
-        if (pair->closed)
-            pthread_cond_broadcast(&pair->news);
-        else
-            pthread_cond_wait(&pair->news, &pair->mutex);
+    while (pipe->count == pipe->taken && !pair->closed && deadline_ns > (now = dtrain__os_now_ns())) {
+        struct timespec soon;
+        clock_gettime(CLOCK_REALTIME, &soon);
+        soon.tv_nsec += 1000000;
+        soon.tv_sec += soon.tv_nsec / 1000000000;
+        soon.tv_nsec %= 1000000000;
+        pair->closed |= pair->change_count > 0 && now - pair->given_ns > 200000000;
+        pthread_cond_timedwait(&pair->news, &pair->mutex, &soon);
     }
-    pair->waits[end->rank] = 0;
     size_t have = pipe->count - pipe->taken;
     *moved = have < bytes ? have : bytes;
     if (*moved > 0)
@@ -151,9 +198,7 @@ static dtrain_status liars_recv(void *self, int peer, void *data, size_t bytes, 
     pipe->taken += *moved;
     dtrain_status status = *moved == bytes ? DTRAIN_OK : pair->closed ? DTRAIN_ERR_PEER_LOST : DTRAIN_ERR_TIMEOUT;
     pthread_mutex_unlock(&pair->mutex);
-    return *moved < bytes && status == DTRAIN_ERR_TIMEOUT && *moved > 0 && deadline_ns > dtrain__os_now_ns()
-               ? liars_recv(self, peer, (unsigned char *)data + *moved, bytes - *moved, deadline_ns, moved)
-               : status;
+    return status;
 }
 
 /* This rank goes: nobody waits for it any more. */
@@ -188,12 +233,13 @@ static void *liars_main(void *pointer)
     transport.send = liars_send;
     transport.recv = liars_recv;
     desc.timeout_ms = 20000;
+    desc.progress = DTRAIN_PROGRESS_POLL; /* a thread beside the caller would wait as well */
     desc.allocator = &rank->heap;
     if (dtrain_comm_from_transport(&world, &transport, &desc) != DTRAIN_OK)
         abort();
     rank->body(world, rank->user);
-    liars_close(rank->end.pair);
     dtrain_comm_destroy(world);
+    liars_close(rank->end.pair);
     return NULL;
 }
 
@@ -209,6 +255,7 @@ static void liars_run(liars_body body, void *user, const unsigned char *changes,
     pthread_cond_init(&pair.news, NULL);
     pair.changes = changes;
     pair.change_count = bytes / LIARS_CHANGE;
+    pair.given_ns = dtrain__os_now_ns();
     for (int r = 0; r < 2; r++) {
         ranks[r].end.pair = &pair;
         ranks[r].end.rank = r;
@@ -221,6 +268,9 @@ static void liars_run(liars_body body, void *user, const unsigned char *changes,
     pthread_join(liar, NULL);
     for (int r = 0; r < 2; r++)
         free(pair.to[r].bytes);
+    free(pair.raw.bytes);
+    for (int group = 0; group < LIARS_GROUPS; group++)
+        free(pair.streams[group].pipe.bytes);
     pthread_cond_destroy(&pair.news);
     pthread_mutex_destroy(&pair.mutex);
     if (ranks[0].heap.bytes != 0 || ranks[0].heap.peak_bytes > most) {
