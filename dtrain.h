@@ -5686,6 +5686,31 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
         dtrain__resize(allocator, pointer, 0);
 }
 
+/* Returns the block, if it has so many bytes, or a new one in its place, zeroed, without what the old one held. NULL:
+ * there is no memory, and the old one stays. */
+static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, void *block, size_t bytes)
+{
+    if (block != NULL && dtrain__memory_bytes(block) >= bytes)
+        return block;
+    void *larger = dtrain__alloc(allocator, bytes);
+    if (larger != NULL)
+        dtrain__free(allocator, block);
+    return larger;
+}
+
+/* Makes room for `more` elements of `size` bytes after `count`; returns the array, which doubles, or NULL. */
+static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count, size_t more)
+{
+    size_t bytes = dtrain__memory_bytes(array), need;
+    if (!dtrain__add_size(count, more, &need) || !dtrain__mul_size(need, size, &need) || need > SIZE_MAX / 2)
+        return NULL;
+    if (array != NULL && need <= bytes)
+        return array;
+    for (bytes = bytes > 0 ? bytes : 16 * size; bytes < need;)
+        bytes *= 2;
+    return dtrain__resize(allocator, array, bytes);
+}
+
 static DTRAIN__NOINLINE void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)
 {
     for (int i = 0; i < bytes; i++)
@@ -9353,9 +9378,9 @@ struct dtrain_safetensors {
     unsigned char *header; /* header_have bytes, texts unescaped */
     size_t header_have;    /* have: header_bytes - 8, or up to a zero byte that ends it early */
     dtrain__safetensors_entry *entries;
-    size_t count, room;
+    size_t count;
     dtrain_safetensors_pair *pairs;
-    size_t pair_count, pair_room;
+    size_t pair_count;
     size_t *shapes;
     size_t shape_count;
     dtrain__names names, keys;
@@ -9366,7 +9391,7 @@ typedef struct dtrain__safetensors_parser {
     dtrain__json_reader json;
     const dtrain__safetensors_entry *entry; /* under way; NULL: none */
     dtrain__names_text *fields;             /* keys of the objects under way that are ignored, and of the entry's own */
-    size_t field_count, field_room;
+    size_t field_count;
     int has_metadata;
 } dtrain__safetensors_parser;
 
@@ -9436,9 +9461,9 @@ static dtrain_status dtrain__safetensors_json(const dtrain__safetensors_parser *
 /* Makes room for one more element of a growing array. Headers are even: how much room there will be need of is told by
  * how much of the header has made how many, once that is many. Three in a hundred more spare the copy at the end. */
 static int dtrain__safetensors_grow(dtrain_allocator *allocator, const dtrain__json_reader *json, void **array,
-                                    size_t count, size_t *room, size_t bytes)
+                                    size_t count, size_t bytes)
 {
-    if (count < *room)
+    if ((count + 1) * bytes <= dtrain__memory_bytes(*array))
         return 1;
     size_t more = count + count / 4 + 16;
     size_t told = (size_t)((double)count * (double)json->length / (double)(json->offset + 1) * 1.03);
@@ -9447,7 +9472,6 @@ static int dtrain__safetensors_grow(dtrain_allocator *allocator, const dtrain__j
     if (grown == NULL)
         return 0;
     *array = grown;
-    *room = more;
     return 1;
 }
 
@@ -9471,7 +9495,7 @@ static dtrain_status dtrain__safetensors_field(dtrain__safetensors_parser *parse
 {
     void *fields = parser->fields;
     int grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &fields, parser->field_count,
-                                         &parser->field_room, sizeof(dtrain__names_text));
+                                         sizeof(dtrain__names_text));
     parser->fields = (dtrain__names_text *)fields;
     if (!grown)
         return dtrain__safetensors_memory(parser->file);
@@ -9644,7 +9668,7 @@ static dtrain_status dtrain__safetensors_entry_read(dtrain__safetensors_parser *
     dtrain_status status = DTRAIN_OK;
     void *entries = file->entries;
     int has = 0, grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &entries, file->count,
-                                                  &file->room, sizeof *file->entries);
+                                                  sizeof *file->entries);
     file->entries = (dtrain__safetensors_entry *)entries;
     if (!grown)
         return dtrain__safetensors_memory(file);
@@ -9689,7 +9713,7 @@ static dtrain_status dtrain__safetensors_metadata_read(dtrain__safetensors_parse
     while (token.kind != DTRAIN__JSON_ERROR && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
         void *pairs = file->pairs;
         int grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &pairs, file->pair_count,
-                                             &file->pair_room, sizeof *file->pairs);
+                                             sizeof *file->pairs);
         file->pairs = (dtrain_safetensors_pair *)pairs;
         if (!grown)
             return dtrain__safetensors_memory(file);
@@ -9807,7 +9831,6 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
             entries[i] = file->entries[order[i].index];
         dtrain__free(file->allocator, file->entries);
         file->entries = entries;
-        file->room = count;
         entries = NULL;
     }
     dtrain__free(file->allocator, entries);
@@ -10931,9 +10954,9 @@ struct dtrain_safetensors_model {
     void *index; /* the index, its texts unescaped; NULL: there is one file and no index */
     size_t index_bytes;
     dtrain__huggingface_line *lines;
-    size_t line_count, line_room;
+    size_t line_count;
     dtrain_safetensors_pair *pairs; /* of the index */
-    size_t pair_count, pair_room;
+    size_t pair_count;
     dtrain__huggingface_shard *shards; /* in the order of their names */
     size_t shard_count, count;
     dtrain__names names, keys;
@@ -10975,8 +10998,7 @@ static dtrain_status dtrain__huggingface_line_read(dtrain_safetensors_model *mod
     dtrain__json_token value;
     unsigned char *all = (unsigned char *)model->index;
     void *lines = model->lines;
-    int grown = dtrain__safetensors_grow(model->allocator, json, &lines, model->line_count, &model->line_room,
-                                         sizeof *model->lines);
+    int grown = dtrain__safetensors_grow(model->allocator, json, &lines, model->line_count, sizeof *model->lines);
     model->lines = (dtrain__huggingface_line *)lines;
     if (!grown)
         return dtrain__huggingface_memory(model);
@@ -11009,8 +11031,7 @@ static dtrain_status dtrain__huggingface_pair_read(dtrain_safetensors_model *mod
     if (value.kind != DTRAIN__JSON_STRING)
         return DTRAIN_OK;
     void *pairs = model->pairs;
-    int grown = dtrain__safetensors_grow(model->allocator, json, &pairs, model->pair_count, &model->pair_room,
-                                         sizeof *model->pairs);
+    int grown = dtrain__safetensors_grow(model->allocator, json, &pairs, model->pair_count, sizeof *model->pairs);
     model->pairs = (dtrain_safetensors_pair *)pairs;
     if (!grown)
         return dtrain__huggingface_memory(model);
@@ -16941,8 +16962,8 @@ typedef struct dtrain__channel {
     int attend;          /* some lane has work for whoever steps */
     int wake[2];         /* a pipe to the caller that waits */
     uint32_t waiting;
-    int awaiting;                      /* some peer has awaits */
-    int forked;                /* the end of a child's copy: touches nothing that the parent still uses */
+    int awaiting;             /* some peer has awaits */
+    int forked;               /* the end of a child's copy: touches nothing that the parent still uses */
     dtrain__store_call *asks; /* this group's call that waits for an answer of the store */
     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
     void *last_user;
@@ -16988,12 +17009,12 @@ struct dtrain__hub {
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
-    int crowded;               /* more ranks on this host than processors */
-    int leader;                /* the lowest rank that is not gone, whom this rank keeps its control connection to */
-    int elected;               /* it is new */
-    int handed;                /* it leads as the one before it has left */
-    int given_up;              /* the others say that this rank is lost */
-    int told_sealed;           /* the log has it */
+    int crowded;     /* more ranks on this host than processors */
+    int leader;      /* the lowest rank that is not gone, whom this rank keeps its control connection to */
+    int elected;     /* it is new */
+    int handed;      /* it leads as the one before it has left */
+    int given_up;    /* the others say that this rank is lost */
+    int told_sealed; /* the log has it */
     dtrain__channel *channels, *world; /* world is NULL once its end has left */
     int leaving;                       /* this process has said goodbye */
     uint32_t serviced;                 /* a service thread steps */
@@ -17013,7 +17034,6 @@ struct dtrain__hub {
     int inbound;
     dtrain__member *members;
     struct pollfd *fds;
-    int fds_room;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;
     int64_t polled_ns;               /* a clock that runs while this rank polls */
     int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */
@@ -18615,14 +18635,10 @@ static void dtrain__hub_work(dtrain__hub *hub)
 /* Adds to the poll list; what finds no memory there is looked at when something else is due. */
 static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 {
-    if (*count == hub->fds_room) {
-        int room = hub->fds_room > 0 ? 2 * hub->fds_room : 512;
-        void *larger = dtrain__resize(hub->allocator, hub->fds, (size_t)room * sizeof(struct pollfd));
-        if (larger == NULL)
-            return;
-        hub->fds = (struct pollfd *)larger;
-        hub->fds_room = room;
-    }
+    void *larger = dtrain__memory_grow(hub->allocator, hub->fds, sizeof *hub->fds, (size_t)*count, 1);
+    if (larger == NULL)
+        return;
+    hub->fds = (struct pollfd *)larger;
     hub->fds[*count].fd = fd;
     hub->fds[*count].events = (short)events;
     hub->fds[(*count)++].revents = 0;
@@ -19455,7 +19471,6 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
     dtrain__socket_describe(hub, keys, desc);
     size_t size = (size_t)hub->size;
     hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
-    hub->fds_room = hub->fds != NULL ? 64 : 0;
     hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
     if (hub->members == NULL || hub->fds == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
@@ -20045,7 +20060,6 @@ struct dtrain_comm {
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
-    size_t scratch_bytes;
     dtrain__blocked *blocked;
     int apart;                   /* a thread of the library's waits in it, not the caller */
     int64_t waited_ns[2];        /* when the operation waited for last had its turn, and ended */
@@ -20062,9 +20076,8 @@ struct dtrain_comm {
     uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
     int fusing;             /* between fuse_begin and fuse_end */
     dtrain__note *notes;
-    size_t noted, notes_capacity;
+    size_t noted;
     unsigned char *packed; /* buffers of fused calls, one after another */
-    size_t packed_bytes;
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
     uint64_t consents;        /* that this end has taken part in */
@@ -20443,19 +20456,14 @@ static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *
 /* Scratch memory for an operation, kept for the next ones. */
 static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
 {
-    unsigned char *scratch;
-    if (comm->scratch_bytes >= bytes)
-        return 1;
-    scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    void *scratch = dtrain__memory_room(comm->allocator, comm->scratch, bytes);
     if (scratch == NULL) {
         dtrain__fail(&op->error, DTRAIN_ERR_MEMORY,
                      "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
                      dtrain__op_text(comm, op).text, comm->rank, bytes);
         return 0;
     }
-    dtrain__free(comm->allocator, comm->scratch);
-    comm->scratch = scratch;
-    comm->scratch_bytes = bytes;
+    comm->scratch = (unsigned char *)scratch;
     return 1;
 }
 
@@ -24548,15 +24556,11 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
 /* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
 static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
 {
-    if (comm->noted + 2 > comm->notes_capacity) {
-        size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
-        dtrain__note *notes = (dtrain__note *)dtrain__resize(comm->allocator, comm->notes, more * sizeof *notes);
-        if (notes == NULL)
-            return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
-                                comm->noted + 1);
-        comm->notes = notes;
-        comm->notes_capacity = more;
-    }
+    void *notes = dtrain__memory_grow(comm->allocator, comm->notes, sizeof *comm->notes, comm->noted, 2);
+    if (notes == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
+                            comm->noted + 1);
+    comm->notes = (dtrain__note *)notes;
     for (int receives = 0; receives < 2; receives++) { /* an exchange is a send and a recv */
         dtrain__note *note = &comm->notes[comm->noted];
         int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
@@ -25568,16 +25572,11 @@ static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
 
 static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
 {
-    unsigned char *packed;
-    if (comm->packed_bytes >= bytes)
-        return DTRAIN_OK;
-    packed = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    void *packed = dtrain__memory_room(comm->allocator, comm->packed, bytes);
     if (packed == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
                             bytes);
-    dtrain__free(comm->allocator, comm->packed);
-    comm->packed = packed;
-    comm->packed_bytes = bytes;
+    comm->packed = (unsigned char *)packed;
     return DTRAIN_OK;
 }
 
@@ -27288,7 +27287,7 @@ struct dtrain__processes {
     dtrain__processes_peer *peers;
     dtrain__processes_buffers *buffers; /* of the call under way */
     dtrain__processes_opened *opened;
-    size_t opened_count, opened_room;
+    size_t opened_count;
 };
 
 /* ---- the page ----
@@ -27679,14 +27678,10 @@ static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int ra
 static dtrain_status dtrain__processes_room(dtrain_device_group *group)
 {
     dtrain__processes *all = group->processes;
-    size_t room = 2 * all->opened_room + 16, width = sizeof(dtrain__processes_opened);
-    if (all->opened_count < all->opened_room)
-        return DTRAIN_OK;
-    void *grown = dtrain__resize(group->comm->allocator, all->opened, room * width);
+    void *grown = dtrain__memory_grow(group->comm->allocator, all->opened, sizeof *all->opened, all->opened_count, 1);
     if (grown == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", room * width);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu ranges of peers", all->opened_count + 1);
     all->opened = (dtrain__processes_opened *)grown;
-    all->opened_room = room;
     return DTRAIN_OK;
 }
 
@@ -31319,33 +31314,19 @@ static void dtrain__feedback_count(float step[2])
     step[1] = (float)(next >> 24 & 0xffffff);
 }
 
-/* A buffer that grows, by half more than is needed: what a step packs varies a little. Its contents are lost. */
-typedef struct dtrain__feedback_buffer {
-    unsigned char *data;
-    size_t bytes;
-} dtrain__feedback_buffer;
-
-static dtrain_status dtrain__feedback_buffer_reserve(dtrain__feedback_buffer *buffer, dtrain_allocator *allocator,
-                                                     size_t bytes)
+/* Sees to it that a block has so many bytes. It grows by half more than is needed, as what a step packs varies a
+ * little; its contents are lost. */
+static dtrain_status dtrain__feedback_reserve(unsigned char **block, dtrain_allocator *allocator, size_t bytes)
 {
-    if (buffer->bytes >= bytes && buffer->data != NULL)
-        return DTRAIN_OK;
-    size_t more = bytes / 2 + 4096, whole;
-    unsigned char *data = NULL;
-    if (dtrain__add_size(bytes, more, &whole))
-        data = (unsigned char *)dtrain__alloc(allocator, whole);
-    if (data == NULL)
+    size_t whole;
+    void *larger = *block;
+    if (larger == NULL || dtrain__memory_bytes(larger) < bytes)
+        larger =
+            dtrain__add_size(bytes, bytes / 2 + 4096, &whole) ? dtrain__memory_room(allocator, *block, whole) : NULL;
+    if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed all_reduce: no memory for %zu bytes", bytes);
-    dtrain__free(allocator, buffer->data);
-    buffer->data = data;
-    buffer->bytes = whole;
+    *block = (unsigned char *)larger;
     return DTRAIN_OK;
-}
-
-static void dtrain__feedback_buffer_free(dtrain__feedback_buffer *buffer, dtrain_allocator *allocator)
-{
-    dtrain__free(allocator, buffer->data);
-    memset(buffer, 0, sizeof *buffer);
 }
 
 /* This rank cannot go on in the middle of an exchange, because of what is `where`: no other may, either. */
@@ -31735,10 +31716,10 @@ typedef struct dtrain__selections_state {
     float step[2]; /* see >>feedback */
     int ranks;
     dtrain__sparse chosen, picked;
-    dtrain__sparse *pieces; /* 2 * ranks: a level of the tree, and the next */
-    uint64_t *sizes;       /* 2 * ranks: to each rank, from each rank */
-    size_t *numbers;       /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
-    dtrain__feedback_buffer out, in;
+    dtrain__sparse *pieces;   /* 2 * ranks: a level of the tree, and the next */
+    uint64_t *sizes;         /* 2 * ranks: to each rank, from each rank */
+    size_t *numbers;         /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
+    unsigned char *out, *in; /* what goes out and what comes in; they grow */
 } dtrain__selections_state;
 
 /* What one call is about. */
@@ -31937,7 +31918,7 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
 static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, size_t at, size_t bytes, size_t count,
                                                dtrain__sparse *piece)
 {
-    dtrain_status status = dtrain__sparse_unpack(piece, x->state->in.data + at, bytes, count);
+    dtrain_status status = dtrain__sparse_unpack(piece, x->state->in + at, bytes, count);
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
 }
 
@@ -32004,12 +31985,11 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
     if (status == DTRAIN_OK && x->ranks > 1 && (uint64_t)total > 8 * (uint64_t)x->count)
         return dtrain__selections_dense(x);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&state->in, state->allocator, total);
+        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__sparse_pack_now(&state->chosen, state->desc.values, form, state->in.data + offsets[x->rank]);
-    status =
-        dtrain_all_gather_v(x->comm, state->in.data + offsets[x->rank], state->in.data, counts, offsets, DTRAIN_U8);
+    dtrain__sparse_pack_now(&state->chosen, state->desc.values, form, state->in + offsets[x->rank]);
+    status = dtrain_all_gather_v(x->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
     *x->sent += mine * (uint64_t)(x->ranks - 1);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->count, &state->pieces[r]);
@@ -32065,7 +32045,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
                 part.indices[i] -= (uint32_t)begin;
             size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
             if (pass == 1)
-                dtrain__sparse_pack_now(&part, state->desc.values, form, state->out.data + offsets[r]);
+                dtrain__sparse_pack_now(&part, state->desc.values, form, state->out + offsets[r]);
             for (size_t i = 0; i < part.count; i++)
                 part.indices[i] += (uint32_t)begin;
             offsets[r] = pass == 0 ? at : offsets[r];
@@ -32074,7 +32054,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
             at += pass == 0 ? bytes : 0;
             *x->sent += pass == 1 && r != x->rank ? 8 + bytes : 0;
         }
-        status = dtrain__feedback_buffer_reserve(&state->out, state->allocator, at);
+        status = dtrain__feedback_reserve(&state->out, state->allocator, at);
     }
     return status;
 }
@@ -32091,10 +32071,9 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes + n, part, in_counts, in_offsets, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&state->in, state->allocator, total);
+        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status == DTRAIN_OK)
-        status = dtrain_all_to_all_v(x->comm, state->out.data, counts, offsets, state->in.data, in_counts, in_offsets,
-                                     DTRAIN_U8);
+        status = dtrain_all_to_all_v(x->comm, state->out, counts, offsets, state->in, in_counts, in_offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
         status = dtrain__selections_unpack(x, r, in_offsets[r], in_counts[r], part, &state->pieces[r]);
     return status;
@@ -32143,17 +32122,17 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     dtrain_index_form form = state->desc.indices;
     uint64_t mine = dtrain__sparse_size(merged, state->desc.values, &form);
     size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
-    dtrain_status status = dtrain__feedback_buffer_reserve(&state->out, state->allocator, (size_t)mine);
+    dtrain_status status = dtrain__feedback_reserve(&state->out, state->allocator, (size_t)mine);
     if (status != DTRAIN_OK)
         return dtrain__feedback_broken(x->comm, status, x->rank);
-    dtrain__sparse_pack_now(merged, state->desc.values, form, state->out.data);
+    dtrain__sparse_pack_now(merged, state->desc.values, form, state->out);
     status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&state->in, state->allocator, total);
+        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status == DTRAIN_OK)
-        status = dtrain_all_gather_v(x->comm, state->out.data, state->in.data, counts, offsets, DTRAIN_U8);
+        status = dtrain_all_gather_v(x->comm, state->out, state->in, counts, offsets, DTRAIN_U8);
     *x->sent += (8 + mine) * (uint64_t)(x->ranks - 1);
     if (status == DTRAIN_OK) /* no value has less than 2 bytes */
         status = dtrain__selections_begin(x, total / 2 < x->count ? total / 2 : x->count);
@@ -32232,8 +32211,8 @@ static void dtrain__selections_destroy(void *self)
     dtrain__selections_free(state);
     dtrain__sparse_destroy(&state->chosen);
     dtrain__sparse_destroy(&state->picked);
-    dtrain__feedback_buffer_free(&state->out, allocator);
-    dtrain__feedback_buffer_free(&state->in, allocator);
+    dtrain__free(allocator, state->out);
+    dtrain__free(allocator, state->in);
     dtrain__free(allocator != &state->heap ? allocator : &heap, state);
 }
 
@@ -32824,7 +32803,7 @@ struct dtrain_compressed {
     float dense_steps[2];         /* not compressed, up to start_step; see >>feedback */
     size_t *numbers;              /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
     const void **parts;           /* what is folded, a rank */
-    dtrain__feedback_buffer out, in, wide;
+    unsigned char *out, *in, *wide; /* what goes out, what comes in, and that unpacked; they grow */
     dtrain_compressed_stats stats;
 };
 
@@ -32837,12 +32816,12 @@ static void dtrain__compressed_pack(dtrain_compressed *c, const float *from, flo
         size_t begin, part = dtrain_split(c->count, c->ranks, r, &begin);
         offsets[r] = at;
         counts[r] = q->bytes(q, part);
-        q->pack(q, from + begin, part, c->out.data + at);
+        q->pack(q, from + begin, part, c->out + at);
         at += counts[r];
         c->stats.sent_bytes += r != c->rank ? counts[r] : 0;
         if (c->residual == NULL)
             continue;
-        q->unpack(q, c->out.data + offsets[r], out + begin, part);
+        q->unpack(q, c->out + offsets[r], out + begin, part);
         dtrain__feedback_left(c->residual + begin, out + begin, part);
     }
 }
@@ -32855,8 +32834,8 @@ static void dtrain__compressed_fold(dtrain_compressed *c, float *sum, size_t par
     void *outs[1];
     outs[0] = sum;
     for (int r = 0; r < c->ranks; r++) {
-        float *wide = (float *)(void *)c->wide.data + (size_t)r * part;
-        q->unpack(q, c->in.data + (size_t)r * bytes, wide, part);
+        float *wide = (float *)(void *)c->wide + (size_t)r * part;
+        q->unpack(q, c->in + (size_t)r * bytes, wide, part);
         c->parts[r] = wide;
     }
     if (part > 0)
@@ -32868,13 +32847,13 @@ static void dtrain__compressed_pack_sum(dtrain_compressed *c, int rank, const fl
 {
     const dtrain_compressor *q = &c->compressor;
     const size_t *offsets = c->numbers + c->ranks;
-    float *lost = (float *)(void *)c->wide.data, *back = lost + part;
-    q->pack(q, sum, part, c->out.data + offsets[rank]);
+    float *lost = (float *)(void *)c->wide, *back = lost + part;
+    q->pack(q, sum, part, c->out + offsets[rank]);
     c->stats.sent_bytes += q->bytes(q, part) * (uint64_t)(c->ranks - 1);
     if (c->residual == NULL || part == 0)
         return;
     memcpy(lost, sum, part * sizeof(float));
-    q->unpack(q, c->out.data + offsets[rank], back, part);
+    q->unpack(q, c->out + offsets[rank], back, part);
     dtrain__feedback_left(lost, back, part);
     dtrain__fold_sum_f32(c->residual + begin, lost, part);
 }
@@ -32892,11 +32871,11 @@ static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t par
         in = SIZE_MAX;
     if (!dtrain__mul_size(part * sizeof(float), (size_t)(c->ranks > 2 ? c->ranks : 2), &wide))
         wide = SIZE_MAX;
-    status = dtrain__feedback_buffer_reserve(&c->out, c->allocator, all);
+    status = dtrain__feedback_reserve(&c->out, c->allocator, all);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&c->in, c->allocator, in);
+        status = dtrain__feedback_reserve(&c->in, c->allocator, in);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&c->wide, c->allocator, wide);
+        status = dtrain__feedback_reserve(&c->wide, c->allocator, wide);
     return status;
 }
 
@@ -32915,15 +32894,15 @@ static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float 
         in_counts[r] = q->bytes(q, part);
         in_offsets[r] = r * in_counts[r];
     }
-    status = dtrain_all_to_all_v(c->comm, c->out.data, counts, offsets, c->in.data, in_counts, in_offsets, DTRAIN_U8);
+    status = dtrain_all_to_all_v(c->comm, c->out, counts, offsets, c->in, in_counts, in_offsets, DTRAIN_U8);
     if (status != DTRAIN_OK)
         return status;
     dtrain__compressed_fold(c, out + begin, part);
     dtrain__compressed_pack_sum(c, c->rank, out + begin, begin, part);
-    status = dtrain_all_gather_v(c->comm, c->out.data + offsets[c->rank], c->out.data, counts, offsets, DTRAIN_U8);
+    status = dtrain_all_gather_v(c->comm, c->out + offsets[c->rank], c->out, counts, offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < c->ranks; r++) {
         size_t at, count = dtrain_split(c->count, c->ranks, r, &at);
-        q->unpack(q, c->out.data + offsets[r], out + at, count);
+        q->unpack(q, c->out + offsets[r], out + at, count);
     }
     return status;
 }
@@ -33217,9 +33196,9 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     dtrain__free(c->allocator, c->velocity);
     dtrain__free(c->allocator, c->numbers);
     dtrain__free(c->allocator, c->parts);
-    dtrain__feedback_buffer_free(&c->out, c->allocator);
-    dtrain__feedback_buffer_free(&c->in, c->allocator);
-    dtrain__feedback_buffer_free(&c->wide, c->allocator);
+    dtrain__free(c->allocator, c->out);
+    dtrain__free(c->allocator, c->in);
+    dtrain__free(c->allocator, c->wide);
     dtrain__free(c->allocator, c);
 }
 
@@ -41858,7 +41837,6 @@ enum { DTRAIN__MODULE_FREE, DTRAIN__MODULE_FORWARD, DTRAIN__MODULE_HALF }; /* ho
 
 typedef struct dtrain__module_place {
     unsigned char *block, *kept;  /* values and what was saved; what is kept between the halves of a backward pass */
-    size_t bytes, kept_bytes;     /* of these */
     size_t half;                  /* of the room for one gradient */
     dtrain__module_value *values; /* of each layer; the last is the output */
     void *batch;
@@ -41873,7 +41851,7 @@ struct dtrain_module {
     dtrain__module_layer *layers;
     int layer_count, place_count; /* the last place is to evaluate */
     dtrain_param *table;
-    size_t table_count, use_count, text_bytes, text_used, gradient_bytes;
+    size_t table_count, use_count, text_bytes, text_used;
     char *text; /* names */
     dtrain__module_use *uses;
     float **addresses; /* a use: of parameters; of their gradients; of what one micro-batch adds to these */
@@ -41881,7 +41859,6 @@ struct dtrain_module {
     dtrain__module_value *values; /* of all places */
     unsigned char *gradients;
     unsigned char *again; /* what layers save that recompute */
-    size_t again_bytes;
     dtrain__error error;
 };
 
@@ -42140,17 +42117,11 @@ static int dtrain__module_add(size_t *total, size_t bytes)
 
 /* Sees to it that a block has as many bytes; what it holds is lost when it grows, but kept when it cannot: other places
  * may count on it. */
-static int dtrain__module_room(dtrain_module *module, unsigned char **block, size_t *have, size_t need)
+static int dtrain__module_room(dtrain_module *module, unsigned char **block, size_t need)
 {
-    if (*block != NULL && need <= *have)
-        return 1;
-    unsigned char *more = (unsigned char *)dtrain__alloc(module->allocator, need);
-    if (more == NULL)
-        return 0;
-    dtrain__free(module->allocator, *block);
-    *block = more;
-    *have = need;
-    return 1;
+    void *more = dtrain__memory_room(module->allocator, *block, need);
+    *block = more != NULL ? (unsigned char *)more : *block;
+    return more != NULL;
 }
 
 /* This rank leaves the callbacks out from here on. Where a step follows, it ends for all; else the caller is told. */
@@ -42275,10 +42246,9 @@ static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor 
     dtrain__module_shapes(run);
     if (place->failed != DTRAIN_OK)
         return;
-    if (!dtrain__module_count(run, &need, &most, &again) ||
-        !dtrain__module_room(module, &place->block, &place->bytes, need) ||
-        (!evaluates && !dtrain__module_room(module, &module->gradients, &module->gradient_bytes, 2 * most)) ||
-        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, &module->again_bytes, again)))
+    if (!dtrain__module_count(run, &need, &most, &again) || !dtrain__module_room(module, &place->block, need) ||
+        (!evaluates && !dtrain__module_room(module, &module->gradients, 2 * most)) ||
+        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, again)))
         dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for activations");
     else
         dtrain__module_lay_out(run, input, most);
@@ -42316,8 +42286,7 @@ static void dtrain__module_keep_halves(dtrain__module_run *run)
 {
     dtrain__module_place *place = run->place;
     size_t need;
-    if (!dtrain__module_lay_out_kept(run, &need) ||
-        !dtrain__module_room(run->module, &place->kept, &place->kept_bytes, need)) {
+    if (!dtrain__module_lay_out_kept(run, &need) || !dtrain__module_room(run->module, &place->kept, need)) {
         dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for what is kept until backward_weights");
         return;
     }
@@ -44329,10 +44298,9 @@ struct dtrain_pipeline {
     int slots;
     dtrain_tensor *inputs, *outputs; /* of a chunk, without data, as places */
     unsigned char *memory;           /* slots, then one of zeros */
-    size_t slot_bytes, memory_bytes;
+    size_t slot_bytes;
     unsigned char *evaluated; /* what was received to evaluate */
-    size_t evaluated_bytes;
-    uint64_t *shapes; /* of all micro-batches, as they travel */
+    uint64_t *shapes;         /* of all micro-batches, as they travel */
     int agreed;
     const char *call;
     dtrain_pipeline_stats stats;
@@ -44715,13 +44683,12 @@ static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
     int fits = dtrain__add_size(largest, line - 1, &need);
     pipeline->slot_bytes = need / line * line;
     fits = fits && dtrain__mul_size(pipeline->slot_bytes, (size_t)pipeline->slots + 1, &need);
-    if (fits && pipeline->memory != NULL && pipeline->memory_bytes >= need) {
+    if (fits && pipeline->memory != NULL && dtrain__memory_bytes(pipeline->memory) >= need) {
         memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
         return;
     }
     dtrain__free(pipeline->allocator, pipeline->memory);
     pipeline->memory = fits ? (unsigned char *)dtrain__alloc(pipeline->allocator, need) : NULL;
-    pipeline->memory_bytes = pipeline->memory != NULL ? need : 0;
     if (pipeline->memory == NULL)
         dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
 }
@@ -44992,12 +44959,9 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
 /* Sees to it that there is room for an input to evaluate. */
 static int dtrain__pipeline_evaluate_room(dtrain_pipeline *pipeline, size_t bytes)
 {
-    if (pipeline->evaluated != NULL && bytes <= pipeline->evaluated_bytes)
-        return 1;
-    dtrain__free(pipeline->allocator, pipeline->evaluated);
-    pipeline->evaluated = (unsigned char *)dtrain__alloc(pipeline->allocator, bytes);
-    pipeline->evaluated_bytes = pipeline->evaluated != NULL ? bytes : 0;
-    return pipeline->evaluated != NULL;
+    void *room = dtrain__memory_room(pipeline->allocator, pipeline->evaluated, bytes);
+    pipeline->evaluated = room != NULL ? (unsigned char *)room : pipeline->evaluated;
+    return room != NULL;
 }
 
 /* Receives a stage's input, which says its shape first and comes when there is room for it; without dtype where a rank
@@ -46711,7 +46675,7 @@ struct dtrain_local_sgd {
     uint64_t *hellos;        /* DTRAIN__ROUNDS_WORDS each, this rank's and then those of all */
     const void **parts;      /* a rank each, for folds */
     int *last;               /* members of the last round */
-    dtrain__feedback_buffer rooms[3]; /* out, in and wide of the pack under way */
+    unsigned char *rooms[3]; /* out, in and wide of the pack under way */
     dtrain__error error;
 };
 
@@ -47225,7 +47189,7 @@ static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t 
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? (const void *)(t->pack->out.data + t->pack->numbers[t->n + (int)p]) : values + begin;
+    return t->pack != NULL ? (const void *)(t->pack->out + t->pack->numbers[t->n + (int)p]) : values + begin;
 }
 
 /* The handle of what is received from a peer in a piece's turn; after it that of what is sent there. */
@@ -47263,7 +47227,7 @@ static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, si
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? t->pack->in.data + t->pack->numbers[t->n + (int)p]
+    return t->pack != NULL ? t->pack->in + t->pack->numbers[t->n + (int)p]
                            : (unsigned char *)(t->local->sum + begin);
 }
 
@@ -47295,7 +47259,7 @@ static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
 static unsigned char *dtrain__rounds_inbox(const dtrain__rounds_transfer *t, int rank, size_t p)
 {
     size_t longest = dtrain__rounds_slice_bytes(t, 0), row = p % DTRAIN__ROUNDS_WAYS * (size_t)t->n;
-    return t->local->rooms[1].data + (row + (size_t)rank) * longest;
+    return t->local->rooms[1] + (row + (size_t)rank) * longest;
 }
 
 static dtrain_status dtrain__rounds_expect_all(dtrain__rounds_transfer *t, size_t p)
@@ -47327,7 +47291,7 @@ static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int ra
     int brings = rank == t->server ? t->in != NULL : dtrain__rounds_brings(t, rank);
     const void *from = rank == t->server ? (brings ? dtrain__rounds_from(t, p, t->in) : NULL)
                                          : (const void *)dtrain__rounds_inbox(t, rank, p);
-    float *wide = t->pack != NULL ? (float *)(void *)t->pack->wide.data + (size_t)rank * count
+    float *wide = t->pack != NULL ? (float *)(void *)t->pack->wide + (size_t)rank * count
                                   : (float *)(void *)dtrain__rounds_inbox(t, rank, p);
     if (!brings)
         memset(wide, 0, count * sizeof(float));
@@ -47595,9 +47559,7 @@ static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__roun
         memcpy(local->saved, pack->residual, f->count * sizeof(float));
     dtrain_status status = local->server >= 0 ? dtrain__rounds_through(local, f, in)
                                               : dtrain_compressed_all_reduce(pack, from, local->sum, DTRAIN_SUM);
-    memset(&pack->out, 0, sizeof pack->out);
-    memset(&pack->in, 0, sizeof pack->in);
-    memset(&pack->wide, 0, sizeof pack->wide);
+    pack->out = pack->in = pack->wide = NULL;
     if (local->server < 0)
         dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
     return status;
@@ -47928,7 +47890,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
     for (int i = 0; local->fragments != NULL && i < local->desc.fragments; i++)
         dtrain_compressed_destroy(local->fragments[i].pack);
     for (int i = 0; i < 3; i++)
-        dtrain__feedback_buffer_free(&local->rooms[i], allocator);
+        dtrain__free(allocator, local->rooms[i]);
     dtrain__free(allocator, local->outer);
     dtrain__free(allocator, local->weights);
     dtrain__free(allocator, local->counters);
@@ -47981,9 +47943,8 @@ static dtrain_status dtrain__rounds_allocate(dtrain_local_sgd *local, dtrain_com
     local->parts = (const void **)dtrain__alloc(allocator, sizes->told);
     local->hellos = (uint64_t *)dtrain__alloc(allocator, sizes->hellos);
     for (int i = 0; i < 3; i++) {
-        local->rooms[i].bytes = sizes->rooms[i];
-        local->rooms[i].data = sizes->rooms[i] > 0 ? (unsigned char *)dtrain__alloc(allocator, sizes->rooms[i]) : NULL;
-        good &= sizes->rooms[i] == 0 || local->rooms[i].data != NULL;
+        local->rooms[i] = sizes->rooms[i] > 0 ? (unsigned char *)dtrain__alloc(allocator, sizes->rooms[i]) : NULL;
+        good &= sizes->rooms[i] == 0 || local->rooms[i] != NULL;
     }
     if (!good || local->outer == NULL || local->weights == NULL || local->counters == NULL ||
         local->fragments == NULL || local->works == NULL || local->words == NULL || local->parts == NULL ||
@@ -49260,8 +49221,7 @@ typedef struct dtrain__index {
     dtrain__index_tensor *tensors;
     dtrain__index_piece *pieces;
     dtrain__index_value *values;
-    size_t text_bytes, text_room, number_count, number_room, file_count, file_room, tensor_count, tensor_room,
-        piece_count, piece_room, value_count, value_room;
+    size_t text_bytes, number_count, file_count, tensor_count, piece_count, value_count;
 } dtrain__index;
 
 static void dtrain__index_free(dtrain__index *index)
@@ -49289,33 +49249,16 @@ static void dtrain__index_clear(dtrain__index *index)
     memset(&index->facts, 0, sizeof index->facts);
 }
 
-/* Makes room for `more` elements of `size` bytes after `count`; returns the array, or NULL. */
-static void *dtrain__index_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count, size_t more,
-                                size_t *room)
-{
-    size_t wanted = *room > 0 ? *room : 16, bytes;
-    if (more > SIZE_MAX / 2 - count)
-        return NULL;
-    while (wanted < count + more)
-        wanted *= 2;
-    if (wanted == *room)
-        return array;
-    if (!dtrain__mul_size(wanted, size, &bytes))
-        return NULL;
-    void *larger = dtrain__resize(allocator, array, bytes);
-    *room = larger != NULL ? wanted : *room;
-    return larger;
-}
-
-#define DTRAIN__INDEX_ROOM(index, type, array, counted, room, more)                                                    \
-    dtrain__index_room((index), (void **)&(index)->array, sizeof(type), (index)->counted, (more), &(index)->room)
+#define DTRAIN__INDEX_ROOM(index, array, counted, more)                                                                \
+    dtrain__index_room((index), (void **)&(index)->array, sizeof *(index)->array, (index)->counted, (more))
 
 /* Returns 0 where there is no memory, which is reported. */
-static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count, size_t more, size_t *room)
+static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count,
+                                               size_t more)
 {
     void *old, *larger;
     memcpy(&old, array, sizeof old);
-    larger = dtrain__index_grow(index->allocator, old, size, count, more, room);
+    larger = dtrain__memory_grow(index->allocator, old, size, count, more);
     if (larger == NULL) {
         dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu entries of an index", count + more);
         return 0;
@@ -49327,7 +49270,7 @@ static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array
 /* Keeps a text; gives where, or NONE. */
 static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t length)
 {
-    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, length + 1))
+    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, length + 1))
         return DTRAIN__INDEX_NONE;
     size_t at = index->text_bytes;
     if (length > 0)
@@ -49340,7 +49283,7 @@ static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t 
 /* Keeps numbers one after the other; gives where, or NONE. */
 static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
 {
-    if (!DTRAIN__INDEX_ROOM(index, uint64_t, numbers, number_count, number_room, 1))
+    if (!DTRAIN__INDEX_ROOM(index, numbers, number_count, 1))
         return DTRAIN__INDEX_NONE;
     index->numbers[index->number_count] = value;
     return index->number_count++;
@@ -49769,8 +49712,8 @@ static void dtrain__index_print_now(dtrain__json_writer *json, const dtrain__ind
     dtrain__json_end(json);
 }
 
-/* Prints a settled index into memory of its allocator, which grows: *text of *room bytes. */
-static dtrain_status dtrain__index_print(const dtrain__index *index, char **text, size_t *room, size_t *bytes)
+/* Prints a settled index into memory of its allocator, *text, which grows. */
+static dtrain_status dtrain__index_print(const dtrain__index *index, char **text, size_t *bytes)
 {
     dtrain__json_writer json;
     dtrain__json_write_start(&json, NULL, 0);
@@ -49779,11 +49722,11 @@ static dtrain_status dtrain__index_print(const dtrain__index *index, char **text
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "checkpoint: a name, key or value is not UTF-8, or a setting not finite");
     *bytes = json.bytes - 1 + DTRAIN__INDEX_TAIL; /* the tail takes the place of the last brace */
-    char *larger = (char *)dtrain__index_grow(index->allocator, *text, 1, *bytes, 1, room);
+    char *larger = (char *)dtrain__memory_grow(index->allocator, *text, 1, *bytes, 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index of %zu bytes", *bytes);
     *text = larger;
-    dtrain__json_write_start(&json, larger, *room);
+    dtrain__json_write_start(&json, larger, dtrain__memory_bytes(larger));
     dtrain__index_print_now(&json, index);
     snprintf(larger + json.bytes - 1, DTRAIN__INDEX_TAIL + 1, ",\"hash\":\"%016llx\"}",
              (unsigned long long)dtrain__xxh64_of(larger, json.bytes - 1, 0));
@@ -49877,7 +49820,7 @@ static dtrain_status dtrain__index_keep(dtrain__index_parser *parser, const dtra
 {
     dtrain__index *index = parser->index;
     size_t most = token->end - token->begin; /* unescaped, a text is no longer */
-    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, most + 1))
+    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, most + 1))
         return DTRAIN_ERR_MEMORY;
     *at = index->text_bytes;
     *length = dtrain__json_string(&parser->json, token, index->texts + *at, most);
@@ -50040,7 +49983,7 @@ static dtrain_status dtrain__index_take_piece(dtrain__index_parser *parser, cons
         if (dtrain__index_number(index, d < tensor->ndim ? read->begin.sizes[d] : read->size.sizes[d - tensor->ndim]) ==
             DTRAIN__INDEX_NONE)
             return DTRAIN_ERR_MEMORY;
-    if (!DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+    if (!DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
         return DTRAIN_ERR_MEMORY;
     index->pieces[index->piece_count++] = read->piece;
     return DTRAIN_OK;
@@ -50107,8 +50050,7 @@ static dtrain_status dtrain__index_read_tensors(dtrain__index_parser *parser)
             status = dtrain__index_object(parser, dtrain__index_tensor_member, &tensor, &seen);
         if (status == DTRAIN_OK && seen != 7)
             status = dtrain__index_bad(parser, parser->json.offset, "a tensor without dtype, shape or pieces");
-        if (status == DTRAIN_OK &&
-            !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1))
+        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1))
             return DTRAIN_ERR_MEMORY;
         if (status == DTRAIN_OK)
             index->tensors[index->tensor_count++] = tensor;
@@ -50190,7 +50132,7 @@ static dtrain_status dtrain__index_one_file(dtrain__index_parser *parser, void *
                                 file.hashes.data_bytes != 8 * dtrain__index_blocks(file.data.data_bytes) ||
                                 file.block_count != dtrain__index_blocks(file.hashes.data_bytes)))
         status = dtrain__index_bad(parser, parser->json.offset, "a file with other numbers of hashes than of blocks");
-    if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, dtrain__index_file, files, file_count, file_room, 1))
+    if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, files, file_count, 1))
         return DTRAIN_ERR_MEMORY;
     if (status == DTRAIN_OK)
         index->files[index->file_count++] = file;
@@ -50207,7 +50149,7 @@ static dtrain_status dtrain__index_read_values(dtrain__index_parser *parser)
         status = dtrain__index_keep(parser, &token, 1, &value.key, &value.key_length);
         if (status == DTRAIN_OK)
             status = dtrain__index_string(parser, 0, &value.value, &value.value_length);
-        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, dtrain__index_value, values, value_count, value_room, 1))
+        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, values, value_count, 1))
             return DTRAIN_ERR_MEMORY;
         if (status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
             index->values[index->value_count++] = value;
@@ -50663,20 +50605,19 @@ static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
 }
 
 /* Lists and checks all pieces of a state, in memory that grows. */
-static dtrain_status dtrain__piece_collect(dtrain_piece **pieces, size_t *room, size_t *count,
-                                           const dtrain_checkpoint_state *state, int ranks, int rank,
-                                           dtrain_allocator *allocator)
+static dtrain_status dtrain__piece_collect(dtrain_piece **pieces, size_t *count, const dtrain_checkpoint_state *state,
+                                           int ranks, int rank, dtrain_allocator *allocator)
 {
     dtrain__piece_list list = {NULL, 0, 0};
     dtrain__region region;
     dtrain_status status = dtrain__piece_list_state(&list, state, ranks, rank);
     if (status != DTRAIN_OK)
         return status;
-    dtrain_piece *larger = (dtrain_piece *)dtrain__index_grow(allocator, *pieces, sizeof **pieces, 0, list.count, room);
+    dtrain_piece *larger = (dtrain_piece *)dtrain__memory_grow(allocator, *pieces, sizeof **pieces, 0, list.count);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu pieces", list.count);
     *pieces = list.pieces = larger;
-    list.capacity = *room;
+    list.capacity = dtrain__memory_bytes(larger) / sizeof *larger;
     *count = list.count;
     list.count = 0;
     status = dtrain__piece_list_state(&list, state, ranks, rank);
@@ -50728,7 +50669,7 @@ typedef struct dtrain__part_writer {
     unsigned char *staging;
     uint64_t *blocks; /* hashes */
     char *text;
-    size_t piece_room, piece_count, item_room, item_count, source_room, staging_room, block_room, text_room;
+    size_t piece_count, item_count;
 } dtrain__part_writer;
 
 static void dtrain__part_free(dtrain__part_writer *part)
@@ -50838,8 +50779,8 @@ static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain
     dtrain__index_tensor tensor;
     size_t name = strlen(piece->name), suffix = piece->suffix != NULL ? strlen(piece->suffix) : 0;
     memset(&tensor, 0, sizeof tensor);
-    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, name + suffix + 1) ||
-        !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1))
+    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, name + suffix + 1) ||
+        !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1))
         return DTRAIN_ERR_MEMORY;
     tensor.name = index->text_bytes;
     tensor.name_length = name + suffix;
@@ -50868,7 +50809,7 @@ static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtr
         return DTRAIN_OK;
     }
     entry->number = number;
-    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, tensor->name_length + 24))
+    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, tensor->name_length + 24))
         return DTRAIN_ERR_MEMORY;
     item->name = index->text_bytes;
     memcpy(index->texts + item->name, dtrain__index_name(index, tensor), tensor->name_length);
@@ -50918,12 +50859,11 @@ static dtrain_status dtrain__part_take(dtrain__part_writer *part, const dtrain_p
                 return DTRAIN_ERR_MEMORY;
     }
     status = dtrain__part_item_name(part, &region, part->item_count, &item, &entry);
-    if (status != DTRAIN_OK || !DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+    if (status != DTRAIN_OK || !DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
         return DTRAIN_ERR_MEMORY;
     index->pieces[index->piece_count++] = entry;
     dtrain__part_data(&item, piece, &region, begin, count);
-    void *larger =
-        dtrain__index_grow(part->allocator, part->items, sizeof *part->items, part->item_count, 1, &part->item_room);
+    void *larger = dtrain__memory_grow(part->allocator, part->items, sizeof *part->items, part->item_count, 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of pieces");
     part->items = (dtrain__part_item *)larger;
@@ -50975,7 +50915,7 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
         value.key = dtrain__index_text(index, pair->key, value.key_length);
         value.value = dtrain__index_text(index, pair->value, value.value_length);
         if (value.key == DTRAIN__INDEX_NONE || value.value == DTRAIN__INDEX_NONE ||
-            !DTRAIN__INDEX_ROOM(index, dtrain__index_value, values, value_count, value_room, 1))
+            !DTRAIN__INDEX_ROOM(index, values, value_count, 1))
             return DTRAIN_ERR_MEMORY;
         index->values[index->value_count++] = value;
     }
@@ -51035,8 +50975,8 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->index.facts.id = *id;
     part->index.facts.step = state->step;
     part->index.facts.world_size = (uint64_t)ranks;
-    dtrain_status status = dtrain__piece_collect(&part->pieces, &part->piece_room, &part->piece_count, state, ranks,
-                                                 part->rank, part->allocator);
+    dtrain_status status =
+        dtrain__piece_collect(&part->pieces, &part->piece_count, state, ranks, part->rank, part->allocator);
     if (status == DTRAIN_OK)
         status = dtrain__part_facts(&part->index.facts, state);
     for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)
@@ -51101,16 +51041,14 @@ static dtrain_status dtrain__part_stage(dtrain__part_writer *part)
     size_t all = 0;
     for (size_t i = 0; i < part->item_count; i++)
         all += (part->items[i].bytes + 63) / 64 * 64;
-    if (all > part->staging_room) { /* nothing of the old one is needed */
+    if (all > dtrain__memory_bytes(part->staging)) { /* nothing of the old one is needed */
         dtrain__free(part->allocator, part->staging);
-        part->staging_room = 0;
         part->staging = (unsigned char *)dtrain__alloc(part->allocator, all);
         if (part->staging == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                                 "checkpoint: rank %d has no memory for a copy of the %zu bytes that it writes: save "
                                 "without _async, which needs none",
                                 part->rank, all);
-        part->staging_room = all;
     }
     return dtrain__part_stage_items(part);
 }
@@ -51205,8 +51143,7 @@ static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int direct
     dtrain_safetensors_write_desc desc;
     dtrain__staging way = {NULL, NULL, 0};
     uint64_t bytes = 0;
-    void *larger = dtrain__index_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1,
-                                      &part->source_room);
+    void *larger = dtrain__memory_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", part->item_count);
     part->sources = (dtrain_safetensors_source *)larger;
@@ -51227,8 +51164,8 @@ static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int direct
     dtrain_status status = dtrain_safetensors_size(&bytes, part->sources, part->item_count, &desc);
     if (status != DTRAIN_OK)
         return status;
-    larger = dtrain__index_grow(part->allocator, part->blocks, sizeof *part->blocks, 0,
-                                (size_t)dtrain__index_blocks(bytes) + 1, &part->block_room);
+    larger = dtrain__memory_grow(part->allocator, part->blocks, sizeof *part->blocks, 0,
+                                 (size_t)dtrain__index_blocks(bytes) + 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for the hashes of %llu bytes",
                             (unsigned long long)bytes);
@@ -51245,7 +51182,7 @@ static dtrain_status dtrain__part_put_hashes(dtrain__part_writer *part, int dire
     dtrain__index *index = &part->index;
     size_t count = (size_t)dtrain__index_blocks(file->data.data_bytes);
     file->block_count = (size_t)dtrain__index_blocks(8 * (uint64_t)count);
-    if (!DTRAIN__INDEX_ROOM(index, uint64_t, numbers, number_count, number_room, file->block_count + 1))
+    if (!DTRAIN__INDEX_ROOM(index, numbers, number_count, file->block_count + 1))
         return DTRAIN_ERR_MEMORY;
     file->blocks = index->number_count;
     index->number_count += file->block_count;
@@ -51277,11 +51214,11 @@ static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory
     file.data.name = dtrain__index_text(index, names[0], strlen(names[0]));
     file.hashes.name = dtrain__index_text(index, names[1], strlen(names[1]));
     if (file.data.name == DTRAIN__INDEX_NONE || file.hashes.name == DTRAIN__INDEX_NONE ||
-        !DTRAIN__INDEX_ROOM(index, dtrain__index_file, files, file_count, file_room, 1))
+        !DTRAIN__INDEX_ROOM(index, files, file_count, 1))
         return DTRAIN_ERR_MEMORY;
     index->files[index->file_count++] = file;
     status = dtrain__index_settle(index, 0);
-    return status == DTRAIN_OK ? dtrain__index_print(index, &part->text, &part->text_room, bytes) : status;
+    return status == DTRAIN_OK ? dtrain__index_print(index, &part->text, bytes) : status;
 }
 
 #endif
@@ -51330,13 +51267,12 @@ struct dtrain_checkpoint {
     dtrain__part_writer part;
     dtrain__index whole; /* rank 0: of all parts */
     char *text;
-    size_t text_room;
     uint64_t most;       /* the highest counter of calls that a rank has told at the last agreement */
     int same_last;       /* there all told the same last save */
     int unheard;         /* the last agreement broke off: other ranks may have come to one */
     unsigned char *seen; /* ranks whose mark is there */
     uint64_t *steps;     /* found in the directory */
-    size_t step_room, step_count;
+    size_t step_count;
     int steps_cut;         /* there was no memory for all of them */
     dtrain__worker worker; /* of an asynchronous save, until the caller has taken its result */
     dtrain__worker_job job;
@@ -51715,7 +51651,7 @@ static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
     if (status == DTRAIN_ERR_CORRUPT) /* it is the program's pieces that do not fit */
         status = DTRAIN_ERR_INVALID;
     if (status == DTRAIN_OK)
-        status = dtrain__index_print(&ckpt->whole, &ckpt->text, &ckpt->text_room, &bytes);
+        status = dtrain__index_print(&ckpt->whole, &ckpt->text, &bytes);
     return status == DTRAIN_OK
                ? dtrain__file_put(directory, DTRAIN__SAVE_INDEX, ckpt->text, bytes, ckpt->no_sync, "checkpoint")
                : status;
@@ -51856,8 +51792,7 @@ static int dtrain__save_find_step(void *user, const char *name)
     uint64_t step;
     if (!dtrain__part_is_step(name, &step))
         return 0;
-    void *larger =
-        dtrain__index_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1, &ckpt->step_room);
+    void *larger = dtrain__memory_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1);
     ckpt->steps_cut = larger == NULL;
     if (larger == NULL)
         return 1;
@@ -52407,7 +52342,7 @@ typedef struct dtrain__load {
     dtrain__load_want *wants;
     unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
     dtrain__load_job *jobs;
-    size_t piece_room, piece_count, job_room, job_count;
+    size_t piece_count, job_count;
     dtrain__verify_reader reader;
     dtrain__error failed; /* of reading for others */
 } dtrain__load;
@@ -52583,9 +52518,8 @@ static dtrain_status dtrain__load_model_tensor(dtrain__index *index, const char 
     piece.tensor = index->tensor_count;
     piece.number = piece.box = DTRAIN__INDEX_NONE;
     piece.count = from->count;
-    if (tensor.name == DTRAIN__INDEX_NONE ||
-        !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1) ||
-        !DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+    if (tensor.name == DTRAIN__INDEX_NONE || !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1) ||
+        !DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
         return DTRAIN_ERR_MEMORY;
     index->tensors[index->tensor_count++] = tensor;
     index->pieces[index->piece_count++] = piece;
@@ -52822,8 +52756,8 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
                 continue;
-            void *larger = dtrain__index_grow(load->ckpt->allocator, load->jobs, sizeof *load->jobs, load->job_count, 1,
-                                              &load->job_room);
+            void *larger =
+                dtrain__memory_grow(load->ckpt->allocator, load->jobs, sizeof *load->jobs, load->job_count, 1);
             if (larger == NULL)
                 return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu reads", load->job_count);
             load->jobs = (dtrain__load_job *)larger;
@@ -53024,7 +52958,7 @@ static const char *dtrain__local_index(uint64_t before)
 typedef struct dtrain__local_list {
     dtrain_checkpoint *ckpt;
     dtrain__local_part *parts;
-    size_t count, room;
+    size_t count;
     int rank; /* whose directory is being looked through */
     dtrain_status status;
 } dtrain__local_list;
@@ -53055,7 +52989,7 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
                                    (uint64_t)ckpt->rank,
                                    before,
                                    0};
-        larger = dtrain__index_grow(ckpt->allocator, list->parts, sizeof part, list->count, 1, &list->room);
+        larger = dtrain__memory_grow(ckpt->allocator, list->parts, sizeof part, list->count, 1);
         if (larger != NULL) {
             list->parts = (dtrain__local_part *)larger;
             list->parts[list->count++] = part;
@@ -53355,7 +53289,6 @@ typedef struct dtrain__local_turn {
     dtrain__local_request *requests; /* of all ranks */
     unsigned char *out, *in;         /* in: what was asked for, and before it whether it is good */
     size_t *counts[2];
-    size_t out_bytes;
     size_t job, done; /* of which this many elements of the wanted piece were asked for */
 } dtrain__local_turn;
 
@@ -53560,7 +53493,7 @@ static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
     }
     if (!*more)
         return DTRAIN_OK;
-    void *larger = dtrain__index_grow(ckpt->allocator, turn->out, 1, 0, out, &turn->out_bytes);
+    void *larger = dtrain__memory_grow(ckpt->allocator, turn->out, 1, 0, out);
     if (larger == NULL) /* the others wait for it: they learn when this rank leaves */
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes that others ask for", out);
     turn->out = (unsigned char *)larger;
@@ -54020,8 +53953,8 @@ static int dtrain__checkpoint_by_name(const void *left, const void *right)
 static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = dtrain__piece_collect(&load->pieces, &load->piece_room, &load->piece_count, state,
-                                                 ckpt->ranks, ckpt->rank, ckpt->allocator);
+    dtrain_status status =
+        dtrain__piece_collect(&load->pieces, &load->piece_count, state, ckpt->ranks, ckpt->rank, ckpt->allocator);
     if (status == DTRAIN_OK && load->piece_count > 0)
         qsort(load->pieces, load->piece_count, sizeof *load->pieces, dtrain__checkpoint_by_name);
     return dtrain__save_agree(ckpt, status, 0, NULL);

@@ -113,6 +113,31 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
         dtrain__resize(allocator, pointer, 0);
 }
 
+/* Returns the block, if it has so many bytes, or a new one in its place, zeroed, without what the old one held. NULL:
+ * there is no memory, and the old one stays. */
+static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, void *block, size_t bytes)
+{
+    if (block != NULL && dtrain__memory_bytes(block) >= bytes)
+        return block;
+    void *larger = dtrain__alloc(allocator, bytes);
+    if (larger != NULL)
+        dtrain__free(allocator, block);
+    return larger;
+}
+
+/* Makes room for `more` elements of `size` bytes after `count`; returns the array, which doubles, or NULL. */
+static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count, size_t more)
+{
+    size_t bytes = dtrain__memory_bytes(array), need;
+    if (!dtrain__add_size(count, more, &need) || !dtrain__mul_size(need, size, &need) || need > SIZE_MAX / 2)
+        return NULL;
+    if (array != NULL && need <= bytes)
+        return array;
+    for (bytes = bytes > 0 ? bytes : 16 * size; bytes < need;)
+        bytes *= 2;
+    return dtrain__resize(allocator, array, bytes);
+}
+
 static DTRAIN__NOINLINE void dtrain__put_le(unsigned char *out, uint64_t value, int bytes)
 {
     for (int i = 0; i < bytes; i++)

@@ -412,8 +412,8 @@ static int dtrain__checkpoint_by_name(const void *left, const void *right)
 static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = dtrain__piece_collect(&load->pieces, &load->piece_room, &load->piece_count, state,
-                                                 ckpt->ranks, ckpt->rank, ckpt->allocator);
+    dtrain_status status =
+        dtrain__piece_collect(&load->pieces, &load->piece_count, state, ckpt->ranks, ckpt->rank, ckpt->allocator);
     if (status == DTRAIN_OK && load->piece_count > 0)
         qsort(load->pieces, load->piece_count, sizeof *load->pieces, dtrain__checkpoint_by_name);
     return dtrain__save_agree(ckpt, status, 0, NULL);

@@ -98,8 +98,7 @@ typedef struct dtrain__index {
     dtrain__index_tensor *tensors;
     dtrain__index_piece *pieces;
     dtrain__index_value *values;
-    size_t text_bytes, text_room, number_count, number_room, file_count, file_room, tensor_count, tensor_room,
-        piece_count, piece_room, value_count, value_room;
+    size_t text_bytes, number_count, file_count, tensor_count, piece_count, value_count;
 } dtrain__index;
 
 static void dtrain__index_free(dtrain__index *index)
@@ -127,33 +126,16 @@ static void dtrain__index_clear(dtrain__index *index)
     memset(&index->facts, 0, sizeof index->facts);
 }
 
-/* Makes room for `more` elements of `size` bytes after `count`; returns the array, or NULL. */
-static void *dtrain__index_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count, size_t more,
-                                size_t *room)
-{
-    size_t wanted = *room > 0 ? *room : 16, bytes;
-    if (more > SIZE_MAX / 2 - count)
-        return NULL;
-    while (wanted < count + more)
-        wanted *= 2;
-    if (wanted == *room)
-        return array;
-    if (!dtrain__mul_size(wanted, size, &bytes))
-        return NULL;
-    void *larger = dtrain__resize(allocator, array, bytes);
-    *room = larger != NULL ? wanted : *room;
-    return larger;
-}
-
-#define DTRAIN__INDEX_ROOM(index, type, array, counted, room, more)                                                    \
-    dtrain__index_room((index), (void **)&(index)->array, sizeof(type), (index)->counted, (more), &(index)->room)
+#define DTRAIN__INDEX_ROOM(index, array, counted, more)                                                                \
+    dtrain__index_room((index), (void **)&(index)->array, sizeof *(index)->array, (index)->counted, (more))
 
 /* Returns 0 where there is no memory, which is reported. */
-static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count, size_t more, size_t *room)
+static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count,
+                                               size_t more)
 {
     void *old, *larger;
     memcpy(&old, array, sizeof old);
-    larger = dtrain__index_grow(index->allocator, old, size, count, more, room);
+    larger = dtrain__memory_grow(index->allocator, old, size, count, more);
     if (larger == NULL) {
         dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu entries of an index", count + more);
         return 0;
@@ -165,7 +147,7 @@ static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array
 /* Keeps a text; gives where, or NONE. */
 static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t length)
 {
-    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, length + 1))
+    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, length + 1))
         return DTRAIN__INDEX_NONE;
     size_t at = index->text_bytes;
     if (length > 0)
@@ -178,7 +160,7 @@ static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t 
 /* Keeps numbers one after the other; gives where, or NONE. */
 static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
 {
-    if (!DTRAIN__INDEX_ROOM(index, uint64_t, numbers, number_count, number_room, 1))
+    if (!DTRAIN__INDEX_ROOM(index, numbers, number_count, 1))
         return DTRAIN__INDEX_NONE;
     index->numbers[index->number_count] = value;
     return index->number_count++;

@@ -183,8 +183,8 @@ static void dtrain__index_print_now(dtrain__json_writer *json, const dtrain__ind
     dtrain__json_end(json);
 }
 
-/* Prints a settled index into memory of its allocator, which grows: *text of *room bytes. */
-static dtrain_status dtrain__index_print(const dtrain__index *index, char **text, size_t *room, size_t *bytes)
+/* Prints a settled index into memory of its allocator, *text, which grows. */
+static dtrain_status dtrain__index_print(const dtrain__index *index, char **text, size_t *bytes)
 {
     dtrain__json_writer json;
     dtrain__json_write_start(&json, NULL, 0);
@@ -193,11 +193,11 @@ static dtrain_status dtrain__index_print(const dtrain__index *index, char **text
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "checkpoint: a name, key or value is not UTF-8, or a setting not finite");
     *bytes = json.bytes - 1 + DTRAIN__INDEX_TAIL; /* the tail takes the place of the last brace */
-    char *larger = (char *)dtrain__index_grow(index->allocator, *text, 1, *bytes, 1, room);
+    char *larger = (char *)dtrain__memory_grow(index->allocator, *text, 1, *bytes, 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index of %zu bytes", *bytes);
     *text = larger;
-    dtrain__json_write_start(&json, larger, *room);
+    dtrain__json_write_start(&json, larger, dtrain__memory_bytes(larger));
     dtrain__index_print_now(&json, index);
     snprintf(larger + json.bytes - 1, DTRAIN__INDEX_TAIL + 1, ",\"hash\":\"%016llx\"}",
              (unsigned long long)dtrain__xxh64_of(larger, json.bytes - 1, 0));
@@ -291,7 +291,7 @@ static dtrain_status dtrain__index_keep(dtrain__index_parser *parser, const dtra
 {
     dtrain__index *index = parser->index;
     size_t most = token->end - token->begin; /* unescaped, a text is no longer */
-    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, most + 1))
+    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, most + 1))
         return DTRAIN_ERR_MEMORY;
     *at = index->text_bytes;
     *length = dtrain__json_string(&parser->json, token, index->texts + *at, most);
@@ -454,7 +454,7 @@ static dtrain_status dtrain__index_take_piece(dtrain__index_parser *parser, cons
         if (dtrain__index_number(index, d < tensor->ndim ? read->begin.sizes[d] : read->size.sizes[d - tensor->ndim]) ==
             DTRAIN__INDEX_NONE)
             return DTRAIN_ERR_MEMORY;
-    if (!DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+    if (!DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
         return DTRAIN_ERR_MEMORY;
     index->pieces[index->piece_count++] = read->piece;
     return DTRAIN_OK;
@@ -521,8 +521,7 @@ static dtrain_status dtrain__index_read_tensors(dtrain__index_parser *parser)
             status = dtrain__index_object(parser, dtrain__index_tensor_member, &tensor, &seen);
         if (status == DTRAIN_OK && seen != 7)
             status = dtrain__index_bad(parser, parser->json.offset, "a tensor without dtype, shape or pieces");
-        if (status == DTRAIN_OK &&
-            !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1))
+        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1))
             return DTRAIN_ERR_MEMORY;
         if (status == DTRAIN_OK)
             index->tensors[index->tensor_count++] = tensor;
@@ -604,7 +603,7 @@ static dtrain_status dtrain__index_one_file(dtrain__index_parser *parser, void *
                                 file.hashes.data_bytes != 8 * dtrain__index_blocks(file.data.data_bytes) ||
                                 file.block_count != dtrain__index_blocks(file.hashes.data_bytes)))
         status = dtrain__index_bad(parser, parser->json.offset, "a file with other numbers of hashes than of blocks");
-    if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, dtrain__index_file, files, file_count, file_room, 1))
+    if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, files, file_count, 1))
         return DTRAIN_ERR_MEMORY;
     if (status == DTRAIN_OK)
         index->files[index->file_count++] = file;
@@ -621,7 +620,7 @@ static dtrain_status dtrain__index_read_values(dtrain__index_parser *parser)
         status = dtrain__index_keep(parser, &token, 1, &value.key, &value.key_length);
         if (status == DTRAIN_OK)
             status = dtrain__index_string(parser, 0, &value.value, &value.value_length);
-        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, dtrain__index_value, values, value_count, value_room, 1))
+        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, values, value_count, 1))
             return DTRAIN_ERR_MEMORY;
         if (status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
             index->values[index->value_count++] = value;

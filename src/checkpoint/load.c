@@ -35,7 +35,7 @@ typedef struct dtrain__load {
     dtrain__load_want *wants;
     unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
     dtrain__load_job *jobs;
-    size_t piece_room, piece_count, job_room, job_count;
+    size_t piece_count, job_count;
     dtrain__verify_reader reader;
     dtrain__error failed; /* of reading for others */
 } dtrain__load;
@@ -211,9 +211,8 @@ static dtrain_status dtrain__load_model_tensor(dtrain__index *index, const char 
     piece.tensor = index->tensor_count;
     piece.number = piece.box = DTRAIN__INDEX_NONE;
     piece.count = from->count;
-    if (tensor.name == DTRAIN__INDEX_NONE ||
-        !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1) ||
-        !DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+    if (tensor.name == DTRAIN__INDEX_NONE || !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1) ||
+        !DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
         return DTRAIN_ERR_MEMORY;
     index->tensors[index->tensor_count++] = tensor;
     index->pieces[index->piece_count++] = piece;
@@ -450,8 +449,8 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
                 continue;
-            void *larger = dtrain__index_grow(load->ckpt->allocator, load->jobs, sizeof *load->jobs, load->job_count, 1,
-                                              &load->job_room);
+            void *larger =
+                dtrain__memory_grow(load->ckpt->allocator, load->jobs, sizeof *load->jobs, load->job_count, 1);
             if (larger == NULL)
                 return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu reads", load->job_count);
             load->jobs = (dtrain__load_job *)larger;

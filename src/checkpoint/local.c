@@ -28,7 +28,7 @@ static const char *dtrain__local_index(uint64_t before)
 typedef struct dtrain__local_list {
     dtrain_checkpoint *ckpt;
     dtrain__local_part *parts;
-    size_t count, room;
+    size_t count;
     int rank; /* whose directory is being looked through */
     dtrain_status status;
 } dtrain__local_list;
@@ -59,7 +59,7 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
                                    (uint64_t)ckpt->rank,
                                    before,
                                    0};
-        larger = dtrain__index_grow(ckpt->allocator, list->parts, sizeof part, list->count, 1, &list->room);
+        larger = dtrain__memory_grow(ckpt->allocator, list->parts, sizeof part, list->count, 1);
         if (larger != NULL) {
             list->parts = (dtrain__local_part *)larger;
             list->parts[list->count++] = part;
@@ -359,7 +359,6 @@ typedef struct dtrain__local_turn {
     dtrain__local_request *requests; /* of all ranks */
     unsigned char *out, *in;         /* in: what was asked for, and before it whether it is good */
     size_t *counts[2];
-    size_t out_bytes;
     size_t job, done; /* of which this many elements of the wanted piece were asked for */
 } dtrain__local_turn;
 
@@ -564,7 +563,7 @@ static dtrain_status dtrain__local_exchange(dtrain__local_turn *turn, int *more)
     }
     if (!*more)
         return DTRAIN_OK;
-    void *larger = dtrain__index_grow(ckpt->allocator, turn->out, 1, 0, out, &turn->out_bytes);
+    void *larger = dtrain__memory_grow(ckpt->allocator, turn->out, 1, 0, out);
     if (larger == NULL) /* the others wait for it: they learn when this rank leaves */
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes that others ask for", out);
     turn->out = (unsigned char *)larger;

@@ -36,7 +36,7 @@ typedef struct dtrain__part_writer {
     unsigned char *staging;
     uint64_t *blocks; /* hashes */
     char *text;
-    size_t piece_room, piece_count, item_room, item_count, source_room, staging_room, block_room, text_room;
+    size_t piece_count, item_count;
 } dtrain__part_writer;
 
 static void dtrain__part_free(dtrain__part_writer *part)
@@ -146,8 +146,8 @@ static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain
     dtrain__index_tensor tensor;
     size_t name = strlen(piece->name), suffix = piece->suffix != NULL ? strlen(piece->suffix) : 0;
     memset(&tensor, 0, sizeof tensor);
-    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, name + suffix + 1) ||
-        !DTRAIN__INDEX_ROOM(index, dtrain__index_tensor, tensors, tensor_count, tensor_room, 1))
+    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, name + suffix + 1) ||
+        !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1))
         return DTRAIN_ERR_MEMORY;
     tensor.name = index->text_bytes;
     tensor.name_length = name + suffix;
@@ -176,7 +176,7 @@ static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtr
         return DTRAIN_OK;
     }
     entry->number = number;
-    if (!DTRAIN__INDEX_ROOM(index, char, texts, text_bytes, text_room, tensor->name_length + 24))
+    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, tensor->name_length + 24))
         return DTRAIN_ERR_MEMORY;
     item->name = index->text_bytes;
     memcpy(index->texts + item->name, dtrain__index_name(index, tensor), tensor->name_length);
@@ -226,12 +226,11 @@ static dtrain_status dtrain__part_take(dtrain__part_writer *part, const dtrain_p
                 return DTRAIN_ERR_MEMORY;
     }
     status = dtrain__part_item_name(part, &region, part->item_count, &item, &entry);
-    if (status != DTRAIN_OK || !DTRAIN__INDEX_ROOM(index, dtrain__index_piece, pieces, piece_count, piece_room, 1))
+    if (status != DTRAIN_OK || !DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
         return DTRAIN_ERR_MEMORY;
     index->pieces[index->piece_count++] = entry;
     dtrain__part_data(&item, piece, &region, begin, count);
-    void *larger =
-        dtrain__index_grow(part->allocator, part->items, sizeof *part->items, part->item_count, 1, &part->item_room);
+    void *larger = dtrain__memory_grow(part->allocator, part->items, sizeof *part->items, part->item_count, 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of pieces");
     part->items = (dtrain__part_item *)larger;
@@ -283,7 +282,7 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
         value.key = dtrain__index_text(index, pair->key, value.key_length);
         value.value = dtrain__index_text(index, pair->value, value.value_length);
         if (value.key == DTRAIN__INDEX_NONE || value.value == DTRAIN__INDEX_NONE ||
-            !DTRAIN__INDEX_ROOM(index, dtrain__index_value, values, value_count, value_room, 1))
+            !DTRAIN__INDEX_ROOM(index, values, value_count, 1))
             return DTRAIN_ERR_MEMORY;
         index->values[index->value_count++] = value;
     }
@@ -343,8 +342,8 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->index.facts.id = *id;
     part->index.facts.step = state->step;
     part->index.facts.world_size = (uint64_t)ranks;
-    dtrain_status status = dtrain__piece_collect(&part->pieces, &part->piece_room, &part->piece_count, state, ranks,
-                                                 part->rank, part->allocator);
+    dtrain_status status =
+        dtrain__piece_collect(&part->pieces, &part->piece_count, state, ranks, part->rank, part->allocator);
     if (status == DTRAIN_OK)
         status = dtrain__part_facts(&part->index.facts, state);
     for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)
@@ -409,16 +408,14 @@ static dtrain_status dtrain__part_stage(dtrain__part_writer *part)
     size_t all = 0;
     for (size_t i = 0; i < part->item_count; i++)
         all += (part->items[i].bytes + 63) / 64 * 64;
-    if (all > part->staging_room) { /* nothing of the old one is needed */
+    if (all > dtrain__memory_bytes(part->staging)) { /* nothing of the old one is needed */
         dtrain__free(part->allocator, part->staging);
-        part->staging_room = 0;
         part->staging = (unsigned char *)dtrain__alloc(part->allocator, all);
         if (part->staging == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                                 "checkpoint: rank %d has no memory for a copy of the %zu bytes that it writes: save "
                                 "without _async, which needs none",
                                 part->rank, all);
-        part->staging_room = all;
     }
     return dtrain__part_stage_items(part);
 }
@@ -513,8 +510,7 @@ static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int direct
     dtrain_safetensors_write_desc desc;
     dtrain__staging way = {NULL, NULL, 0};
     uint64_t bytes = 0;
-    void *larger = dtrain__index_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1,
-                                      &part->source_room);
+    void *larger = dtrain__memory_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", part->item_count);
     part->sources = (dtrain_safetensors_source *)larger;
@@ -535,8 +531,8 @@ static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int direct
     dtrain_status status = dtrain_safetensors_size(&bytes, part->sources, part->item_count, &desc);
     if (status != DTRAIN_OK)
         return status;
-    larger = dtrain__index_grow(part->allocator, part->blocks, sizeof *part->blocks, 0,
-                                (size_t)dtrain__index_blocks(bytes) + 1, &part->block_room);
+    larger = dtrain__memory_grow(part->allocator, part->blocks, sizeof *part->blocks, 0,
+                                 (size_t)dtrain__index_blocks(bytes) + 1);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for the hashes of %llu bytes",
                             (unsigned long long)bytes);
@@ -553,7 +549,7 @@ static dtrain_status dtrain__part_put_hashes(dtrain__part_writer *part, int dire
     dtrain__index *index = &part->index;
     size_t count = (size_t)dtrain__index_blocks(file->data.data_bytes);
     file->block_count = (size_t)dtrain__index_blocks(8 * (uint64_t)count);
-    if (!DTRAIN__INDEX_ROOM(index, uint64_t, numbers, number_count, number_room, file->block_count + 1))
+    if (!DTRAIN__INDEX_ROOM(index, numbers, number_count, file->block_count + 1))
         return DTRAIN_ERR_MEMORY;
     file->blocks = index->number_count;
     index->number_count += file->block_count;
@@ -585,11 +581,11 @@ static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory
     file.data.name = dtrain__index_text(index, names[0], strlen(names[0]));
     file.hashes.name = dtrain__index_text(index, names[1], strlen(names[1]));
     if (file.data.name == DTRAIN__INDEX_NONE || file.hashes.name == DTRAIN__INDEX_NONE ||
-        !DTRAIN__INDEX_ROOM(index, dtrain__index_file, files, file_count, file_room, 1))
+        !DTRAIN__INDEX_ROOM(index, files, file_count, 1))
         return DTRAIN_ERR_MEMORY;
     index->files[index->file_count++] = file;
     status = dtrain__index_settle(index, 0);
-    return status == DTRAIN_OK ? dtrain__index_print(index, &part->text, &part->text_room, bytes) : status;
+    return status == DTRAIN_OK ? dtrain__index_print(index, &part->text, bytes) : status;
 }
 
 #endif

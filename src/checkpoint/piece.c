@@ -281,20 +281,19 @@ static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
 }
 
 /* Lists and checks all pieces of a state, in memory that grows. */
-static dtrain_status dtrain__piece_collect(dtrain_piece **pieces, size_t *room, size_t *count,
-                                           const dtrain_checkpoint_state *state, int ranks, int rank,
-                                           dtrain_allocator *allocator)
+static dtrain_status dtrain__piece_collect(dtrain_piece **pieces, size_t *count, const dtrain_checkpoint_state *state,
+                                           int ranks, int rank, dtrain_allocator *allocator)
 {
     dtrain__piece_list list = {NULL, 0, 0};
     dtrain__region region;
     dtrain_status status = dtrain__piece_list_state(&list, state, ranks, rank);
     if (status != DTRAIN_OK)
         return status;
-    dtrain_piece *larger = (dtrain_piece *)dtrain__index_grow(allocator, *pieces, sizeof **pieces, 0, list.count, room);
+    dtrain_piece *larger = (dtrain_piece *)dtrain__memory_grow(allocator, *pieces, sizeof **pieces, 0, list.count);
     if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu pieces", list.count);
     *pieces = list.pieces = larger;
-    list.capacity = *room;
+    list.capacity = dtrain__memory_bytes(larger) / sizeof *larger;
     *count = list.count;
     list.count = 0;
     status = dtrain__piece_list_state(&list, state, ranks, rank);

@@ -46,13 +46,12 @@ struct dtrain_checkpoint {
     dtrain__part_writer part;
     dtrain__index whole; /* rank 0: of all parts */
     char *text;
-    size_t text_room;
     uint64_t most;       /* the highest counter of calls that a rank has told at the last agreement */
     int same_last;       /* there all told the same last save */
     int unheard;         /* the last agreement broke off: other ranks may have come to one */
     unsigned char *seen; /* ranks whose mark is there */
     uint64_t *steps;     /* found in the directory */
-    size_t step_room, step_count;
+    size_t step_count;
     int steps_cut;         /* there was no memory for all of them */
     dtrain__worker worker; /* of an asynchronous save, until the caller has taken its result */
     dtrain__worker_job job;
@@ -431,7 +430,7 @@ static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
     if (status == DTRAIN_ERR_CORRUPT) /* it is the program's pieces that do not fit */
         status = DTRAIN_ERR_INVALID;
     if (status == DTRAIN_OK)
-        status = dtrain__index_print(&ckpt->whole, &ckpt->text, &ckpt->text_room, &bytes);
+        status = dtrain__index_print(&ckpt->whole, &ckpt->text, &bytes);
     return status == DTRAIN_OK
                ? dtrain__file_put(directory, DTRAIN__SAVE_INDEX, ckpt->text, bytes, ckpt->no_sync, "checkpoint")
                : status;
@@ -572,8 +571,7 @@ static int dtrain__save_find_step(void *user, const char *name)
     uint64_t step;
     if (!dtrain__part_is_step(name, &step))
         return 0;
-    void *larger =
-        dtrain__index_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1, &ckpt->step_room);
+    void *larger = dtrain__memory_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1);
     ckpt->steps_cut = larger == NULL;
     if (larger == NULL)
         return 1;

@@ -97,16 +97,11 @@ static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
 
 static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
 {
-    unsigned char *packed;
-    if (comm->packed_bytes >= bytes)
-        return DTRAIN_OK;
-    packed = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    void *packed = dtrain__memory_room(comm->allocator, comm->packed, bytes);
     if (packed == NULL)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
                             bytes);
-    dtrain__free(comm->allocator, comm->packed);
-    comm->packed = packed;
-    comm->packed_bytes = bytes;
+    comm->packed = (unsigned char *)packed;
     return DTRAIN_OK;
 }
 

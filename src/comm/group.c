@@ -176,7 +176,6 @@ struct dtrain_comm {
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
-    size_t scratch_bytes;
     dtrain__blocked *blocked;
     int apart;                   /* a thread of the library's waits in it, not the caller */
     int64_t waited_ns[2];        /* when the operation waited for last had its turn, and ended */
@@ -193,9 +192,8 @@ struct dtrain_comm {
     uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
     int fusing;             /* between fuse_begin and fuse_end */
     dtrain__note *notes;
-    size_t noted, notes_capacity;
+    size_t noted;
     unsigned char *packed; /* buffers of fused calls, one after another */
-    size_t packed_bytes;
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
     uint64_t consents;        /* that this end has taken part in */

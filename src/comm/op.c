@@ -255,19 +255,14 @@ static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *
 /* Scratch memory for an operation, kept for the next ones. */
 static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
 {
-    unsigned char *scratch;
-    if (comm->scratch_bytes >= bytes)
-        return 1;
-    scratch = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
+    void *scratch = dtrain__memory_room(comm->allocator, comm->scratch, bytes);
     if (scratch == NULL) {
         dtrain__fail(&op->error, DTRAIN_ERR_MEMORY,
                      "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
                      dtrain__op_text(comm, op).text, comm->rank, bytes);
         return 0;
     }
-    dtrain__free(comm->allocator, comm->scratch);
-    comm->scratch = scratch;
-    comm->scratch_bytes = bytes;
+    comm->scratch = (unsigned char *)scratch;
     return 1;
 }
 

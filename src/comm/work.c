@@ -277,15 +277,11 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
 /* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
 static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
 {
-    if (comm->noted + 2 > comm->notes_capacity) {
-        size_t more = comm->notes_capacity > 0 ? 2 * comm->notes_capacity : 16;
-        dtrain__note *notes = (dtrain__note *)dtrain__resize(comm->allocator, comm->notes, more * sizeof *notes);
-        if (notes == NULL)
-            return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
-                                comm->noted + 1);
-        comm->notes = notes;
-        comm->notes_capacity = more;
-    }
+    void *notes = dtrain__memory_grow(comm->allocator, comm->notes, sizeof *comm->notes, comm->noted, 2);
+    if (notes == NULL)
+        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
+                            comm->noted + 1);
+    comm->notes = (dtrain__note *)notes;
     for (int receives = 0; receives < 2; receives++) { /* an exchange is a send and a recv */
         dtrain__note *note = &comm->notes[comm->noted];
         int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;

@@ -24,7 +24,7 @@ struct dtrain_compressed {
     float dense_steps[2];         /* not compressed, up to start_step; see >>feedback */
     size_t *numbers;              /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
     const void **parts;           /* what is folded, a rank */
-    dtrain__feedback_buffer out, in, wide;
+    unsigned char *out, *in, *wide; /* what goes out, what comes in, and that unpacked; they grow */
     dtrain_compressed_stats stats;
 };
 
@@ -37,12 +37,12 @@ static void dtrain__compressed_pack(dtrain_compressed *c, const float *from, flo
         size_t begin, part = dtrain_split(c->count, c->ranks, r, &begin);
         offsets[r] = at;
         counts[r] = q->bytes(q, part);
-        q->pack(q, from + begin, part, c->out.data + at);
+        q->pack(q, from + begin, part, c->out + at);
         at += counts[r];
         c->stats.sent_bytes += r != c->rank ? counts[r] : 0;
         if (c->residual == NULL)
             continue;
-        q->unpack(q, c->out.data + offsets[r], out + begin, part);
+        q->unpack(q, c->out + offsets[r], out + begin, part);
         dtrain__feedback_left(c->residual + begin, out + begin, part);
     }
 }
@@ -55,8 +55,8 @@ static void dtrain__compressed_fold(dtrain_compressed *c, float *sum, size_t par
     void *outs[1];
     outs[0] = sum;
     for (int r = 0; r < c->ranks; r++) {
-        float *wide = (float *)(void *)c->wide.data + (size_t)r * part;
-        q->unpack(q, c->in.data + (size_t)r * bytes, wide, part);
+        float *wide = (float *)(void *)c->wide + (size_t)r * part;
+        q->unpack(q, c->in + (size_t)r * bytes, wide, part);
         c->parts[r] = wide;
     }
     if (part > 0)
@@ -68,13 +68,13 @@ static void dtrain__compressed_pack_sum(dtrain_compressed *c, int rank, const fl
 {
     const dtrain_compressor *q = &c->compressor;
     const size_t *offsets = c->numbers + c->ranks;
-    float *lost = (float *)(void *)c->wide.data, *back = lost + part;
-    q->pack(q, sum, part, c->out.data + offsets[rank]);
+    float *lost = (float *)(void *)c->wide, *back = lost + part;
+    q->pack(q, sum, part, c->out + offsets[rank]);
     c->stats.sent_bytes += q->bytes(q, part) * (uint64_t)(c->ranks - 1);
     if (c->residual == NULL || part == 0)
         return;
     memcpy(lost, sum, part * sizeof(float));
-    q->unpack(q, c->out.data + offsets[rank], back, part);
+    q->unpack(q, c->out + offsets[rank], back, part);
     dtrain__feedback_left(lost, back, part);
     dtrain__fold_sum_f32(c->residual + begin, lost, part);
 }
@@ -92,11 +92,11 @@ static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t par
         in = SIZE_MAX;
     if (!dtrain__mul_size(part * sizeof(float), (size_t)(c->ranks > 2 ? c->ranks : 2), &wide))
         wide = SIZE_MAX;
-    status = dtrain__feedback_buffer_reserve(&c->out, c->allocator, all);
+    status = dtrain__feedback_reserve(&c->out, c->allocator, all);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&c->in, c->allocator, in);
+        status = dtrain__feedback_reserve(&c->in, c->allocator, in);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&c->wide, c->allocator, wide);
+        status = dtrain__feedback_reserve(&c->wide, c->allocator, wide);
     return status;
 }
 
@@ -115,15 +115,15 @@ static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float 
         in_counts[r] = q->bytes(q, part);
         in_offsets[r] = r * in_counts[r];
     }
-    status = dtrain_all_to_all_v(c->comm, c->out.data, counts, offsets, c->in.data, in_counts, in_offsets, DTRAIN_U8);
+    status = dtrain_all_to_all_v(c->comm, c->out, counts, offsets, c->in, in_counts, in_offsets, DTRAIN_U8);
     if (status != DTRAIN_OK)
         return status;
     dtrain__compressed_fold(c, out + begin, part);
     dtrain__compressed_pack_sum(c, c->rank, out + begin, begin, part);
-    status = dtrain_all_gather_v(c->comm, c->out.data + offsets[c->rank], c->out.data, counts, offsets, DTRAIN_U8);
+    status = dtrain_all_gather_v(c->comm, c->out + offsets[c->rank], c->out, counts, offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < c->ranks; r++) {
         size_t at, count = dtrain_split(c->count, c->ranks, r, &at);
-        q->unpack(q, c->out.data + offsets[r], out + at, count);
+        q->unpack(q, c->out + offsets[r], out + at, count);
     }
     return status;
 }
@@ -417,9 +417,9 @@ DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
     dtrain__free(c->allocator, c->velocity);
     dtrain__free(c->allocator, c->numbers);
     dtrain__free(c->allocator, c->parts);
-    dtrain__feedback_buffer_free(&c->out, c->allocator);
-    dtrain__feedback_buffer_free(&c->in, c->allocator);
-    dtrain__feedback_buffer_free(&c->wide, c->allocator);
+    dtrain__free(c->allocator, c->out);
+    dtrain__free(c->allocator, c->in);
+    dtrain__free(c->allocator, c->wide);
     dtrain__free(c->allocator, c);
 }
 

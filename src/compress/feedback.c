@@ -65,33 +65,19 @@ static void dtrain__feedback_count(float step[2])
     step[1] = (float)(next >> 24 & 0xffffff);
 }
 
-/* A buffer that grows, by half more than is needed: what a step packs varies a little. Its contents are lost. */
-typedef struct dtrain__feedback_buffer {
-    unsigned char *data;
-    size_t bytes;
-} dtrain__feedback_buffer;
-
-static dtrain_status dtrain__feedback_buffer_reserve(dtrain__feedback_buffer *buffer, dtrain_allocator *allocator,
-                                                     size_t bytes)
+/* Sees to it that a block has so many bytes. It grows by half more than is needed, as what a step packs varies a
+ * little; its contents are lost. */
+static dtrain_status dtrain__feedback_reserve(unsigned char **block, dtrain_allocator *allocator, size_t bytes)
 {
-    if (buffer->bytes >= bytes && buffer->data != NULL)
-        return DTRAIN_OK;
-    size_t more = bytes / 2 + 4096, whole;
-    unsigned char *data = NULL;
-    if (dtrain__add_size(bytes, more, &whole))
-        data = (unsigned char *)dtrain__alloc(allocator, whole);
-    if (data == NULL)
+    size_t whole;
+    void *larger = *block;
+    if (larger == NULL || dtrain__memory_bytes(larger) < bytes)
+        larger =
+            dtrain__add_size(bytes, bytes / 2 + 4096, &whole) ? dtrain__memory_room(allocator, *block, whole) : NULL;
+    if (larger == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed all_reduce: no memory for %zu bytes", bytes);
-    dtrain__free(allocator, buffer->data);
-    buffer->data = data;
-    buffer->bytes = whole;
+    *block = (unsigned char *)larger;
     return DTRAIN_OK;
-}
-
-static void dtrain__feedback_buffer_free(dtrain__feedback_buffer *buffer, dtrain_allocator *allocator)
-{
-    dtrain__free(allocator, buffer->data);
-    memset(buffer, 0, sizeof *buffer);
 }
 
 /* This rank cannot go on in the middle of an exchange, because of what is `where`: no other may, either. */

@@ -19,10 +19,10 @@ typedef struct dtrain__selections_state {
     float step[2]; /* see >>feedback */
     int ranks;
     dtrain__sparse chosen, picked;
-    dtrain__sparse *pieces; /* 2 * ranks: a level of the tree, and the next */
-    uint64_t *sizes;       /* 2 * ranks: to each rank, from each rank */
-    size_t *numbers;       /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
-    dtrain__feedback_buffer out, in;
+    dtrain__sparse *pieces;   /* 2 * ranks: a level of the tree, and the next */
+    uint64_t *sizes;         /* 2 * ranks: to each rank, from each rank */
+    size_t *numbers;         /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
+    unsigned char *out, *in; /* what goes out and what comes in; they grow */
 } dtrain__selections_state;
 
 /* What one call is about. */
@@ -221,7 +221,7 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
 static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, size_t at, size_t bytes, size_t count,
                                                dtrain__sparse *piece)
 {
-    dtrain_status status = dtrain__sparse_unpack(piece, x->state->in.data + at, bytes, count);
+    dtrain_status status = dtrain__sparse_unpack(piece, x->state->in + at, bytes, count);
     return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
 }
 
@@ -288,12 +288,11 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
     if (status == DTRAIN_OK && x->ranks > 1 && (uint64_t)total > 8 * (uint64_t)x->count)
         return dtrain__selections_dense(x);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&state->in, state->allocator, total);
+        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__sparse_pack_now(&state->chosen, state->desc.values, form, state->in.data + offsets[x->rank]);
-    status =
-        dtrain_all_gather_v(x->comm, state->in.data + offsets[x->rank], state->in.data, counts, offsets, DTRAIN_U8);
+    dtrain__sparse_pack_now(&state->chosen, state->desc.values, form, state->in + offsets[x->rank]);
+    status = dtrain_all_gather_v(x->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
     *x->sent += mine * (uint64_t)(x->ranks - 1);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->count, &state->pieces[r]);
@@ -349,7 +348,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
                 part.indices[i] -= (uint32_t)begin;
             size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
             if (pass == 1)
-                dtrain__sparse_pack_now(&part, state->desc.values, form, state->out.data + offsets[r]);
+                dtrain__sparse_pack_now(&part, state->desc.values, form, state->out + offsets[r]);
             for (size_t i = 0; i < part.count; i++)
                 part.indices[i] += (uint32_t)begin;
             offsets[r] = pass == 0 ? at : offsets[r];
@@ -358,7 +357,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
             at += pass == 0 ? bytes : 0;
             *x->sent += pass == 1 && r != x->rank ? 8 + bytes : 0;
         }
-        status = dtrain__feedback_buffer_reserve(&state->out, state->allocator, at);
+        status = dtrain__feedback_reserve(&state->out, state->allocator, at);
     }
     return status;
 }
@@ -375,10 +374,9 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes + n, part, in_counts, in_offsets, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&state->in, state->allocator, total);
+        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status == DTRAIN_OK)
-        status = dtrain_all_to_all_v(x->comm, state->out.data, counts, offsets, state->in.data, in_counts, in_offsets,
-                                     DTRAIN_U8);
+        status = dtrain_all_to_all_v(x->comm, state->out, counts, offsets, state->in, in_counts, in_offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
         status = dtrain__selections_unpack(x, r, in_offsets[r], in_counts[r], part, &state->pieces[r]);
     return status;
@@ -427,17 +425,17 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     dtrain_index_form form = state->desc.indices;
     uint64_t mine = dtrain__sparse_size(merged, state->desc.values, &form);
     size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
-    dtrain_status status = dtrain__feedback_buffer_reserve(&state->out, state->allocator, (size_t)mine);
+    dtrain_status status = dtrain__feedback_reserve(&state->out, state->allocator, (size_t)mine);
     if (status != DTRAIN_OK)
         return dtrain__feedback_broken(x->comm, status, x->rank);
-    dtrain__sparse_pack_now(merged, state->desc.values, form, state->out.data);
+    dtrain__sparse_pack_now(merged, state->desc.values, form, state->out);
     status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_buffer_reserve(&state->in, state->allocator, total);
+        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status == DTRAIN_OK)
-        status = dtrain_all_gather_v(x->comm, state->out.data, state->in.data, counts, offsets, DTRAIN_U8);
+        status = dtrain_all_gather_v(x->comm, state->out, state->in, counts, offsets, DTRAIN_U8);
     *x->sent += (8 + mine) * (uint64_t)(x->ranks - 1);
     if (status == DTRAIN_OK) /* no value has less than 2 bytes */
         status = dtrain__selections_begin(x, total / 2 < x->count ? total / 2 : x->count);
@@ -516,8 +514,8 @@ static void dtrain__selections_destroy(void *self)
     dtrain__selections_free(state);
     dtrain__sparse_destroy(&state->chosen);
     dtrain__sparse_destroy(&state->picked);
-    dtrain__feedback_buffer_free(&state->out, allocator);
-    dtrain__feedback_buffer_free(&state->in, allocator);
+    dtrain__free(allocator, state->out);
+    dtrain__free(allocator, state->in);
     dtrain__free(allocator != &state->heap ? allocator : &heap, state);
 }
 

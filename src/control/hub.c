@@ -63,8 +63,8 @@ typedef struct dtrain__channel {
     int attend;          /* some lane has work for whoever steps */
     int wake[2];         /* a pipe to the caller that waits */
     uint32_t waiting;
-    int awaiting;                      /* some peer has awaits */
-    int forked;                /* the end of a child's copy: touches nothing that the parent still uses */
+    int awaiting;             /* some peer has awaits */
+    int forked;               /* the end of a child's copy: touches nothing that the parent still uses */
     dtrain__store_call *asks; /* this group's call that waits for an answer of the store */
     size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
     void *last_user;
@@ -110,12 +110,12 @@ struct dtrain__hub {
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
-    int crowded;               /* more ranks on this host than processors */
-    int leader;                /* the lowest rank that is not gone, whom this rank keeps its control connection to */
-    int elected;               /* it is new */
-    int handed;                /* it leads as the one before it has left */
-    int given_up;              /* the others say that this rank is lost */
-    int told_sealed;           /* the log has it */
+    int crowded;     /* more ranks on this host than processors */
+    int leader;      /* the lowest rank that is not gone, whom this rank keeps its control connection to */
+    int elected;     /* it is new */
+    int handed;      /* it leads as the one before it has left */
+    int given_up;    /* the others say that this rank is lost */
+    int told_sealed; /* the log has it */
     dtrain__channel *channels, *world; /* world is NULL once its end has left */
     int leaving;                       /* this process has said goodbye */
     uint32_t serviced;                 /* a service thread steps */
@@ -135,7 +135,6 @@ struct dtrain__hub {
     int inbound;
     dtrain__member *members;
     struct pollfd *fds;
-    int fds_room;
     int64_t beat_ns, stepped_ns, accept_ns, told_ns;
     int64_t polled_ns;               /* a clock that runs while this rank polls */
     int suspect;                     /* the rank that rank 0 has not heard for longest, or -1 */

@@ -351,14 +351,10 @@ static void dtrain__hub_work(dtrain__hub *hub)
 /* Adds to the poll list; what finds no memory there is looked at when something else is due. */
 static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 {
-    if (*count == hub->fds_room) {
-        int room = hub->fds_room > 0 ? 2 * hub->fds_room : 512;
-        void *larger = dtrain__resize(hub->allocator, hub->fds, (size_t)room * sizeof(struct pollfd));
-        if (larger == NULL)
-            return;
-        hub->fds = (struct pollfd *)larger;
-        hub->fds_room = room;
-    }
+    void *larger = dtrain__memory_grow(hub->allocator, hub->fds, sizeof *hub->fds, (size_t)*count, 1);
+    if (larger == NULL)
+        return;
+    hub->fds = (struct pollfd *)larger;
     hub->fds[*count].fd = fd;
     hub->fds[*count].events = (short)events;
     hub->fds[(*count)++].revents = 0;

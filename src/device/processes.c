@@ -70,7 +70,7 @@ struct dtrain__processes {
     dtrain__processes_peer *peers;
     dtrain__processes_buffers *buffers; /* of the call under way */
     dtrain__processes_opened *opened;
-    size_t opened_count, opened_room;
+    size_t opened_count;
 };
 
 /* ---- the page ----
@@ -461,14 +461,10 @@ static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int ra
 static dtrain_status dtrain__processes_room(dtrain_device_group *group)
 {
     dtrain__processes *all = group->processes;
-    size_t room = 2 * all->opened_room + 16, width = sizeof(dtrain__processes_opened);
-    if (all->opened_count < all->opened_room)
-        return DTRAIN_OK;
-    void *grown = dtrain__resize(group->comm->allocator, all->opened, room * width);
+    void *grown = dtrain__memory_grow(group->comm->allocator, all->opened, sizeof *all->opened, all->opened_count, 1);
     if (grown == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", room * width);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu ranges of peers", all->opened_count + 1);
     all->opened = (dtrain__processes_opened *)grown;
-    all->opened_room = room;
     return DTRAIN_OK;
 }
 

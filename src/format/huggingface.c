@@ -29,9 +29,9 @@ struct dtrain_safetensors_model {
     void *index; /* the index, its texts unescaped; NULL: there is one file and no index */
     size_t index_bytes;
     dtrain__huggingface_line *lines;
-    size_t line_count, line_room;
+    size_t line_count;
     dtrain_safetensors_pair *pairs; /* of the index */
-    size_t pair_count, pair_room;
+    size_t pair_count;
     dtrain__huggingface_shard *shards; /* in the order of their names */
     size_t shard_count, count;
     dtrain__names names, keys;
@@ -73,8 +73,7 @@ static dtrain_status dtrain__huggingface_line_read(dtrain_safetensors_model *mod
     dtrain__json_token value;
     unsigned char *all = (unsigned char *)model->index;
     void *lines = model->lines;
-    int grown = dtrain__safetensors_grow(model->allocator, json, &lines, model->line_count, &model->line_room,
-                                         sizeof *model->lines);
+    int grown = dtrain__safetensors_grow(model->allocator, json, &lines, model->line_count, sizeof *model->lines);
     model->lines = (dtrain__huggingface_line *)lines;
     if (!grown)
         return dtrain__huggingface_memory(model);
@@ -107,8 +106,7 @@ static dtrain_status dtrain__huggingface_pair_read(dtrain_safetensors_model *mod
     if (value.kind != DTRAIN__JSON_STRING)
         return DTRAIN_OK;
     void *pairs = model->pairs;
-    int grown = dtrain__safetensors_grow(model->allocator, json, &pairs, model->pair_count, &model->pair_room,
-                                         sizeof *model->pairs);
+    int grown = dtrain__safetensors_grow(model->allocator, json, &pairs, model->pair_count, sizeof *model->pairs);
     model->pairs = (dtrain_safetensors_pair *)pairs;
     if (!grown)
         return dtrain__huggingface_memory(model);

@@ -34,9 +34,9 @@ struct dtrain_safetensors {
     unsigned char *header; /* header_have bytes, texts unescaped */
     size_t header_have;    /* have: header_bytes - 8, or up to a zero byte that ends it early */
     dtrain__safetensors_entry *entries;
-    size_t count, room;
+    size_t count;
     dtrain_safetensors_pair *pairs;
-    size_t pair_count, pair_room;
+    size_t pair_count;
     size_t *shapes;
     size_t shape_count;
     dtrain__names names, keys;
@@ -47,7 +47,7 @@ typedef struct dtrain__safetensors_parser {
     dtrain__json_reader json;
     const dtrain__safetensors_entry *entry; /* under way; NULL: none */
     dtrain__names_text *fields;             /* keys of the objects under way that are ignored, and of the entry's own */
-    size_t field_count, field_room;
+    size_t field_count;
     int has_metadata;
 } dtrain__safetensors_parser;
 
@@ -117,9 +117,9 @@ static dtrain_status dtrain__safetensors_json(const dtrain__safetensors_parser *
 /* Makes room for one more element of a growing array. Headers are even: how much room there will be need of is told by
  * how much of the header has made how many, once that is many. Three in a hundred more spare the copy at the end. */
 static int dtrain__safetensors_grow(dtrain_allocator *allocator, const dtrain__json_reader *json, void **array,
-                                    size_t count, size_t *room, size_t bytes)
+                                    size_t count, size_t bytes)
 {
-    if (count < *room)
+    if ((count + 1) * bytes <= dtrain__memory_bytes(*array))
         return 1;
     size_t more = count + count / 4 + 16;
     size_t told = (size_t)((double)count * (double)json->length / (double)(json->offset + 1) * 1.03);
@@ -128,7 +128,6 @@ static int dtrain__safetensors_grow(dtrain_allocator *allocator, const dtrain__j
     if (grown == NULL)
         return 0;
     *array = grown;
-    *room = more;
     return 1;
 }
 
@@ -152,7 +151,7 @@ static dtrain_status dtrain__safetensors_field(dtrain__safetensors_parser *parse
 {
     void *fields = parser->fields;
     int grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &fields, parser->field_count,
-                                         &parser->field_room, sizeof(dtrain__names_text));
+                                         sizeof(dtrain__names_text));
     parser->fields = (dtrain__names_text *)fields;
     if (!grown)
         return dtrain__safetensors_memory(parser->file);
@@ -325,7 +324,7 @@ static dtrain_status dtrain__safetensors_entry_read(dtrain__safetensors_parser *
     dtrain_status status = DTRAIN_OK;
     void *entries = file->entries;
     int has = 0, grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &entries, file->count,
-                                                  &file->room, sizeof *file->entries);
+                                                  sizeof *file->entries);
     file->entries = (dtrain__safetensors_entry *)entries;
     if (!grown)
         return dtrain__safetensors_memory(file);
@@ -370,7 +369,7 @@ static dtrain_status dtrain__safetensors_metadata_read(dtrain__safetensors_parse
     while (token.kind != DTRAIN__JSON_ERROR && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
         void *pairs = file->pairs;
         int grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &pairs, file->pair_count,
-                                             &file->pair_room, sizeof *file->pairs);
+                                             sizeof *file->pairs);
         file->pairs = (dtrain_safetensors_pair *)pairs;
         if (!grown)
             return dtrain__safetensors_memory(file);
@@ -488,7 +487,6 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
             entries[i] = file->entries[order[i].index];
         dtrain__free(file->allocator, file->entries);
         file->entries = entries;
-        file->room = count;
         entries = NULL;
     }
     dtrain__free(file->allocator, entries);

@@ -34,7 +34,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
     for (int i = 0; local->fragments != NULL && i < local->desc.fragments; i++)
         dtrain_compressed_destroy(local->fragments[i].pack);
     for (int i = 0; i < 3; i++)
-        dtrain__feedback_buffer_free(&local->rooms[i], allocator);
+        dtrain__free(allocator, local->rooms[i]);
     dtrain__free(allocator, local->outer);
     dtrain__free(allocator, local->weights);
     dtrain__free(allocator, local->counters);
@@ -87,9 +87,8 @@ static dtrain_status dtrain__rounds_allocate(dtrain_local_sgd *local, dtrain_com
     local->parts = (const void **)dtrain__alloc(allocator, sizes->told);
     local->hellos = (uint64_t *)dtrain__alloc(allocator, sizes->hellos);
     for (int i = 0; i < 3; i++) {
-        local->rooms[i].bytes = sizes->rooms[i];
-        local->rooms[i].data = sizes->rooms[i] > 0 ? (unsigned char *)dtrain__alloc(allocator, sizes->rooms[i]) : NULL;
-        good &= sizes->rooms[i] == 0 || local->rooms[i].data != NULL;
+        local->rooms[i] = sizes->rooms[i] > 0 ? (unsigned char *)dtrain__alloc(allocator, sizes->rooms[i]) : NULL;
+        good &= sizes->rooms[i] == 0 || local->rooms[i] != NULL;
     }
     if (!good || local->outer == NULL || local->weights == NULL || local->counters == NULL ||
         local->fragments == NULL || local->works == NULL || local->words == NULL || local->parts == NULL ||

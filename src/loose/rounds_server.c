@@ -50,7 +50,7 @@ static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t 
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? (const void *)(t->pack->out.data + t->pack->numbers[t->n + (int)p]) : values + begin;
+    return t->pack != NULL ? (const void *)(t->pack->out + t->pack->numbers[t->n + (int)p]) : values + begin;
 }
 
 /* The handle of what is received from a peer in a piece's turn; after it that of what is sent there. */
@@ -88,7 +88,7 @@ static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, si
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? t->pack->in.data + t->pack->numbers[t->n + (int)p]
+    return t->pack != NULL ? t->pack->in + t->pack->numbers[t->n + (int)p]
                            : (unsigned char *)(t->local->sum + begin);
 }
 
@@ -120,7 +120,7 @@ static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
 static unsigned char *dtrain__rounds_inbox(const dtrain__rounds_transfer *t, int rank, size_t p)
 {
     size_t longest = dtrain__rounds_slice_bytes(t, 0), row = p % DTRAIN__ROUNDS_WAYS * (size_t)t->n;
-    return t->local->rooms[1].data + (row + (size_t)rank) * longest;
+    return t->local->rooms[1] + (row + (size_t)rank) * longest;
 }
 
 static dtrain_status dtrain__rounds_expect_all(dtrain__rounds_transfer *t, size_t p)
@@ -152,7 +152,7 @@ static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int ra
     int brings = rank == t->server ? t->in != NULL : dtrain__rounds_brings(t, rank);
     const void *from = rank == t->server ? (brings ? dtrain__rounds_from(t, p, t->in) : NULL)
                                          : (const void *)dtrain__rounds_inbox(t, rank, p);
-    float *wide = t->pack != NULL ? (float *)(void *)t->pack->wide.data + (size_t)rank * count
+    float *wide = t->pack != NULL ? (float *)(void *)t->pack->wide + (size_t)rank * count
                                   : (float *)(void *)dtrain__rounds_inbox(t, rank, p);
     if (!brings)
         memset(wide, 0, count * sizeof(float));

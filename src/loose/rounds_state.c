@@ -86,7 +86,7 @@ struct dtrain_local_sgd {
     uint64_t *hellos;        /* DTRAIN__ROUNDS_WORDS each, this rank's and then those of all */
     const void **parts;      /* a rank each, for folds */
     int *last;               /* members of the last round */
-    dtrain__feedback_buffer rooms[3]; /* out, in and wide of the pack under way */
+    unsigned char *rooms[3]; /* out, in and wide of the pack under way */
     dtrain__error error;
 };
 

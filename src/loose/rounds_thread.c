@@ -146,9 +146,7 @@ static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__roun
         memcpy(local->saved, pack->residual, f->count * sizeof(float));
     dtrain_status status = local->server >= 0 ? dtrain__rounds_through(local, f, in)
                                               : dtrain_compressed_all_reduce(pack, from, local->sum, DTRAIN_SUM);
-    memset(&pack->out, 0, sizeof pack->out);
-    memset(&pack->in, 0, sizeof pack->in);
-    memset(&pack->wide, 0, sizeof pack->wide);
+    pack->out = pack->in = pack->wide = NULL;
     if (local->server < 0)
         dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
     return status;

@@ -34,7 +34,6 @@ enum { DTRAIN__MODULE_FREE, DTRAIN__MODULE_FORWARD, DTRAIN__MODULE_HALF }; /* ho
 
 typedef struct dtrain__module_place {
     unsigned char *block, *kept;  /* values and what was saved; what is kept between the halves of a backward pass */
-    size_t bytes, kept_bytes;     /* of these */
     size_t half;                  /* of the room for one gradient */
     dtrain__module_value *values; /* of each layer; the last is the output */
     void *batch;
@@ -49,7 +48,7 @@ struct dtrain_module {
     dtrain__module_layer *layers;
     int layer_count, place_count; /* the last place is to evaluate */
     dtrain_param *table;
-    size_t table_count, use_count, text_bytes, text_used, gradient_bytes;
+    size_t table_count, use_count, text_bytes, text_used;
     char *text; /* names */
     dtrain__module_use *uses;
     float **addresses; /* a use: of parameters; of their gradients; of what one micro-batch adds to these */
@@ -57,7 +56,6 @@ struct dtrain_module {
     dtrain__module_value *values; /* of all places */
     unsigned char *gradients;
     unsigned char *again; /* what layers save that recompute */
-    size_t again_bytes;
     dtrain__error error;
 };
 

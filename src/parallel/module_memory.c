@@ -30,17 +30,11 @@ static int dtrain__module_add(size_t *total, size_t bytes)
 
 /* Sees to it that a block has as many bytes; what it holds is lost when it grows, but kept when it cannot: other places
  * may count on it. */
-static int dtrain__module_room(dtrain_module *module, unsigned char **block, size_t *have, size_t need)
+static int dtrain__module_room(dtrain_module *module, unsigned char **block, size_t need)
 {
-    if (*block != NULL && need <= *have)
-        return 1;
-    unsigned char *more = (unsigned char *)dtrain__alloc(module->allocator, need);
-    if (more == NULL)
-        return 0;
-    dtrain__free(module->allocator, *block);
-    *block = more;
-    *have = need;
-    return 1;
+    void *more = dtrain__memory_room(module->allocator, *block, need);
+    *block = more != NULL ? (unsigned char *)more : *block;
+    return more != NULL;
 }
 
 /* This rank leaves the callbacks out from here on. Where a step follows, it ends for all; else the caller is told. */
@@ -165,10 +159,9 @@ static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor 
     dtrain__module_shapes(run);
     if (place->failed != DTRAIN_OK)
         return;
-    if (!dtrain__module_count(run, &need, &most, &again) ||
-        !dtrain__module_room(module, &place->block, &place->bytes, need) ||
-        (!evaluates && !dtrain__module_room(module, &module->gradients, &module->gradient_bytes, 2 * most)) ||
-        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, &module->again_bytes, again)))
+    if (!dtrain__module_count(run, &need, &most, &again) || !dtrain__module_room(module, &place->block, need) ||
+        (!evaluates && !dtrain__module_room(module, &module->gradients, 2 * most)) ||
+        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, again)))
         dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for activations");
     else
         dtrain__module_lay_out(run, input, most);
@@ -206,8 +199,7 @@ static void dtrain__module_keep_halves(dtrain__module_run *run)
 {
     dtrain__module_place *place = run->place;
     size_t need;
-    if (!dtrain__module_lay_out_kept(run, &need) ||
-        !dtrain__module_room(run->module, &place->kept, &place->kept_bytes, need)) {
+    if (!dtrain__module_lay_out_kept(run, &need) || !dtrain__module_room(run->module, &place->kept, need)) {
         dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for what is kept until backward_weights");
         return;
     }

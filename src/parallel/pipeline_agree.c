@@ -197,13 +197,12 @@ static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
     int fits = dtrain__add_size(largest, line - 1, &need);
     pipeline->slot_bytes = need / line * line;
     fits = fits && dtrain__mul_size(pipeline->slot_bytes, (size_t)pipeline->slots + 1, &need);
-    if (fits && pipeline->memory != NULL && pipeline->memory_bytes >= need) {
+    if (fits && pipeline->memory != NULL && dtrain__memory_bytes(pipeline->memory) >= need) {
         memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
         return;
     }
     dtrain__free(pipeline->allocator, pipeline->memory);
     pipeline->memory = fits ? (unsigned char *)dtrain__alloc(pipeline->allocator, need) : NULL;
-    pipeline->memory_bytes = pipeline->memory != NULL ? need : 0;
     if (pipeline->memory == NULL)
         dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
 }

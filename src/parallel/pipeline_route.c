@@ -50,10 +50,9 @@ struct dtrain_pipeline {
     int slots;
     dtrain_tensor *inputs, *outputs; /* of a chunk, without data, as places */
     unsigned char *memory;           /* slots, then one of zeros */
-    size_t slot_bytes, memory_bytes;
+    size_t slot_bytes;
     unsigned char *evaluated; /* what was received to evaluate */
-    size_t evaluated_bytes;
-    uint64_t *shapes; /* of all micro-batches, as they travel */
+    uint64_t *shapes;         /* of all micro-batches, as they travel */
     int agreed;
     const char *call;
     dtrain_pipeline_stats stats;

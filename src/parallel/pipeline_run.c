@@ -215,12 +215,9 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
 /* Sees to it that there is room for an input to evaluate. */
 static int dtrain__pipeline_evaluate_room(dtrain_pipeline *pipeline, size_t bytes)
 {
-    if (pipeline->evaluated != NULL && bytes <= pipeline->evaluated_bytes)
-        return 1;
-    dtrain__free(pipeline->allocator, pipeline->evaluated);
-    pipeline->evaluated = (unsigned char *)dtrain__alloc(pipeline->allocator, bytes);
-    pipeline->evaluated_bytes = pipeline->evaluated != NULL ? bytes : 0;
-    return pipeline->evaluated != NULL;
+    void *room = dtrain__memory_room(pipeline->allocator, pipeline->evaluated, bytes);
+    pipeline->evaluated = room != NULL ? (unsigned char *)room : pipeline->evaluated;
+    return room != NULL;
 }
 
 /* Receives a stage's input, which says its shape first and comes when there is room for it; without dtype where a rank

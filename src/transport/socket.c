@@ -467,7 +467,6 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
     dtrain__socket_describe(hub, keys, desc);
     size_t size = (size_t)hub->size;
     hub->fds = (struct pollfd *)dtrain__alloc(hub->allocator, 64 * sizeof(struct pollfd));
-    hub->fds_room = hub->fds != NULL ? 64 : 0;
     hub->members = (dtrain__member *)dtrain__alloc(hub->allocator, size * sizeof(dtrain__member));
     if (hub->members == NULL || hub->fds == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d of %zu", hub->rank, size);
