@@ -521,7 +521,9 @@ DTRAIN_API int dtrain__without(const char *what);
 /* ---- >>tensor ----
  * Element types, conversions between them, and dtrain_tensor: a shape over memory, row-major.
  * Arithmetic here gives the same bits under any compiler flags and instruction set; of matrix products there are
- * two sets of bits, see dtrain_sgemm. */
+ * two sets of bits, see dtrain_sgemm.
+ *
+ *     DTRAIN_CHECK(dtrain_convert(params, DTRAIN_F32, halves, DTRAIN_BF16, count)); */
 #ifndef DTRAIN__TENSOR_H
 #define DTRAIN__TENSOR_H
 
@@ -703,7 +705,7 @@ typedef struct dtrain_device_adamw_step {
     float beta1, rest1, beta2, rest2, root, eps, rate, keep;
 } dtrain_device_adamw_step;
 
-/* A step of SGD as numbers: see dtrain_sgd, whose bits it gives. */
+/* A step of SGD as numbers: see dtrain_device_sgd, whose bits it gives. */
 typedef struct dtrain_device_sgd_step {
     float *params, *velocity; /* velocity NULL: no momentum */
     const float *grads;
@@ -1090,31 +1092,22 @@ DTRAIN_API uint64_t dtrain_safetensors_header_bytes(const dtrain_safetensors *fi
  * any thread */
 DTRAIN_API uint64_t dtrain_safetensors_bytes_read(const dtrain_safetensors *file);
 
-/* Reads a whole tensor.
+/* Reads elements begin to begin + count of a tensor, counted row by row.
  *
  *   tensor   of this file
- *   out      room for tensor->count elements of dtype, any alignment. A count comes from the file: compare it with the
+ *   out      room for count elements of dtype, any alignment. A tensor's count comes from the file: compare it with the
  *            room first, or let dtrain_safetensors_load do it
  *   dtype    what out gets: the tensor's own, or, where both are among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2, any
  *            other (see dtrain_convert); (dtrain_dtype)0: the tensor's own, whatever it is
- *   errors   DTRAIN_ERR_INVALID      no file, tensor or out
+ *   errors   DTRAIN_ERR_INVALID      no file, tensor or out; beyond the tensor; of a dtype narrower than a byte, a range
+ *                                    that begins or ends inside one
  *            DTRAIN_ERR_UNSUPPORTED  a conversion that is none of those
  *            DTRAIN_ERR_IO, DTRAIN_ERR_CORRUPT  the system refused; the file was cut after it was opened
  *            on any error the contents of out are undefined
  *
  * any thread, any number at once on one file; allocates nothing */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
-                                                      void *out, dtrain_dtype dtype);
-
-/* Reads elements begin to begin + count of a tensor, counted row by row; otherwise as dtrain_safetensors_read.
- *
- *   errors   DTRAIN_ERR_INVALID  also: beyond the tensor; of a dtype narrower than a byte, a range that begins or ends
- *                                inside one
- *
- * any thread, any number at once on one file; allocates nothing */
-DTRAIN_API_MUST dtrain_status dtrain_safetensors_read_range(dtrain_safetensors *file,
-                                                            const dtrain_safetensors_tensor *tensor, size_t begin,
-                                                            size_t count, void *out, dtrain_dtype dtype);
+                                                      size_t begin, size_t count, void *out, dtrain_dtype dtype);
 
 /* Finds a tensor by name and reads it, if it has exactly count elements; otherwise as dtrain_safetensors_read.
  *
@@ -1178,16 +1171,6 @@ typedef dtrain_status (*dtrain_safetensors_sink)(void *user, const void *data, s
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_save(const char *path, const dtrain_safetensors_source *sources,
                                                       size_t count, const dtrain_safetensors_write_desc *desc);
-
-/* Writes the same bytes to memory.
- *
- *   bytes    out: those of the whole file, also where they do not fit
- *   errors   DTRAIN_ERR_INVALID  also: capacity is too small; out is not touched
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_safetensors_write_memory(void *out, size_t capacity, size_t *bytes,
-                                                              const dtrain_safetensors_source *sources, size_t count,
-                                                              const dtrain_safetensors_write_desc *desc);
 
 /* Hands the same bytes to a callback, in order, at most 8 MiB a call.
  *
@@ -2206,16 +2189,14 @@ DTRAIN_API_MUST dtrain_status dtrain_device_group_all_reduce_async(dtrain_device
  * The CPU waits until the group's thread has handed the call over, as long as the blocking call would take: in EVENTS
  * until all ranks have come to it, in STAGED and HOSTS until all of it has come. The device's queue waits for the rest.
  *
- *   work     NULL is DTRAIN_OK, and done
+ *   work     NULL is DTRAIN_OK
  *   device   the rank's queue that is to see the result, of the group's table; NULL: the one given to create
  *   errors   those of the call. Works that were started before the first error was returned here end with that one,
  *            too, and no part of them is done: after a TIMEOUT that leaves the group usable, start all of them again
  *            DTRAIN_ERR_INVALID  device is of another table; the work is still to be waited for
- *   done     returns 1 when wait will not keep the CPU; never blocks
  *
  * one thread per object; blocks until the calls before it are over, each up to its own time */
 DTRAIN_API_MUST dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device);
-DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work);
 
 /* Waits for the device's queue, and says whether all calls so far have done what they should.
  *
@@ -2774,27 +2755,18 @@ typedef struct dtrain_optimizer_desc {
 DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
                              const dtrain_optimizer_desc *desc, float lr, uint64_t step);
 
-/* One step of SGD over a slice.
+/* A step of AdamW and of SGD over a slice in a device's memory, in one pass; NULL is the CPU. AdamW is dtrain_adamw, the
+ * same bits. SGD is, in float32, each operation rounded, the same bits under any flags and instruction set:
  *
- * In float32, each operation rounded, the same bits under any flags and instruction set:
  *   coupled decay   g = g + weight_decay * p; decoupled: p = (1 - lr * weight_decay) * p
  *   velocity = momentum * velocity + g;  d = velocity, or with nesterov g + momentum * velocity
  *   p = p - lr * d
  *
- *   velocity   zero before the first step; NULL when desc has no momentum, and then d = g
- *   others     as dtrain_adamw
- *   source     Sutskever, Martens, Dahl, Hinton, ICML 2013, as PyTorch writes it
- *
- * any thread; allocates nothing */
-DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
-                           const dtrain_optimizer_desc *desc, float lr);
-
-/* A step of AdamW and of SGD over a slice in a device's memory, in one pass: dtrain_adamw and dtrain_sgd, the same
- * bits.
- *
+ *   velocity    zero before the first step; not read where desc has no momentum, and then d = g
  *   copy_bf16   out: the new parameters rounded to BF16, count of them; NULL: none
- *   velocity    as in dtrain_sgd; not read where desc has no momentum
+ *   others      as dtrain_adamw
  *   errors      DTRAIN_ERR_INVALID  a NULL pointer; constants out of range; lr negative or not finite; step 0
+ *   source      Sutskever, Martens, Dahl, Hinton, ICML 2013, as PyTorch writes it
  *
  * one thread per object; allocates nothing */
 DTRAIN_API_MUST dtrain_status dtrain_device_adamw(dtrain_device *device, float *params, const float *grads, float *m,
@@ -4366,7 +4338,7 @@ typedef struct dtrain_local_sgd dtrain_local_sgd;
 typedef struct dtrain_local_sgd_desc {
     int steps;            /* inner steps a round; 0: 500 */
     float outer_lr;       /* 0: 0.7 */
-    float outer_momentum; /* Nesterov's, as dtrain_sgd; 0: 0.9, which is much for a run of few rounds, and for rounds
+    float outer_momentum; /* Nesterov's, as dtrain_device_sgd; 0: 0.9, which is much for a run of few rounds, and for rounds
                              of few steps: there 0.5 trains better */
     int no_momentum;      /* 1: the outer step is outer_lr times the mean difference; with outer_lr 1 an average */
     int warmup_rounds;    /* so many rounds of each fragment have no momentum at first; 0: 2; negative: none */
@@ -4380,24 +4352,11 @@ typedef struct dtrain_local_sgd_desc {
     const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN or OWN that
                                            * packs. NULL: as float32 */
     int64_t window_ms;  /* how long a round waits, from the first that has come; 0: 10,000; negative: for all */
-    size_t max_bytes;   /* of this object, see dtrain_local_sgd_plan; 0: no limit */
+    size_t max_bytes;   /* that dtrain_local_sgd_create takes and keeps, at most; 0: no limit */
     int no_broadcast;   /* 1: parameters are the same on all ranks already */
     int through_server; /* 1: rounds go through one rank, see dtrain_local_sgd_create, in place of an all-reduce */
     int server;         /* that rank, which trains too; 0 */
 } dtrain_local_sgd_desc;
-
-/* Says how many bytes dtrain_local_sgd_create takes from the group's allocator and keeps: the outer weights, their
- * momentum, the weights that this rank started from, and its difference, a float an element each; what a round needs of
- * the largest fragment besides; the residuals, where differences are compressed. Nothing is allocated later. The two
- * groups that it makes, and what their calls need, are not in it.
- *
- *   ranks    of the group
- *   bytes    out; of rounds through a server those of the server, the others need fewer
- *   errors   as dtrain_local_sgd_create; max_bytes is not looked at
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t count, int ranks,
-                                                    const dtrain_local_sgd_desc *desc, size_t *bytes);
 
 /* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
  *
@@ -4407,6 +4366,11 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, s
  * all-reduce, but where packing loses something and keeps it (feedback): what the packing of the sum loses is kept by
  * the server, not a part by each. When the server is lost, every other member trains on alone, and the log
  * says so. A server that makes no steps holds up every round for window_ms.
+ *
+ * Memory, from the group's allocator: the outer weights, their momentum, the weights that this rank started from, and its
+ * difference, a float an element each; what a round needs of the largest fragment besides; the residuals, where
+ * differences are compressed; a server has a member's differences and sums besides. Nothing is allocated later. The two
+ * groups that it makes, and what their calls need, are not in it.
  *
  *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
  *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the
@@ -4430,7 +4394,7 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
 /* Tells that the program has made an inner step; called after each.
  *
  * After every steps-th it notes how far the parameters are from the outer weights that they started from, which the
- * thread hands to the next round; and it applies what has come in. The outer step is that of dtrain_sgd on the outer
+ * thread hands to the next round; and it applies what has come in. The outer step is that of dtrain_device_sgd on the outer
  * weights, whose gradient is the sum over the members of weight times difference, over the sum of the weights.
  *
  * A member that a round did not wait for trains on. Its difference, from the outer weights that it started from, counts
@@ -10299,7 +10263,7 @@ static dtrain_status dtrain__safetensors_reading_bad(const dtrain__safetensors_r
                         dtrain_dtype_name(reading->tensor->dtype), what, count, begin, limit);
 }
 
-DTRAIN_API dtrain_status dtrain_safetensors_read_range(dtrain_safetensors *file,
+DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file,
                                                        const dtrain_safetensors_tensor *tensor, size_t begin,
                                                        size_t count, void *out, dtrain_dtype dtype)
 {
@@ -10319,12 +10283,6 @@ DTRAIN_API dtrain_status dtrain_safetensors_read_range(dtrain_safetensors *file,
     status = dtrain__safetensors_run(&reading, begin, count);
     dtrain__fpmode_restore(mode);
     return status;
-}
-
-DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
-                                                 void *out, dtrain_dtype dtype)
-{
-    return dtrain_safetensors_read_range(file, tensor, 0, tensor != NULL ? tensor->count : 0, out, dtype);
 }
 
 /* A box as runs: `run` elements each, and odometer dimensions 0 to outer - 1 that say where they begin. */
@@ -10418,7 +10376,7 @@ static dtrain_status dtrain__safetensors_box_read(dtrain__safetensors_reading *r
 }
 
 /* Reads a box of a tensor: along each dimension d, size[d] indices from begin[d] on; out gets them row by row, without
- * gaps; otherwise as dtrain_safetensors_read_range. Rows that meet in the file are read as one, and so, through a
+ * gaps; otherwise as dtrain_safetensors_read. Rows that meet in the file are read as one, and so, through a
  * buffer, are those with gaps of up to 4 KiB between them. */
 static dtrain_status dtrain__safetensors_read_box(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
                                                   const size_t *begin, const size_t *size, void *out,
@@ -10462,7 +10420,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_load(dtrain_safetensors *file, const
         return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
                             "safetensors_load: %s: tensor \"%s\" has %zu elements, expected %zu", file->label, quoted,
                             tensor->count, count);
-    return dtrain_safetensors_read(file, tensor, out, dtype);
+    return dtrain_safetensors_read(file, tensor, 0, tensor->count, out, dtype);
 }
 
 DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
@@ -10890,35 +10848,6 @@ DTRAIN_API dtrain_status dtrain_safetensors_save(const char *path, const dtrain_
         return status;
     status = dtrain__safetensors_save_at(directory, name, sources, count, desc);
     dtrain__file_close(directory);
-    return status;
-}
-
-static dtrain_status dtrain__safetensors_to_memory(void *user, const void *data, size_t bytes)
-{
-    unsigned char **at = (unsigned char **)user;
-    memcpy(*at, data, bytes);
-    *at += bytes;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_safetensors_write_memory(void *out, size_t capacity, size_t *bytes,
-                                                         const dtrain_safetensors_source *sources, size_t count,
-                                                         const dtrain_safetensors_write_desc *desc)
-{
-    dtrain__safetensors_plan plan;
-    unsigned char *at = (unsigned char *)out;
-    dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
-    if (status != DTRAIN_OK)
-        return status;
-    uint64_t whole = plan.header_bytes + plan.data_bytes;
-    if (bytes != NULL)
-        *bytes = whole <= SIZE_MAX ? (size_t)whole : SIZE_MAX;
-    if (out == NULL || whole > capacity)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write_memory: %zu bytes of memory, expected %llu",
-                              out != NULL ? capacity : 0, (unsigned long long)whole);
-    else
-        status = dtrain__safetensors_emit(&plan, dtrain__safetensors_to_memory, &at);
-    dtrain__safetensors_plan_end(&plan);
     return status;
 }
 
@@ -29250,7 +29179,8 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     return dtrain__report(&ended);
 }
 
-DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work)
+/* Says whether dtrain_device_work_wait will not keep the CPU. */
+static int dtrain__async_done(const dtrain_device_work *work)
 {
     return work == NULL || work->async->process != getpid() ||
            dtrain__worker_is_done(&work->async->worker, work->job.number);
@@ -29258,7 +29188,7 @@ DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work)
 
 static void dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
-    int done = work != NULL && dtrain_device_work_done(work);
+    int done = work != NULL && dtrain__async_done(work);
     if (begin_ns != NULL)
         *begin_ns = done ? work->begin_ns : 0;
     if (end_ns != NULL)
@@ -29897,7 +29827,7 @@ static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, cons
     return dtrain__no_device(NULL);
 }
 
-static int dtrain_device_work_done(const dtrain_device_work *work)
+static int dtrain__async_done(const dtrain_device_work *work)
 {
     (void)work;
     return 1;
@@ -34577,8 +34507,8 @@ static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, fl
     dtrain__fpmode_restore(mode);
 }
 
-DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
-                           const dtrain_optimizer_desc *desc, float lr)
+static void dtrain__optimizer_sgd(float *params, const float *grads, float *velocity, size_t count,
+                                  const dtrain_optimizer_desc *desc, float lr)
 {
     uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
@@ -34658,7 +34588,7 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device == NULL) {
-        dtrain_sgd(params, grads, velocity, count, &full, lr);
+        dtrain__optimizer_sgd(params, grads, velocity, count, &full, lr);
         return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
     }
     uint64_t mode = dtrain__fpmode_enter();
@@ -37679,7 +37609,7 @@ static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lo
     if (waited == NULL)
         return DTRAIN_OK;
     *work = NULL;
-    if (dtrain_device_work_done(waited))
+    if (dtrain__async_done(waited))
         dtrain__async_times(waited, &began, &ended);
     dtrain_status status = dtrain_device_work_wait(waited, fsdp->device.queue);
     ended = ended > 0 ? ended : dtrain__os_now_ns();
@@ -47443,7 +47373,7 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__train_kernels_get()->divide(local->sum, local->sum, (float)total, f->count);
         dtrain__fpmode_restore(mode);
-        dtrain_sgd(local->outer + f->begin, local->sum, local->velocity != NULL ? local->velocity + f->begin : NULL,
+        dtrain__optimizer_sgd(local->outer + f->begin, local->sum, local->velocity != NULL ? local->velocity + f->begin : NULL,
                    f->count, &outer, local->desc.outer_lr);
     }
     local->counters[1 + fragment]++;
@@ -47859,29 +47789,6 @@ static int64_t dtrain__rounds_turn(void *owner)
  * The calls of local SGD: making the object, the step of the training thread, waiting for rounds, and the end. */
 #ifndef DTRAIN__ROUNDS_CALLS
 #define DTRAIN__ROUNDS_CALLS
-
-DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t count, int ranks,
-                                               const dtrain_local_sgd_desc *desc, size_t *bytes)
-{
-    dtrain_allocator own = {NULL, NULL, 0, 0};
-    dtrain_local_sgd_desc full = dtrain__rounds_defaults(desc);
-    dtrain__rounds_sizes sizes;
-    dtrain__params params;
-    if (bytes == NULL || ranks < 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_local_sgd_plan: needs bytes and at least 1 rank, got %s and %d",
-                            bytes == NULL ? "NULL" : "bytes", ranks);
-    dtrain_status status = dtrain__params_create(&params, table, count, &own);
-    if (status != DTRAIN_OK)
-        return status;
-    status = dtrain__rounds_check(&full, &params);
-    if (status == DTRAIN_OK)
-        status = dtrain__rounds_plan(&sizes, &params, ranks, full.server, &full);
-    if (status == DTRAIN_OK)
-        *bytes = sizes.all;
-    dtrain__params_destroy(&params, &own);
-    return status;
-}
 
 /* Frees everything but the groups. */
 static void dtrain__rounds_free(dtrain_local_sgd *local)
@@ -48496,7 +48403,7 @@ DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t co
         const dtrain_safetensors_tensor *tensor =
             dtrain_safetensors_model_find(model, table[i].name, strlen(table[i].name), &file);
         if (dtrain__params_fits(&table[i], tensor, &ignored))
-            status = dtrain_safetensors_read(file, tensor, table[i].data, table[i].dtype);
+            status = dtrain_safetensors_read(file, tensor, 0, tensor->count, table[i].data, table[i].dtype);
     }
     dtrain_safetensors_model_close(model);
     return status;

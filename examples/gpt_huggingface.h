@@ -213,8 +213,8 @@ static inline dtrain_status gpt_hf_read(const dtrain_safetensors_model *file, co
     if (tensor == NULL)
         return dtrain_error_set(DTRAIN_ERR_MISMATCH, "the model in the files is not the one that was opened");
     if (!gpt_hf_names[which].transposed)
-        return dtrain_safetensors_read(part, tensor, value, DTRAIN_F32);
-    dtrain_status status = dtrain_safetensors_read(part, tensor, spare, DTRAIN_F32);
+        return dtrain_safetensors_read(part, tensor, 0, tensor->count, value, DTRAIN_F32);
+    dtrain_status status = dtrain_safetensors_read(part, tensor, 0, tensor->count, spare, DTRAIN_F32);
     if (status == DTRAIN_OK)
         gpt_hf_transpose(value, spare, shape[1], shape[0]);
     return status;

@@ -95,7 +95,7 @@ static void files_open(bench *b, double limit_us)
         int64_t begin = bench_now_ns();
         DTRAIN_CHECK(dtrain_safetensors_open(&file, path, NULL));
         const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(file, "model.layers.7.mlp.weight", 25);
-        DTRAIN_CHECK(dtrain_safetensors_read_range(file, tensor, elements / 2, 1, &first, DTRAIN_F32));
+        DTRAIN_CHECK(dtrain_safetensors_read(file, tensor, elements / 2, 1, &first, DTRAIN_F32));
         dtrain_safetensors_close(file);
         if (run >= 0) {
             b->us[run] = (double)(bench_now_ns() - begin) * 1e-3;
@@ -197,7 +197,7 @@ static void files_load(bench *b)
         for (size_t i = 0; i < count && places != NULL; i++) {
             const dtrain_safetensors_tensor *tensor = dtrain_safetensors_tensor_at(file, i);
             places[i] = malloc((size_t)(tensor->end - tensor->begin) + 1);
-            DTRAIN_CHECK(dtrain_safetensors_read(file, tensor, places[i], (dtrain_dtype)0));
+            DTRAIN_CHECK(dtrain_safetensors_read(file, tensor, 0, tensor->count, places[i], (dtrain_dtype)0));
         }
         b->bytes = (size_t)dtrain_safetensors_bytes_read(file);
         dtrain_safetensors_close(file);

@@ -199,7 +199,7 @@ static int print_elements(dtrain_safetensors *file, const dtrain_safetensors_ten
     unsigned bits = dtrain_dtype_bits(tensor->dtype);
     for (size_t at = 0; at < count; at += STEP) {
         size_t some = count - at < STEP ? count - at : (size_t)STEP;
-        dtrain_status status = dtrain_safetensors_read_range(file, tensor, begin + at, some, values,
+        dtrain_status status = dtrain_safetensors_read(file, tensor, begin + at, some, values,
                                                              is_float(tensor->dtype) ? DTRAIN_F64 : (dtrain_dtype)0);
         if (status != DTRAIN_OK)
             return complain(status);
@@ -266,9 +266,9 @@ static dtrain_status compare(dtrain_safetensors *a_file, const dtrain_safetensor
     for (size_t at = 0; at < a->count && status == DTRAIN_OK; at += STEP) {
         size_t some = a->count - at < STEP ? a->count - at : (size_t)STEP,
                bytes = some * dtrain_dtype_bits(a->dtype) / 8;
-        status = dtrain_safetensors_read_range(a_file, a, at, some, left, floats ? DTRAIN_F64 : (dtrain_dtype)0);
+        status = dtrain_safetensors_read(a_file, a, at, some, left, floats ? DTRAIN_F64 : (dtrain_dtype)0);
         if (status == DTRAIN_OK)
-            status = dtrain_safetensors_read_range(b_file, b, at, some, right, floats ? DTRAIN_F64 : (dtrain_dtype)0);
+            status = dtrain_safetensors_read(b_file, b, at, some, right, floats ? DTRAIN_F64 : (dtrain_dtype)0);
         if (status == DTRAIN_OK && floats)
             compare_chunk(left, right, some, differ, most);
         size_t width = dtrain_dtype_bits(a->dtype) < 8 ? 1 : dtrain_dtype_bits(a->dtype) / 8;
@@ -515,7 +515,7 @@ static dtrain_status pass_saturated(const passage *p, size_t begin, unsigned cha
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0, n; i < count && status == DTRAIN_OK; i += n) {
         n = count - i < 512 ? count - i : 512;
-        status = dtrain_safetensors_read_range(p->file, p->tensor, begin + i, n, chunk, p->tensor->dtype);
+        status = dtrain_safetensors_read(p->file, p->tensor, begin + i, n, chunk, p->tensor->dtype);
         if (status == DTRAIN_OK)
             status = dtrain_convert_saturating(chunk, p->tensor->dtype, out + i, p->dtype, n);
     }
@@ -529,7 +529,7 @@ static dtrain_status pass(void *user, uint64_t offset, void *out, size_t bytes)
     progress(bytes);
     if (p->saturate)
         return pass_saturated(p, (size_t)offset, (unsigned char *)out, bytes);
-    return dtrain_safetensors_read_range(p->file, p->tensor, (size_t)(offset * 8 / bits), bytes * 8 / bits, out,
+    return dtrain_safetensors_read(p->file, p->tensor, (size_t)(offset * 8 / bits), bytes * 8 / bits, out,
                                          p->dtype);
 }
 

@@ -164,7 +164,7 @@ DTRAIN_API dtrain_status dtrain_params_load(const dtrain_param *table, size_t co
         const dtrain_safetensors_tensor *tensor =
             dtrain_safetensors_model_find(model, table[i].name, strlen(table[i].name), &file);
         if (dtrain__params_fits(&table[i], tensor, &ignored))
-            status = dtrain_safetensors_read(file, tensor, table[i].data, table[i].dtype);
+            status = dtrain_safetensors_read(file, tensor, 0, tensor->count, table[i].data, table[i].dtype);
     }
     dtrain_safetensors_model_close(model);
     return status;

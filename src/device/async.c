@@ -252,7 +252,8 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     return dtrain__report(&ended);
 }
 
-DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work)
+/* Says whether dtrain_device_work_wait will not keep the CPU. */
+static int dtrain__async_done(const dtrain_device_work *work)
 {
     return work == NULL || work->async->process != getpid() ||
            dtrain__worker_is_done(&work->async->worker, work->job.number);
@@ -260,7 +261,7 @@ DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work)
 
 static void dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
-    int done = work != NULL && dtrain_device_work_done(work);
+    int done = work != NULL && dtrain__async_done(work);
     if (begin_ns != NULL)
         *begin_ns = done ? work->begin_ns : 0;
     if (end_ns != NULL)

@@ -159,16 +159,14 @@ DTRAIN_API_MUST dtrain_status dtrain_device_group_all_reduce_async(dtrain_device
  * The CPU waits until the group's thread has handed the call over, as long as the blocking call would take: in EVENTS
  * until all ranks have come to it, in STAGED and HOSTS until all of it has come. The device's queue waits for the rest.
  *
- *   work     NULL is DTRAIN_OK, and done
+ *   work     NULL is DTRAIN_OK
  *   device   the rank's queue that is to see the result, of the group's table; NULL: the one given to create
  *   errors   those of the call. Works that were started before the first error was returned here end with that one,
  *            too, and no part of them is done: after a TIMEOUT that leaves the group usable, start all of them again
  *            DTRAIN_ERR_INVALID  device is of another table; the work is still to be waited for
- *   done     returns 1 when wait will not keep the CPU; never blocks
  *
  * one thread per object; blocks until the calls before it are over, each up to its own time */
 DTRAIN_API_MUST dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device);
-DTRAIN_API int dtrain_device_work_done(const dtrain_device_work *work);
 
 /* Waits for the device's queue, and says whether all calls so far have done what they should.
  *

@@ -60,7 +60,7 @@ static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, cons
     return dtrain__no_device(NULL);
 }
 
-static int dtrain_device_work_done(const dtrain_device_work *work)
+static int dtrain__async_done(const dtrain_device_work *work)
 {
     (void)work;
     return 1;

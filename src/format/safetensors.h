@@ -110,31 +110,22 @@ DTRAIN_API uint64_t dtrain_safetensors_header_bytes(const dtrain_safetensors *fi
  * any thread */
 DTRAIN_API uint64_t dtrain_safetensors_bytes_read(const dtrain_safetensors *file);
 
-/* Reads a whole tensor.
+/* Reads elements begin to begin + count of a tensor, counted row by row.
  *
  *   tensor   of this file
- *   out      room for tensor->count elements of dtype, any alignment. A count comes from the file: compare it with the
+ *   out      room for count elements of dtype, any alignment. A tensor's count comes from the file: compare it with the
  *            room first, or let dtrain_safetensors_load do it
  *   dtype    what out gets: the tensor's own, or, where both are among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2, any
  *            other (see dtrain_convert); (dtrain_dtype)0: the tensor's own, whatever it is
- *   errors   DTRAIN_ERR_INVALID      no file, tensor or out
+ *   errors   DTRAIN_ERR_INVALID      no file, tensor or out; beyond the tensor; of a dtype narrower than a byte, a range
+ *                                    that begins or ends inside one
  *            DTRAIN_ERR_UNSUPPORTED  a conversion that is none of those
  *            DTRAIN_ERR_IO, DTRAIN_ERR_CORRUPT  the system refused; the file was cut after it was opened
  *            on any error the contents of out are undefined
  *
  * any thread, any number at once on one file; allocates nothing */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
-                                                      void *out, dtrain_dtype dtype);
-
-/* Reads elements begin to begin + count of a tensor, counted row by row; otherwise as dtrain_safetensors_read.
- *
- *   errors   DTRAIN_ERR_INVALID  also: beyond the tensor; of a dtype narrower than a byte, a range that begins or ends
- *                                inside one
- *
- * any thread, any number at once on one file; allocates nothing */
-DTRAIN_API_MUST dtrain_status dtrain_safetensors_read_range(dtrain_safetensors *file,
-                                                            const dtrain_safetensors_tensor *tensor, size_t begin,
-                                                            size_t count, void *out, dtrain_dtype dtype);
+                                                      size_t begin, size_t count, void *out, dtrain_dtype dtype);
 
 /* Finds a tensor by name and reads it, if it has exactly count elements; otherwise as dtrain_safetensors_read.
  *
@@ -198,16 +189,6 @@ typedef dtrain_status (*dtrain_safetensors_sink)(void *user, const void *data, s
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_save(const char *path, const dtrain_safetensors_source *sources,
                                                       size_t count, const dtrain_safetensors_write_desc *desc);
-
-/* Writes the same bytes to memory.
- *
- *   bytes    out: those of the whole file, also where they do not fit
- *   errors   DTRAIN_ERR_INVALID  also: capacity is too small; out is not touched
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_safetensors_write_memory(void *out, size_t capacity, size_t *bytes,
-                                                              const dtrain_safetensors_source *sources, size_t count,
-                                                              const dtrain_safetensors_write_desc *desc);
 
 /* Hands the same bytes to a callback, in order, at most 8 MiB a call.
  *

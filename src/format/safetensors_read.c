@@ -139,7 +139,7 @@ static dtrain_status dtrain__safetensors_reading_bad(const dtrain__safetensors_r
                         dtrain_dtype_name(reading->tensor->dtype), what, count, begin, limit);
 }
 
-DTRAIN_API dtrain_status dtrain_safetensors_read_range(dtrain_safetensors *file,
+DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file,
                                                        const dtrain_safetensors_tensor *tensor, size_t begin,
                                                        size_t count, void *out, dtrain_dtype dtype)
 {
@@ -159,12 +159,6 @@ DTRAIN_API dtrain_status dtrain_safetensors_read_range(dtrain_safetensors *file,
     status = dtrain__safetensors_run(&reading, begin, count);
     dtrain__fpmode_restore(mode);
     return status;
-}
-
-DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
-                                                 void *out, dtrain_dtype dtype)
-{
-    return dtrain_safetensors_read_range(file, tensor, 0, tensor != NULL ? tensor->count : 0, out, dtype);
 }
 
 /* A box as runs: `run` elements each, and odometer dimensions 0 to outer - 1 that say where they begin. */
@@ -258,7 +252,7 @@ static dtrain_status dtrain__safetensors_box_read(dtrain__safetensors_reading *r
 }
 
 /* Reads a box of a tensor: along each dimension d, size[d] indices from begin[d] on; out gets them row by row, without
- * gaps; otherwise as dtrain_safetensors_read_range. Rows that meet in the file are read as one, and so, through a
+ * gaps; otherwise as dtrain_safetensors_read. Rows that meet in the file are read as one, and so, through a
  * buffer, are those with gaps of up to 4 KiB between them. */
 static dtrain_status dtrain__safetensors_read_box(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
                                                   const size_t *begin, const size_t *size, void *out,
@@ -302,7 +296,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_load(dtrain_safetensors *file, const
         return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
                             "safetensors_load: %s: tensor \"%s\" has %zu elements, expected %zu", file->label, quoted,
                             tensor->count, count);
-    return dtrain_safetensors_read(file, tensor, out, dtype);
+    return dtrain_safetensors_read(file, tensor, 0, tensor->count, out, dtype);
 }
 
 DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,

@@ -399,33 +399,4 @@ DTRAIN_API dtrain_status dtrain_safetensors_save(const char *path, const dtrain_
     return status;
 }
 
-static dtrain_status dtrain__safetensors_to_memory(void *user, const void *data, size_t bytes)
-{
-    unsigned char **at = (unsigned char **)user;
-    memcpy(*at, data, bytes);
-    *at += bytes;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_safetensors_write_memory(void *out, size_t capacity, size_t *bytes,
-                                                         const dtrain_safetensors_source *sources, size_t count,
-                                                         const dtrain_safetensors_write_desc *desc)
-{
-    dtrain__safetensors_plan plan;
-    unsigned char *at = (unsigned char *)out;
-    dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
-    if (status != DTRAIN_OK)
-        return status;
-    uint64_t whole = plan.header_bytes + plan.data_bytes;
-    if (bytes != NULL)
-        *bytes = whole <= SIZE_MAX ? (size_t)whole : SIZE_MAX;
-    if (out == NULL || whole > capacity)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write_memory: %zu bytes of memory, expected %llu",
-                              out != NULL ? capacity : 0, (unsigned long long)whole);
-    else
-        status = dtrain__safetensors_emit(&plan, dtrain__safetensors_to_memory, &at);
-    dtrain__safetensors_plan_end(&plan);
-    return status;
-}
-
 #endif

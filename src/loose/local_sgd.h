@@ -20,7 +20,7 @@ typedef struct dtrain_local_sgd dtrain_local_sgd;
 typedef struct dtrain_local_sgd_desc {
     int steps;            /* inner steps a round; 0: 500 */
     float outer_lr;       /* 0: 0.7 */
-    float outer_momentum; /* Nesterov's, as dtrain_sgd; 0: 0.9, which is much for a run of few rounds, and for rounds
+    float outer_momentum; /* Nesterov's, as dtrain_device_sgd; 0: 0.9, which is much for a run of few rounds, and for rounds
                              of few steps: there 0.5 trains better */
     int no_momentum;      /* 1: the outer step is outer_lr times the mean difference; with outer_lr 1 an average */
     int warmup_rounds;    /* so many rounds of each fragment have no momentum at first; 0: 2; negative: none */
@@ -34,24 +34,11 @@ typedef struct dtrain_local_sgd_desc {
     const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN or OWN that
                                            * packs. NULL: as float32 */
     int64_t window_ms;  /* how long a round waits, from the first that has come; 0: 10,000; negative: for all */
-    size_t max_bytes;   /* of this object, see dtrain_local_sgd_plan; 0: no limit */
+    size_t max_bytes;   /* that dtrain_local_sgd_create takes and keeps, at most; 0: no limit */
     int no_broadcast;   /* 1: parameters are the same on all ranks already */
     int through_server; /* 1: rounds go through one rank, see dtrain_local_sgd_create, in place of an all-reduce */
     int server;         /* that rank, which trains too; 0 */
 } dtrain_local_sgd_desc;
-
-/* Says how many bytes dtrain_local_sgd_create takes from the group's allocator and keeps: the outer weights, their
- * momentum, the weights that this rank started from, and its difference, a float an element each; what a round needs of
- * the largest fragment besides; the residuals, where differences are compressed. Nothing is allocated later. The two
- * groups that it makes, and what their calls need, are not in it.
- *
- *   ranks    of the group
- *   bytes    out; of rounds through a server those of the server, the others need fewer
- *   errors   as dtrain_local_sgd_create; max_bytes is not looked at
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t count, int ranks,
-                                                    const dtrain_local_sgd_desc *desc, size_t *bytes);
 
 /* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
  *
@@ -61,6 +48,11 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, s
  * all-reduce, but where packing loses something and keeps it (feedback): what the packing of the sum loses is kept by
  * the server, not a part by each. When the server is lost, every other member trains on alone, and the log
  * says so. A server that makes no steps holds up every round for window_ms.
+ *
+ * Memory, from the group's allocator: the outer weights, their momentum, the weights that this rank started from, and its
+ * difference, a float an element each; what a round needs of the largest fragment besides; the residuals, where
+ * differences are compressed; a server has a member's differences and sums besides. Nothing is allocated later. The two
+ * groups that it makes, and what their calls need, are not in it.
  *
  *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
  *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the
@@ -84,7 +76,7 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
 /* Tells that the program has made an inner step; called after each.
  *
  * After every steps-th it notes how far the parameters are from the outer weights that they started from, which the
- * thread hands to the next round; and it applies what has come in. The outer step is that of dtrain_sgd on the outer
+ * thread hands to the next round; and it applies what has come in. The outer step is that of dtrain_device_sgd on the outer
  * weights, whose gradient is the sum over the members of weight times difference, over the sum of the weights.
  *
  * A member that a round did not wait for trains on. Its difference, from the outer weights that it started from, counts

@@ -4,29 +4,6 @@
 #define DTRAIN__ROUNDS_CALLS
 #include "rounds_thread.c"
 
-DTRAIN_API dtrain_status dtrain_local_sgd_plan(const dtrain_param *table, size_t count, int ranks,
-                                               const dtrain_local_sgd_desc *desc, size_t *bytes)
-{
-    dtrain_allocator own = {NULL, NULL, 0, 0};
-    dtrain_local_sgd_desc full = dtrain__rounds_defaults(desc);
-    dtrain__rounds_sizes sizes;
-    dtrain__params params;
-    if (bytes == NULL || ranks < 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_local_sgd_plan: needs bytes and at least 1 rank, got %s and %d",
-                            bytes == NULL ? "NULL" : "bytes", ranks);
-    dtrain_status status = dtrain__params_create(&params, table, count, &own);
-    if (status != DTRAIN_OK)
-        return status;
-    status = dtrain__rounds_check(&full, &params);
-    if (status == DTRAIN_OK)
-        status = dtrain__rounds_plan(&sizes, &params, ranks, full.server, &full);
-    if (status == DTRAIN_OK)
-        *bytes = sizes.all;
-    dtrain__params_destroy(&params, &own);
-    return status;
-}
-
 /* Frees everything but the groups. */
 static void dtrain__rounds_free(dtrain_local_sgd *local)
 {

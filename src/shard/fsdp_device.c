@@ -277,7 +277,7 @@ static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lo
     if (waited == NULL)
         return DTRAIN_OK;
     *work = NULL;
-    if (dtrain_device_work_done(waited))
+    if (dtrain__async_done(waited))
         dtrain__async_times(waited, &began, &ended);
     dtrain_status status = dtrain_device_work_wait(waited, fsdp->device.queue);
     ended = ended > 0 ? ended : dtrain__os_now_ns();

@@ -31,7 +31,7 @@ typedef struct dtrain_device_adamw_step {
     float beta1, rest1, beta2, rest2, root, eps, rate, keep;
 } dtrain_device_adamw_step;
 
-/* A step of SGD as numbers: see dtrain_sgd, whose bits it gives. */
+/* A step of SGD as numbers: see dtrain_device_sgd, whose bits it gives. */
 typedef struct dtrain_device_sgd_step {
     float *params, *velocity; /* velocity NULL: no momentum */
     const float *grads;

@@ -1,7 +1,9 @@
 /* ---- >>tensor ----
  * Element types, conversions between them, and dtrain_tensor: a shape over memory, row-major.
  * Arithmetic here gives the same bits under any compiler flags and instruction set; of matrix products there are
- * two sets of bits, see dtrain_sgemm. */
+ * two sets of bits, see dtrain_sgemm.
+ *
+ *     DTRAIN_CHECK(dtrain_convert(params, DTRAIN_F32, halves, DTRAIN_BF16, count)); */
 #ifndef DTRAIN__TENSOR_H
 #define DTRAIN__TENSOR_H
 #include "../base/base.h"

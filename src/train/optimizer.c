@@ -104,8 +104,8 @@ static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, fl
     dtrain__fpmode_restore(mode);
 }
 
-DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
-                           const dtrain_optimizer_desc *desc, float lr)
+static void dtrain__optimizer_sgd(float *params, const float *grads, float *velocity, size_t count,
+                                  const dtrain_optimizer_desc *desc, float lr)
 {
     uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
@@ -185,7 +185,7 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device == NULL) {
-        dtrain_sgd(params, grads, velocity, count, &full, lr);
+        dtrain__optimizer_sgd(params, grads, velocity, count, &full, lr);
         return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
     }
     uint64_t mode = dtrain__fpmode_enter();

@@ -228,27 +228,18 @@ typedef struct dtrain_optimizer_desc {
 DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
                              const dtrain_optimizer_desc *desc, float lr, uint64_t step);
 
-/* One step of SGD over a slice.
+/* A step of AdamW and of SGD over a slice in a device's memory, in one pass; NULL is the CPU. AdamW is dtrain_adamw, the
+ * same bits. SGD is, in float32, each operation rounded, the same bits under any flags and instruction set:
  *
- * In float32, each operation rounded, the same bits under any flags and instruction set:
  *   coupled decay   g = g + weight_decay * p; decoupled: p = (1 - lr * weight_decay) * p
  *   velocity = momentum * velocity + g;  d = velocity, or with nesterov g + momentum * velocity
  *   p = p - lr * d
  *
- *   velocity   zero before the first step; NULL when desc has no momentum, and then d = g
- *   others     as dtrain_adamw
- *   source     Sutskever, Martens, Dahl, Hinton, ICML 2013, as PyTorch writes it
- *
- * any thread; allocates nothing */
-DTRAIN_API void dtrain_sgd(float *params, const float *grads, float *velocity, size_t count,
-                           const dtrain_optimizer_desc *desc, float lr);
-
-/* A step of AdamW and of SGD over a slice in a device's memory, in one pass: dtrain_adamw and dtrain_sgd, the same
- * bits.
- *
+ *   velocity    zero before the first step; not read where desc has no momentum, and then d = g
  *   copy_bf16   out: the new parameters rounded to BF16, count of them; NULL: none
- *   velocity    as in dtrain_sgd; not read where desc has no momentum
+ *   others      as dtrain_adamw
  *   errors      DTRAIN_ERR_INVALID  a NULL pointer; constants out of range; lr negative or not finite; step 0
+ *   source      Sutskever, Martens, Dahl, Hinton, ICML 2013, as PyTorch writes it
  *
  * one thread per object; allocates nothing */
 DTRAIN_API_MUST dtrain_status dtrain_device_adamw(dtrain_device *device, float *params, const float *grads, float *m,

@@ -255,7 +255,10 @@ static dtrain_status measure(dtrain_comm *world, void *user)
     toy t;
     dtrain_local_sgd *local;
     toy_begin(&t, 300);
-    CHECK_EQ(dtrain_local_sgd_plan(t.table, 5, ranks, &m->desc, &plan), DTRAIN_OK);
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, t.table, 5, &m->desc), DTRAIN_OK);
+    plan = local->sizes.all;
+    CHECK_EQ(dtrain_local_sgd_finish(local), DTRAIN_OK);
+    dtrain_local_sgd_destroy(local);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     before = m->allocator.bytes;
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
@@ -449,11 +452,9 @@ static void refused(dtrain_comm *world, const toy *t, const dtrain_local_sgd_des
                     const char *text)
 {
     dtrain_local_sgd *local;
-    size_t bytes;
     CHECK_EQ(dtrain_local_sgd_create(&local, world, t->table, 5, desc), expected);
     CHECK_CONTAINS(dtrain_last_error(), text);
     CHECK(local == NULL);
-    CHECK_EQ(dtrain_local_sgd_plan(t->table, 5, 2, desc, &bytes), expected);
 }
 
 TEST(what_cannot_be_is_refused_with_a_text_that_says_what_was_expected)
@@ -463,7 +464,6 @@ TEST(what_cannot_be_is_refused_with_a_text_that_says_what_was_expected)
     dtrain_local_sgd_desc desc, none;
     dtrain_compress_desc compress;
     dtrain_local_sgd *local;
-    size_t bytes;
     toy t;
     memset(&none, 0, sizeof none);
     memset(&compress, 0, sizeof compress);
@@ -489,7 +489,6 @@ TEST(what_cannot_be_is_refused_with_a_text_that_says_what_was_expected)
     compress.feedback.start_step = 0;
     compress.kind = DTRAIN_COMPRESS_OWN;
     refused(world, &t, &desc, DTRAIN_ERR_INVALID, "without own");
-    CHECK_EQ(dtrain_local_sgd_plan(t.table, 5, 0, NULL, &bytes), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_local_sgd_create(&local, NULL, t.table, 5, NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_local_sgd_create(&local, world, t.table, 5, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_local_sgd_step(local, -1), DTRAIN_ERR_INVALID);

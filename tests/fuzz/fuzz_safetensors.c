@@ -6,6 +6,7 @@
 #define DTRAIN_API static
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
+#include "safetensors_memory.h"
 
 static void require(int fact)
 {
@@ -30,9 +31,9 @@ static void read_all(dtrain_safetensors *file, const dtrain_safetensors_tensor *
     require(begin != NULL && out != NULL && again != NULL);
     require(dtrain_safetensors_find(file, tensor->name, tensor->name_length) == tensor);
     require(tensor->name[tensor->name_length] == '\0');
-    require(dtrain_safetensors_read(file, tensor, out, (dtrain_dtype)0) == DTRAIN_OK);
-    require(dtrain_safetensors_read_range(file, tensor, 0, half, again, (dtrain_dtype)0) == DTRAIN_OK);
-    require(dtrain_safetensors_read_range(file, tensor, half, tensor->count - half,
+    require(dtrain_safetensors_read(file, tensor, 0, tensor->count, out, (dtrain_dtype)0) == DTRAIN_OK);
+    require(dtrain_safetensors_read(file, tensor, 0, half, again, (dtrain_dtype)0) == DTRAIN_OK);
+    require(dtrain_safetensors_read(file, tensor, half, tensor->count - half,
                                           again + half / 8 * dtrain_dtype_bits(tensor->dtype),
                                           (dtrain_dtype)0) == DTRAIN_OK);
     require(memcmp(out, again, bytes) == 0);
@@ -81,7 +82,7 @@ static void write_again(dtrain_safetensors *file)
     unsigned char *out = (unsigned char *)malloc((size_t)size);
     dtrain_safetensors *second = NULL;
     require(out != NULL);
-    require(dtrain_safetensors_write_memory(out, (size_t)size, &bytes, sources, count, &desc) == DTRAIN_OK &&
+    require(write_memory(out, (size_t)size, &bytes, sources, count, &desc) == DTRAIN_OK &&
             bytes == size);
     require(dtrain_safetensors_open_memory(&second, out, bytes, NULL) == DTRAIN_OK);
     require(dtrain_safetensors_count(second) == count && second->pair_count == file->pair_count);

@@ -150,7 +150,7 @@ static dtrain_status async_divide(const async_op *o)
     return DTRAIN_OK;
 }
 
-/* As the manual of dtrain_adamw and dtrain_sgd has it, each operation rounded. */
+/* As the manual of dtrain_adamw and dtrain_device_sgd has it, each operation rounded. */
 static void async_adamw_now(const dtrain_device_adamw_step *s)
 {
     for (size_t i = 0; i < s->count; i++) {

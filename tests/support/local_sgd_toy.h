@@ -63,7 +63,7 @@ static void toy_step(toy *t, uint64_t seed, int member, float lr)
     t->member = member;
     for (size_t i = 0; i < t->count; i++)
         t->grad[i] = t->data[i] - t->goals[i];
-    dtrain_sgd(t->data, t->grad, NULL, t->count, NULL, lr);
+    CHECK_EQ(dtrain_device_sgd(NULL, t->data, t->grad, NULL, t->count, NULL, lr, NULL), DTRAIN_OK);
 }
 
 #endif

@@ -92,7 +92,7 @@ static void sgd(size_t count, uint64_t seed, unsigned offsets, int copies, unsig
     CHECK_OK(dtrain_device_sgd(test_device(), (float *)device[0], (const float *)device[1],
                                kind & 1 ? (float *)device[2] : NULL, count, &desc, 0.1f,
                                copies ? (uint16_t *)device[4] : NULL));
-    dtrain_sgd(host[0], host[1], host[2], count, &desc, 0.1f);
+    CHECK_OK(dtrain_device_sgd(NULL, host[0], host[1], host[2], count, &desc, 0.1f, NULL));
     same("sgd", count, offsets, copies);
 }
 

@@ -242,7 +242,7 @@ static void at_once(dg_rank *r)
     char *x = dg_alloc(r, COUNT * 4);
     CHECK(r->fake.queue == NULL);
     CHECK_EQ(dtrain_device_group_all_reduce_async(r->group, x, x, COUNT, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
-    CHECK_EQ(dtrain_device_work_done(work), 1);
+    CHECK_EQ(dtrain__async_done(work), 1);
     CHECK_EQ(dtrain_device_work_wait(work, r->device), DTRAIN_OK);
     same_as_on_the_cpu(r, 1009, 60, r->world->seed);
     dg_free(r, x);
@@ -305,13 +305,13 @@ static void looks(dg_rank *r)
     CHECK_EQ(dtrain_device_group_all_reduce_async(r->group, x, x, COUNT, DTRAIN_F32, DTRAIN_SUM, &work), DTRAIN_OK);
     if (r->rank == 0) {
         usleep(20000);
-        CHECK_EQ(dtrain_device_work_done(work), 0);
+        CHECK_EQ(dtrain__async_done(work), 0);
         dtrain__async_times(work, &begin, &end);
         CHECK_EQ(begin, 0);
         CHECK_EQ(end, 0);
         tell_seen(1);
     }
-    while (!dtrain_device_work_done(work))
+    while (!dtrain__async_done(work))
         usleep(500);
     dtrain__async_times(work, &begin, &end);
     CHECK(before <= begin && begin <= end && end <= now_ns());
@@ -329,7 +329,7 @@ TEST(a_work_is_done_when_it_has_been_handed_over)
         dg_on_threads(&w);
     }
     dtrain__async_times(NULL, NULL, NULL);
-    CHECK_EQ(dtrain_device_work_done(NULL), 1);
+    CHECK_EQ(dtrain__async_done(NULL), 1);
     CHECK_EQ(dtrain_device_work_wait(NULL, NULL), DTRAIN_OK);
 }
 
@@ -794,7 +794,7 @@ TEST(a_forked_child_is_refused_and_frees_its_copy)
     if (child == 0) {
         int good = dtrain_device_group_all_reduce_async(group, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &none) ==
                        DTRAIN_ERR_INVALID &&
-                   dtrain_device_work_wait(work, NULL) == DTRAIN_ERR_INVALID && dtrain_device_work_done(work);
+                   dtrain_device_work_wait(work, NULL) == DTRAIN_ERR_INVALID && dtrain__async_done(work);
         dtrain_device_group_destroy(group);
         _exit(good ? 0 : 1);
     }

@@ -216,7 +216,7 @@ TEST(what_pytorch_consolidates_is_read)
     CHECK_EQ(dtrain_safetensors_model_open(&model, directory, NULL), DTRAIN_OK);
     const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_find(model, name, strlen(name), &file);
     CHECK(tensor != NULL);
-    CHECK_EQ(dtrain_safetensors_read(file, tensor, out, DTRAIN_F32), DTRAIN_OK);
+    CHECK_EQ(dtrain_safetensors_read(file, tensor, 0, tensor->count, out, DTRAIN_F32), DTRAIN_OK);
     CHECK(memcmp(out, "\0\1\2\3\4\5\6\7", 8) == 0);
     dtrain_safetensors_model_close(model);
     free(made);
@@ -284,7 +284,7 @@ TEST(a_model_is_cut_in_its_order_where_a_file_is_full)
     for (int i = 0; i < 5; i++) {
         const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_find(model, sources[i].name, 1, &file);
         CHECK(tensor != NULL && file != NULL);
-        CHECK_EQ(dtrain_safetensors_read(file, tensor, out, DTRAIN_F32), DTRAIN_OK);
+        CHECK_EQ(dtrain_safetensors_read(file, tensor, 0, tensor->count, out, DTRAIN_F32), DTRAIN_OK);
         CHECK(memcmp(out, data[i], 40) == 0);
     }
     static const char order[] = "debca"; /* file by file, in the order of data */

@@ -328,7 +328,10 @@ static dtrain_status measure(dtrain_comm *world, void *user)
     toy_begin(&t, 300);
     c.desc.through_server = 1;
     c.desc.server = 2;
-    CHECK_EQ(dtrain_local_sgd_plan(t.table, 5, 3, &c.desc, &plan), DTRAIN_OK);
+    CHECK_EQ(dtrain_local_sgd_create(&local, world, t.table, 5, &c.desc), DTRAIN_OK);
+    plan = local->sizes.all + (rank == 2 ? 0 : 2 * 3 * 100 * sizeof(float)); /* the server's */
+    CHECK_EQ(dtrain_local_sgd_finish(local), DTRAIN_OK);
+    dtrain_local_sgd_destroy(local);
     c.desc.max_bytes = plan - (rank == 2); /* too few on the server alone */
     CHECK_EQ(dtrain_local_sgd_create(&local, world, t.table, 5, &c.desc),
              rank == 2 ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_ABORTED);

@@ -411,7 +411,7 @@ TEST(r23_names_are_any_text)
             continue;
         CHECK_EQ(tensor->name_length, names[i].length);
         CHECK(memcmp(tensor->name, names[i].name, names[i].length + 1) == 0); /* a zero byte follows */
-        CHECK_EQ(dtrain_safetensors_read(file, tensor, &out, DTRAIN_U8), DTRAIN_OK);
+        CHECK_EQ(dtrain_safetensors_read(file, tensor, 0, tensor->count, &out, DTRAIN_U8), DTRAIN_OK);
         CHECK_EQ(out, names[i].at); /* they lie in this order: no two are one */
     }
     CHECK(dtrain_safetensors_find(file, "a\0c", 3) == NULL);

@@ -5,6 +5,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
+#include "safetensors_memory.h"
 
 const int hook_file_swap = 1;
 
@@ -34,7 +35,7 @@ TEST(every_width_is_turned_around_in_the_file_and_back)
             dtrain_safetensors_source s = {"x", 0, dtypes[k], 1, two, filled ? NULL : data, filled ? fill : NULL, data};
             dtrain_safetensors *opened = NULL;
             const void *view;
-            CHECK_EQ(dtrain_safetensors_write_memory(file, sizeof file, &bytes, &s, 1, NULL), DTRAIN_OK);
+            CHECK_EQ(write_memory(file, sizeof file, &bytes, &s, 1, NULL), DTRAIN_OK);
             CHECK(memcmp(file + bytes - width, in_file[k], width) == 0);
             CHECK(file[0] > 0 && file[1] == 0 && file[8] == '{'); /* the header's length is no number of a tensor */
             CHECK_EQ(dtrain_safetensors_open_memory(&opened, file, bytes, NULL), DTRAIN_OK);
@@ -57,7 +58,7 @@ TEST(conversions_and_boxes_turn_around_what_they_read)
     dtrain_safetensors *opened = NULL;
     for (int i = 0; i < 2000; i++)
         values[i] = (float)i * 0.5f;
-    CHECK_EQ(dtrain_safetensors_write_memory(file, sizeof file, &bytes, &s, 1, NULL), DTRAIN_OK);
+    CHECK_EQ(write_memory(file, sizeof file, &bytes, &s, 1, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_safetensors_open_memory(&opened, file, bytes, NULL), DTRAIN_OK);
     CHECK_EQ(
         dtrain__safetensors_read_box(opened, dtrain_safetensors_tensor_at(opened, 0), begin, size, out, DTRAIN_F64),
