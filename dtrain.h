@@ -2854,7 +2854,7 @@ DTRAIN_API_MUST dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, s
  * are AdamW's. From then on v stays as it is. Each rank adds its gradient to m, compresses that, and m becomes the mean
  * of what all ranks sent; a norm that is clipped is that of m. Dense parameters go on as before. An element whose
  * gradient was always 0 until then has v = 0 and would make a step of lr * m / eps: make embeddings dense. It needs
- * DTRAIN_NO_SHARD on the CPU. A step that is dropped leaves no residual; for that each rank keeps the residual twice.
+ * DTRAIN_DDP on the CPU. A step that is dropped leaves no residual; for that each rank keeps the residual twice.
  * Source: Tang and others, 1-bit Adam, ICML 2021.
  *
  * What has less than least_count elements is all-reduced as it is. So is, by PowerSGD, a parameter of one dimension; of
@@ -2975,18 +2975,18 @@ DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dt
  *                  parameters      gradients    optimizer state   sent a step, for P bytes on n ranks
  *   FULL_SHARD     slice           slice        slice             2 or 3 P (n-1)/n
  *   SHARD_GRAD_OP  full            slice        slice             2 P (n-1)/n
- *   NO_SHARD       full            full         full              2 P (n-1)/n
+ *   DDP            full            full         full              2 P (n-1)/n
  *   HYBRID_SHARD   slice of a node, replicated over the nodes; as FULL_SHARD in a node of s ranks, and
  *                  2 P/s (m-1)/m between m nodes
  *
  * (PyTorch's SHARD_GRAD_OP shards parameters between steps; here they stay.) Reductions are the tree of >>order, so
- * FULL_SHARD, SHARD_GRAD_OP and NO_SHARD give the same weights, bit for bit, and HYBRID_SHARD does where shard_size is
+ * FULL_SHARD, SHARD_GRAD_OP and DDP give the same weights, bit for bit, and HYBRID_SHARD does where shard_size is
  * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
  * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
  *
  * With a reduce_dtype of 16 bits, a gradient is rounded to it when it leaves its rank, and a world of one rounds it,
  * too: once a micro-batch, or with keep_full_grads once a step. The owner adds in float32, over ranks and
- * micro-batches, and rounds nothing again. So under FULL_SHARD and SHARD_GRAD_OP all of the above holds. NO_SHARD and
+ * micro-batches, and rounds nothing again. So under FULL_SHARD and SHARD_GRAD_OP all of the above holds. DDP and
  * HYBRID_SHARD also send sums between copies: they round the sum of each copy, and what all copies get, once in each
  * reduction. Their weights differ from those of the other two strategies in these roundings. On a device the rounded
  * numbers travel to their owner as float32, with the same bits; between copies they travel in 16 bits.
@@ -3017,7 +3017,7 @@ DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dt
  * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or
  * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order.
  *
- * Replicas (NO_SHARD, HYBRID_SHARD) compare a hash of their weights when a step is finished (desc.check_every). It
+ * Replicas (DDP, HYBRID_SHARD) compare a hash of their weights when a step is finished (desc.check_every). It
  * covers one part of the trained weights a step, at least 1,024 elements, the same part on every rank, and travels in a
  * message that is sent anyway. Where it differs, that call ends on every rank with DTRAIN_ERR_MISMATCH: the text names
  * the first parameter that differs and the ranks that have other values than most. The step is dropped, and the object
@@ -3049,7 +3049,7 @@ typedef enum dtrain_strategy {
     DTRAIN_STRATEGY_DEFAULT = 0, /* full shard */
     DTRAIN_FULL_SHARD = 601,
     DTRAIN_SHARD_GRAD_OP,
-    DTRAIN_NO_SHARD,
+    DTRAIN_DDP,
     DTRAIN_HYBRID_SHARD
 } dtrain_strategy;
 
@@ -3086,7 +3086,7 @@ typedef struct dtrain_fsdp_desc {
     int micro_batches;            /* of a rank in a step, the most, for the plan; 0: 1 */
     float loss_scale;             /* the first, by which the caller multiplies its loss; 0: none is used */
     int loss_scale_steps;         /* good steps after which it doubles; 0: 2,000 */
-    size_t bucket_bytes;          /* units are added up between copies (no shard, hybrid) once so much of them waits,
+    size_t bucket_bytes;          /* units are added up between copies (DDP, hybrid) once so much of them waits,
                                      each by itself where gradients travel in 16 bits; 0: 1 MiB; 1: each by itself */
     int no_broadcast;             /* 1: data in the table is the same on all ranks already */
     size_t trace_events;          /* kept for dtrain_fsdp_trace, the last of them; 0: none */
@@ -3094,9 +3094,9 @@ typedef struct dtrain_fsdp_desc {
                              * scale, a multiple of 8, at most 65,536 (256 is usual); 0: in gather_dtype */
     size_t quantise_reduce; /* full shard, shard-grad-op, hybrid: so do gradients to their owner, who adds them in F32;
                              * what rounding loses is lost. 0: in reduce_dtype. Of neither the small ranges */
-    const dtrain_compress_desc *compress; /* copied; no shard, hybrid: sums travel compressed between copies, once a
+    const dtrain_compress_desc *compress; /* copied; DDP, hybrid: sums travel compressed between copies, once a
                                            * step, bucket by bucket. NULL: as they are */
-    int check_every; /* no shard, hybrid: replicas compare a hash of their weights at the end of every step, one of so
+    int check_every; /* DDP, hybrid: replicas compare a hash of their weights at the end of every step, one of so
                       * many parts of them at a time; 0: 1,000 steps for all parts; negative: never */
     int debug; /* 1: memory is watched, see above; alike on every rank. 0: where the environment has DTRAIN_DEBUG=1 */
 } dtrain_fsdp_desc;
@@ -33903,7 +33903,7 @@ static dtrain_status dtrain__params_no_adam(const dtrain_compress_desc *desc, co
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                         "%s: compress.adam is 1, which needs the m and v of an AdamW: use a dtrain_fsdp with "
-                        "DTRAIN_NO_SHARD and that optimizer, or leave it 0",
+                        "DTRAIN_DDP and that optimizer, or leave it 0",
                         call);
 }
 
@@ -35506,10 +35506,10 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
         return DTRAIN_OK;
     if (kind == DTRAIN_OPTIMIZER_NONE)
         return dtrain__params_no_adam(compress, "fsdp without an optimizer");
-    if (dtrain__layout_strategy(desc) != DTRAIN_NO_SHARD || device != NULL)
+    if (dtrain__layout_strategy(desc) != DTRAIN_DDP || device != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "fsdp: compress.adam needs all of m and v in each rank's memory, on the CPU: use "
-                            "DTRAIN_NO_SHARD there; sharded or on %s, leave it 0",
+                            "DTRAIN_DDP there; sharded or on %s, leave it 0",
                             device != NULL ? dtrain_device_name(device) : "a device");
     if (kind == DTRAIN_SGD || compress->feedback.start_step == 0 || compress->feedback.momentum != 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -35524,14 +35524,14 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
 static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
 {
     dtrain_strategy strategy = dtrain__layout_strategy(desc);
-    if (strategy != DTRAIN_NO_SHARD && strategy != DTRAIN_HYBRID_SHARD)
+    if (strategy != DTRAIN_DDP && strategy != DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: compress needs copies between which sums travel: use DTRAIN_NO_SHARD or "
+                            "fsdp: compress needs copies between which sums travel: use DTRAIN_DDP or "
                             "DTRAIN_HYBRID_SHARD; for sharded gradients there is quantise_reduce");
     if (strategy == DTRAIN_HYBRID_SHARD && desc->compress->kind == DTRAIN_COMPRESS_POWERSGD && desc->shard_size > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: PowerSGD needs whole matrices, of which hybrid sharding leaves a rank slices: use "
-                            "DTRAIN_NO_SHARD, or another compressor");
+                            "DTRAIN_DDP, or another compressor");
     if ((desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32) || desc->loss_scale != 0.0f)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -35551,12 +35551,12 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: quantise_gather is %zu, quantise_reduce %zu: expected multiples of 8, at most 65,536", gather,
             reduce);
-    if (gather > 0 && (strategy == DTRAIN_NO_SHARD || strategy == DTRAIN_SHARD_GRAD_OP))
+    if (gather > 0 && (strategy == DTRAIN_DDP || strategy == DTRAIN_SHARD_GRAD_OP))
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: quantise_gather needs parameters that are gathered to be used, and full weights that "
             "are kept would be rounded for good: use DTRAIN_FULL_SHARD or DTRAIN_HYBRID_SHARD");
-    if (reduce > 0 && strategy == DTRAIN_NO_SHARD)
+    if (reduce > 0 && strategy == DTRAIN_DDP)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: quantise_reduce needs gradients that are sharded: without, use compress, which keeps "
@@ -35576,7 +35576,7 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
     if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
-                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD or DTRAIN_HYBRID_SHARD",
+                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP or DTRAIN_HYBRID_SHARD",
                             (int)strategy);
     if (strategy == DTRAIN_HYBRID_SHARD && (desc->shard_size < 1 || world % desc->shard_size != 0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -35834,7 +35834,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         return status;
     }
     layout->device = device;
-    layout->shards = strategy == DTRAIN_NO_SHARD ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
+    layout->shards = strategy == DTRAIN_DDP ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
     layout->copies = world / layout->shards;
     layout->shard = rank % layout->shards;
     layout->resident = strategy == DTRAIN_SHARD_GRAD_OP || layout->shards == 1;
@@ -39370,7 +39370,7 @@ static int dtrain__fsdp_was_there(const dtrain_fsdp *fsdp, int number)
 {
     const dtrain__fsdp_unit *unit = &fsdp->units[number];
     dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
-    int stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_NO_SHARD || fsdp->keeps ||
+    int stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP || fsdp->keeps ||
                 fsdp->desc.no_reshard_after_forward;
     return unit->fresh && (unit->held || unit->backward || stays);
 }
@@ -40910,7 +40910,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t coun
 
 static const char *dtrain__fsdp_strategy_name(int value)
 {
-    static const char *const names[] = {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"};
+    static const char *const names[] = {"FULL_SHARD", "SHARD_GRAD_OP", "DDP", "HYBRID_SHARD"};
     int index = value == DTRAIN_STRATEGY_DEFAULT ? 0 : value - DTRAIN_FULL_SHARD;
     return index >= 0 && index < 4 ? names[index] : NULL;
 }
@@ -41537,7 +41537,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
 #endif
 
 /* ---- >>ddp ----
- * Data-parallel training for a program with an optimizer of its own: FSDP's no-shard, whose sums go back to the table.
+ * Data-parallel training for a program with an optimizer of its own: FSDP's strategy DDP, whose sums go back to the table.
  * A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see >>reducer. */
 #ifndef DTRAIN__DDP
 #define DTRAIN__DDP
@@ -41666,7 +41666,7 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
         copy[i].frozen = !dtrain__params_trained(&table[i]);
     }
     memset(&full, 0, sizeof full);
-    full.strategy = DTRAIN_NO_SHARD;
+    full.strategy = DTRAIN_DDP;
     full.optimizer.kind = DTRAIN_OPTIMIZER_NONE;
     full.keep_full_grads = 1;
     full.no_broadcast = desc->no_broadcast;

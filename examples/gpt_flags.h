@@ -136,9 +136,9 @@ static inline int gpt_read_compression(gpt_flags *f)
     if (f->local_steps > 0 && (desc->kind == DTRAIN_COMPRESS_TOPK || desc->rank > 0))
         return report_complain("--compress", f->compress,
                                "does not go with --local-steps, whose rounds go as int8, fp8, bf16, f16 or sign");
-    if (strcmp(f->strategy, "none") == 0 || (strcmp(f->strategy, "hybrid") == 0 && desc->rank == 0))
+    if (strcmp(f->strategy, "ddp") == 0 || (strcmp(f->strategy, "hybrid") == 0 && desc->rank == 0))
         return 0;
-    return report_complain("--compress", f->compress, "needs --strategy none, or hybrid where it is not powersgd");
+    return report_complain("--compress", f->compress, "needs --strategy ddp, or hybrid where it is not powersgd");
 }
 
 /* Reads --mesh: names with sizes, in any order; one that is not there is 1. */
@@ -200,14 +200,14 @@ static inline int gpt_check_model(gpt_flags *f)
 static inline int gpt_check_flags(gpt_flags *f)
 {
     static const char *const optimizers[] = {"adamw", "sgd", NULL}, *const gathers[] = {"bf16", "f16", "f32", NULL};
-    static const char *const strategies[] = {"full", "grad", "none", "hybrid", NULL};
+    static const char *const strategies[] = {"full", "grad", "ddp", "hybrid", NULL};
     static const char *const aggregators[] = {"all-reduce", "ps", NULL};
     if (f->resume && f->save == NULL)
         return report_complain("flag", "--resume", "needs --save DIR, where the checkpoint is");
-    if (f->aggregator != NULL && strcmp(f->strategy, "none") != 0)
-        return report_complain("flag", "--aggregator", "needs --strategy none");
-    if (f->local_steps > 0 && (strcmp(f->strategy, "none") != 0 || strcmp(f->gather, "f32") != 0))
-        return report_complain("flag", "--local-steps", "needs --strategy none and --gather f32");
+    if (f->aggregator != NULL && strcmp(f->strategy, "ddp") != 0)
+        return report_complain("flag", "--aggregator", "needs --strategy ddp");
+    if (f->local_steps > 0 && (strcmp(f->strategy, "ddp") != 0 || strcmp(f->gather, "f32") != 0))
+        return report_complain("flag", "--local-steps", "needs --strategy ddp and --gather f32");
     if (gpt_check_mesh(f) || gpt_check_model(f))
         return 1;
     if (f->width % f->heads != 0)
@@ -322,7 +322,7 @@ static inline gpt_flags gpt_defaults(void)
     f.outer_warmup = 2;
     f.seed = f.ranks = 1;
     f.optimizer = "adamw";
-    f.strategy = "none";
+    f.strategy = "ddp";
     f.gather = "f32";
     f.schedule = "1f1b";
     f.vocab = 256; /* of bytes */
@@ -344,7 +344,7 @@ static inline void gpt_help_alike(const char *program)
         "  --micro 8        micro-batches a step, over all ranks together\n"
         "  --accum N        or: micro-batches a rank and step\n"
         "  --steps 100 --lr 1e-3 --clip 1 --optimizer adamw|sgd --seed 1\n"
-        "  --strategy none|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
+        "  --strategy ddp|grad|full|hybrid   what ranks keep a part of: nothing; gradients and optimizer state;\n"
         "                   parameters as well; these among every --shard-size 2 ranks\n"
         "  --gather f32|bf16|f16   how parameters travel\n"
         "  --ranks 1        threads that share the work\n"

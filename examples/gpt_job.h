@@ -79,7 +79,7 @@ static const struct {
     dtrain_strategy strategy;
 } gpt_strategies[] = {{"full", DTRAIN_FULL_SHARD},
                       {"grad", DTRAIN_SHARD_GRAD_OP},
-                      {"none", DTRAIN_NO_SHARD},
+                      {"ddp", DTRAIN_DDP},
                       {"hybrid", DTRAIN_HYBRID_SHARD}};
 
 enum { GPT_STRATEGIES = sizeof gpt_strategies / sizeof gpt_strategies[0] };
@@ -100,7 +100,7 @@ static inline dtrain_fsdp_desc gpt_fsdp_desc(const gpt_flags *flags, const char 
     desc.optimizer.beta2 = 0.95f;
     desc.optimizer.momentum = flags->compression.feedback.momentum > 0 ? 0 : 0.9f;
     if (flags->compress != NULL && flags->aggregator == NULL && flags->local_steps == 0 &&
-        (desc.strategy == DTRAIN_NO_SHARD || desc.strategy == DTRAIN_HYBRID_SHARD))
+        (desc.strategy == DTRAIN_DDP || desc.strategy == DTRAIN_HYBRID_SHARD))
         desc.compress = &flags->compression;
     if (desc.compress != NULL && flags->compression.kind == DTRAIN_COMPRESS_TOPK)
         desc.bucket_bytes = SIZE_MAX; /* chosen among all, where by buckets it trains worse, but overlaps */

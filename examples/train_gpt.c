@@ -276,7 +276,7 @@ static dtrain_status gpt_sample(const gpt_job *job, gpt *m, int root)
 
 static int gpt_keeps_full_weights(const dtrain_fsdp_desc *desc)
 {
-    return desc->strategy == DTRAIN_SHARD_GRAD_OP || desc->strategy == DTRAIN_NO_SHARD;
+    return desc->strategy == DTRAIN_SHARD_GRAD_OP || desc->strategy == DTRAIN_DDP;
 }
 
 /* Bytes that rank 0 sends in a step: what is gathered in each micro-batch, or once where it stays; gradients of each,
@@ -663,7 +663,7 @@ int main(int argc, char **argv)
  *
  * step 190/200 loss 2.2172 lr 1.08e-04 norm 0.835 21247 tokens/s comm 11.9% left 2 s
  * step 200/200 loss 2.2646 lr 1.00e-04 norm 1.096 21318 tokens/s comm 11.8% left 0 s
- * memory of none: 18.28 MiB planned, 17.50 MiB used at most
+ * memory of ddp: 18.28 MiB planned, 17.50 MiB used at most
  * result weights_sha256=ab749012417be71e85199cf3a384604d8f23de10a47ffc03ec433476b38e5d7f loss=2.264570
  * val_loss=2.183122 tokens_per_s=21318 comm_share=0.1185 peak_bytes=115405370 fsdp_bytes=18352754 hidden=0.9673
  */

@@ -26,7 +26,7 @@
  *   runs=11      at least 7; medians are printed
  *   size=1024    gemm: all three sizes; file_open has 1,000 tensors, and file_header 100,000
  *   ratio=0.01   topk: what is selected
- *   strategy=full | grad | none | hybrid: fsdp; hybrid has two nodes
+ *   strategy=full | grad | ddp | hybrid: fsdp; hybrid has two nodes
  *   layers=8 width=512 steps=1: fsdp: its size, and steps of a run; width: also tp_overlap's
  *   work=100     fsdp: computation in % of communication
  *   schedule=1f1b | gpipe | interleaved | zb_h1, micro=8, chunks=1 (interleaved 2): pipeline_bubble, which has 4 ranks

@@ -25,9 +25,9 @@ typedef struct fsdp_model {
     size_t counts[FSDP_PARAMS]; /* of a layer */
 } fsdp_model;
 
-static const dtrain_strategy fsdp_strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD,
+static const dtrain_strategy fsdp_strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP,
                                                   DTRAIN_HYBRID_SHARD};
-static const char *const fsdp_strategy_names[] = {"full", "grad", "none", "hybrid"};
+static const char *const fsdp_strategy_names[] = {"full", "grad", "ddp", "hybrid"};
 
 /* Computes for so many turns; sleeps: for as many nanoseconds, as when a device computes. */
 static void fsdp_spin(uint64_t turns, int sleeps)
@@ -71,7 +71,7 @@ static void fsdp_open(const bench *b, dtrain_comm *world, int kind, fsdp_model *
 {
     dtrain_fsdp_desc desc;
     memset(&desc, 0, sizeof desc);
-    desc.strategy = kind == FSDP_DDP ? DTRAIN_NO_SHARD : fsdp_strategies[b->strategy];
+    desc.strategy = kind == FSDP_DDP ? DTRAIN_DDP : fsdp_strategies[b->strategy];
     desc.shard_size = b->ranks % 2 == 0 ? b->ranks / 2 : 1;
     desc.optimizer.kind = DTRAIN_SGD;
     fsdp_describe(b, model->table);

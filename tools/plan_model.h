@@ -334,7 +334,7 @@ static inline size_t plan_list_variants(const plan_input *in, plan_layout layout
 {
     static const dtrain_pipeline_schedule schedules[] = {DTRAIN_PIPELINE_1F1B, DTRAIN_PIPELINE_GPIPE,
                                                          DTRAIN_PIPELINE_INTERLEAVED, DTRAIN_PIPELINE_ZB_H1};
-    static const dtrain_strategy strategies[] = {DTRAIN_NO_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_FULL_SHARD};
+    static const dtrain_strategy strategies[] = {DTRAIN_DDP, DTRAIN_SHARD_GRAD_OP, DTRAIN_FULL_SHARD};
     size_t used = 0;
     for (int s = 0; s < (layout.pp > 1 ? 4 : 1); s++)
         for (int k = 0; k < (layout.dp > 1 ? 3 : 1); k++) {
@@ -411,7 +411,7 @@ static inline const char *plan_schedule_name(const plan_layout *l)
 
 static inline const char *plan_strategy_name(const plan_layout *l)
 {
-    return l->strategy == DTRAIN_FULL_SHARD ? "full" : l->strategy == DTRAIN_SHARD_GRAD_OP ? "grad" : "none";
+    return l->strategy == DTRAIN_FULL_SHARD ? "full" : l->strategy == DTRAIN_SHARD_GRAD_OP ? "grad" : "ddp";
 }
 
 /* Writes the flags of train_gpt that say a layout. */

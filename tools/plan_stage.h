@@ -278,12 +278,12 @@ static inline void plan_dp(const plan_input *in, const plan_layout *l, plan_stag
     double reductions = stage->units;
     if (l->dp == 1)
         return;
-    if (l->strategy == DTRAIN_NO_SHARD) { /* small units are reduced together */
+    if (l->strategy == DTRAIN_DDP) { /* small units are reduced together */
         double buckets = (double)stage->elements * (double)sizeof(float) / PLAN_BUCKET_BYTES + 1;
         reductions = 2 * (buckets < reductions ? buckets : reductions);
     }
     stage->dp_reduce = (double)f->sent_reduce / in->bandwidth + reductions * a_unit;
-    stage->dp_last_reduce = l->strategy == DTRAIN_NO_SHARD ? 2 * (first + a_unit) : first + a_unit;
+    stage->dp_last_reduce = l->strategy == DTRAIN_DDP ? 2 * (first + a_unit) : first + a_unit;
     if (l->strategy == DTRAIN_SHARD_GRAD_OP)
         stage->dp_publish = (double)f->sent_gather / in->bandwidth + stage->units * a_unit;
     if (!plan_gathers_each_time(l))

@@ -1,5 +1,5 @@
 /* ---- >>ddp ----
- * Data-parallel training for a program with an optimizer of its own: FSDP's no-shard, whose sums go back to the table.
+ * Data-parallel training for a program with an optimizer of its own: FSDP's strategy DDP, whose sums go back to the table.
  * A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see >>reducer. */
 #ifndef DTRAIN__DDP
 #define DTRAIN__DDP
@@ -130,7 +130,7 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
         copy[i].frozen = !dtrain__params_trained(&table[i]);
     }
     memset(&full, 0, sizeof full);
-    full.strategy = DTRAIN_NO_SHARD;
+    full.strategy = DTRAIN_DDP;
     full.optimizer.kind = DTRAIN_OPTIMIZER_NONE;
     full.keep_full_grads = 1;
     full.no_broadcast = desc->no_broadcast;

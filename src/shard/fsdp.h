@@ -10,18 +10,18 @@
  *                  parameters      gradients    optimizer state   sent a step, for P bytes on n ranks
  *   FULL_SHARD     slice           slice        slice             2 or 3 P (n-1)/n
  *   SHARD_GRAD_OP  full            slice        slice             2 P (n-1)/n
- *   NO_SHARD       full            full         full              2 P (n-1)/n
+ *   DDP            full            full         full              2 P (n-1)/n
  *   HYBRID_SHARD   slice of a node, replicated over the nodes; as FULL_SHARD in a node of s ranks, and
  *                  2 P/s (m-1)/m between m nodes
  *
  * (PyTorch's SHARD_GRAD_OP shards parameters between steps; here they stay.) Reductions are the tree of >>order, so
- * FULL_SHARD, SHARD_GRAD_OP and NO_SHARD give the same weights, bit for bit, and HYBRID_SHARD does where shard_size is
+ * FULL_SHARD, SHARD_GRAD_OP and DDP give the same weights, bit for bit, and HYBRID_SHARD does where shard_size is
  * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
  * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
  *
  * With a reduce_dtype of 16 bits, a gradient is rounded to it when it leaves its rank, and a world of one rounds it,
  * too: once a micro-batch, or with keep_full_grads once a step. The owner adds in float32, over ranks and
- * micro-batches, and rounds nothing again. So under FULL_SHARD and SHARD_GRAD_OP all of the above holds. NO_SHARD and
+ * micro-batches, and rounds nothing again. So under FULL_SHARD and SHARD_GRAD_OP all of the above holds. DDP and
  * HYBRID_SHARD also send sums between copies: they round the sum of each copy, and what all copies get, once in each
  * reduction. Their weights differ from those of the other two strategies in these roundings. On a device the rounded
  * numbers travel to their owner as float32, with the same bits; between copies they travel in 16 bits.
@@ -52,7 +52,7 @@
  * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or
  * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order.
  *
- * Replicas (NO_SHARD, HYBRID_SHARD) compare a hash of their weights when a step is finished (desc.check_every). It
+ * Replicas (DDP, HYBRID_SHARD) compare a hash of their weights when a step is finished (desc.check_every). It
  * covers one part of the trained weights a step, at least 1,024 elements, the same part on every rank, and travels in a
  * message that is sent anyway. Where it differs, that call ends on every rank with DTRAIN_ERR_MISMATCH: the text names
  * the first parameter that differs and the ranks that have other values than most. The step is dropped, and the object
@@ -85,7 +85,7 @@ typedef enum dtrain_strategy {
     DTRAIN_STRATEGY_DEFAULT = 0, /* full shard */
     DTRAIN_FULL_SHARD = 601,
     DTRAIN_SHARD_GRAD_OP,
-    DTRAIN_NO_SHARD,
+    DTRAIN_DDP,
     DTRAIN_HYBRID_SHARD
 } dtrain_strategy;
 
@@ -122,7 +122,7 @@ typedef struct dtrain_fsdp_desc {
     int micro_batches;            /* of a rank in a step, the most, for the plan; 0: 1 */
     float loss_scale;             /* the first, by which the caller multiplies its loss; 0: none is used */
     int loss_scale_steps;         /* good steps after which it doubles; 0: 2,000 */
-    size_t bucket_bytes;          /* units are added up between copies (no shard, hybrid) once so much of them waits,
+    size_t bucket_bytes;          /* units are added up between copies (DDP, hybrid) once so much of them waits,
                                      each by itself where gradients travel in 16 bits; 0: 1 MiB; 1: each by itself */
     int no_broadcast;             /* 1: data in the table is the same on all ranks already */
     size_t trace_events;          /* kept for dtrain_fsdp_trace, the last of them; 0: none */
@@ -130,9 +130,9 @@ typedef struct dtrain_fsdp_desc {
                              * scale, a multiple of 8, at most 65,536 (256 is usual); 0: in gather_dtype */
     size_t quantise_reduce; /* full shard, shard-grad-op, hybrid: so do gradients to their owner, who adds them in F32;
                              * what rounding loses is lost. 0: in reduce_dtype. Of neither the small ranges */
-    const dtrain_compress_desc *compress; /* copied; no shard, hybrid: sums travel compressed between copies, once a
+    const dtrain_compress_desc *compress; /* copied; DDP, hybrid: sums travel compressed between copies, once a
                                            * step, bucket by bucket. NULL: as they are */
-    int check_every; /* no shard, hybrid: replicas compare a hash of their weights at the end of every step, one of so
+    int check_every; /* DDP, hybrid: replicas compare a hash of their weights at the end of every step, one of so
                       * many parts of them at a time; 0: 1,000 steps for all parts; negative: never */
     int debug; /* 1: memory is watched, see above; alike on every rank. 0: where the environment has DTRAIN_DEBUG=1 */
 } dtrain_fsdp_desc;

@@ -9,7 +9,7 @@
 
 static const char *dtrain__fsdp_strategy_name(int value)
 {
-    static const char *const names[] = {"FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"};
+    static const char *const names[] = {"FULL_SHARD", "SHARD_GRAD_OP", "DDP", "HYBRID_SHARD"};
     int index = value == DTRAIN_STRATEGY_DEFAULT ? 0 : value - DTRAIN_FULL_SHARD;
     return index >= 0 && index < 4 ? names[index] : NULL;
 }

@@ -597,7 +597,7 @@ static int dtrain__fsdp_was_there(const dtrain_fsdp *fsdp, int number)
 {
     const dtrain__fsdp_unit *unit = &fsdp->units[number];
     dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
-    int stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_NO_SHARD || fsdp->keeps ||
+    int stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP || fsdp->keeps ||
                 fsdp->desc.no_reshard_after_forward;
     return unit->fresh && (unit->held || unit->backward || stays);
 }

@@ -89,10 +89,10 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
         return DTRAIN_OK;
     if (kind == DTRAIN_OPTIMIZER_NONE)
         return dtrain__params_no_adam(compress, "fsdp without an optimizer");
-    if (dtrain__layout_strategy(desc) != DTRAIN_NO_SHARD || device != NULL)
+    if (dtrain__layout_strategy(desc) != DTRAIN_DDP || device != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "fsdp: compress.adam needs all of m and v in each rank's memory, on the CPU: use "
-                            "DTRAIN_NO_SHARD there; sharded or on %s, leave it 0",
+                            "DTRAIN_DDP there; sharded or on %s, leave it 0",
                             device != NULL ? dtrain_device_name(device) : "a device");
     if (kind == DTRAIN_SGD || compress->feedback.start_step == 0 || compress->feedback.momentum != 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -107,14 +107,14 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
 static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
 {
     dtrain_strategy strategy = dtrain__layout_strategy(desc);
-    if (strategy != DTRAIN_NO_SHARD && strategy != DTRAIN_HYBRID_SHARD)
+    if (strategy != DTRAIN_DDP && strategy != DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: compress needs copies between which sums travel: use DTRAIN_NO_SHARD or "
+                            "fsdp: compress needs copies between which sums travel: use DTRAIN_DDP or "
                             "DTRAIN_HYBRID_SHARD; for sharded gradients there is quantise_reduce");
     if (strategy == DTRAIN_HYBRID_SHARD && desc->compress->kind == DTRAIN_COMPRESS_POWERSGD && desc->shard_size > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: PowerSGD needs whole matrices, of which hybrid sharding leaves a rank slices: use "
-                            "DTRAIN_NO_SHARD, or another compressor");
+                            "DTRAIN_DDP, or another compressor");
     if ((desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32) || desc->loss_scale != 0.0f)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -134,12 +134,12 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: quantise_gather is %zu, quantise_reduce %zu: expected multiples of 8, at most 65,536", gather,
             reduce);
-    if (gather > 0 && (strategy == DTRAIN_NO_SHARD || strategy == DTRAIN_SHARD_GRAD_OP))
+    if (gather > 0 && (strategy == DTRAIN_DDP || strategy == DTRAIN_SHARD_GRAD_OP))
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: quantise_gather needs parameters that are gathered to be used, and full weights that "
             "are kept would be rounded for good: use DTRAIN_FULL_SHARD or DTRAIN_HYBRID_SHARD");
-    if (reduce > 0 && strategy == DTRAIN_NO_SHARD)
+    if (reduce > 0 && strategy == DTRAIN_DDP)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: quantise_reduce needs gradients that are sharded: without, use compress, which keeps "
@@ -159,7 +159,7 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
     if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
-                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD or DTRAIN_HYBRID_SHARD",
+                            "DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP or DTRAIN_HYBRID_SHARD",
                             (int)strategy);
     if (strategy == DTRAIN_HYBRID_SHARD && (desc->shard_size < 1 || world % desc->shard_size != 0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -417,7 +417,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         return status;
     }
     layout->device = device;
-    layout->shards = strategy == DTRAIN_NO_SHARD ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
+    layout->shards = strategy == DTRAIN_DDP ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
     layout->copies = world / layout->shards;
     layout->shard = rank % layout->shards;
     layout->resident = strategy == DTRAIN_SHARD_GRAD_OP || layout->shards == 1;

@@ -279,7 +279,7 @@ static dtrain_status dtrain__params_no_adam(const dtrain_compress_desc *desc, co
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                         "%s: compress.adam is 1, which needs the m and v of an AdamW: use a dtrain_fsdp with "
-                        "DTRAIN_NO_SHARD and that optimizer, or leave it 0",
+                        "DTRAIN_DDP and that optimizer, or leave it 0",
                         call);
 }
 

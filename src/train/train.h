@@ -327,7 +327,7 @@ DTRAIN_API_MUST dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, s
  * are AdamW's. From then on v stays as it is. Each rank adds its gradient to m, compresses that, and m becomes the mean
  * of what all ranks sent; a norm that is clipped is that of m. Dense parameters go on as before. An element whose
  * gradient was always 0 until then has v = 0 and would make a step of lr * m / eps: make embeddings dense. It needs
- * DTRAIN_NO_SHARD on the CPU. A step that is dropped leaves no residual; for that each rank keeps the residual twice.
+ * DTRAIN_DDP on the CPU. A step that is dropped leaves no residual; for that each rank keeps the residual twice.
  * Source: Tang and others, 1-bit Adam, ICML 2021.
  *
  * What has less than least_count elements is all-reduced as it is. So is, by PowerSGD, a parameter of one dimension; of

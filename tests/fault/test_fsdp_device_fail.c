@@ -203,7 +203,7 @@ static void sweep(fault *f, long *which, const char *what)
     CHECK(calls > 2);
 }
 
-static const dtrain_strategy strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD};
+static const dtrain_strategy strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP};
 
 static fault of_strategy(int i)
 {

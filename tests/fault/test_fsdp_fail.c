@@ -35,7 +35,7 @@ static dtrain_status on_threads(int ranks, dtrain_status (*body)(dtrain_comm *, 
     return status;
 }
 
-static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD,
+static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP,
                                               DTRAIN_HYBRID_SHARD};
 
 /* ---- tables and descs ---- */
@@ -79,7 +79,7 @@ static dtrain_status a_rank_that_differs(dtrain_comm *world, void *user)
     case DECAY: table[SEVEN].no_decay = 1; break;
     case UNIT: table[SEVEN].unit = 2; break;
     case FEWER: count -= 2; break;
-    case STRATEGY: desc.strategy = DTRAIN_NO_SHARD; break;
+    case STRATEGY: desc.strategy = DTRAIN_DDP; break;
     case DTYPE: desc.gather_dtype = DTRAIN_BF16; break;
     case RATE: desc.optimizer.beta1 = 0.5f; break;
     case GROUP: groups[0].lr_factor = 3; break;

@@ -124,7 +124,7 @@ static dtrain_status announce(dtrain_comm *world, void *user)
     table.dtype = DTRAIN_F32;
     table.shape[0] = 8;
     table.data = data;
-    desc.strategy = DTRAIN_NO_SHARD;
+    desc.strategy = DTRAIN_DDP;
     desc.optimizer.kind = DTRAIN_SGD;
     (void)grad;
     CHECK_EQ(dtrain_fsdp_create(&fsdp, world, &table, 1, &desc), DTRAIN_OK);

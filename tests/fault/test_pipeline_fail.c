@@ -180,7 +180,7 @@ TEST(with_fsdp_the_step_of_all_pipelines_is_dropped)
             f.rank = i;
             f.after = 1;
             f.in = where[i];
-            f.strategy = k % 2 ? DTRAIN_NO_SHARD : DTRAIN_FULL_SHARD;
+            f.strategy = k % 2 ? DTRAIN_DDP : DTRAIN_FULL_SHARD;
             CHECK_EQ(dtrain_run_threads(6, fails_sharded, &f, NULL), DTRAIN_OK);
             if (test_failures != before)
                 TEST_FAIL("schedule %d, %s", (int)f.s.schedule, where[i]);

@@ -99,7 +99,7 @@ def opens(tokens, bits, tied):
         safetensors.torch.save_file({name: value.contiguous().clone() for name, value in plain.items()},
                                     path("plain/model.safetensors"))
         check(run("--open", path("plain"), *still[2:])[0] == hash, what + ": names without transformer. are the same model")
-    for strategy in ("none", "full", "hybrid"):
+    for strategy in ("ddp", "full", "hybrid"):
         check(run(*still, "--ranks", "2", "--strategy", strategy, bits=bits)[0] == hash, "%s: --strategy %s" % (what, strategy))
     check(run(*still, "--strategy", "full", bits=bits, launcher=(dtrun, "-n", "3"))[0] == hash, what + ": on processes")
 

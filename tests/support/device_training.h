@@ -310,7 +310,7 @@ static run plain(dtrain_strategy strategy)
     return r;
 }
 
-static const dtrain_strategy strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD,
+static const dtrain_strategy strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP,
                                              DTRAIN_HYBRID_SHARD};
 
 #endif

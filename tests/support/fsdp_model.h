@@ -114,7 +114,7 @@ static float rounded(float x, dtrain_dtype dtype)
 /* The sum over a step's micro-batches: over the ranks of a copy, over copies, over rounds. */
 static float summed(const trial *t, const float *x)
 {
-    int shards = t->desc.strategy == DTRAIN_NO_SHARD       ? 1
+    int shards = t->desc.strategy == DTRAIN_DDP       ? 1
                  : t->desc.strategy == DTRAIN_HYBRID_SHARD ? t->desc.shard_size
                                                            : t->ranks;
     dtrain_dtype dtype = t->desc.reduce_dtype;

@@ -150,7 +150,7 @@ static dtrain_status refuse(dtrain_comm *world, void *user)
     memset(&ops, 0, sizeof ops), memset(&compress, 0, sizeof compress);
     memset(table, 0, sizeof table), memset(&desc, 0, sizeof desc);
     table[0].name = "x", table[0].dtype = DTRAIN_F32, table[0].shape[0] = 1, table[0].data = x, table[0].grad = y;
-    desc.strategy = DTRAIN_NO_SHARD;
+    desc.strategy = DTRAIN_DDP;
     desc.compress = &compress;
     int bad = !refused(dtrain_fsdp_create(&fsdp, world, table, 1, &desc), "DTRAIN_NO_COMPRESS") || fsdp != NULL;
     bad |= !refused(dtrain_aggregator_compressed(&aggregator, world, table, 1, NULL), "DTRAIN_NO_COMPRESS");

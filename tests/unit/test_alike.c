@@ -80,11 +80,11 @@ TEST(a_name_is_compared_as_text)
 
 TEST(fields_say_their_value_as_the_caller_writes_it)
 {
-    static const char *const expected[] = {"NO_SHARD", "-3", "BF16", "none"};
+    static const char *const expected[] = {"DDP", "-3", "BF16", "none"};
     dtrain_fsdp_desc desc;
     dtrain__alike_line line;
     memset(&desc, 0, sizeof desc);
-    desc.strategy = DTRAIN_NO_SHARD;
+    desc.strategy = DTRAIN_DDP;
     desc.shard_size = -3;
     desc.gather_dtype = DTRAIN_BF16;
     for (int i = 0; i < 4; i++) {

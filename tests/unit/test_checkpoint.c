@@ -136,7 +136,7 @@ static void there_and_back(int from, setting saved, int to, setting loaded, int 
 
 TEST(a_checkpoint_of_one_split_loads_onto_any_other)
 {
-    const setting full = {DTRAIN_FULL_SHARD, 0}, none = {DTRAIN_NO_SHARD, 0}, grad = {DTRAIN_SHARD_GRAD_OP, 0},
+    const setting full = {DTRAIN_FULL_SHARD, 0}, none = {DTRAIN_DDP, 0}, grad = {DTRAIN_SHARD_GRAD_OP, 0},
                   hybrid = {DTRAIN_HYBRID_SHARD, 2}, table = {0, 0};
     const struct {
         int from, to;

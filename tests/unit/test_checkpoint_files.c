@@ -792,7 +792,7 @@ TEST(ranks_without_a_shared_disk_hand_each_other_what_they_lack)
                  {4, DTRAIN_FULL_SHARD, 3, DTRAIN_FULL_SHARD, 4},
                  {4, DTRAIN_FULL_SHARD, 3, DTRAIN_FULL_SHARD, 3},
                  {3, DTRAIN_FULL_SHARD, 5, DTRAIN_FULL_SHARD, 5},
-                 {4, DTRAIN_HYBRID_SHARD, 3, DTRAIN_NO_SHARD, 2},
+                 {4, DTRAIN_HYBRID_SHARD, 3, DTRAIN_DDP, 2},
                  {2, 0, 3, DTRAIN_FULL_SHARD, 3},
                  {1, DTRAIN_FULL_SHARD, 1, 0, 1}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {

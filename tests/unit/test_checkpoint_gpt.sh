@@ -25,7 +25,7 @@ build/train_gpt $small --ranks 1 >"$dir/straight" 2>"$dir/log"
 build/train_gpt $small --ranks 4 --strategy full --save "$dir/run" --every 4 --until 10 >"$dir/first" 2>"$dir/log"
 ! same_weights "$dir/straight" "$dir/first"
 check $? the_first_stretch_ends_elsewhere
-for how in "4 full" "2 none" "4 hybrid"; do
+for how in "4 full" "2 ddp" "4 hybrid"; do
     set -- $how
     rm -rf "$dir/copy" && cp -r "$dir/run" "$dir/copy"
     build/train_gpt $small --ranks $1 --strategy $2 --save "$dir/copy" --resume >"$dir/out" 2>"$dir/log"

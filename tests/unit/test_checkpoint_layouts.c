@@ -64,7 +64,7 @@ static const layout layouts[] = {
     {"dp=2,tp=3", 1, 2, 3, 1, DTRAIN_FULL_SHARD},
     {"pp=2,dp=2,tp=2 in two chunks", 2, 2, 2, 2, DTRAIN_SHARD_GRAD_OP},
     {"dp=4,tp=2 of two nodes", 1, 4, 2, 1, DTRAIN_HYBRID_SHARD},
-    {"dp=2,tp=2 not sharded", 1, 2, 2, 1, DTRAIN_NO_SHARD},
+    {"dp=2,tp=2 not sharded", 1, 2, 2, 1, DTRAIN_DDP},
     {"pp=2,dp=2,tp=2 without FSDP", 2, 2, 2, 1, DTRAIN_STRATEGY_DEFAULT},
 };
 enum { LAYOUTS = sizeof layouts / sizeof layouts[0] };

@@ -200,8 +200,8 @@ TEST(a_run_resumed_on_another_number_of_ranks_goes_on_alike)
     const struct {
         int from, strategy, to, then;
     } cases[] = {{4, DTRAIN_FULL_SHARD, 3, DTRAIN_FULL_SHARD},
-                 {4, DTRAIN_FULL_SHARD, 2, DTRAIN_NO_SHARD},
-                 {2, DTRAIN_NO_SHARD, 4, DTRAIN_HYBRID_SHARD},
+                 {4, DTRAIN_FULL_SHARD, 2, DTRAIN_DDP},
+                 {2, DTRAIN_DDP, 4, DTRAIN_HYBRID_SHARD},
                  {1, DTRAIN_FULL_SHARD, 5, DTRAIN_SHARD_GRAD_OP},
                  {3, DTRAIN_SHARD_GRAD_OP, 1, DTRAIN_FULL_SHARD}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {

@@ -62,7 +62,7 @@ TEST(ddp_gives_the_cpus_bits_however_its_sums_travel)
     need_device();
     leave_open(1);
     for (int i = 0; i < 5; i++) {
-        run r = plain(DTRAIN_NO_SHARD);
+        run r = plain(DTRAIN_DDP);
         r.ddp = 1;
         r.ranks = 3;
         r.micro_batches = 2;

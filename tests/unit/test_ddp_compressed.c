@@ -277,7 +277,7 @@ static void traces(dtrain_comm *world)
     dtrain_fsdp *fsdp = NULL;
     snprintf(path, sizeof path, "/tmp/dtrain-trace-%ld-%d", (long)getpid(), rank);
     memset(&desc, 0, sizeof desc);
-    desc.strategy = DTRAIN_NO_SHARD;
+    desc.strategy = DTRAIN_DDP;
     desc.compress = &plan.compress;
     desc.trace_events = 100;
     CHECK_EQ(dtrain_fsdp_create(&fsdp, world, m->table, 3, &desc), DTRAIN_OK);
@@ -518,12 +518,12 @@ TEST(what_cannot_be_compressed_is_refused)
     memset(&desc, 0, sizeof desc);
     desc.compress = &plan.compress;
     CHECK_EQ(dtrain_fsdp_plan(m->table, 3, &desc, 4, 0, &result), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "use DTRAIN_NO_SHARD or DTRAIN_HYBRID_SHARD");
+    CHECK_CONTAINS(dtrain_last_error(), "use DTRAIN_DDP or DTRAIN_HYBRID_SHARD");
     desc.strategy = DTRAIN_HYBRID_SHARD;
     desc.shard_size = 2;
     CHECK_EQ(dtrain_fsdp_plan(m->table, 3, &desc, 4, 0, &result), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "PowerSGD needs whole matrices");
-    desc.strategy = DTRAIN_NO_SHARD;
+    desc.strategy = DTRAIN_DDP;
     desc.reduce_dtype = DTRAIN_BF16;
     CHECK_EQ(dtrain_fsdp_plan(m->table, 3, &desc, 4, 0, &result), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "what is not sent is kept in float32");

@@ -279,7 +279,7 @@ TEST(replicas_of_slices_are_compared_and_slices_of_one_copy_are_not)
     on_threads(6, sharded, NULL);
     shards.gather = DTRAIN_BF16; /* the masters are compared */
     on_threads(6, sharded, NULL);
-    shards.strategy = DTRAIN_NO_SHARD;
+    shards.strategy = DTRAIN_DDP;
     shards.rank = 2;
     shards.expect = "parameter 2 \"blocks\" of rank 2 is not that of rank 0:";
     on_threads(3, sharded, NULL);

@@ -17,7 +17,7 @@ static void run_as(dtrain_strategy strategy, int ranks, int shard_size, int micr
 TEST(full_grad_and_none_give_the_weights_of_the_reference_bit_for_bit)
 {
     const int worlds[] = {1, 2, 3, 4, 6, 8};
-    for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_NO_SHARD; strategy++)
+    for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_DDP; strategy++)
         for (int i = 0; i < 6; i++)
             run_as((dtrain_strategy)strategy, worlds[i], 0, worlds[i], 0);
 }
@@ -34,7 +34,7 @@ TEST(hybrid_gives_them_where_shard_size_is_a_power_of_two)
 
 TEST(eight_micro_batches_give_the_same_weights_on_1_2_4_and_8_ranks)
 {
-    for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_NO_SHARD; strategy++)
+    for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_DDP; strategy++)
         for (int ranks = 1; ranks <= 8; ranks *= 2)
             for (int keep = 0; keep < 2; keep++)
                 run_as((dtrain_strategy)strategy, ranks, 0, 8, keep);
@@ -42,7 +42,7 @@ TEST(eight_micro_batches_give_the_same_weights_on_1_2_4_and_8_ranks)
     run_as(DTRAIN_HYBRID_SHARD, 8, 4, 8, 1);
 }
 
-static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD,
+static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP,
                                               DTRAIN_HYBRID_SHARD};
 
 TEST(no_way_of_gathering_changes_a_bit)
@@ -629,7 +629,7 @@ TEST(small_units_are_added_over_copies_together)
     for (int i = 0; i < 3; i++) {
         dtrain_fsdp_desc desc;
         memset(&desc, 0, sizeof desc);
-        desc.strategy = DTRAIN_NO_SHARD;
+        desc.strategy = DTRAIN_DDP;
         desc.optimizer.kind = DTRAIN_SGD;
         desc.bucket_bytes = buckets[i];
         CHECK_EQ(dtrain_run_threads(2, count_operations, &desc, NULL), DTRAIN_OK);

@@ -203,7 +203,7 @@ static void compare(int ranks, dtrain_strategy strategy, int shard_size, dtrain_
 TEST(adopted_parameters_train_as_created_ones_under_every_strategy)
 {
     ours.all_load = 0;
-    for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_NO_SHARD; strategy++)
+    for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_DDP; strategy++)
         for (int ranks = 1; ranks <= 3; ranks++)
             compare(ranks, (dtrain_strategy)strategy, 0, ranks == 2 ? DTRAIN_BF16 : DTRAIN_F32);
     compare(4, DTRAIN_HYBRID_SHARD, 2, DTRAIN_F32);
@@ -213,7 +213,7 @@ TEST(so_they_do_where_every_rank_brings_them)
 {
     ours.all_load = 1;
     compare(3, DTRAIN_FULL_SHARD, 0, DTRAIN_F32);
-    compare(2, DTRAIN_NO_SHARD, 0, DTRAIN_F32);
+    compare(2, DTRAIN_DDP, 0, DTRAIN_F32);
     ours.all_load = 0;
 }
 

@@ -103,7 +103,7 @@ static dtrain_status reduces_ungathered(dtrain_comm *world, void *user)
 TEST(a_reduce_of_a_unit_that_this_pass_has_not_gathered_is_an_error)
 {
     way ways[] = {{DTRAIN_FULL_SHARD, 0, 0}, {DTRAIN_HYBRID_SHARD, 0, 0},  {DTRAIN_FULL_SHARD, 1, 1},
-                  {DTRAIN_FULL_SHARD, 2, 1}, {DTRAIN_SHARD_GRAD_OP, 0, 1}, {DTRAIN_NO_SHARD, 0, 1}};
+                  {DTRAIN_FULL_SHARD, 2, 1}, {DTRAIN_SHARD_GRAD_OP, 0, 1}, {DTRAIN_DDP, 0, 1}};
     for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++)
         for (int ranks = 1; ranks <= 3; ranks++)
             CHECK_EQ(dtrain_run_threads(ranks, reduces_ungathered, &ways[i], NULL), DTRAIN_OK);
@@ -412,7 +412,7 @@ TEST(a_gradient_that_was_reduced_cannot_be_written)
 {
     if (no_pages_close())
         return;
-    static const dtrain_strategy strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD};
+    static const dtrain_strategy strategies[] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP};
     mistake m;
     memset(&m, 0, sizeof m);
     for (int i = 0; i < 12; i++) {

@@ -35,10 +35,10 @@ TEST(one_two_and_three_ranks_give_the_cpus_bits)
         check_run(r, "full shard");
         r.gather = DTRAIN_BF16;
         check_run(r, "full shard in bf16");
-        r = plain(DTRAIN_NO_SHARD);
+        r = plain(DTRAIN_DDP);
         r.ranks = ranks;
         r.micro_batches = 3;
-        check_run(r, "no shard");
+        check_run(r, "DDP");
     }
 }
 
@@ -82,7 +82,7 @@ TEST(options_give_the_cpus_bits)
 
 TEST(ddp_gives_the_cpus_bits)
 {
-    run r = plain(DTRAIN_NO_SHARD);
+    run r = plain(DTRAIN_DDP);
     r.ddp = 1;
     for (r.ranks = 1; r.ranks <= 4; r.ranks++) {
         r.micro_batches = r.ranks;
@@ -92,7 +92,7 @@ TEST(ddp_gives_the_cpus_bits)
 
 TEST(ddp_takes_units_in_any_order)
 {
-    run r = plain(DTRAIN_NO_SHARD);
+    run r = plain(DTRAIN_DDP);
     r.ddp = 1;
     r.upwards = 1;
     r.ranks = 3;
@@ -104,7 +104,7 @@ TEST(ddp_takes_units_in_any_order)
 
 TEST(ddp_that_packs_its_sums_gives_the_cpus_bits)
 {
-    run r = plain(DTRAIN_NO_SHARD);
+    run r = plain(DTRAIN_DDP);
     r.ddp = 1;
     r.packs = DTRAIN_COMPRESS_INT8;
     for (r.ranks = 1; r.ranks <= 4; r.ranks++) {

@@ -301,7 +301,7 @@ static void step(rank_state *s)
     unsigned leaves = one_in(&s->plan, 3) ? 2 + draw(&s->plan, 5) : 0;
     int rests = (int)draw(&s->plan, (unsigned)s->d->ranks * 2), fewer = 1 + (int)draw(&s->plan, 3);
     int overflows = s->d->desc.loss_scale > 0 && one_in(&s->plan, 3) ? (int)draw(&s->plan, (unsigned)s->d->ranks) : -1;
-    int skips = s->d->desc.strategy == DTRAIN_NO_SHARD && one_in(&s->plan, 2);
+    int skips = s->d->desc.strategy == DTRAIN_DDP && one_in(&s->plan, 2);
     if (begin && rests == s->rank && s->d->ranks > 1)
         mine = micro > fewer ? micro - fewer : 0;
     if (begin)

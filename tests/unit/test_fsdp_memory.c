@@ -7,7 +7,7 @@
 
 #include <sys/mman.h>
 
-static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD,
+static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP,
                                               DTRAIN_HYBRID_SHARD};
 
 static dtrain_param param(const char *name, size_t layers, size_t elements, int unit)
@@ -173,7 +173,7 @@ TEST(a_plan_is_what_a_hand_computes)
     CHECK_EQ(plan.full_weights, all);
     CHECK_EQ(plan.gradients, all / 4);
     CHECK_EQ(plan.sent_gather, all * 3 / 4);
-    desc.strategy = DTRAIN_NO_SHARD;
+    desc.strategy = DTRAIN_DDP;
     desc.optimizer.kind = DTRAIN_SGD;
     desc.micro_batches = 5;
     CHECK_EQ(dtrain_fsdp_plan(&table, 1, &desc, 4, 0, &plan), DTRAIN_OK);
@@ -246,7 +246,7 @@ TEST(planned_bytes_are_those_sent_dense_quantised_and_compressed)
                 if (k == 0)
                     t.l.desc.quantise_reduce = way == 2 ? 256 : 0;
                 if (k > 0 || way < 2)
-                    plan_and_send(&t, ranks, DTRAIN_NO_SHARD, (size_t)way * 300000);
+                    plan_and_send(&t, ranks, DTRAIN_DDP, (size_t)way * 300000);
                 if (kinds[k] != DTRAIN_COMPRESS_POWERSGD)
                     plan_and_send(&t, ranks, DTRAIN_HYBRID_SHARD, 1);
                 if (k == 0)
@@ -261,7 +261,7 @@ TEST(planned_bytes_are_what_a_hand_computes)
     dtrain_fsdp_desc desc = {0};
     dtrain_compress_desc compress = {0};
     dtrain_fsdp_plan_result plan;
-    desc.strategy = DTRAIN_NO_SHARD;
+    desc.strategy = DTRAIN_DDP;
     desc.compress = &compress;
     compress.least_count = 1;
     compress.kind = DTRAIN_COMPRESS_BF16;

@@ -7,7 +7,7 @@
 #include "processes.h"
 #include "fsdp_model.h"
 
-static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD,
+static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP,
                                               DTRAIN_HYBRID_SHARD};
 
 static int trial_in_a_process(dtrain_comm *world, scene *s)

@@ -310,7 +310,7 @@ TEST(a_world_of_one_rounds_nothing)
 TEST(what_cannot_be_quantised_is_refused)
 {
     dtrain_fsdp_plan_result result, dense;
-    plan_of(DTRAIN_NO_SHARD, 0, 256);
+    plan_of(DTRAIN_DDP, 0, 256);
     CHECK_EQ(dtrain_fsdp_plan(table, 3, &plan.desc, 4, 1, &result), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "needs gradients that are sharded");
     plan_of(DTRAIN_SHARD_GRAD_OP, 256, 0);

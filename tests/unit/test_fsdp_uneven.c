@@ -238,7 +238,7 @@ static const int shares[][MOST_RANKS] = {{2, 1, 0}, {0, 2, 4}, {1, 0, 0}, {1, 5,
 enum { SHARES = sizeof shares / sizeof shares[0] };
 
 /* Where ranks gather nothing, or nothing that others wait for. */
-static const dtrain_strategy strategies[] = {DTRAIN_STRATEGY_DEFAULT, DTRAIN_SHARD_GRAD_OP, DTRAIN_NO_SHARD};
+static const dtrain_strategy strategies[] = {DTRAIN_STRATEGY_DEFAULT, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP};
 static const dtrain_progress ways[] = {DTRAIN_PROGRESS_THREAD, DTRAIN_PROGRESS_POLL};
 
 /* Which: 0 to 5, of DDP the even ones. */

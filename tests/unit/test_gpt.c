@@ -292,7 +292,7 @@ TEST(strategies_agree_where_ranks_do_not_divide_the_micro_batches)
     job.flags.micro = 7;
     for (int k = 0; k < 4; k++) {
         job.flags.ranks = ranks[k];
-        job.flags.strategy = "none";
+        job.flags.strategy = "ddp";
         outcome none = run_small(&job, one);
         job.flags.strategy = "grad";
         CHECK(memcmp(none.digest, run_small(&job, other).digest, 32) == 0);
@@ -328,7 +328,7 @@ static dtrain_status go_astray(dtrain_comm *world, void *user)
 
 TEST(a_copy_that_differs_is_found)
 {
-    static const char *const strategies[] = {"none", "grad", "hybrid"};
+    static const char *const strategies[] = {"ddp", "grad", "hybrid"};
     for (int i = 0; i < 3; i++) {
         gpt_job job = small_job(4, 1);
         job.flags.strategy = strategies[i];
@@ -511,7 +511,7 @@ static const char *const bad_lines[][2] = {
     {"--lr -1", "--lr -1"},
     {"--heads 3", "multiple of --heads"},
     {"--optimizer lion", "lion"},
-    {"--strategy zero", "possible are full, grad, none, hybrid"},
+    {"--strategy zero", "possible are full, grad, ddp, hybrid"},
     {"--gather f64", "possible are bf16, f16, f32"},
     {"--strategy hybrid --shard-size 3 --ranks 4", "shard_size is 3 on 4 ranks"},
     {"--accum 3 --ranks 2", "--micro 4: --accum 3 on 2 ranks makes 6"},

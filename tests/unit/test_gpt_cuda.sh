@@ -82,7 +82,7 @@ train ranks 4 --steps 5 --strategy full --trace "$dir/trace"
 same_weights "$dir/first" "$dir/ranks" && grep -q '"name":"stream of cuda:0"' "$dir/trace" &&
     [ "$(grep -c '"backward unit [0-3]".*"tid":9' "$dir/trace")" -eq 40 ] && [ "$(tail -1 "$dir/trace")" = ']}' ]
 check $? a_trace_has_the_stream_s_spans_of_two_micro_batches_and_four_units_a_step
-for strategy in none full; do
+for strategy in ddp full; do
     timeout $limit build/dtrun -n 2 $program $small --steps 5 --strategy $strategy --csv "$dir/csv" >"$dir/ranks" 2>"$dir/log"
     same_weights "$dir/first" "$dir/ranks"
     check $? "two processes end with the same weights under --strategy $strategy"
@@ -100,7 +100,7 @@ resumed_losses() { # csv of 6 steps: its last 3 losses are those of the run that
 train whole 2 --steps 6 --strategy full
 cp "$dir/csv" "$dir/whole_csv"
 train stopped 2 --steps 6 --strategy full --save "$dir/run" --every 2 --until 3
-for how in "2 full" "4 hybrid" "1 none"; do
+for how in "2 full" "4 hybrid" "1 ddp"; do
     set -- $how
     copy "$dir/run"
     train resumed $1 $going --strategy $2
@@ -128,10 +128,10 @@ check $? train_gpt_goes_on_from_it_with_the_same_losses
 cpu --ranks 1 >"$dir/whole" && cp "$dir/csv" "$dir/whole_csv"
 cpu --ranks 4 --strategy full --save "$dir/cpu_run" --until 3 >"$dir/stopped"
 copy "$dir/cpu_run"
-train resumed 2 $going --strategy none --until 3
+train resumed 2 $going --strategy ddp --until 3
 same_weights "$dir/stopped" "$dir/resumed"
 check $? it_loads_the_weights_of_train_gpt
-train resumed 2 $going --strategy none
+train resumed 2 $going --strategy ddp
 resumed_losses "$dir/whole_csv"
 check $? it_goes_on_from_train_gpt_with_the_same_losses
 

@@ -35,11 +35,11 @@ for tied in "" --tied; do
     made=$hash
     gpt $tokens --open "$dir/model$tied" --steps 1 --lr 0 && [ "$hash" = "$made" ]
     check $? "opened, it is the same, $name"
-    for strategy in none grad full "hybrid --shard-size 2"; do
+    for strategy in ddp grad full "hybrid --shard-size 2"; do
         gpt $tokens --open "$dir/model$tied" --steps 4 --ranks 4 --strategy $strategy --export "$dir/again$tied$strategy"
-        [ "$strategy" != none ] || trained=$hash
+        [ "$strategy" != ddp ] || trained=$hash
         [ -n "$trained" ] && [ "$hash" = "$trained" ] &&
-            cmp "$dir/again$tied$strategy/model.safetensors" "$dir/again${tied}none/model.safetensors" >"$dir/log" 2>&1
+            cmp "$dir/again$tied$strategy/model.safetensors" "$dir/again${tied}ddp/model.safetensors" >"$dir/log" 2>&1
         check $? "trained on by four ranks under $strategy, it has the same weights and the same file, $name"
     done
     launcher="build/dtrun -n 3"

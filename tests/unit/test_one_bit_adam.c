@@ -58,7 +58,7 @@ static void model_open(model *m, dtrain_comm *world)
     m->compress.topk.schedule.ratio = 0.05;
     m->compress.feedback.start_step = START;
     m->compress.adam = 1;
-    m->desc.strategy = DTRAIN_NO_SHARD;
+    m->desc.strategy = DTRAIN_DDP;
     m->desc.compress = &m->compress;
     m->desc.optimizer.weight_decay = 0.1f;
     m->desc.optimizer.beta2 = 0.95f;
@@ -257,8 +257,8 @@ static void refuses(dtrain_comm *world)
     m->desc.shard_size = 1;
     refuse(world, m, DTRAIN_ERR_UNSUPPORTED, "compress.adam needs all of m and v in each rank's memory");
     m->desc.strategy = DTRAIN_FULL_SHARD;
-    refuse(world, m, DTRAIN_ERR_UNSUPPORTED, "use DTRAIN_NO_SHARD there");
-    m->desc.strategy = DTRAIN_NO_SHARD;
+    refuse(world, m, DTRAIN_ERR_UNSUPPORTED, "use DTRAIN_DDP there");
+    m->desc.strategy = DTRAIN_DDP;
     m->desc.optimizer.kind = DTRAIN_SGD;
     refuse(world, m, DTRAIN_ERR_INVALID, "compress.adam with DTRAIN_SGD");
     m->desc.optimizer.kind = DTRAIN_ADAMW;
@@ -271,7 +271,7 @@ static void refuses(dtrain_comm *world)
     memset(&ddp_desc, 0, sizeof ddp_desc);
     ddp_desc.compress = &m->compress;
     CHECK_EQ(dtrain_ddp_create(&ddp, world, m->table, 3, &ddp_desc), DTRAIN_ERR_UNSUPPORTED);
-    CHECK_CONTAINS(dtrain_last_error(), "use a dtrain_fsdp with DTRAIN_NO_SHARD and that optimizer");
+    CHECK_CONTAINS(dtrain_last_error(), "use a dtrain_fsdp with DTRAIN_DDP and that optimizer");
     CHECK_EQ(dtrain_aggregator_compressed(&aggregator, world, m->table, 3, &m->compress), DTRAIN_ERR_UNSUPPORTED);
     CHECK_CONTAINS(dtrain_last_error(), "aggregator_compressed: compress.adam is 1");
     CHECK_EQ(dtrain_fsdp_begin(m->fsdp, 1, 0), DTRAIN_OK);

@@ -443,7 +443,7 @@ static dtrain_status fsdp_body(dtrain_comm *world, void *user)
     size_t count = 0;
     parts_table(table, parts);
     memset(&desc, 0, sizeof desc);
-    desc.strategy = sharded ? DTRAIN_FULL_SHARD : DTRAIN_NO_SHARD;
+    desc.strategy = sharded ? DTRAIN_FULL_SHARD : DTRAIN_DDP;
     desc.optimizer.kind = DTRAIN_SGD;
     CHECK_EQ(dtrain_fsdp_create(&fsdp, world, table, PARAMS, &desc), DTRAIN_OK);
     memset(parts, 0x55, sizeof parts); /* they were copied */
@@ -511,7 +511,7 @@ static dtrain_status nothing_body(dtrain_comm *world, void *user)
 
 TEST(an_fsdp_of_nothing_steps_with_the_others)
 {
-    for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_NO_SHARD; strategy++)
+    for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_DDP; strategy++)
         CHECK_EQ(dtrain_run_threads(2, nothing_body, &strategy, NULL), DTRAIN_OK);
 }
 

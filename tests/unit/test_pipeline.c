@@ -251,7 +251,7 @@ TEST(pipelines_that_shard_their_stages_reduce_the_tree_of_all_micro_batches)
     for (int replicas = 1; replicas <= 2; replicas++)
         for (int ranks = 1; ranks <= 4; ranks++)
             for (size_t i = 0; i < sizeof schedules / sizeof schedules[0]; i++)
-                for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_NO_SHARD; strategy++) {
+                for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_DDP; strategy++) {
                     mesh m;
                     int before = test_failures, micro = 1 + (ranks * 3 + (int)i) % 7;
                     memset(&m, 0, sizeof m);

@@ -61,7 +61,7 @@ static void near_to(double got, double expected, double within, int line)
 TEST(memory_of_one_rank_is_all_of_the_model)
 {
     plan_input in = tiny(1, 1);
-    plan_result r = estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+    plan_result r = estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP);
     double page = (double)sysconf(_SC_PAGESIZE);
     CHECK_EQ(r.why[0], 0);
     CHECK_EQ(r.memory.weights, page);                 /* 2,624 bytes */
@@ -88,7 +88,7 @@ TEST(activations_of_one_rank_are_those_that_the_gpt_lays_out)
         in.context = s[3];
         in.sequences = s[4];
         in.vocab = GPT_VOCAB;
-        plan_result r = estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+        plan_result r = estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP);
         gpt_flags flags = gpt_defaults();
         flags.layers = s[0];
         flags.heads = s[1];
@@ -104,7 +104,7 @@ TEST(activations_of_one_rank_are_those_that_the_gpt_lays_out)
 TEST(tensor_parallel_ranks_hold_half_of_what_is_split)
 {
     plan_input in = tiny(2, 1);
-    plan_result r = estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+    plan_result r = estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP);
     CHECK_EQ(r.memory.optimizer, (32 + 32 + 2 * 134 + 40) * 8);
     CHECK_EQ(r.memory.activations, (16 * (2 * 52 + 18) + 328) * 4);
     CHECK_EQ(r.sent_tp, 10 * 256 + 64 + 128);
@@ -114,18 +114,18 @@ TEST(tensor_parallel_ranks_hold_half_of_what_is_split)
 TEST(the_first_stage_holds_two_micro_batches_of_two)
 {
     plan_input in = tiny(2, 2);
-    plan_result r = estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+    plan_result r = estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP);
     CHECK_EQ(r.memory.optimizer, (96 + 244) * 8);
     CHECK_EQ(r.memory.activations, (2 * 16 * 88 + 584) * 4);
     CHECK_EQ(r.live, 2);
     CHECK_EQ(r.sent_pp, 2 * 256);
     CHECK_EQ(r.sent, r.sent_pp);
     in = tiny(2, 6);
-    CHECK_EQ(estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).memory.activations, (2 * 16 * 88 + 584) * 4);
-    r = estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_GPIPE, DTRAIN_NO_SHARD); /* the last stage has the logits */
+    CHECK_EQ(estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP).memory.activations, (2 * 16 * 88 + 584) * 4);
+    r = estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_GPIPE, DTRAIN_DDP); /* the last stage has the logits */
     CHECK_EQ(r.live, 6);
     CHECK_EQ(r.memory.activations, (6 * 16 * 110 + 584) * 4);
-    r = estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_ZB_H1, DTRAIN_NO_SHARD); /* gradients wait for those of the weights */
+    r = estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_ZB_H1, DTRAIN_DDP); /* gradients wait for those of the weights */
     CHECK_EQ(r.live, 2);
     CHECK_EQ(r.memory.activations, (2 * 16 * (110 + 36 + 16) + 584) * 4);
 }
@@ -135,7 +135,7 @@ TEST(full_shard_over_four_holds_a_quarter_of_each_unit)
     plan_input in = tiny(4, 4);
     plan_result full = estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_FULL_SHARD);
     plan_result grad = estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_SHARD_GRAD_OP);
-    plan_result none = estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+    plan_result none = estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP);
     CHECK_EQ(full.memory.optimizer, (24 + 2 * 61 + 18) * 8);
     CHECK_EQ(grad.memory.optimizer, full.memory.optimizer);
     CHECK_EQ(none.memory.optimizer, 656 * 8);
@@ -151,13 +151,13 @@ TEST(full_shard_over_four_holds_a_quarter_of_each_unit)
 TEST(products_take_their_operations)
 {
     plan_input in = tiny(1, 1);
-    plan_result r = estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+    plan_result r = estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP);
     CHECK_NEAR(r.compute, 6 * 16 * 448 / 1024.0 + 12 * 2 * 16 * 8 * 4 / 1024.0, 1e-9);
     CHECK_NEAR(r.step, r.compute, 1e-9);
     in.ranks = in.micro = 4;
     in.sequences = 8;
-    CHECK_NEAR(estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 54, 1e-9);
-    CHECK_NEAR(estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 4 * 54, 1e-9);
+    CHECK_NEAR(estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP).compute, 54, 1e-9);
+    CHECK_NEAR(estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP).compute, 4 * 54, 1e-9);
 }
 
 TEST(activations_wait_for_their_transfer)
@@ -165,7 +165,7 @@ TEST(activations_wait_for_their_transfer)
     plan_input in = tiny(2, 1);
     in.bandwidth = 256;
     in.latency = 1;
-    plan_result r = estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+    plan_result r = estimate(&in, 1, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP);
     CHECK_NEAR(r.pp, 2 * (1 + 1), 1e-9); /* there and back */
     CHECK_NEAR(r.step, 54 + 4, 1e-9);
     CHECK_NEAR(r.bubble, 54 - r.compute, 1e-9);
@@ -175,15 +175,15 @@ TEST(all_reduces_of_the_pass_back_hide_under_the_weights_products)
 {
     plan_input in = tiny(2, 1);
     in.bandwidth = 256; /* an activation a second */
-    plan_result r = estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+    plan_result r = estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP);
     CHECK_NEAR(r.compute, 27, 1e-9);
     CHECK_NEAR(r.tp_hidden, 2 * 0.75 + 2 * 1 + 1, 1e-9);
     CHECK_NEAR(r.tp, 5 + 0.75 + 2 * 0.25, 1e-9);
     in.ranks = 4;
-    CHECK(estimate(&in, 1, 2, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).tp_hidden > 2);
-    CHECK_NEAR(estimate(&in, 1, 2, 2, DTRAIN_PIPELINE_ZB_H1, DTRAIN_NO_SHARD).tp_hidden, 0, 0); /* they come later */
+    CHECK(estimate(&in, 1, 2, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP).tp_hidden > 2);
+    CHECK_NEAR(estimate(&in, 1, 2, 2, DTRAIN_PIPELINE_ZB_H1, DTRAIN_DDP).tp_hidden, 0, 0); /* they come later */
     in.ranks = in.processors = 2; /* which no message has to itself */
-    r = estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD);
+    r = estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP);
     CHECK_NEAR(r.tp_hidden, 0, 0);
     CHECK_NEAR(r.tp, 5 + 0.75 + 5, 1e-9);
 }
@@ -217,16 +217,16 @@ TEST(the_bubble_is_that_of_the_formulas)
     const double expected[] = {3.0 / 11, 3.0 / 11, 3.0 / 19, 3.0 / 27};
     plan_input in = stages(8, 4, 8);
     for (int i = 0; i < 4; i++) {
-        plan_result r = estimate(&in, 1, 4, 1, schedules[i], DTRAIN_NO_SHARD);
+        plan_result r = estimate(&in, 1, 4, 1, schedules[i], DTRAIN_DDP);
         CHECK_NEAR(r.bubble_share, expected[i], 0.003);
         CHECK_NEAR(r.bubble / r.step, expected[i], 0.003);
         CHECK_NEAR(r.compute + r.bubble, r.step, 1e-6 * r.step);
     }
     in.processors = 1; /* another rank has always something to do */
     for (int i = 0; i < 4; i++) {
-        plan_result r = estimate(&in, 1, 4, 1, schedules[i], DTRAIN_NO_SHARD);
+        plan_result r = estimate(&in, 1, 4, 1, schedules[i], DTRAIN_DDP);
         CHECK_NEAR(r.bubble, 0, 1e-6 * r.step);
-        CHECK_NEAR(r.step / estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).step, 1, 1e-6);
+        CHECK_NEAR(r.step / estimate(&in, 1, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP).step, 1, 1e-6);
     }
 }
 
@@ -290,7 +290,7 @@ TEST(four_ranks_on_two_processors_take_twice_as_long)
         CHECK_NEAR(half.step, 2 * own.step, 1e-9 * own.step);
     }
     in.copy_rate = 1e30;
-    CHECK_NEAR(estimate(&in, 2, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).compute, 2 * 54, 1e-9);
+    CHECK_NEAR(estimate(&in, 2, 2, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP).compute, 2 * 54, 1e-9);
 }
 
 /* Reductions that take longer than what they run beside make a step longer; the last and the first stand alone. */
@@ -341,11 +341,11 @@ TEST(layouts_that_cannot_be_are_left_out_with_what_would_fit)
         CHECK((results[i - 1].why[0] != 0) <= (results[i].why[0] != 0));
     free(results);
     in = tiny(3, 8); /* which train_gpt --mesh dp=3 --micro 8 refuses */
-    CHECK_CONTAINS(estimate(&in, 3, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).why,
+    CHECK_CONTAINS(estimate(&in, 3, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP).why,
                    "8 micro-batches are not dealt evenly to dp=3; dp of 1 or 2, or a multiple of 3 as --micro");
     in = tiny(2, 2);
     in.vocab = 1;
-    CHECK_CONTAINS(estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).why,
+    CHECK_CONTAINS(estimate(&in, 1, 1, 2, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP).why,
                    "a vocabulary of 1 has no part for each of tp=2");
 }
 
@@ -424,7 +424,7 @@ TEST(little_memory_makes_full_shard_the_best_and_less_names_the_smallest_need)
     in.bandwidth = 1e3; /* full shard sends the most */
     in.rate = 1e12;
     double full = estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_FULL_SHARD).memory.all;
-    CHECK(full < 0.7 * estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_NO_SHARD).memory.all);
+    CHECK(full < 0.7 * estimate(&in, 4, 1, 1, DTRAIN_PIPELINE_1F1B, DTRAIN_DDP).memory.all);
     for (int i = 0; i < 3; i++) {
         in.memory = i == 0 ? 0 : i == 1 ? full : full - 1;
         CHECK_EQ(plan_all(&in, &results, &count), DTRAIN_OK);

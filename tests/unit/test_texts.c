@@ -192,7 +192,7 @@ TEST(constants_of_different_enums_differ)
                                     DTRAIN_PART_WEIGHTS,
                                     DTRAIN_FULL_SHARD,
                                     DTRAIN_SHARD_GRAD_OP,
-                                    DTRAIN_NO_SHARD,
+                                    DTRAIN_DDP,
                                     DTRAIN_HYBRID_SHARD,
                                     DTRAIN_MEMORY_DEVICE,
                                     DTRAIN_MEMORY_PINNED,
