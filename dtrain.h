@@ -1275,7 +1275,8 @@ DTRAIN_API_MUST dtrain_status dtrain_safetensors_model_save(const char *director
 /* ---- >>transport ----
  * How bytes get from rank to rank. A transport knows nothing of tensors: it is two functions over a
  * reliable, ordered stream of bytes from each rank to each other one. Fill the table, give it to
- * dtrain_comm_from_transport, and every collective runs over it. */
+ * dtrain_comm_from_transport, and everything runs over it: collectives, groups of its ranks, meshes and what is built
+ * from them. */
 #ifndef DTRAIN__TRANSPORT_H
 #define DTRAIN__TRANSPORT_H
 
@@ -1303,15 +1304,24 @@ typedef struct dtrain_transfer {
  *   DTRAIN_ERR_PEER_LOST  the peer's end is closed
  *   another status        the transport is of no more use
  *
- * The core orders blocking calls so that sends that wait for their receivers never form a cycle. It calls from
- * one thread at a time; in poll mode only with past deadlines. The rest is optional, and NULL where it is missing:
+ * The core calls these from one thread at a time: the caller's, or the service thread's, which starts with the group
+ * and looks for what has come when no call does. In poll mode there is no such thread. A call that waits does so in
+ * slices of a few milliseconds, and looks at the other peers in between. Blocking sends of a group are ordered so that
+ * they never form a cycle. The rest is optional, and NULL where it is missing:
  *
  *   exchange   sends and receives at once (either may be NULL) until one of the two is complete; returns as send does
- *   poll       looks after connections until deadline_ns or until woken; called by the service thread, which then
- *              starts with the group, or by dtrain_comm_poll
+ *   poll       looks after connections until deadline_ns or until woken; called by the service thread or by
+ *              dtrain_comm_poll, also while another thread is in send or recv
  *   wake       cuts a blocked poll short; any thread
- *   fail       tells the peers that the group is broken, and why; any thread
- *   leave      tells the peers that this rank goes, and why (may be empty); right before destroy */
+ *   fail       tells the peers that the group is broken, and why; any thread. The core's own messages tell them, too
+ *   leave      tells the peers that this rank goes, and why (may be empty); right before destroy
+ *   alive      says what is known of a peer, without waiting: 1 it is there, 0 it is gone, -1 unknown. 0 ends the calls
+ *              that need the peer with DTRAIN_ERR_PEER_LOST, as that status of send or recv does
+ *
+ * Groups share the streams. The core sends in frames of up to 64 KiB that name their group, and sorts what comes: bytes
+ * for the call that waits go to its memory, others are kept for their group, at most 64 MiB a peer. A call that waits
+ * while its peer sends more than that to another group, of which nobody here receives, ends with DTRAIN_ERR_MEMORY: it
+ * is best to receive from groups in the order in which peers send. */
 typedef struct dtrain_transport {
     void *self; /* given to every function */
     int rank;
@@ -1515,7 +1525,7 @@ DTRAIN_API_MUST dtrain_status dtrain_threads_create(dtrain_comm **comms, int ran
 DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
                                                  void *user, const dtrain_comm_desc *desc);
 
-/* Makes a group over a transport of your own; the table is copied, and destroyed with the group.
+/* Makes a group over a transport of your own; the table is copied, and destroyed with the last group that comes of it.
  *
  *   errors   DTRAIN_ERR_INVALID  a missing function, or a rank outside the size; the table stays yours
  *
@@ -1532,7 +1542,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
  * Work still pending is cancelled, its handles die with the group.
  *
  * A process that ends without this call is lost in all groups that it has not destroyed, and in no other. Over a
- * transport of your own, a peer whose end is closed is lost.
+ * transport of your own that is a peer of which the table says DTRAIN_ERR_PEER_LOST, or `alive` 0.
  *
  * one thread per object */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
@@ -1796,9 +1806,8 @@ DTRAIN_API_MUST dtrain_status dtrain_work_wait(dtrain_work *work);
 /* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
  * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
  *
- * A call that is blocked, on any rank, returns at once; over a transport of your own within 100 ms of its send or recv
- * keeping its deadline, and on the other ranks only where the transport has `fail`. A group that is broken already
- * keeps its first cause.
+ * A call that is blocked, on any rank, returns at once; over a transport of your own as soon as its send or recv keeps
+ * a deadline, which is some milliseconds away. A group that is broken already keeps its first cause.
  *
  *   why       at most 300 characters are kept; NULL: none
  *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
@@ -1913,7 +1922,6 @@ extern "C" {
  *   group    out: this rank's end; NULL for a negative color and on an error
  *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; and
  *            DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO  the text says on which rank
- *            DTRAIN_ERR_UNSUPPORTED            a transport of your own, unless each group has one rank
  *            DTRAIN_ERR_INVALID                on this rank alone: a fuse is open
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */

@@ -1,5 +1,6 @@
-/* A transport of one's own: ranks are processes, joined by pipes, and the whole of it is send and recv. Three
- * processes train one weight and compare it.
+/* A transport of one's own: ranks are processes, joined by pipes, and the whole of it is send and recv. Four processes
+ * make a mesh over it: each pair of "model" holds the two weights of one model, a weight each, and the pairs of "data"
+ * average the gradients of what their models have seen.
  *
  * cc -O2 -ffp-contract=off -I. examples/custom_transport.c -o build/custom_transport -lpthread -lm
  * build/custom_transport */
@@ -15,7 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { RANKS = 3 };
+enum { RANKS = 4, MODEL = RANKS % 2 == 0 ? 2 : 1, STEPS = 300 };
 
 typedef struct pipes {
     int rank;
@@ -73,24 +74,41 @@ static dtrain_status pipes_recv(void *self, int peer, void *data, size_t bytes, 
 
 static int train(pipes *mine)
 {
+    const dtrain_mesh_dim dims[] = {{"data", 0}, {"model", MODEL}};
     dtrain_transport transport = {0};
-    dtrain_comm *world;
-    float weight = (float)mine->rank, grad;
+    dtrain_comm *world, *data, *model;
+    dtrain_mesh *mesh;
+    float weights[2] = {0, 0};
     transport.self = mine;
     transport.rank = mine->rank;
     transport.size = RANKS;
     transport.send = pipes_send;
     transport.recv = pipes_recv;
     DTRAIN_CHECK(dtrain_comm_from_transport(&world, &transport, NULL));
-    DTRAIN_CHECK(dtrain_broadcast(world, &weight, 1, DTRAIN_F32, 0));
-    for (int step = 0; step < 200; step++) {
-        grad = weight - 4.0f * (float)(mine->rank + 1) / (RANKS + 1); /* ranks want other weights, 2 on average */
-        DTRAIN_CHECK(dtrain_all_reduce(world, &grad, &grad, 1, DTRAIN_F32, DTRAIN_MEAN));
-        weight -= 0.1f * grad;
+    DTRAIN_CHECK(dtrain_mesh_create(&mesh, world, dims, 2));
+    data = dtrain_mesh_group(mesh, "data");
+    model = dtrain_mesh_group(mesh, "model");
+    /* the weights that are this rank's */
+    size_t first, count = dtrain_split(2, dtrain_comm_size(model), dtrain_comm_rank(model), &first);
+    for (int step = 0; step < STEPS; step++) {
+        size_t example = (size_t)(step * dtrain_comm_size(data) + dtrain_comm_rank(data));
+        float x[2] = {dtrain_random_uniform(1, 2 * example), dtrain_random_uniform(1, 2 * example + 1)};
+        float y = 0, grads[2];
+        for (size_t i = first; i < first + count; i++)
+            y += weights[i] * x[i];
+        DTRAIN_CHECK(dtrain_all_reduce(model, &y, &y, 1, DTRAIN_F32, DTRAIN_SUM));
+        for (size_t i = first; i < first + count; i++)
+            grads[i] = (y - (3 * x[0] - x[1])) * x[i];
+        DTRAIN_CHECK(dtrain_all_reduce(data, grads + first, grads + first, count, DTRAIN_F32, DTRAIN_MEAN));
+        for (size_t i = first; i < first + count; i++)
+            weights[i] -= grads[i];
     }
-    DTRAIN_CHECK(dtrain_comm_check_equal(world, &weight, 1, DTRAIN_F32));
+    DTRAIN_CHECK(dtrain_all_gather(model, weights + first, weights, 2, DTRAIN_F32));
+    DTRAIN_CHECK(dtrain_comm_check_equal(world, weights, 2, DTRAIN_F32));
     if (mine->rank == 0)
-        printf("%d processes agree on %.4f\n", RANKS, (double)weight);
+        printf("%d processes, %d to a model, agree: y = %.3f a + %.3f b\n", RANKS, MODEL, (double)weights[0],
+               (double)weights[1]);
+    dtrain_mesh_destroy(mesh);
     dtrain_comm_destroy(world);
     return 0;
 }
@@ -131,4 +149,4 @@ int main(void)
     return bad;
 }
 
-/* 3 processes agree on 2.0000 */
+/* 4 processes, 2 to a model, agree: y = 3.000 a + -1.000 b */

@@ -183,7 +183,7 @@ DTRAIN_API_MUST dtrain_status dtrain_threads_create(dtrain_comm **comms, int ran
 DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
                                                  void *user, const dtrain_comm_desc *desc);
 
-/* Makes a group over a transport of your own; the table is copied, and destroyed with the group.
+/* Makes a group over a transport of your own; the table is copied, and destroyed with the last group that comes of it.
  *
  *   errors   DTRAIN_ERR_INVALID  a missing function, or a rank outside the size; the table stays yours
  *
@@ -200,7 +200,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
  * Work still pending is cancelled, its handles die with the group.
  *
  * A process that ends without this call is lost in all groups that it has not destroyed, and in no other. Over a
- * transport of your own, a peer whose end is closed is lost.
+ * transport of your own that is a peer of which the table says DTRAIN_ERR_PEER_LOST, or `alive` 0.
  *
  * one thread per object */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
@@ -464,9 +464,8 @@ DTRAIN_API_MUST dtrain_status dtrain_work_wait(dtrain_work *work);
 /* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
  * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
  *
- * A call that is blocked, on any rank, returns at once; over a transport of your own within 100 ms of its send or recv
- * keeping its deadline, and on the other ranks only where the transport has `fail`. A group that is broken already
- * keeps its first cause.
+ * A call that is blocked, on any rank, returns at once; over a transport of your own as soon as its send or recv keeps
+ * a deadline, which is some milliseconds away. A group that is broken already keeps its first cause.
  *
  *   why       at most 300 characters are kept; NULL: none
  *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child

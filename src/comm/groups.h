@@ -21,7 +21,6 @@ extern "C" {
  *   group    out: this rank's end; NULL for a negative color and on an error
  *   errors   the same on every rank, and then none has a group: as dtrain_all_gather; and
  *            DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO  the text says on which rank
- *            DTRAIN_ERR_UNSUPPORTED            a transport of your own, unless each group has one rank
  *            DTRAIN_ERR_INVALID                on this rank alone: a fuse is open
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */

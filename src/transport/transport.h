@@ -1,7 +1,8 @@
 /* ---- >>transport ----
  * How bytes get from rank to rank. A transport knows nothing of tensors: it is two functions over a
  * reliable, ordered stream of bytes from each rank to each other one. Fill the table, give it to
- * dtrain_comm_from_transport, and every collective runs over it. */
+ * dtrain_comm_from_transport, and everything runs over it: collectives, groups of its ranks, meshes and what is built
+ * from them. */
 #ifndef DTRAIN__TRANSPORT_H
 #define DTRAIN__TRANSPORT_H
 #include "../base/base.h"
@@ -30,15 +31,24 @@ typedef struct dtrain_transfer {
  *   DTRAIN_ERR_PEER_LOST  the peer's end is closed
  *   another status        the transport is of no more use
  *
- * The core orders blocking calls so that sends that wait for their receivers never form a cycle. It calls from
- * one thread at a time; in poll mode only with past deadlines. The rest is optional, and NULL where it is missing:
+ * The core calls these from one thread at a time: the caller's, or the service thread's, which starts with the group
+ * and looks for what has come when no call does. In poll mode there is no such thread. A call that waits does so in
+ * slices of a few milliseconds, and looks at the other peers in between. Blocking sends of a group are ordered so that
+ * they never form a cycle. The rest is optional, and NULL where it is missing:
  *
  *   exchange   sends and receives at once (either may be NULL) until one of the two is complete; returns as send does
- *   poll       looks after connections until deadline_ns or until woken; called by the service thread, which then
- *              starts with the group, or by dtrain_comm_poll
+ *   poll       looks after connections until deadline_ns or until woken; called by the service thread or by
+ *              dtrain_comm_poll, also while another thread is in send or recv
  *   wake       cuts a blocked poll short; any thread
- *   fail       tells the peers that the group is broken, and why; any thread
- *   leave      tells the peers that this rank goes, and why (may be empty); right before destroy */
+ *   fail       tells the peers that the group is broken, and why; any thread. The core's own messages tell them, too
+ *   leave      tells the peers that this rank goes, and why (may be empty); right before destroy
+ *   alive      says what is known of a peer, without waiting: 1 it is there, 0 it is gone, -1 unknown. 0 ends the calls
+ *              that need the peer with DTRAIN_ERR_PEER_LOST, as that status of send or recv does
+ *
+ * Groups share the streams. The core sends in frames of up to 64 KiB that name their group, and sorts what comes: bytes
+ * for the call that waits go to its memory, others are kept for their group, at most 64 MiB a peer. A call that waits
+ * while its peer sends more than that to another group, of which nobody here receives, ends with DTRAIN_ERR_MEMORY: it
+ * is best to receive from groups in the order in which peers send. */
 typedef struct dtrain_transport {
     void *self; /* given to every function */
     int rank;
