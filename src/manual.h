@@ -265,8 +265,10 @@
  *     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)   your BLAS
  *
  * PARTS: a program that needs less compiles less. DTRAIN_NO_SOCKETS and the like, before every include of dtrain.h, leave
- * a part out, and with it the parts that need it. A call that would need it returns DTRAIN_ERR_UNSUPPORTED and names the
- * macro. Text is of an object for x86-64 by gcc -O2, time a share of what the whole takes to compile.
+ * a part out, and with it the parts that need it. Its own functions are not declared then; a call of another part that
+ * would need it returns DTRAIN_ERR_UNSUPPORTED and names the macro. `tools/amalgamate --parts SOCKETS,SHARD` writes a
+ * header that has these parts alone, and what they need. Text is of an object for x86-64 by gcc -O2, time a share of what
+ * the whole takes to compile.
  *
  *     DTRAIN_NO_   text KB  time  leaves out
  *     SOCKETS           97  13 %  ranks that are processes, on one host or many
