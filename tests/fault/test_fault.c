@@ -100,6 +100,7 @@ static dtrain_status bad_send(void *self, int peer, const void *data, size_t byt
 
 typedef struct rank_of_run {
     dtrain__threads_group *board; /* NULL: over sockets */
+    pairs *own;                   /* or over these */
     int rank, ranks, calls, broke;
     int *formed;
     uint64_t seed;
@@ -121,6 +122,43 @@ static int64_t total(uint64_t seed, int n, int ranks, size_t i)
     return sum;
 }
 
+/* A vote: the AND of the survivors' flags has the bits of all. */
+static dtrain_status one_vote(dtrain_comm *world, const rank_of_run *r, int n, int *right)
+{
+    uint64_t all = UINT64_MAX, mine = (uint64_t)given(r->seed, n, r->rank, 0), flags = mine;
+    for (int rank = 0; rank < r->ranks; rank++)
+        all &= (uint64_t)given(r->seed, n, rank, 0);
+    dtrain_status status = dtrain_comm_agree(world, &flags);
+    *right = (flags & all) == all && (flags & ~mine) == 0;
+    return status;
+}
+
+/* Every rank sets a key, and waits for that of another. */
+static dtrain_status one_store(dtrain_comm *world, const rank_of_run *r, int n, int64_t *in, int64_t *out, int *right)
+{
+    char key[32];
+    int left = (r->rank + r->ranks - 1) % r->ranks;
+    size_t bytes = 0, count = 1 + (size_t)n * 97;
+    for (size_t i = 0; i < count; i++)
+        in[i] = given(r->seed, n, r->rank, i);
+    snprintf(key, sizeof key, "%d of %d", n, r->rank);
+    dtrain_status status = dtrain_store_set(world, key, in, count * sizeof *in);
+    snprintf(key, sizeof key, "%d of %d", n, left);
+    if (status == DTRAIN_OK)
+        status = dtrain_store_wait(world, key, out, count * sizeof *out, &bytes);
+    *right = bytes == count * sizeof *out;
+    for (size_t i = 0; i < count; i++)
+        *right = *right && out[i] == given(r->seed, n, left, i);
+    return status;
+}
+
+/* Whether call number n is a vote or the store's, which fails without breaking the group. */
+static int is_control(const rank_of_run *r, int n)
+{
+    return (__atomic_load_n(&fault.kinds, __ATOMIC_RELAXED) & CROSS) == 0 &&
+           dtrain_random_u64(r->seed, (uint64_t)n) / 1024 % 8 > 5;
+}
+
 /* Makes call number n; returns its status, and in *right whether what it gave is right. */
 static dtrain_status one_call(dtrain_comm *world, rank_of_run *r, int n, int64_t *in, int64_t *out, int *right)
 {
@@ -137,7 +175,7 @@ static dtrain_status one_call(dtrain_comm *world, rank_of_run *r, int n, int64_t
     }
     for (size_t i = 0; i < count; i++)
         in[i] = given(r->seed, n, r->rank, i);
-    switch (__atomic_load_n(&fault.kinds, __ATOMIC_RELAXED) & CROSS ? 3 : dice / 1024 % 6) {
+    switch (__atomic_load_n(&fault.kinds, __ATOMIC_RELAXED) & CROSS ? 3 : dice / 1024 % 8) {
     case 0:
         status = dtrain_broadcast(world, in, count, DTRAIN_I64, root);
         for (size_t i = 0; i < count; i++)
@@ -161,6 +199,8 @@ static dtrain_status one_call(dtrain_comm *world, rank_of_run *r, int n, int64_t
         for (size_t i = 0; i < count; i++)
             *right = *right && out[i] == given(r->seed, n, left, i);
         return status;
+    case 6: return one_vote(world, r, n, right);
+    case 7: return one_store(world, r, n, in, out, right);
     default:
         status = dtrain_all_reduce(world, in, out, count, DTRAIN_I64, DTRAIN_SUM);
         for (size_t i = 0; i < count; i++)
@@ -175,7 +215,7 @@ static void *faulty_rank(void *pointer)
     dtrain_comm_desc desc;
     dtrain_comm *world = NULL;
     int64_t *in = (int64_t *)malloc(9000 * sizeof *in), *out = (int64_t *)malloc(9000 * sizeof *out);
-    int right;
+    int right, last = 0;
     memset(&desc, 0, sizeof desc);
     desc.rank = r->rank;
     desc.world_size = r->ranks;
@@ -192,6 +232,8 @@ static void *faulty_rank(void *pointer)
         transport.send = bad_send;
         desc.timeout_ms = 500;
         status = dtrain_comm_from_transport(&world, &transport, &desc);
+    } else if (r->own != NULL) {
+        status = pairs_join(&world, r->own, r->rank, &desc);
     } else {
         status = dtrain_comm_create(&world, &desc);
     }
@@ -203,6 +245,7 @@ static void *faulty_rank(void *pointer)
     __atomic_store_n(&fault.armed, 1, __ATOMIC_RELAXED);
     for (int n = 0; status == DTRAIN_OK && n < r->calls; n++) {
         int64_t begin = dtrain__os_now_ns();
+        last = n;
         status = one_call(world, r, n, in, out, &right);
         if (status == DTRAIN_OK && !right)
             TEST_FAIL("seed %llu: call %d on rank %d is wrong and says that it is right", (unsigned long long)r->seed,
@@ -211,9 +254,11 @@ static void *faulty_rank(void *pointer)
             TEST_FAIL("seed %llu: call %d on rank %d went far beyond its deadline", (unsigned long long)r->seed, n,
                       r->rank);
     }
+    if (status == DTRAIN_OK && is_control(r, last)) /* rank 0 keeps the store until all have had their answers */
+        status = dtrain_barrier(world);
     r->broke = status != DTRAIN_OK;
     snprintf(r->why, sizeof r->why, "%s", r->broke ? dtrain_last_error() : "");
-    if (status != DTRAIN_OK && dtrain_barrier(world) == DTRAIN_OK)
+    if (status != DTRAIN_OK && !is_control(r, last) && dtrain_barrier(world) == DTRAIN_OK)
         TEST_FAIL("seed %llu: rank %d goes on after a failure", (unsigned long long)r->seed, r->rank);
     dtrain_comm_destroy(world);
     free(in);
@@ -221,10 +266,14 @@ static void *faulty_rank(void *pointer)
     return NULL;
 }
 
+/* What a run goes over: a transport of the user's own that misbehaves; sockets; pairs of sockets in one. */
+enum { BAD, SOCKETS, PAIRS };
+
 /* Returns how many ranks ended with an error; told: none should, so that each is a failure. */
-static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int sockets, int told)
+static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int over, int told)
 {
     dtrain__threads_group *board = NULL;
+    pairs *own = NULL;
     static int turn;
     int port = free_port();
     rank_of_run ranks[MOST_RANKS];
@@ -234,13 +283,16 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int soc
     fault.calls = 0;
     fault.armed = 0;
     __atomic_store_n(&fault.kinds, kinds, __ATOMIC_SEQ_CST);
-    if (!sockets)
+    if (over == BAD)
         CHECK_EQ(dtrain__threads_create(&board, n, NULL), DTRAIN_OK);
+    if (over == PAIRS)
+        own = pairs_new(n, seed % 2 != 0);
     turn++;
     for (int rank = 0; rank < n; rank++) {
         rank_of_run *r = &ranks[rank];
         memset(r, 0, sizeof *r);
         r->board = board;
+        r->own = own;
         r->rank = rank;
         r->ranks = n;
         r->calls = kinds & CROSS ? 1 : 20;
@@ -260,6 +312,7 @@ static int run_with(uint32_t kinds, uint64_t seed, int64_t reconnect_ms, int soc
             TEST_FAIL("seed %llu: rank %d of %d: %s", (unsigned long long)seed, rank, n, ranks[rank].why);
     }
     __atomic_store_n(&fault.kinds, 0, __ATOMIC_SEQ_CST);
+    free(own);
     return broke;
 }
 
@@ -281,7 +334,8 @@ TEST(short_calls_storms_and_delays_change_nothing)
     dtrain_set_log(quiet, NULL);
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + (uint64_t)i;
-        run_with(kinds[seed % 5], seed, 0, 1, 1);
+        run_with(kinds[seed % 5], seed, 0, SOCKETS, 1);
+        run_with(kinds[seed % 5], seed, 0, PAIRS, 1);
     }
     dtrain_set_log(NULL, NULL);
 }
@@ -292,7 +346,7 @@ TEST(connections_that_cross_become_one)
     dtrain_set_log(quiet, NULL);
     for (int i = 0; i < runs(60); i++) {
         uint64_t seed = first_seed() + 4000000 + (uint64_t)i;
-        run_with((i % 2 ? DELAY : 0) | STORM | SHORT | CROSS, seed, 0, 1, 1);
+        run_with((i % 2 ? DELAY : 0) | STORM | SHORT | CROSS, seed, 0, SOCKETS, 1);
     }
     dtrain_set_log(NULL, NULL);
 }
@@ -302,7 +356,7 @@ TEST(a_reset_ends_every_rank_or_none)
     dtrain_set_log(quiet, NULL);
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + 1000000 + (uint64_t)i;
-        run_with(i % 2 ? RESET : RESET | SHORT | STORM, seed, 0, 1, 0);
+        run_with(i % 2 ? RESET : RESET | SHORT | STORM, seed, 0, i % 3 == 0 ? PAIRS : SOCKETS, 0);
     }
     dtrain_set_log(NULL, NULL);
 }
@@ -314,7 +368,7 @@ TEST(links_that_may_come_back_survive_resets)
     for (int i = 0; i < runs(12); i++) {
         uint64_t seed = first_seed() + 2000000 + (uint64_t)i;
         fault.resets = 0;
-        int broke = run_with(RESET | (i % 3 ? SHORT : 0), seed, 5000, 1, 0);
+        int broke = run_with(RESET | (i % 3 ? SHORT : 0), seed, 5000, SOCKETS, 0);
         survived += broke == 0 && fault.resets > 0;
         resets += (int)fault.resets;
     }
@@ -331,7 +385,7 @@ TEST(bytes_that_are_dropped_cut_off_or_changed_are_noticed)
     for (int i = 0; i < runs(20); i++) {
         uint64_t seed = first_seed() + 3000000 + (uint64_t)i;
         fault.resets = 0;
-        broke += run_with(kinds[i % 5], seed, 0, 0, 0) > 0;
+        broke += run_with(kinds[i % 5], seed, 0, BAD, 0) > 0;
         damaged += fault.resets > 0;
     }
     printf("%d runs were damaged, %d ended with errors\n", damaged, broke);

@@ -107,7 +107,7 @@ static dtrain_status tape_send(void *self, int peer, const void *data, size_t by
 /* A frame's header: of data that this rank waits for, or of whatever the input says; most are whole. */
 static void tape_frame(tape *t, unsigned char *out)
 {
-    uint64_t fits = t->data[0], kind = t->data[1] % 8, bytes = dtrain__get_le(t->data + 2, 2);
+    uint64_t fits = t->data[0], kind = t->data[1] % 16, bytes = dtrain__get_le(t->data + 2, 2);
     if (fits < 220 && t->sent.magic == DTRAIN__MESSAGE_MAGIC)
         dtrain__mux_frame(out, t->lane, DTRAIN__MUX_DATA, NULL, sizeof t->sent + (size_t)t->sent.bytes);
     else
@@ -152,7 +152,7 @@ static dtrain_status a_call(dtrain_comm *comm, int kind, int call)
     float x[64] = {0}, y[64];
     void *buffers[] = {x};
     size_t sizes[] = {sizeof x};
-    uint64_t step;
+    uint64_t step = 7;
     dtrain_comm *group = NULL;
     dtrain_mesh *mesh = NULL;
     dtrain_status status;
@@ -163,6 +163,10 @@ static dtrain_status a_call(dtrain_comm *comm, int kind, int call)
     case 4: status = dtrain_mesh_create(&mesh, comm, dims, 2); break;
     case 5: return dtrain_all_reduce(comm, x, y, 64, DTRAIN_BF16, DTRAIN_MEAN);
     case 6: return dtrain_exchange(comm, x, 64, 1 - comm->rank, y, 32, 1 - comm->rank, DTRAIN_F32);
+    case 7:
+        return call % 3 == 0   ? dtrain_comm_agree(comm, &step)
+               : call % 3 == 1 ? dtrain_store_wait(comm, "key", x, sizeof x, sizes)
+                               : dtrain_store_set(comm, "key", x, sizeof x);
     default:
         return call % 2 == 0 ? dtrain_all_reduce(comm, x, x, 64, DTRAIN_F32, DTRAIN_SUM)
                              : dtrain_broadcast(comm, x, 64, DTRAIN_F32, 0);
@@ -182,6 +186,7 @@ static void fuzz_messages(const uint8_t *data, size_t bytes)
     memset(&transport, 0, sizeof transport);
     memset(&desc, 0, sizeof desc);
     desc.progress = DTRAIN_PROGRESS_POLL; /* no thread but this one reads the tape */
+    desc.timeout_ms = 20;                 /* of a wait for a key, when the peer has left */
     transport.self = &t;
     transport.rank = bytes > 0 ? data[0] % 2 : 0;
     transport.size = 2;

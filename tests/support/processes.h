@@ -105,9 +105,10 @@ __attribute__((unused)) static void scene_begin(scene *s, int ranks, int tcp)
 
 __attribute__((unused)) static void scene_begin_by(scene *s, int ranks, int way)
 {
+    static pairs *last;
     scene_begin(s, ranks, way == TCP);
-    if (way >= OWN)
-        s->own = pairs_new(ranks, way == OWN_ASKED);
+    free(last);
+    s->own = last = way >= OWN ? pairs_new(ranks, way == OWN_ASKED) : NULL;
 }
 
 /* Comes back when all ranks' processes are here. Before one of them breaks: a barrier ends with an error on a rank that
