@@ -12,6 +12,7 @@
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
  *     >>tensor       element types, conversions, tensors, the matrix product
  *     >>device       memory and arithmetic of GPUs: queues, copies, events, and a table to fill for a device of your own
+ *     >>pieces       lists of what objects keep, for checkpoints and file formats of your own
  *     >>transport    the table to fill for a transport of your own
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, groups
  *                    of groups, survivors, the store
@@ -195,7 +196,8 @@
  * CHECKPOINTS: each rank saves what it holds; any number of ranks, under any strategy, goes on from there.
  *
  *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));      desc.directory = "run"
- *     state.fsdp = fsdp;                                                or table and optimizer, or pieces of your own
+ *     lists[0] = dtrain_fsdp_pieces(fsdp);                              and lists of all else that has state: see >>pieces
+ *     lists[1] = dtrain_sampler_pieces(&sampler);                       state.lists = lists, state.list_count = 2
  *     DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL));   state.step says where to go on
  *     ...
  *     DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));               or dtrain_checkpoint_save_async
@@ -279,7 +281,7 @@
  *     PARALLEL          82   6 %  modules, pipelines, tensor parallelism; needs SHARD
  *     LOOSE             67   6 %  parameter server, local SGD; needs TRAIN and COMPRESS
  *     SAFETENSORS       59   5 %  files of tensors, Hugging Face models
- *     CHECKPOINT       113  11 %  checkpoints; needs SHARD and SAFETENSORS
+ *     CHECKPOINT       113  11 %  checkpoints; needs TRAIN and SAFETENSORS
  *     what is left     272  26 %  collectives of threads, tensors, queues of devices
  */
 
@@ -293,7 +295,7 @@
 #if (defined(DTRAIN_NO_TRAIN) || defined(DTRAIN_NO_COMPRESS)) && !defined(DTRAIN_NO_LOOSE)
 #define DTRAIN_NO_LOOSE
 #endif
-#if (defined(DTRAIN_NO_SHARD) || defined(DTRAIN_NO_SAFETENSORS)) && !defined(DTRAIN_NO_CHECKPOINT)
+#if (defined(DTRAIN_NO_TRAIN) || defined(DTRAIN_NO_SAFETENSORS)) && !defined(DTRAIN_NO_CHECKPOINT)
 #define DTRAIN_NO_CHECKPOINT
 #endif
 
@@ -940,6 +942,81 @@ DTRAIN_API_MUST dtrain_status dtrain_device_squares(dtrain_device *device, const
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t *limbs, float max_norm,
                                                  double *norm, float *x, size_t count);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
+
+/* ---- >>pieces ----
+ * State as lists of pieces: what a checkpoint saves, and where it goes when it is loaded. Every object that has state
+ * gives a list of it, and a program lists arrays of its own:
+ *
+ *     dtrain_pieces lists[3] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};
+ *     lists[2].pieces = own;  lists[2].count = 2;
+ *
+ * A list names its object and holds no state itself. It is asked again for every save and load, so that it is made
+ * once, as soon as the object is there, and used until the object is destroyed. */
+#ifndef DTRAIN__PIECES_H
+#define DTRAIN__PIECES_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What one rank holds of one tensor: a range of a box of it. Zero what does not apply.
+ *
+ * A program that splits tensors its own way lists its pieces; together those of all ranks must tile each tensor. A
+ * column of a matrix {R, C} is boxed, with box_begin {0, c} and box_size {R, 1}, begin 0 and count R. */
+typedef struct dtrain_piece {
+    const char *name;              /* of the tensor, UTF-8 */
+    const char *suffix;            /* follows the name: "@adam.m"; NULL: nothing does */
+    dtrain_dtype dtype;            /* of a byte or more */
+    size_t shape[DTRAIN_MAX_DIMS]; /* of the tensor in full */
+    int ndim;                      /* 0: a scalar */
+    int boxed;                     /* 1: the box is box_begin and box_size; 0: it is the whole tensor */
+    size_t box_begin[DTRAIN_MAX_DIMS], box_size[DTRAIN_MAX_DIMS];
+    size_t begin, count;   /* elements of the box, counted row by row, that this piece has; count may be 0 */
+    int copies;            /* ranks that hold the very same piece; 0: 1 */
+    int copy;              /* which of them this is: 0 to copies - 1 */
+    void *data;            /* count elements, packed */
+    int unsaved;           /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
+                              loaded: for what several ranks have alike, but cut otherwise */
+    dtrain_device *device; /* whose memory data is; NULL: the CPU's. What is saved is the same, and either is loaded
+                              into the other: a save or load passes it on in chunks of at most 4 MiB, through memory
+                              pinned for as long as the call lasts */
+    int per_step;          /* 1: a vector of one element a step, as of losses: rank 0 has as many as the checkpoint has
+                              steps, other ranks none. ndim is 1, shape[0] says for how many rank 0 has room */
+} dtrain_piece;
+
+typedef struct dtrain__lister dtrain__lister;
+typedef struct dtrain_pieces dtrain_pieces;
+
+/* A list: an object's, made by dtrain_fsdp_pieces and its like, or with the first two fields alone an array of yours.
+ * It owns nothing; copy it freely. */
+struct dtrain_pieces {
+    const dtrain_piece *pieces;
+    size_t count;
+    const char *name; /* begins every name of the list; NULL: nothing does. Give lists one, as "rank-3/", that hold
+                         different things under the same names: models that ranks train by themselves */
+    int copies;       /* of dtrain_params_pieces: ranks that hold the very same; 0: all of the checkpoint */
+    int copy;         /* which of them this is: 0 to copies - 1 */
+    /* set by the object's function */
+    void *object;
+    const void *table;
+    dtrain_status (*list)(const dtrain_pieces *list, dtrain__lister *lister);
+    dtrain_status (*loaded)(const dtrain_pieces *list, const dtrain__lister *lister); /* NULL: nothing is to be done */
+};
+
+/* Calls visit for each piece of some lists, as a checkpoint would see them on `rank` of `ranks`: for a file format of
+ * your own, or to copy state in memory. The piece and its name are gone when visit returns; its data stays.
+ *
+ *   errors   DTRAIN_ERR_INVALID  an object is NULL; those of dtrain_params_pieces
+ *
+ * one thread per object; never blocks */
+DTRAIN_API_MUST dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t count, int ranks, int rank,
+                                                 void (*visit)(void *user, const dtrain_piece *piece), void *user);
 
 #ifdef __cplusplus
 }
@@ -2504,21 +2581,13 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
 DTRAIN_API_MUST dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
                                                            dtrain_op op);
 
-/* Lists what a checkpoint keeps besides the vector: the residual, the velocity, what the compressor has (PowerSGD's
- * start, the step of top-k's schedule), with start_step how many steps were not compressed, and of the state that DDP,
- * FSDP and aggregators list last under feedback.momentum the velocity of what travels as it is ("plain_velocity", in
- * the CPU's memory always).
+/* Lists what a checkpoint keeps besides the vector, a row of {ranks, count} for each rank: residual.0, velocity.0, what
+ * the compressor has (start.0 of PowerSGD, step.0 of top-k's schedule), with start_step dense_steps.0, how many steps
+ * were not compressed. Steps are two floats, the halves of a number below 2^48. As many ranks go on from it.
+ * Give several of one checkpoint a name each (see dtrain_pieces).
  *
- *   index     0, 1, ...
- *   name      out: "residual", "velocity", "start", "step", "dense_steps"; data: out: count float32, to be read and
- *             written between steps (steps are two, the halves of a 64-bit number below 2^48). On a device,
- *             "residual" and "velocity" are its memory: dtrain_device_copy reads and writes them, and a dtrain_param
- *             with that device saves them; "step" is the CPU's
- *   returns   1; 0 where index is beyond the last
- *
- * one thread per object */
-DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index, const char **name, float **data,
-                                       size_t *count);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_compressed_pieces(dtrain_compressed *compressed);
 
 /* Says how much was sent; zeroes for NULL.
  *
@@ -2573,8 +2642,8 @@ typedef struct dtrain_param_part {
  * dimension cut over more ranks than it has elements.
  *
  * Calls that take a table refuse a bad one with DTRAIN_ERR_INVALID and a text that names the parameter: a name missing
- * or used twice; a bad dtype or shape; sizes that overflow; units with a gap; memory missing or shared by two tensors; a
- * part that does not lie inside its whole tensor. */
+ * or used twice; a bad dtype or shape; sizes that overflow; units with a gap; memory missing or shared by two tensors;
+ * a part that does not lie inside its whole tensor. */
 typedef struct dtrain_param {
     const char *name; /* unique, not empty */
     dtrain_dtype dtype;
@@ -2707,7 +2776,7 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
 typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_CONSTANT = 0,
     DTRAIN_SCHEDULE_LINEAR = 1501, /* falls from lr to min_lr in a line */
-    DTRAIN_SCHEDULE_COSINE        /* falls from lr to min_lr along half a cosine */
+    DTRAIN_SCHEDULE_COSINE         /* falls from lr to min_lr along half a cosine */
 } dtrain_schedule_kind;
 
 /* A learning rate over time. */
@@ -2729,6 +2798,13 @@ typedef struct dtrain_schedule {
  *
  * any thread */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t step);
+
+/* List what a sampler and a schedule are: they hold no position, and a load refuses another one, under which the run
+ * would go on with other examples or learning rates.
+ *
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_sampler_pieces(const dtrain_sampler *sampler);
+DTRAIN_API dtrain_pieces dtrain_schedule_pieces(const dtrain_schedule *schedule);
 
 typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_DEFAULT = 0, /* AdamW */
@@ -2819,15 +2895,17 @@ DTRAIN_API_MUST dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer,
 DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer);
 DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step);
 
-/* Returns the optimizer's state of a parameter, or of a layer of a stacked one, as many floats as that has; it may be
- * read and written between steps. Of a parameter on a device it is memory of that device.
+/* Lists a replicated table, as under DDP, and its optimizer's state, settings and number of steps. Parameters that are
+ * parts give pieces of the whole tensors, as of dtrain_fsdp_pieces. Optimizer state is NAME@adam.m and NAME@adam.v, or
+ * NAME@momentum, as many floats as the parameter has: memory of the table's device, to be read and written between
+ * steps.
  *
- *   data      where the parameter, or the layer, begins
- *   which     AdamW: 0 for m, 1 for v; SGD with momentum: 0 for the velocity
- *   returns   NULL where there is none
+ *   table       must outlive the list. Every rank of the checkpoint holds the very same, or dtrain_pieces.copies of
+ * them optimizer   made from the same table; NULL: none errors      of a save or load: DTRAIN_ERR_INVALID  a bad table,
+ * the optimizer was made from another, or copy is not from 0 to copies - 1
  *
- * one thread per object */
-DTRAIN_API float *dtrain_optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_params_pieces(const dtrain_param *table, size_t count, dtrain_optimizer *optimizer);
 
 /* Frees an optimizer; NULL is legal.
  *
@@ -2891,6 +2969,8 @@ typedef struct dtrain_aggregator {
     void (*destroy)(void *self); /* may be NULL */
     /* What it has sent so far, for dtrain_aggregator_get_stats; may be NULL. */
     dtrain_compressed_stats (*get_stats)(const void *self);
+    /* What a checkpoint keeps of it, for dtrain_aggregator_pieces; may be NULL. */
+    dtrain_pieces (*get_pieces)(void *self);
 } dtrain_aggregator;
 
 /* Makes the aggregator that all-reduces each gradient over comm, which must outlive it.
@@ -2911,14 +2991,11 @@ DTRAIN_API_MUST dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *ag
                                                            const dtrain_param *table, size_t count,
                                                            const dtrain_compress_desc *desc);
 
-/* Returns a state of compression, for checkpoints and counters; NULL beyond the last, and for other aggregators. There
- * is one, of PowerSGD one a matrix; what is sent as it is has none, but with feedback.momentum one for all of it, the
- * last.
+/* Lists what a checkpoint keeps of an aggregator between steps: the state of the compressed, as of dtrain_fsdp_pieces,
+ * and what a server's packing has left unsent, residual.0; of others nothing. As many ranks go on from it.
  *
- *   index   0, 1, ...
- *
- * one thread per object */
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_aggregator_pieces(const dtrain_aggregator *aggregator);
 
 /* Says what all parameters together have sent, those that are sent as they are included; a step is a call. Zeroes for
  * an aggregator that does not count. The compressed and a server's do, of this end: a worker's gradients, the server's
@@ -3468,14 +3545,21 @@ DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_buck
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
                                                    uint64_t sent_bytes);
 
-/* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
- * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none, but with
- * feedback.momentum one for all of it, the last.
+/* Lists an FSDP's state between steps: weights, optimizer state under NAME@adam.m, NAME@adam.v or NAME@momentum, its
+ * settings and number of steps, and the loss scale with the good steps since it changed. A load publishes the weights.
  *
- *   index   0, 1, ...
+ * A parameter that is a part (see dtrain_param_part) gives pieces of the whole tensor: of a part of several blocks one
+ * for each run of elements inside a block. Its copies multiply with those of the FSDP. Where slices are sharded, those
+ * of its copies are cut otherwise on each rank: of these, copy 0's are saved.
  *
- * one thread per object */
-DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, size_t index);
+ * With desc.compress it also lists what compression keeps: for each bucket in the order in which they are sent, by
+ * PowerSGD for each matrix, what dtrain_compressed_pieces says, numbered from 0. With feedback.momentum the velocity of
+ * what travels as it is comes last, as plain_velocity.NUMBER. Each has a row for each rank of the FSDP, and as many ranks
+ * go on from it. Where shards are not equally long, each shard has its own under shard-N/NAME, with a row for each copy.
+ * Several compressed FSDPs in one checkpoint need a dtrain_pieces.name each.
+ *
+ * any thread; a save or load is collective over the FSDP's ranks */
+DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp);
 
 /* Writes the last events as a Chrome trace: a lane of computation, of gathers, of reductions, and of waiting.
  * Reductions say how many bytes they sent, and would have sent dense.
@@ -3600,13 +3684,11 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_w
  * one thread per object; never blocks */
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets);
 
-/* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
- * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
+/* Lists what a checkpoint keeps between steps besides the table: what compression has left unsent, as of
+ * dtrain_fsdp_pieces; without compression nothing.
  *
- *   index   0, 1, ...
- *
- * one thread per object; never blocks */
-DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_ddp_pieces(dtrain_ddp *ddp);
 
 /* Frees a DDP; NULL is legal. In an open step it first waits for the units on their way, up to timeout_ms.
  *
@@ -4308,14 +4390,6 @@ DTRAIN_API_MUST dtrain_status dtrain_server_run(dtrain_server *server, const dtr
  * one thread per object */
 DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *server);
 
-/* Lists what a rank with compression keeps for the next step, for checkpoints.
- *
- *   count     out: elements, those of all trained parameters in the table's order
- *   returns   NULL where nothing is kept
- *
- * one thread per object */
-DTRAIN_API float *dtrain_server_residual(dtrain_server *server, size_t *count);
-
 /* Leaves the groups and frees this end; NULL is legal. Never waits for a peer.
  *
  * one thread per object */
@@ -4418,7 +4492,7 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double weight);
 
 /* Waits until no round of this rank is under way, and applies what came of them. When every rank has returned from it,
- * and none has made a step since, checkpoints may be made of dtrain_local_sgd_state.
+ * and none has made a step since, checkpoints may be made of dtrain_local_sgd_pieces.
  *
  *   errors   DTRAIN_ERR_TIMEOUT  a round did not come within window_ms and timeout_ms: the others are not there yet.
  *                                It can be called again, and training can go on
@@ -4462,18 +4536,17 @@ DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *l
  * any thread */
 DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
 
-/* Lists what a checkpoint keeps besides the parameters. It is read, or written after a new object was made from the
- * same table and desc, as dtrain_local_sgd_sync says; parameters and these give the same bits as a run never stopped.
+/* Lists what a checkpoint keeps besides the parameters, when dtrain_local_sgd_sync says that one may be made. A load
+ * writes it into a new object, made from the same table and desc; parameters and these give the same bits as a run
+ * never stopped.
  *
- *   index     0, 1, ...
- *   name      out: "outer", "momentum", "base" (what this rank started from), "residual.0", ...: DTRAIN_F32;
- *             "weights" of the steps since the last snapshots: DTRAIN_F64; "counters" (steps, then the rounds of each
- *             fragment): DTRAIN_U64. "outer", "momentum" and counters but the first are the same on every rank
- *   returns   1; 0 where index is beyond the last
+ * Each is one row for each rank, from which as many ranks go on, and ends with its number in the list: outer, momentum
+ * and base, what this rank started from (DTRAIN_F32); weights of the steps since the last snapshots (DTRAIN_F64);
+ * counters, of steps, then of the rounds of each fragment (DTRAIN_U64); residual.0, ... of the fragments. outer,
+ * momentum and counters but the first are the same on every rank.
  *
- * one thread per object */
-DTRAIN_API int dtrain_local_sgd_state(dtrain_local_sgd *local, int index, const char **name, void **data,
-                                      dtrain_dtype *dtype, size_t *count);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local);
 
 /* Leaves, ends the thread and frees; NULL is legal. Unless all have finished (dtrain_local_sgd_finish), the others log
  * that they go on without this rank; a round that it has handed in for may count it or not, for all alike.
@@ -4496,7 +4569,8 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
  *
  *     dtrain_checkpoint_desc desc = {};  desc.directory = "run";  desc.keep_last = 3;
  *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));
- *     dtrain_checkpoint_state state = {};  state.fsdp = fsdp;                       or table and optimizer
+ *     dtrain_pieces lists[2] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};      see >>pieces
+ *     dtrain_checkpoint_state state = {};  state.lists = lists;  state.list_count = 2;
  *     if (resume) { DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL)); step = state.step; }
  *     ...
  *     state.step = step;
@@ -4552,75 +4626,18 @@ DTRAIN_API_MUST dtrain_status dtrain_params_save(const dtrain_param *table, size
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_params_load(const dtrain_param *table, size_t count, const char *path, int strict);
 
-/* What one rank holds of one tensor: a range of a box of it. Zero what does not apply.
- *
- * A program that splits tensors its own way lists its pieces; together those of all ranks must tile each tensor. A
- * column of a matrix {R, C} is boxed, with box_begin {0, c} and box_size {R, 1}, begin 0 and count R. */
-typedef struct dtrain_piece {
-    const char *name;              /* of the tensor, UTF-8 */
-    const char *suffix;            /* follows the name: "@adam.m"; NULL: nothing does */
-    dtrain_dtype dtype;            /* of a byte or more */
-    size_t shape[DTRAIN_MAX_DIMS]; /* of the tensor in full */
-    int ndim;                      /* 0: a scalar */
-    int boxed;                     /* 1: the box is box_begin and box_size; 0: it is the whole tensor */
-    size_t box_begin[DTRAIN_MAX_DIMS], box_size[DTRAIN_MAX_DIMS];
-    size_t begin, count;   /* elements of the box, counted row by row, that this piece has; count may be 0 */
-    int copies;            /* ranks that hold the very same piece; 0: 1 */
-    int copy;              /* which of them this is: 0 to copies - 1 */
-    void *data;            /* count elements, packed */
-    int unsaved;           /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
-                              loaded: for what several ranks have alike, but cut otherwise */
-    dtrain_device *device; /* whose memory data is; NULL: the CPU's. What is saved is the same, and either is loaded
-                              into the other: a save or load passes it on in chunks of at most 4 MiB, through memory
-                              pinned for as long as the call lasts */
-} dtrain_piece;
-
-/* Lists this rank's pieces of an FSDP: weights, then optimizer state. Data points into it, as of dtrain_fsdp_local.
- *
- * A parameter that is a part (see dtrain_param_part) gives pieces of the whole tensor: of a part of several blocks one
- * for each run of elements inside a block. Its copies multiply with those of the FSDP. Where slices are sharded, those
- * of its copies are cut otherwise on each rank: of these, copy 0's are saved.
- *
- *   pieces   out: room for capacity of them; may be NULL with 0
- *   count    out: how many there are
- *
- * one thread per object; never blocks */
-DTRAIN_API_MUST dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity,
-                                                 size_t *count);
-
-/* Lists this rank's pieces of a replicated table and the state of its optimizer: each a copy of `copies`, times those
- * of the parameter's part.
- *
- *   optimizer   made from the same table; NULL: none
- *   others      as dtrain_fsdp_pieces
- *   errors      DTRAIN_ERR_INVALID  the optimizer was made from another table
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t table_count,
-                                                   const dtrain_optimizer *optimizer, int copies, int copy,
-                                                   dtrain_piece *pieces, size_t capacity, size_t *count);
-
-/* What is saved, and where it goes when it is loaded: any of fsdp, fsdps, table and pieces, together too. A name stands
- * for one tensor over all of them and all ranks, of which each may have parts or nothing. A checkpoint has one
- * optimizer desc, number of its steps and loss scale: where there are several, they agree. */
+/* What is saved, and where it goes when it is loaded: any number of lists. A name stands for one tensor over all of
+ * them and all ranks, of which each may have parts or nothing. Lists that many ranks share come in the same order on
+ * each. What lists say beside their pieces (settings of the optimizer, its number of steps, a loss scale, a sampler) is
+ * kept once: where several lists or ranks say it, they agree. See dtrain_checkpoint_value. */
 typedef struct dtrain_checkpoint_state {
-    uint64_t step;             /* the program's count; load sets it */
-    dtrain_fsdp *fsdp;         /* weights, optimizer state and step, loss scale; between two of its steps */
-    const dtrain_param *table; /* data that every rank of table_copies has alike, as under DDP */
-    size_t table_count;
-    dtrain_optimizer *optimizer; /* of that table; NULL: none */
-    const dtrain_piece *pieces;  /* anything else */
-    size_t piece_count;
+    uint64_t step;              /* the program's count; load sets it */
+    const dtrain_pieces *lists; /* of FSDPs between two of their steps, and whatever else has state */
+    size_t list_count;
     uint64_t seed, random_index;           /* of the program's random stream; load sets them */
-    const dtrain_sampler *sampler;         /* whose desc is saved, and compared by load; NULL: none */
     const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's, each key once; load: see
                                               dtrain_checkpoint_value */
     size_t value_count;
-    dtrain_fsdp *const *fsdps; /* beside fsdp: of a pipeline's rank one for each of its chunks. Each over any ranks of
-                                  the checkpointer's comm, listed in the same order on all that share one */
-    size_t fsdp_count;
-    int table_copies; /* ranks that hold the very same table, as along the data dimension of a mesh; 0: all of comm */
-    int table_copy;   /* which of them this is: 0 to table_copies - 1 */
 } dtrain_checkpoint_state;
 
 typedef struct dtrain_checkpoint_desc {
@@ -4668,9 +4685,9 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt);
 /* Saves, and returns when the checkpoint is visible and on the disk. A checkpoint of the same step is replaced.
  *
  *   errors   the same on every rank; what was there before is untouched, and the next call may succeed:
- *            DTRAIN_ERR_INVALID   a bad or doubled piece or value; pieces do not tile their tensor; an asynchronous
- *                                 save is under way
- *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor
+ *            DTRAIN_ERR_INVALID   a bad list; a bad or doubled piece or value; pieces do not tile their tensor; an
+ *                                 asynchronous save is under way
+ *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor, or settings
  *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or another job saves
  *                                 into the directory: the text has its process and host. Or a device failed
  *            DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come
@@ -4733,22 +4750,22 @@ typedef struct dtrain_checkpoint_report {
     char text[1024];     /* lists them; empty: none */
     uint64_t bytes;      /* that this rank needed, as stored */
     uint64_t bytes_read; /* that it read of files for them: index, headers and hashes included */
-    dtrain_optimizer_desc optimizer; /* the settings of the run that saved it; kind 0: unknown */
 } dtrain_checkpoint_report;
 
-/* Loads a checkpoint into weights, optimizer state and counters, converting floats where dtypes differ; then publishes
- * the weights of an FSDP. Each rank reads what it needs. Hashes are checked unless no_verify says otherwise. An
- * asynchronous save of this checkpointer is waited for first.
+/* Loads a checkpoint into what the lists name, converting floats where dtypes differ; then sets the counters of their
+ * objects and publishes the weights of FSDPs. Each rank reads what it needs. Hashes are checked unless no_verify says
+ * otherwise. An asynchronous save of this checkpointer is waited for first.
  *
  *   state    as of a save; step, seed and random_index are set
  *   desc     NULL: the newest checkpoint, strictly
  *   report   out; may be NULL. Filled also on DTRAIN_ERR_MISMATCH
  *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH what was to be loaded is undefined:
- *            DTRAIN_ERR_INVALID   a bad piece, and nothing is loaded; or a piece's memory is not of its device
+ *            DTRAIN_ERR_INVALID   a bad list or piece, or one without room for so many steps, and nothing is loaded; or
+ *                                 a piece's memory is not of its device
  *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read. Or a device failed
  *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape (of the first rank that
- *                                 has any: ranks may ask for different tensors); or the sampler's desc
- *                                 differs, so that other examples would follow
+ *                                 has any: ranks may ask for different tensors), and of a sampler or
+ *                                 schedule what is another than it was
  *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken; the text names the file and where. Or step-N holds the
  *                                 save of another step, as after a copy; with local such a part is passed over
  *            DTRAIN_ERR_UNSUPPORTED  the index is of another version; a FIFO, a directory or a device is in the place
@@ -4762,6 +4779,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dt
                                                      dtrain_checkpoint_report *report);
 
 /* Returns the value of a key, saved with the checkpoint that was loaded last; NULL for none. It ends with a zero byte.
+ * Keys are those of state.values, and of what lists have said: "optimizer.kind", "optimizer.step", "loss_scale", ...
  *
  *   length   out: its bytes; may be NULL
  *
@@ -6754,6 +6772,26 @@ static inline int dtrain__json_u64(const dtrain__json_reader *reader, const dtra
     return 1;
 }
 
+/* Gives any NUMBER of fewer than 80 bytes; returns 0 for another token. strtod wants the locale's own decimal point. */
+static int dtrain__json_double(const dtrain__json_reader *reader, const dtrain__json_token *token, double *value)
+{
+    char text[80];
+    const char *point = localeconv()->decimal_point;
+    size_t length = 0, bytes = strlen(point);
+    if (token->kind != DTRAIN__JSON_NUMBER)
+        return 0;
+    for (size_t at = token->begin; at < token->end; at++) {
+        int is_point = reader->text[at] == '.';
+        if (length + bytes + 1 >= sizeof text)
+            return 0;
+        memcpy(text + length, is_point ? point : (const char *)reader->text + at, is_point ? bytes : 1);
+        length += is_point ? bytes : 1;
+    }
+    text[length] = '\0';
+    *value = strtod(text, NULL);
+    return 1;
+}
+
 /* Writes compact JSON. A call out of place (a value without its key, an end without its begin, more than 32
  * levels), a text that is not UTF-8 or a number that is not finite breaks the writer for good. */
 typedef struct dtrain__json_writer {
@@ -8578,6 +8616,178 @@ DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
     if (tensor->allocator != NULL)
         dtrain__free(tensor->allocator, tensor->data);
     memset(tensor, 0, sizeof *tensor);
+}
+
+#endif
+
+/* ---- >>lister ----
+ * What objects call to list their state: pieces, and settings, which are texts beside them. A setting's key is
+ * GROUP.KEY or KEY; settings of a group are told one after the other. */
+#ifndef DTRAIN__LISTER
+#define DTRAIN__LISTER
+
+/* Names of optimizer state end so, and no others. */
+static const char *const dtrain__pieces_suffixes[] = {"@adam.m", "@adam.v", "@momentum"};
+
+/* Who asks for lists, and which is under way. */
+struct dtrain__lister {
+    int ranks, rank;
+    const dtrain_pieces *list;
+    size_t number; /* of the list, for error texts */
+    dtrain_status status;
+    void *user;
+    void (*visit)(void *user, const dtrain_piece *piece);
+    /* NULL: nobody asks. fixed: a load refuses another value. */
+    dtrain_status (*setting)(void *user, const char *key, const char *value, int fixed);
+    const char *(*value)(void *user, const char *key); /* of what was loaded; NULL: none */
+};
+
+/* Lists a piece under the list's name. */
+static void dtrain__pieces_put(dtrain__lister *lister, const dtrain_piece *piece)
+{
+    char name[512];
+    dtrain_piece named = *piece;
+    if (lister->list->name != NULL && piece->name != NULL) {
+        int length = snprintf(name, sizeof name, "%s%s", lister->list->name, piece->name);
+        if (length >= (int)sizeof name)
+            lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                          "list %zu: the name \"%.200s\" has %d bytes, expected fewer than %zu",
+                                          lister->number, name, length, sizeof name);
+        named.name = name;
+    }
+    lister->visit(lister->user, &named);
+}
+
+/* Whose row of what several ranks have of their own. */
+typedef struct dtrain__pieces_row {
+    int rank, ranks;
+    int shards, shard; /* above 1: ranks hold shards of other sizes than others, each of which has rows of its own */
+    int number;        /* ends the name */
+} dtrain__pieces_row;
+
+/* Lists a row of NAME.NUMBER, which is at data; NULL: there is none. Where fewer ranks save, each saves by itself. */
+static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
+                                   dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device)
+{
+    char shard[24] = "", numbered[96];
+    dtrain_piece piece;
+    memset(&piece, 0, sizeof piece);
+    if (row->shards > 1)
+        snprintf(shard, sizeof shard, "shard-%d/", row->shard);
+    snprintf(numbered, sizeof numbered, "%s%.40s.%d", shard, name, row->number);
+    piece.name = numbered;
+    piece.dtype = dtype;
+    piece.ndim = 2;
+    piece.boxed = 1;
+    piece.shape[0] = (size_t)(row->ranks <= lister->ranks ? row->ranks : lister->ranks);
+    piece.box_begin[0] = (size_t)(row->ranks <= lister->ranks ? row->rank : lister->rank);
+    piece.box_size[0] = 1;
+    piece.shape[1] = piece.box_size[1] = piece.count = count;
+    piece.data = (void *)(uintptr_t)data;
+    piece.device = device;
+    if (data != NULL)
+        dtrain__pieces_put(lister, &piece);
+}
+
+static void dtrain__pieces_tell(dtrain__lister *lister, const char *key, const char *value, int fixed)
+{
+    dtrain_status status = lister->setting != NULL ? lister->setting(lister->user, key, value, fixed) : DTRAIN_OK;
+    lister->status = lister->status == DTRAIN_OK ? status : lister->status;
+}
+
+static void dtrain__pieces_tell_u64(dtrain__lister *lister, const char *key, uint64_t value, int fixed)
+{
+    char text[24];
+    snprintf(text, sizeof text, "%llu", (unsigned long long)value);
+    dtrain__pieces_tell(lister, key, text, fixed);
+}
+
+static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, double value, int fixed)
+{
+    char text[64];
+    dtrain__json_writer json;
+    dtrain__json_write_start(&json, text, sizeof text - 1);
+    dtrain__json_write_double(&json, value);
+    text[json.bytes] = '\0';
+    if (json.broken)
+        lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "list %zu: the setting %s is %g, expected a number",
+                                      lister->number, key, value);
+    else
+        dtrain__pieces_tell(lister, key, text, fixed);
+}
+
+/* Reads a setting of what was loaded, if it is there: a whole number of at most `most`, or with real set any. */
+static dtrain_status dtrain__pieces_ask(const dtrain__lister *lister, const char *key, uint64_t most, uint64_t *whole,
+                                        double *real)
+{
+    const char *text = lister->value != NULL ? lister->value(lister->user, key) : NULL;
+    dtrain__json_reader json;
+    dtrain__json_token token;
+    if (text == NULL)
+        return DTRAIN_OK;
+    dtrain__json_open(&json, text, strlen(text));
+    int good = dtrain__json_next(&json, &token) == DTRAIN__JSON_NUMBER;
+    if (good && real != NULL)
+        good = dtrain__json_double(&json, &token, real);
+    else if (good)
+        good = dtrain__json_u64(&json, &token, whole) && *whole <= most;
+    return good ? DTRAIN_OK
+                : dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: %s is \"%.40s\", no number that it can be", key,
+                               text);
+}
+
+static dtrain_pieces dtrain__pieces_make(const void *object,
+                                         dtrain_status (*list)(const dtrain_pieces *, dtrain__lister *),
+                                         dtrain_status (*loaded)(const dtrain_pieces *, const dtrain__lister *))
+{
+    dtrain_pieces made;
+    memset(&made, 0, sizeof made);
+    made.object = (void *)(uintptr_t)object;
+    made.list = list;
+    made.loaded = loaded;
+    return made;
+}
+
+/* Asks each list in turn. */
+static dtrain_status dtrain__pieces_walk(const dtrain_pieces *lists, size_t count, dtrain__lister *lister)
+{
+    if (lists == NULL && count > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%zu lists are promised, but lists is NULL", count);
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_pieces *list = &lists[i];
+        int given =
+            list->list != NULL ? list->object != NULL || list->table != NULL : list->count == 0 || list->pieces != NULL;
+        if (!given)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "list %zu of %zu is of something that is NULL: give it, or leave the list out", i,
+                                count);
+        lister->list = list;
+        lister->number = i;
+        lister->status = DTRAIN_OK;
+        dtrain_status status = list->list != NULL ? list->list(list, lister) : DTRAIN_OK;
+        for (size_t k = 0; list->list == NULL && k < list->count; k++)
+            dtrain__pieces_put(lister, &list->pieces[k]);
+        if (status != DTRAIN_OK || lister->status != DTRAIN_OK)
+            return status != DTRAIN_OK ? status : lister->status;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t count, int ranks, int rank,
+                                            void (*visit)(void *user, const dtrain_piece *piece), void *user)
+{
+    dtrain__lister lister;
+    memset(&lister, 0, sizeof lister);
+    lister.ranks = ranks;
+    lister.rank = rank;
+    lister.visit = visit;
+    lister.user = user;
+    if (visit == NULL || rank < 0 || rank >= ranks)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_pieces_each: rank is %d of %d, visit %s NULL: expected a rank below ranks, and a visit", rank,
+            ranks, visit == NULL ? "is" : "is not");
+    return dtrain__pieces_walk(lists, count, &lister);
 }
 
 #endif
@@ -32739,7 +32949,6 @@ struct dtrain_compressed {
     int rank, ranks;
     dtrain__device_vector *there; /* what the vector has on its device; NULL: it is the CPU's */
     float *residual, *velocity;   /* of the CPU's; NULL: none */
-    float *plain_velocity;        /* of what travels as it is, which an owner keeps here for its checkpoints; or NULL */
     float dense_steps[2];         /* not compressed, up to start_step; see >>feedback */
     size_t *numbers;              /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
     const void **parts;           /* what is folded, a rank */
@@ -32948,36 +33157,38 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
     return status;
 }
 
-DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index, const char **name, float **data,
-                                       size_t *count)
+static void dtrain__compressed_list(const dtrain_compressed *c, const dtrain__pieces_row *row, dtrain__lister *lister)
 {
-    static const char *const names[] = {"residual", "velocity", "start", "step", "dense_steps", "plain_velocity"};
-    float *datas[6] = {NULL, NULL, NULL, NULL, NULL, NULL};
-    size_t counts[6] = {0, 0, 0, 2, 2, 0};
-    if (compressed == NULL || index < 0)
-        return 0;
-    datas[0] = compressed->there != NULL ? compressed->there->residual : compressed->residual;
-    datas[1] = compressed->there != NULL ? compressed->there->velocity : compressed->velocity;
-    datas[5] = compressed->plain_velocity;
-    counts[0] = counts[1] = counts[5] = compressed->count;
-    if (dtrain__compressed_is_topk(compressed))
-        datas[3] = ((dtrain__selections_state *)compressed->compressor.self)->step;
-    if (compressed->compressor.reduce == dtrain__powersgd_reduce) {
-        const dtrain__powersgd *p = (const dtrain__powersgd *)compressed->compressor.self;
-        datas[2] = p->right;
-        counts[2] = p->columns * p->rank;
+    dtrain_device *device = c->there != NULL ? c->desc.device : NULL;
+    const float *residual = device != NULL ? c->there->residual : c->residual, *start = NULL, *step = NULL;
+    const float *velocity = device != NULL ? c->there->velocity : c->velocity;
+    size_t starts = 0;
+    if (dtrain__compressed_is_topk(c))
+        step = ((const dtrain__selections_state *)c->compressor.self)->step;
+    if (c->compressor.reduce == dtrain__powersgd_reduce) {
+        const dtrain__powersgd *p = (const dtrain__powersgd *)c->compressor.self;
+        start = p->right;
+        starts = p->columns * p->rank;
     }
-    if (compressed->desc.start_step > 0)
-        datas[4] = compressed->dense_steps;
-    for (int i = 0; i < 6; i++) {
-        if (datas[i] == NULL || index-- > 0)
-            continue;
-        *name = names[i];
-        *data = datas[i];
-        *count = counts[i];
-        return 1;
-    }
-    return 0;
+    dtrain__pieces_put_row(lister, row, "residual", DTRAIN_F32, residual, c->count, device);
+    dtrain__pieces_put_row(lister, row, "velocity", DTRAIN_F32, velocity, c->count, device);
+    dtrain__pieces_put_row(lister, row, "start", DTRAIN_F32, start, starts, NULL);
+    dtrain__pieces_put_row(lister, row, "step", DTRAIN_F32, step, 2, NULL);
+    if (c->desc.start_step > 0)
+        dtrain__pieces_put_row(lister, row, "dense_steps", DTRAIN_F32, c->dense_steps, 2, NULL);
+}
+
+static dtrain_status dtrain__compressed_list_one(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain_compressed *c = (const dtrain_compressed *)list->object;
+    dtrain__pieces_row row = {c->rank, c->ranks, 1, 0, 0};
+    dtrain__compressed_list(c, &row, lister);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_compressed_pieces(dtrain_compressed *compressed)
+{
+    return dtrain__pieces_make(compressed, dtrain__compressed_list_one, NULL);
 }
 
 DTRAIN_API dtrain_compressed_stats dtrain_compressed_get_stats(const dtrain_compressed *compressed)
@@ -34712,7 +34923,8 @@ DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t 
         optimizer->step = step;
 }
 
-DTRAIN_API float *dtrain_optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
+/* The state of a parameter, or of a layer of a stacked one, which begins at data; NULL: there is none. */
+static float *dtrain__optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
 {
     size_t done = 0;
     if (optimizer == NULL || data == NULL || which < 0 || (size_t)which * optimizer->count >= optimizer->state_count)
@@ -34791,6 +35003,231 @@ DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t st
 }
 
 DTRAIN__EXACT_END
+
+#endif
+
+/* ---- >>state ----
+ * Lists of what this floor keeps: a table of parameters with its optimizer, a sampler, a schedule. Parameters that are
+ * parts give pieces of the whole model's tensors. */
+#ifndef DTRAIN__STATE
+#define DTRAIN__STATE
+
+static size_t dtrain__state_product(const size_t *sizes, int first, int end)
+{
+    size_t product = 1;
+    for (int d = first; d < end; d++)
+        product *= sizes[d];
+    return product;
+}
+
+static const char *dtrain__state_suffix(const dtrain_optimizer_desc *optimizer, int which)
+{
+    return dtrain__pieces_suffixes[optimizer->kind == DTRAIN_ADAMW ? which : 2];
+}
+
+/* Layer `layer` of a parameter, or with -1 all of it, as a box of the tensor of the whole model: of a part of several
+ * blocks the box of all of them, which the caller cuts. */
+static dtrain_piece dtrain__state_of(const dtrain_param *param, dtrain_dtype dtype, int layer)
+{
+    const dtrain_param_part *part = param->part;
+    dtrain_piece piece;
+    memset(&piece, 0, sizeof piece);
+    piece.name = param->name;
+    piece.dtype = dtype;
+    piece.ndim = dtrain__params_ndim(param);
+    piece.device = param->device;
+    piece.boxed = layer >= 0;
+    memcpy(piece.shape, part != NULL ? part->shape : param->shape, (size_t)piece.ndim * sizeof *piece.shape);
+    memcpy(piece.box_size, param->shape, (size_t)piece.ndim * sizeof *piece.box_size);
+    if (layer >= 0) {
+        piece.box_begin[0] = (size_t)layer;
+        piece.box_size[0] = 1;
+    }
+    piece.count = dtrain__state_product(piece.box_size, 0, piece.ndim);
+    if (part == NULL)
+        return piece;
+    int cut = dtrain__params_cut_dim(param);
+    piece.box_begin[0] += part->first_layer;
+    if (cut >= 0)
+        piece.box_begin[cut] = part->begin;
+    for (int d = 0; d < piece.ndim; d++)
+        piece.boxed |= piece.box_size[d] != piece.shape[d];
+    return piece;
+}
+
+/* Copies that are made of a piece, times those of the parameter's part. */
+static void dtrain__state_copies(dtrain_piece *piece, const dtrain_param *param, int copies, int copy)
+{
+    int parts = param->part != NULL && param->part->copies > 0 ? param->part->copies : 1;
+    piece->copies = (copies > 0 ? copies : 1) * parts;
+    piece->copy = copy * parts + (param->part != NULL ? param->part->copy : 0);
+}
+
+/* Cuts a piece whose box holds several blocks: in the order of elements a row of the dimensions before the cut one has
+ * its share of each block, one after the other. */
+static void dtrain__state_put_blocks(dtrain__lister *lister, const dtrain_param *param, const dtrain_piece *all)
+{
+    int cut = dtrain__params_cut_dim(param);
+    size_t blocks = dtrain__params_blocks(param), mine = all->box_size[cut] / blocks, whole = all->shape[cut] / blocks;
+    size_t run = mine * dtrain__state_product(all->box_size, cut + 1, all->ndim);
+    for (size_t at = all->begin, end = all->begin + all->count; at < end;) {
+        dtrain_piece piece = *all;
+        size_t row = at / run / blocks, left = run - at % run;
+        for (int d = cut - 1; d >= 0; d--) {
+            piece.box_begin[d] += row % all->box_size[d];
+            piece.box_size[d] = 1;
+            row /= all->box_size[d];
+        }
+        piece.box_begin[cut] += at / run % blocks * whole;
+        piece.box_size[cut] = mine;
+        piece.begin = at % run;
+        piece.count = left < end - at ? left : end - at;
+        if (all->data != NULL)
+            piece.data = (unsigned char *)all->data + (at - all->begin) * (dtrain_dtype_bits(all->dtype) / 8);
+        dtrain__pieces_put(lister, &piece);
+        at += piece.count;
+    }
+}
+
+/* Puts a range of a parameter's box into the list. One of no elements says that the rank knows the tensor. */
+static void dtrain__state_put_range(dtrain__lister *lister, const dtrain_param *param, dtrain_piece *piece)
+{
+    int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
+    int blocks = cut >= 0 && param->shape[cut] != param->part->shape[cut] && dtrain__params_blocks(param) > 1;
+    if (blocks && piece->count > 0) {
+        dtrain__state_put_blocks(lister, param, piece);
+        return;
+    }
+    if (blocks) { /* the box of all blocks may reach beyond the tensor */
+        piece->box_size[cut] = 0;
+        piece->begin = 0;
+    }
+    dtrain__pieces_put(lister, piece);
+}
+
+/* Tells an optimizer's settings and steps. */
+static void dtrain__state_tell(dtrain__lister *lister, const dtrain_optimizer_desc *o, uint64_t step)
+{
+    dtrain__pieces_tell(lister, "optimizer.kind",
+                        o->kind == DTRAIN_SGD     ? "sgd"
+                        : o->kind == DTRAIN_ADAMW ? "adamw"
+                                                  : "none",
+                        0);
+    dtrain__pieces_tell_u64(lister, "optimizer.step", step, 0);
+    dtrain__pieces_tell_f64(lister, "optimizer.beta1", (double)o->beta1, 0);
+    dtrain__pieces_tell_f64(lister, "optimizer.beta2", (double)o->beta2, 0);
+    dtrain__pieces_tell_f64(lister, "optimizer.eps", (double)o->eps, 0);
+    dtrain__pieces_tell_f64(lister, "optimizer.weight_decay", (double)o->weight_decay, 0);
+    dtrain__pieces_tell_f64(lister, "optimizer.momentum", (double)o->momentum, 0);
+    dtrain__pieces_tell_u64(lister, "optimizer.nesterov", o->nesterov != 0, 0);
+    dtrain__pieces_tell_u64(lister, "optimizer.decoupled_decay", o->decoupled_decay != 0, 0);
+}
+
+/* The state of one parameter's ranges. Returns 0 where the optimizer does not know the parameter, there. */
+static int dtrain__state_put_moments(const dtrain_param *param, const dtrain_optimizer *optimizer, int copies, int copy,
+                                     int which, dtrain__lister *lister)
+{
+    size_t layers = dtrain__params_layers(param), each = layers > 0 ? dtrain_param_elements(param) / layers : 0;
+    if (optimizer->device != param->device)
+        return 0;
+    for (size_t layer = 0; layer < layers && each > 0; layer++) {
+        dtrain_piece piece = dtrain__state_of(param, DTRAIN_F32, param->stacked ? (int)layer : -1);
+        piece.suffix = dtrain__state_suffix(&optimizer->desc, which);
+        dtrain__state_copies(&piece, param, copies, copy);
+        piece.data = dtrain__optimizer_state(optimizer, (const float *)param->data + layer * each, which);
+        if (piece.data == NULL)
+            return 0;
+        dtrain__state_put_range(lister, param, &piece);
+    }
+    return 1;
+}
+
+static dtrain_status dtrain__state_list_params(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain_param *table = (const dtrain_param *)list->table;
+    const dtrain_optimizer *optimizer = (const dtrain_optimizer *)list->object;
+    int copies = list->copies != 0 ? list->copies : lister->ranks, states = 0;
+    int copy = list->copies != 0 ? list->copy : lister->rank;
+    dtrain_status status = dtrain__params_check(table, list->count);
+    if (status != DTRAIN_OK)
+        return status;
+    if (copy < 0 || copy >= copies)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_params_pieces: copy is %d of %d copies, expected 0 to copies - 1", copy, copies);
+    if (optimizer != NULL)
+        states = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f;
+    for (int which = -1; which < states; which++)
+        for (size_t i = 0; i < list->count; i++) {
+            dtrain_piece piece = dtrain__state_of(&table[i], table[i].dtype, -1);
+            dtrain__state_copies(&piece, &table[i], copies, copy);
+            piece.data = table[i].data;
+            if (which < 0)
+                dtrain__state_put_range(lister, &table[i], &piece);
+            else if (dtrain__params_trained(&table[i]) &&
+                     !dtrain__state_put_moments(&table[i], optimizer, copies, copy, which, lister))
+                return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                    "dtrain_params_pieces: the optimizer knows no parameter at \"%s\"'s data on %s: "
+                                    "give the table that "
+                                    "it was made from",
+                                    table[i].name, dtrain_device_name(table[i].device));
+        }
+    if (optimizer != NULL)
+        dtrain__state_tell(lister, &optimizer->desc, optimizer->step);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__state_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    dtrain_optimizer *optimizer = (dtrain_optimizer *)list->object;
+    if (optimizer == NULL)
+        return DTRAIN_OK;
+    return dtrain__pieces_ask(lister, "optimizer.step", UINT64_MAX, &optimizer->step, NULL);
+}
+
+DTRAIN_API dtrain_pieces dtrain_params_pieces(const dtrain_param *table, size_t count, dtrain_optimizer *optimizer)
+{
+    dtrain_pieces list = dtrain__pieces_make(optimizer, dtrain__state_list_params, dtrain__state_loaded);
+    list.table = table;
+    list.count = count;
+    return list;
+}
+
+static dtrain_status dtrain__state_list_sampler(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain_sampler_desc *desc = &((const dtrain_sampler *)list->object)->desc;
+    dtrain__pieces_tell_u64(lister, "sampler.count", desc->count, 1);
+    dtrain__pieces_tell_u64(lister, "sampler.seed", desc->seed, 1);
+    dtrain__pieces_tell_u64(lister, "sampler.no_shuffle", desc->no_shuffle != 0, 1);
+    dtrain__pieces_tell_u64(lister, "sampler.batch", desc->batch, 1);
+    dtrain__pieces_tell_u64(lister, "sampler.micro_batches", (uint64_t)desc->micro_batches, 1);
+    dtrain__pieces_tell_u64(lister, "sampler.strided", desc->strided != 0, 1);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_sampler_pieces(const dtrain_sampler *sampler)
+{
+    return dtrain__pieces_make(sampler, dtrain__state_list_sampler, NULL);
+}
+
+static dtrain_status dtrain__state_list_schedule(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain_schedule *schedule = (const dtrain_schedule *)list->object;
+    dtrain__pieces_tell(lister, "schedule.kind",
+                        schedule->kind == DTRAIN_SCHEDULE_LINEAR   ? "linear"
+                        : schedule->kind == DTRAIN_SCHEDULE_COSINE ? "cosine"
+                                                                   : "constant",
+                        1);
+    dtrain__pieces_tell_f64(lister, "schedule.lr", (double)schedule->lr, 1);
+    dtrain__pieces_tell_f64(lister, "schedule.min_lr", (double)schedule->min_lr, 1);
+    dtrain__pieces_tell_u64(lister, "schedule.warmup_steps", schedule->warmup_steps, 1);
+    dtrain__pieces_tell_u64(lister, "schedule.total_steps", schedule->total_steps, 1);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_schedule_pieces(const dtrain_schedule *schedule)
+{
+    return dtrain__pieces_make(schedule, dtrain__state_list_schedule, NULL);
+}
 
 #endif
 
@@ -34900,14 +35337,21 @@ static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_
 
 static dtrain_aggregator dtrain__aggregator_local(void)
 {
-    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL, NULL};
+    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL, NULL, NULL};
     return aggregator;
 }
 
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm)
 {
-    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL, NULL};
+    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL, NULL, NULL};
     return aggregator;
+}
+
+DTRAIN_API dtrain_pieces dtrain_aggregator_pieces(const dtrain_aggregator *aggregator)
+{
+    dtrain_pieces none;
+    memset(&none, 0, sizeof none);
+    return aggregator != NULL && aggregator->get_pieces != NULL ? aggregator->get_pieces(aggregator->self) : none;
 }
 
 DTRAIN_API dtrain_compressed_stats dtrain_aggregator_get_stats(const dtrain_aggregator *aggregator)
@@ -34996,7 +35440,6 @@ typedef struct dtrain__compression_set {
     size_t part_count, part_capacity, plain_count;
     float *plain;              /* where what is sent as it is lies side by side, of a device's vector pinned */
     float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
-    dtrain_compressed kept;    /* has that velocity for a checkpoint, and nothing else */
 } dtrain__compression_set;
 
 typedef struct dtrain__compression {
@@ -35150,18 +35593,19 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
         set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
     if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu bytes of small parts", bytes);
-    set->kept.plain_velocity = set->velocity;
-    set->kept.count = set->plain_count;
     return DTRAIN_OK;
 }
 
-/* The index'th state; the last is the velocity of what travels as it is. */
-static dtrain_compressed *dtrain__compression_state(dtrain__compression_set *set, size_t index)
+/* Lists the states of all parts, and last the velocity of what travels as it is. */
+static void dtrain__compression_list(const dtrain__compression_set *set, dtrain__pieces_row row, dtrain__lister *lister)
 {
     for (size_t i = 0; i < set->part_count; i++)
-        if (set->parts[i].state != NULL && index-- == 0)
-            return set->parts[i].state;
-    return set->velocity != NULL && set->plain_count > 0 && index == 0 ? &set->kept : NULL;
+        if (set->parts[i].state != NULL) {
+            dtrain__compressed_list(set->parts[i].state, &row, lister);
+            row.number++;
+        }
+    if (set->plain_count > 0)
+        dtrain__pieces_put_row(lister, &row, "plain_velocity", DTRAIN_F32, set->velocity, set->plain_count, NULL);
 }
 
 /* Copies the parts from first to end that travel as they are from the vector to where they lie side by side, or back;
@@ -35346,6 +35790,19 @@ static dtrain_compressed_stats dtrain__compression_counters(const void *self)
     return ((const dtrain__compression *)self)->stats;
 }
 
+static dtrain_status dtrain__compression_list_all(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain__compression_set *set = &((const dtrain__compression *)list->object)->set;
+    dtrain__pieces_row row = {dtrain_comm_rank(set->comm), dtrain_comm_size(set->comm), 1, 0, 0};
+    dtrain__compression_list(set, row, lister);
+    return DTRAIN_OK;
+}
+
+static dtrain_pieces dtrain__compression_pieces(void *self)
+{
+    return dtrain__pieces_make(self, dtrain__compression_list_all, NULL);
+}
+
 DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
                                                       const dtrain_param *table, size_t count,
                                                       const dtrain_compress_desc *desc)
@@ -35384,14 +35841,8 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     aggregator->aggregate = dtrain__compression_run;
     aggregator->destroy = dtrain__compression_destroy;
     aggregator->get_stats = dtrain__compression_counters;
+    aggregator->get_pieces = dtrain__compression_pieces;
     return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index)
-{
-    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
-        return NULL;
-    return dtrain__compression_state(&((dtrain__compression *)aggregator->self)->set, index);
 }
 
 #endif
@@ -35414,12 +35865,6 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
         memset(aggregator, 0, sizeof *aggregator);
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                         "aggregator_compressed: this program was built with DTRAIN_NO_COMPRESS: remove that macro");
-}
-
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index)
-{
-    (void)aggregator, (void)index;
-    return NULL;
 }
 
 #endif
@@ -38274,9 +38719,27 @@ static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
         dtrain__compression_step_over(&reducer->set, dropped);
 }
 
-static dtrain_compressed *dtrain__reducer_state(dtrain__reducer *reducer, size_t index)
+/* Lists what compression keeps: a row for each rank of `rank`'s group, or where some shards have larger buckets than
+ * others rows for each shard. */
+static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__layout *layout, int rank,
+                                 dtrain__lister *lister)
 {
-    return reducer != NULL ? dtrain__compression_state(&reducer->set, index) : NULL;
+    dtrain__pieces_row row = {rank, layout->copies * layout->shards, 1, 0, 0};
+    int even = 1;
+    for (size_t i = 0; i < layout->cut_count && layout->shards > 1; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i], *last = i > 0 ? cut - 1 : cut;
+        even = even && layout->units[cut->unit].count % (size_t)layout->shards == 0 &&
+               (cut->unit != last->unit ||
+                (cut->trained == last->trained && layout->table[cut->param].dense == layout->table[last->param].dense));
+    }
+    if (!even) {
+        row.rank = rank / layout->shards;
+        row.ranks = layout->copies;
+        row.shards = layout->shards;
+        row.shard = layout->shard;
+    }
+    if (reducer != NULL)
+        dtrain__compression_list(&reducer->set, row, lister);
 }
 
 /* ---- what it will send ---- */
@@ -38445,10 +38908,10 @@ static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
     (void)reducer, (void)dropped;
 }
 
-static dtrain_compressed *dtrain__reducer_state(dtrain__reducer *reducer, size_t index)
+static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__layout *layout, int rank,
+                                 dtrain__lister *lister)
 {
-    (void)reducer, (void)index;
-    return NULL;
+    (void)reducer, (void)layout, (void)rank, (void)lister;
 }
 
 static uint64_t dtrain__reducer_bytes(const dtrain__layout *layout, const dtrain_compress_desc *desc, int lowest,
@@ -40126,27 +40589,6 @@ DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
     return fsdp != NULL ? fsdp->loss_scale : 1.0f;
 }
 
-/* Sets the loss scale and the number of good steps since it changed: what a checkpoint brings. */
-static dtrain_status dtrain__fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_checkpoint_load", 0);
-    if (status != DTRAIN_OK)
-        return status;
-    if (!dtrain__train_finite((double)scale) || !(scale > 0.0f) || good_steps < 0)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "fsdp: the loss scale is %g, its good steps %d on rank %d, expected a number above "
-            "0 and steps of at least 0",
-            (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
-    if (fsdp->grads != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: gradients of a step are not used yet on rank %d: end it first",
-                            dtrain__fsdp_rank(fsdp));
-    fsdp->loss_scale = scale;
-    fsdp->good_steps = good_steps;
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
-}
-
 DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
 {
     dtrain_fsdp_stats stats;
@@ -40164,11 +40606,6 @@ DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_buck
     if (buckets != NULL)
         *buckets = fsdp != NULL ? fsdp->buckets : NULL;
     return fsdp != NULL ? fsdp->bucket_count : 0;
-}
-
-DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, size_t index)
-{
-    return fsdp != NULL ? dtrain__reducer_state(fsdp->reducer, index) : NULL;
 }
 
 #endif
@@ -41546,6 +41983,92 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
 
 #endif
 
+/* ---- >>fsdp-state ----
+ * Lists of an FSDP's state: weights, optimizer state, and what compression keeps. */
+#ifndef DTRAIN__FSDP_STATE
+#define DTRAIN__FSDP_STATE
+
+/* Weights, or with which 0 or 1 the state, of an FSDP's slices. */
+static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__lister *lister)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = 0; i < layout->cut_count; i++) {
+        const dtrain_slice *slice = &fsdp->slices[i];
+        const dtrain_param *param = &layout->table[layout->cuts[i].param];
+        if (slice->dtype != DTRAIN_F32 || (which >= 0 && !layout->cuts[i].trained))
+            continue;
+        dtrain_piece piece = dtrain__state_of(param, DTRAIN_F32, slice->layer);
+        piece.suffix = which >= 0 ? dtrain__state_suffix(&fsdp->optimizer, which) : NULL;
+        piece.begin = slice->begin;
+        piece.count = slice->count;
+        dtrain__state_copies(&piece, param, layout->copies, dtrain__fsdp_rank(fsdp) / layout->shards);
+        if (layout->shards > 1 && piece.copies > layout->copies) {
+            /* Slices of a unit depend on the sizes of all its ranges, which differ between these copies. */
+            piece.copies = layout->copies;
+            piece.copy = dtrain__fsdp_rank(fsdp) / layout->shards;
+            piece.unsaved = param->part->copy > 0;
+        }
+        piece.data = which >= 0 ? slice->state[which] : slice->weights;
+        dtrain__state_put_range(lister, param, &piece);
+    }
+    for (size_t i = 0; i < layout->table_count && which < 0; i++) {
+        const dtrain_param *param = &layout->table[i];
+        if (param->dtype == DTRAIN_F32) /* others are frozen, and in full on every rank */
+            continue;
+        dtrain_piece piece = dtrain__state_of(param, param->dtype, -1);
+        dtrain__state_copies(&piece, param, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp));
+        piece.data = param->data;
+        dtrain__state_put_range(lister, param, &piece);
+    }
+}
+
+static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain_fsdp *fsdp = (const dtrain_fsdp *)list->object;
+    int floats = (int)dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
+    for (int which = -1; which < floats; which++)
+        dtrain__fsdp_state_put(fsdp, which, lister);
+    dtrain__reducer_list(fsdp->reducer, &fsdp->layout, dtrain__fsdp_rank(fsdp), lister);
+    dtrain__state_tell(lister, &fsdp->optimizer, fsdp->step);
+    if (fsdp->desc.loss_scale > 0.0f) {
+        dtrain__pieces_tell_f64(lister, "loss_scale", (double)fsdp->loss_scale, 0);
+        dtrain__pieces_tell_u64(lister, "good_steps", (uint64_t)fsdp->good_steps, 0);
+    }
+    return DTRAIN_OK;
+}
+
+/* Publishes new weights, which drops gradients, and sets counters. */
+static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
+    uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->good_steps;
+    double scale = (double)fsdp->loss_scale;
+    dtrain_status status = dtrain_fsdp_publish(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__pieces_ask(lister, "optimizer.step", UINT64_MAX, &step, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__pieces_ask(lister, "good_steps", INT_MAX, &good_steps, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__pieces_ask(lister, "loss_scale", 0, NULL, &scale);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->step = step;
+    if (fsdp->desc.loss_scale > 0.0f && !(scale > 0.0 && dtrain__train_finite((double)(float)scale)))
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: loss_scale is %g, expected a number above 0", scale);
+    if (fsdp->desc.loss_scale > 0.0f) {
+        fsdp->loss_scale = (float)scale;
+        fsdp->good_steps = (int)good_steps;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp)
+{
+    return dtrain__pieces_make(fsdp, dtrain__fsdp_state_list, dtrain__fsdp_state_loaded);
+}
+
+#endif
+
 /* ---- >>ddp ----
  * Data-parallel training for a program with an optimizer of its own: FSDP's strategy DDP, whose sums go back to the table.
  * A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see >>reducer. */
@@ -41733,9 +42256,16 @@ DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket 
     return dtrain_fsdp_buckets(ddp != NULL ? ddp->fsdp : NULL, buckets);
 }
 
-DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index)
+static dtrain_status dtrain__ddp_list(const dtrain_pieces *list, dtrain__lister *lister)
 {
-    return dtrain_fsdp_compression(ddp != NULL ? ddp->fsdp : NULL, index);
+    const dtrain_fsdp *fsdp = ((const dtrain_ddp *)list->object)->fsdp;
+    dtrain__reducer_list(fsdp->reducer, &fsdp->layout, dtrain__fsdp_rank(fsdp), lister);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_ddp_pieces(dtrain_ddp *ddp)
+{
+    return dtrain__pieces_make(ddp, dtrain__ddp_list, NULL);
 }
 
 #endif
@@ -45755,13 +46285,6 @@ DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *serv
     return server != NULL ? server->stats : none;
 }
 
-DTRAIN_API float *dtrain_server_residual(dtrain_server *server, size_t *count)
-{
-    if (count != NULL)
-        *count = server != NULL && server->residual != NULL ? server->total : 0;
-    return server != NULL ? server->residual : NULL;
-}
-
 #endif
 
 /* ---- >>server_sync ----
@@ -46525,9 +47048,26 @@ static dtrain_compressed_stats dtrain__server_counters(const void *self)
     return stats;
 }
 
+/* Lists what packing has left for the next step; an asynchronous server has nothing of it. */
+static dtrain_status dtrain__server_list(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain_server *s = (const dtrain_server *)list->object;
+    dtrain__pieces_row row = {s->rank, s->ranks, 1, 0, 0};
+    row.ranks -= s->desc.async != 0;
+    row.rank -= s->desc.async && s->rank > s->desc.server;
+    dtrain__pieces_put_row(lister, &row, "residual", DTRAIN_F32, s->residual, s->total, NULL);
+    return DTRAIN_OK;
+}
+
+static dtrain_pieces dtrain__server_pieces(void *self)
+{
+    return dtrain__pieces_make(self, dtrain__server_list, NULL);
+}
+
 DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server)
 {
-    dtrain_aggregator aggregator = {server, dtrain__server_aggregate, NULL, dtrain__server_counters};
+    dtrain_aggregator aggregator = {server, dtrain__server_aggregate, NULL, dtrain__server_counters,
+                                    dtrain__server_pieces};
     return aggregator;
 }
 
@@ -46567,7 +47107,6 @@ typedef struct dtrain__rounds_fragment {
     double handed;           /* its weight */
     int64_t opened_ns;       /* when its window was, or will be, opened; 0: nobody has come */
     dtrain_compressed *pack; /* NULL: as it is */
-    char residual[24];       /* its name */
 } dtrain__rounds_fragment;
 
 /* Everything that is allocated, in bytes. */
@@ -47832,7 +48371,6 @@ static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm
         f->begin = at;
         f->count = dtrain__rounds_count(&local->params, local->desc.fragments, i);
         f->boundary = (int)((i + 1) * steps / n % steps);
-        snprintf(f->residual, sizeof f->residual, "residual.%d", i);
         at += f->count;
         if (!dtrain__rounds_packs(&local->desc, local->ranks, f->count))
             continue;
@@ -48197,33 +48735,34 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
     return count;
 }
 
-DTRAIN_API int dtrain_local_sgd_state(dtrain_local_sgd *local, int index, const char **name, void **data,
-                                      dtrain_dtype *dtype, size_t *count)
+static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__lister *lister)
 {
-    static const char *const names[] = {"outer", "momentum", "base", "weights", "counters"};
-    if (local == NULL || index < 0)
-        return 0;
-    void *datas[5];
-    datas[0] = local->outer;
-    datas[1] = local->velocity;
-    datas[2] = local->base;
-    datas[3] = local->weights;
-    datas[4] = local->counters;
-    for (int i = 0; i < 5 + local->desc.fragments; i++) {
-        dtrain_compressed *pack = i < 5 ? NULL : local->fragments[i - 5].pack;
-        void *what = i < 5 ? datas[i] : pack != NULL ? pack->residual : NULL;
-        if (what == NULL || index-- > 0)
-            continue;
-        *name = i < 5 ? names[i] : local->fragments[i - 5].residual;
-        *data = what;
-        *dtype = i == 3 ? DTRAIN_F64 : i == 4 ? DTRAIN_U64 : DTRAIN_F32;
-        *count = i < 3    ? local->sizes.total
-                 : i == 3 ? (size_t)local->desc.fragments
-                 : i == 4 ? (size_t)local->desc.fragments + 1
-                          : pack->count;
-        return 1;
+    const dtrain_local_sgd *l = (const dtrain_local_sgd *)list->object;
+    dtrain__pieces_row row = {l->rank, l->ranks, 1, 0, 0};
+    size_t fragments = (size_t)l->desc.fragments;
+    dtrain__pieces_put_row(lister, &row, "outer", DTRAIN_F32, l->outer, l->sizes.total, NULL);
+    row.number++;
+    dtrain__pieces_put_row(lister, &row, "momentum", DTRAIN_F32, l->velocity, l->sizes.total, NULL);
+    row.number += l->velocity != NULL;
+    dtrain__pieces_put_row(lister, &row, "base", DTRAIN_F32, l->base, l->sizes.total, NULL);
+    row.number++;
+    dtrain__pieces_put_row(lister, &row, "weights", DTRAIN_F64, l->weights, fragments, NULL);
+    row.number++;
+    dtrain__pieces_put_row(lister, &row, "counters", DTRAIN_U64, l->counters, fragments + 1, NULL);
+    for (int i = 0; i < l->desc.fragments; i++) {
+        char name[24];
+        const dtrain_compressed *pack = l->fragments[i].pack;
+        snprintf(name, sizeof name, "residual.%d", i);
+        row.number += pack != NULL && pack->residual != NULL;
+        if (pack != NULL)
+            dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, pack->residual, pack->count, NULL);
     }
-    return 0;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local)
+{
+    return dtrain__pieces_make(local, dtrain__rounds_list, NULL);
 }
 
 DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)
@@ -49096,36 +49635,14 @@ typedef struct dtrain__index_value {
     size_t key, key_length, value, value_length;
 } dtrain__index_value;
 
-/* What is not about tensors; a part's and the whole's. */
+/* What is not about tensors; a part's and the whole's, which takes those of the first part. */
 typedef struct dtrain__index_facts {
     dtrain__index_save_id id;
     uint64_t step, world_size;
     uint64_t seed, random_index;
-    uint64_t optimizer_step;
-    int has_optimizer, has_scale, has_sampler;
-    double loss_scale;
-    uint64_t good_steps;
-    dtrain_optimizer_desc optimizer;
-    dtrain_sampler_desc sampler;
 } dtrain__index_facts;
 
-/* Names what differs in what two parts say of their optimizers, which are stepped alike; NULL: nothing. */
-static const char *dtrain__index_differ(const dtrain__index_facts *a, const dtrain__index_facts *b)
-{
-    const dtrain_optimizer_desc *x = &a->optimizer, *y = &b->optimizer;
-    if (a->optimizer_step != b->optimizer_step)
-        return "number of optimizer steps";
-    if (x->kind != y->kind || memcmp(&x->beta1, &y->beta1, sizeof(float)) != 0 ||
-        memcmp(&x->beta2, &y->beta2, sizeof(float)) != 0 || memcmp(&x->eps, &y->eps, sizeof(float)) != 0 ||
-        memcmp(&x->weight_decay, &y->weight_decay, sizeof(float)) != 0 ||
-        memcmp(&x->momentum, &y->momentum, sizeof(float)) != 0 || x->nesterov != y->nesterov ||
-        x->decoupled_decay != y->decoupled_decay)
-        return "optimizer desc";
-    if (a->has_scale != b->has_scale || (a->has_scale && (memcmp(&a->loss_scale, &b->loss_scale, sizeof(double)) != 0 ||
-                                                          a->good_steps != b->good_steps)))
-        return "loss scale";
-    return NULL;
-}
+enum { DTRAIN__INDEX_SETTING = 80, DTRAIN__INDEX_SETTINGS = 64 }; /* bytes of one at most; how many there are */
 
 typedef struct dtrain__index {
     dtrain_allocator *allocator;
@@ -49138,7 +49655,8 @@ typedef struct dtrain__index {
     dtrain__index_tensor *tensors;
     dtrain__index_piece *pieces;
     dtrain__index_value *values;
-    size_t text_bytes, number_count, file_count, tensor_count, piece_count, value_count;
+    dtrain__index_value *settings; /* what lists say beside their pieces: see >>pieces. Numbers as they are written */
+    size_t text_bytes, number_count, file_count, tensor_count, piece_count, value_count, setting_count;
 } dtrain__index;
 
 static void dtrain__index_free(dtrain__index *index)
@@ -49149,6 +49667,7 @@ static void dtrain__index_free(dtrain__index *index)
     dtrain__free(index->allocator, index->tensors);
     dtrain__free(index->allocator, index->pieces);
     dtrain__free(index->allocator, index->values);
+    dtrain__free(index->allocator, index->settings);
 }
 
 static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocator)
@@ -49161,7 +49680,7 @@ static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocato
 static void dtrain__index_clear(dtrain__index *index)
 {
     index->text_bytes = index->number_count = index->file_count = index->tensor_count = index->piece_count =
-        index->value_count = 0;
+        index->value_count = index->setting_count = 0;
     index->parts = 0;
     memset(&index->facts, 0, sizeof index->facts);
 }
@@ -49206,29 +49725,40 @@ static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
     return index->number_count++;
 }
 
-/* Takes what a part says beside its tensors: of the first all, of others what an optimizer is, if none before had
- * one. */
-static dtrain_status dtrain__index_take_facts(dtrain__index *index, const dtrain__index_facts *facts)
+static int dtrain__index_is_number(const char *text)
 {
-    dtrain__index_facts *all = &index->facts;
-    if (index->parts++ == 0) {
-        *all = *facts;
+    return *text == '-' || (*text >= '0' && *text <= '9');
+}
+
+/* Returns a setting's value; NULL: it is not there. */
+static const char *dtrain__index_setting(const dtrain__index *index, const char *key)
+{
+    for (size_t i = 0; i < index->setting_count; i++)
+        if (strcmp(index->texts + index->settings[i].key, key) == 0)
+            return index->texts + index->settings[i].value;
+    return NULL;
+}
+
+/* Enters a setting; where it is there already, from an earlier list or part, it must be the same. */
+static dtrain_status dtrain__index_set(dtrain__index *index, const char *key, const char *value)
+{
+    const char *before = dtrain__index_setting(index, key);
+    dtrain__index_value setting;
+    if (before != NULL && strcmp(before, value) != 0)
+        return dtrain__fail(NULL, index->where != NULL ? DTRAIN_ERR_MISMATCH : DTRAIN_ERR_INVALID,
+                            "checkpoint: %.200s has %s %s, and what came before it has %s, and a checkpoint keeps one: "
+                            "make and step all alike, or save them with a checkpointer each",
+                            index->where != NULL ? index->where : "a list of this rank", key, value, before);
+    if (before != NULL || index->setting_count == DTRAIN__INDEX_SETTINGS)
         return DTRAIN_OK;
-    }
-    const char *differs = all->has_optimizer && facts->has_optimizer ? dtrain__index_differ(all, facts) : NULL;
-    if (differs != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                            "checkpoint: part \"%s\" has another %s than the parts before it, and a checkpoint keeps "
-                            "one: step every rank alike",
-                            index->where, differs);
-    if (facts->has_optimizer && !all->has_optimizer) {
-        all->has_optimizer = 1;
-        all->optimizer = facts->optimizer;
-        all->optimizer_step = facts->optimizer_step;
-        all->has_scale = facts->has_scale;
-        all->loss_scale = facts->loss_scale;
-        all->good_steps = facts->good_steps;
-    }
+    setting.key_length = strlen(key);
+    setting.value_length = strlen(value);
+    setting.key = dtrain__index_text(index, key, setting.key_length);
+    setting.value = dtrain__index_text(index, value, setting.value_length);
+    if (setting.key == DTRAIN__INDEX_NONE || setting.value == DTRAIN__INDEX_NONE ||
+        !DTRAIN__INDEX_ROOM(index, settings, setting_count, 1))
+        return DTRAIN_ERR_MEMORY;
+    index->settings[index->setting_count++] = setting;
     return DTRAIN_OK;
 }
 
@@ -49447,8 +49977,8 @@ static dtrain__index_tensor *dtrain__index_find(const dtrain__index *index, cons
 
 /* ---- >>index-text ----
  * The JSON of an index: written, and read from whoever wrote it. Members come in any order, those that are not known
- * are passed over; a member that comes twice, or is missing where it is needed, is an error. Numbers are whole and
- * below 2^64 but for the optimizer's settings. */
+ * and are no settings are passed over; a member that comes twice, or is missing where it is needed, is an error.
+ * Numbers are whole and below 2^64 but for settings. */
 #ifndef DTRAIN__INDEX_TEXT
 #define DTRAIN__INDEX_TEXT
 
@@ -49474,12 +50004,6 @@ static void dtrain__index_put_text(dtrain__json_writer *json, const char *key, c
     dtrain__json_write_string(json, text, strlen(text));
 }
 
-static void dtrain__index_put_float(dtrain__json_writer *json, const char *key, double value)
-{
-    dtrain__index_key(json, key);
-    dtrain__json_write_double(json, value);
-}
-
 static void dtrain__index_put_sizes(dtrain__json_writer *json, const size_t *sizes, size_t count)
 {
     dtrain__json_begin(json, 0);
@@ -49488,21 +50012,32 @@ static void dtrain__index_put_sizes(dtrain__json_writer *json, const size_t *siz
     dtrain__json_end(json);
 }
 
-static void dtrain__index_print_optimizer(dtrain__json_writer *json, const dtrain__index_facts *facts)
+/* Prints settings: those of a group, which are told one after the other, as members of an object of its name. */
+static void dtrain__index_print_settings(dtrain__json_writer *json, const dtrain__index *index)
 {
-    const dtrain_optimizer_desc *o = &facts->optimizer;
-    dtrain__index_key(json, "optimizer");
-    dtrain__json_begin(json, 1);
-    dtrain__index_put_text(json, "kind", o->kind == DTRAIN_SGD ? "sgd" : o->kind == DTRAIN_ADAMW ? "adamw" : "none");
-    dtrain__index_put(json, "step", facts->optimizer_step);
-    dtrain__index_put_float(json, "beta1", (double)o->beta1);
-    dtrain__index_put_float(json, "beta2", (double)o->beta2);
-    dtrain__index_put_float(json, "eps", (double)o->eps);
-    dtrain__index_put_float(json, "weight_decay", (double)o->weight_decay);
-    dtrain__index_put_float(json, "momentum", (double)o->momentum);
-    dtrain__index_put(json, "nesterov", o->nesterov != 0);
-    dtrain__index_put(json, "decoupled_decay", o->decoupled_decay != 0);
-    dtrain__json_end(json);
+    const char *last = ""; /* the group that is open, and its point */
+    size_t open = 0;
+    for (size_t i = 0; i < index->setting_count; i++) {
+        const char *key = index->texts + index->settings[i].key, *value = index->texts + index->settings[i].value;
+        const char *point = strchr(key, '.');
+        size_t group = point != NULL ? (size_t)(point - key) + 1 : 0;
+        int again = group == open && memcmp(key, last, group) == 0;
+        if (!again && open > 0)
+            dtrain__json_end(json);
+        if (!again && group > 0) {
+            dtrain__json_write_key(json, key, group - 1);
+            dtrain__json_begin(json, 1);
+        }
+        last = key;
+        open = group;
+        dtrain__json_write_key(json, key + group, strlen(key + group));
+        if (dtrain__index_is_number(value))
+            dtrain__json_write_word(json, value);
+        else
+            dtrain__json_write_string(json, value, strlen(value));
+    }
+    if (open > 0)
+        dtrain__json_end(json);
 }
 
 static void dtrain__index_print_facts(dtrain__json_writer *json, const dtrain__index_facts *facts)
@@ -49515,23 +50050,6 @@ static void dtrain__index_print_facts(dtrain__json_writer *json, const dtrain__i
     dtrain__index_put(json, "world_size", facts->world_size);
     dtrain__index_put(json, "seed", facts->seed);
     dtrain__index_put(json, "random_index", facts->random_index);
-    if (facts->has_optimizer)
-        dtrain__index_print_optimizer(json, facts);
-    if (facts->has_scale) {
-        dtrain__index_put_float(json, "loss_scale", facts->loss_scale);
-        dtrain__index_put(json, "good_steps", facts->good_steps);
-    }
-    if (facts->has_sampler) {
-        dtrain__index_key(json, "sampler");
-        dtrain__json_begin(json, 1);
-        dtrain__index_put(json, "count", facts->sampler.count);
-        dtrain__index_put(json, "seed", facts->sampler.seed);
-        dtrain__index_put(json, "no_shuffle", facts->sampler.no_shuffle != 0);
-        dtrain__index_put(json, "batch", facts->sampler.batch);
-        dtrain__index_put(json, "micro_batches", (uint64_t)facts->sampler.micro_batches);
-        dtrain__index_put(json, "strided", facts->sampler.strided != 0);
-        dtrain__json_end(json);
-    }
 }
 
 static void dtrain__index_print_hashed(dtrain__json_writer *json, const dtrain__index *index,
@@ -49616,6 +50134,7 @@ static void dtrain__index_print_now(dtrain__json_writer *json, const dtrain__ind
 {
     dtrain__json_begin(json, 1);
     dtrain__index_print_facts(json, &index->facts);
+    dtrain__index_print_settings(json, index);
     dtrain__index_key(json, "values");
     dtrain__json_begin(json, 1);
     for (size_t i = 0; i < index->value_count; i++) {
@@ -49636,8 +50155,7 @@ static dtrain_status dtrain__index_print(const dtrain__index *index, char **text
     dtrain__json_write_start(&json, NULL, 0);
     dtrain__index_print_now(&json, index);
     if (json.broken)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "checkpoint: a name, key or value is not UTF-8, or a setting not finite");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: a name, key or value is not UTF-8");
     *bytes = json.bytes - 1 + DTRAIN__INDEX_TAIL; /* the tail takes the place of the last brace */
     char *larger = (char *)dtrain__memory_grow(index->allocator, *text, 1, *bytes, 1);
     if (larger == NULL)
@@ -49658,7 +50176,8 @@ typedef struct dtrain__index_parser {
     size_t base_file; /* files of this text are numbered from here on */
 } dtrain__index_parser;
 
-static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset, const char *what)
+static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset,
+                                                        const char *what)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\", byte %zu: %s", parser->index->where, offset,
                         what);
@@ -49666,7 +50185,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_pars
 
 /* Reads the next token, which must be of a kind; `what` says what is expected. */
 static DTRAIN__NOINLINE dtrain_status dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
-                                          dtrain__json_kind kind, const char *what)
+                                                           dtrain__json_kind kind, const char *what)
 {
     if (dtrain__json_next(&parser->json, token) == kind)
         return DTRAIN_OK;
@@ -49696,38 +50215,6 @@ static dtrain_status dtrain__index_flag(dtrain__index_parser *parser, int *value
     uint64_t number = 0;
     dtrain_status status = dtrain__index_u64(parser, 1, &number);
     *value = (int)number;
-    return status;
-}
-
-/* Reads any number; strtod wants the locale's own decimal point. */
-static dtrain_status dtrain__index_double(dtrain__index_parser *parser, double *value)
-{
-    dtrain__json_token token;
-    char text[80];
-    const char *point = localeconv()->decimal_point;
-    size_t length = 0, bytes = strlen(point);
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected");
-    if (status != DTRAIN_OK)
-        return status;
-    for (size_t at = token.begin; at < token.end; at++) {
-        int is_point = parser->json.text[at] == '.';
-        if (length + bytes + 1 >= sizeof text)
-            return dtrain__index_bad(parser, at, "too long a number");
-        memcpy(text + length, is_point ? point : (const char *)parser->json.text + at, is_point ? bytes : 1);
-        length += is_point ? bytes : 1;
-    }
-    text[length] = '\0';
-    *value = strtod(text, NULL);
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__index_float(dtrain__index_parser *parser, float *value)
-{
-    double wide = 0;
-    dtrain_status status = dtrain__index_double(parser, &wide);
-    if (status == DTRAIN_OK && !(wide >= -3.4e38 && wide <= 3.4e38))
-        return dtrain__index_bad(parser, parser->json.offset, "larger than a float32");
-    *value = (float)wide;
     return status;
 }
 
@@ -49764,7 +50251,7 @@ static dtrain_status dtrain__index_ended(dtrain__index_parser *parser, dtrain_st
 }
 
 /* Calls `member` for each member of the object that comes next; the bits of `seen` are the members that it knows, so
- * that none comes twice. */
+ * that none comes twice. which: -1 for one that it has not taken, -2 for one that it has, and may take again. */
 typedef dtrain_status (*dtrain__index_member)(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
                                               int *which);
 
@@ -49778,12 +50265,12 @@ static dtrain_status dtrain__index_object(dtrain__index_parser *parser, dtrain__
         size_t begin = token.begin;
         int which = -1;
         status = member(parser, &token, out, &which);
-        if (status == DTRAIN_OK && which < 0) { /* not known: passed over */
+        if (status == DTRAIN_OK && which == -1) { /* not known: passed over */
             dtrain__json_next(&parser->json, &token);
             dtrain__json_skip(&parser->json, &token);
-        } else if (status == DTRAIN_OK && (*seen >> which & 1)) {
+        } else if (status == DTRAIN_OK && which >= 0 && (*seen >> which & 1)) {
             status = dtrain__index_bad(parser, begin, "a member that comes twice");
-        } else if (status == DTRAIN_OK) {
+        } else if (status == DTRAIN_OK && which >= 0) {
             *seen |= (uint32_t)1 << which;
         }
     }
@@ -50074,54 +50561,39 @@ static dtrain_status dtrain__index_read_values(dtrain__index_parser *parser)
     return dtrain__index_ended(parser, status);
 }
 
-/* ---- facts ---- */
+/* ---- facts and settings ---- */
 
-static dtrain_status dtrain__index_optimizer_member(dtrain__index_parser *parser, const dtrain__json_token *key,
-                                                    void *out, int *which)
-{
-    static const char *const names[] = {"beta1",    "beta2",           "eps",  "weight_decay", "momentum",
-                                        "nesterov", "decoupled_decay", "step", "kind"};
-    dtrain__index_facts *facts = (dtrain__index_facts *)out;
-    dtrain_optimizer_desc *desc = &facts->optimizer;
-    float *numbers[] = {&desc->beta1, &desc->beta2, &desc->eps, &desc->weight_decay, &desc->momentum};
-    dtrain__json_token token;
-    *which = dtrain__index_which(parser, key, names, 9);
-    if (*which < 0)
-        return DTRAIN_OK;
-    if (*which < 5)
-        return dtrain__index_float(parser, numbers[*which]);
-    if (*which < 7)
-        return dtrain__index_flag(parser, *which == 5 ? &desc->nesterov : &desc->decoupled_decay);
-    if (*which == 7)
-        return dtrain__index_u64(parser, UINT64_MAX, &facts->optimizer_step);
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
-    if (status == DTRAIN_OK)
-        desc->kind = dtrain__json_is(&parser->json, &token, "sgd")     ? DTRAIN_SGD
-                     : dtrain__json_is(&parser->json, &token, "adamw") ? DTRAIN_ADAMW
-                                                                       : DTRAIN_OPTIMIZER_NONE;
-    return status;
-}
-
-static dtrain_status dtrain__index_sampler_member(dtrain__index_parser *parser, const dtrain__json_token *key,
+/* Takes a member that nobody else knows: a number or a plain text is a setting, an object is a group of them. Others,
+ * and what is longer than settings are, are passed over. out: the group's name, at the top of the text an empty one. */
+static dtrain_status dtrain__index_setting_member(dtrain__index_parser *parser, const dtrain__json_token *key,
                                                   void *out, int *which)
 {
-    static const char *const names[] = {"count", "seed", "batch", "micro_batches", "no_shuffle", "strided"};
-    dtrain_sampler_desc *desc = (dtrain_sampler_desc *)out;
-    uint64_t number = 0;
-    dtrain_status status;
-    *which = dtrain__index_which(parser, key, names, 6);
-    switch (*which) {
-    case 0: return dtrain__index_u64(parser, UINT64_MAX, &desc->count);
-    case 1: return dtrain__index_u64(parser, UINT64_MAX, &desc->seed);
-    case 2: return dtrain__index_size(parser, &desc->batch);
-    case 3:
-        status = dtrain__index_u64(parser, INT_MAX, &number);
-        desc->micro_batches = (int)number;
-        return status;
-    case 4: return dtrain__index_flag(parser, &desc->no_shuffle);
-    case 5: return dtrain__index_flag(parser, &desc->strided);
-    default: return DTRAIN_OK;
+    char name[2 * DTRAIN__INDEX_SETTING] = "", value[DTRAIN__INDEX_SETTING];
+    const char *group = (const char *)out;
+    dtrain__json_reader before = parser->json;
+    dtrain__json_token token;
+    uint32_t seen;
+    int length = snprintf(name, sizeof name, "%s%s", group, group[0] != '\0' ? "." : "");
+    dtrain__json_kind kind = dtrain__json_next(&parser->json, &token);
+    size_t bytes = token.end - token.begin;
+    int fits = key->end - key->begin < DTRAIN__INDEX_SETTING && !key->escaped;
+    if (fits)
+        memcpy(name + length, before.text + key->begin, key->end - key->begin);
+    if (fits && kind == DTRAIN__JSON_OBJECT && group[0] == '\0') {
+        parser->json = before;
+        *which = -2;
+        return dtrain__index_object(parser, dtrain__index_setting_member, name, &seen);
     }
+    if (fits && bytes < sizeof value && !token.escaped &&
+        (kind == DTRAIN__JSON_NUMBER || kind == DTRAIN__JSON_STRING)) {
+        memcpy(value, before.text + token.begin, bytes);
+        value[bytes] = '\0';
+        *which = dtrain__index_is_number(value) == (kind == DTRAIN__JSON_NUMBER) ? -2 : -1;
+    }
+    if (*which == -2)
+        return dtrain__index_set(parser->index, name, value);
+    parser->json = before;
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__index_format(dtrain__index_parser *parser)
@@ -50145,14 +50617,13 @@ static dtrain_status dtrain__index_version(dtrain__index_parser *parser)
                         parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
 }
 
-enum { DTRAIN__INDEX_SEEN_NEEDED = 0x3f | 7 << 13 };
+enum { DTRAIN__INDEX_SEEN_NEEDED = 0x3f | 7 << 9 };
 
 static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
                                               int *which)
 {
-    static const char *const names[] = {"format", "version",      "nonce",      "counter",    "step",      "world_size",
-                                        "seed",   "random_index", "loss_scale", "good_steps", "optimizer", "sampler",
-                                        "hash",   "values",       "files",      "tensors"};
+    static const char *const names[] = {"format", "version",      "nonce", "counter", "step",  "world_size",
+                                        "seed",   "random_index", "hash",  "values",  "files", "tensors"};
     dtrain__index_facts *facts = (dtrain__index_facts *)out;
     uint64_t *numbers[] = {NULL,
                            NULL,
@@ -50161,27 +50632,18 @@ static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, cons
                            &facts->step,
                            &facts->world_size,
                            &facts->seed,
-                           &facts->random_index,
-                           NULL,
-                           &facts->good_steps};
-    uint32_t seen;
-    *which = dtrain__index_which(parser, key, names, 16);
+                           &facts->random_index};
+    char top[1] = "";
+    *which = dtrain__index_which(parser, key, names, 12);
     switch (*which) {
     case 0: return dtrain__index_format(parser);
     case 1: return dtrain__index_version(parser);
-    case 8: facts->has_scale = 1; return dtrain__index_double(parser, &facts->loss_scale);
-    case 10:
-        facts->has_optimizer = 1;
-        return dtrain__index_object(parser, dtrain__index_optimizer_member, facts, &seen);
-    case 11:
-        facts->has_sampler = 1;
-        return dtrain__index_object(parser, dtrain__index_sampler_member, &facts->sampler, &seen);
-    case 13: return dtrain__index_read_values(parser);
-    case 14: return dtrain__index_array(parser, dtrain__index_one_file, NULL);
-    case 15: return dtrain__index_read_tensors(parser);
-    case -1: return DTRAIN_OK;
-    case 12: *which = -1; return DTRAIN_OK; /* checked before */
-    default: return dtrain__index_u64(parser, *which == 5 || *which == 9 ? INT_MAX : UINT64_MAX, numbers[*which]);
+    case 8: *which = -1; return DTRAIN_OK; /* checked before */
+    case 9: return dtrain__index_read_values(parser);
+    case 10: return dtrain__index_array(parser, dtrain__index_one_file, NULL);
+    case 11: return dtrain__index_read_tensors(parser);
+    case -1: return dtrain__index_setting_member(parser, key, top, which);
+    default: return dtrain__index_u64(parser, *which == 5 ? INT_MAX : UINT64_MAX, numbers[*which]);
     }
 }
 
@@ -50236,283 +50698,70 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
                          "save the same step on every rank",
                          where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
                          (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
-    return status == DTRAIN_OK ? dtrain__index_take_facts(index, &facts) : status;
+    if (status == DTRAIN_OK && index->parts++ == 0)
+        index->facts = facts;
+    return status;
 }
 
 #endif
 
 /* ---- >>piece ----
- * What a program's state consists of, as pieces: an FSDP's slices, a replicated table with its optimizer, and the
- * program's own. The same list, made by the same calls, says what is saved and where it goes when it is loaded. */
+ * The pieces of a state: its lists asked in turn, what they list checked and copied. The same lists, made by the same
+ * calls, say what is saved and where it goes when it is loaded. */
 #ifndef DTRAIN__PIECE
 #define DTRAIN__PIECE
 
-/* Names of optimizer state end so, and no others. */
-static const char *const dtrain__piece_suffixes[] = {"@adam.m", "@adam.v", "@momentum"};
-
-/* Where pieces are listed: those beyond capacity are counted. */
+/* Pieces with names of their own, in memory that grows. */
 typedef struct dtrain__piece_list {
     dtrain_piece *pieces;
-    size_t capacity, count;
+    char *names;
+    size_t count, bytes;
+    int fills;               /* 0: they are only counted */
+    dtrain__index *settings; /* where settings go; NULL: nowhere */
 } dtrain__piece_list;
 
-static void dtrain__piece_put(dtrain__piece_list *list, const dtrain_piece *piece)
+static void dtrain__piece_free(dtrain__piece_list *list, dtrain_allocator *allocator)
 {
-    if (list->count < list->capacity)
+    dtrain__free(allocator, list->pieces);
+    dtrain__free(allocator, list->names);
+}
+
+static void dtrain__piece_visit(void *user, const dtrain_piece *piece)
+{
+    dtrain__piece_list *list = (dtrain__piece_list *)user;
+    size_t bytes = piece->name != NULL ? strlen(piece->name) + 1 : 0;
+    if (list->fills)
         list->pieces[list->count] = *piece;
+    if (list->fills && bytes > 0)
+        list->pieces[list->count].name = (const char *)memcpy(list->names + list->bytes, piece->name, bytes);
+    list->bytes += bytes;
     list->count++;
 }
 
-static const char *dtrain__piece_suffix(const dtrain_optimizer_desc *optimizer, int which)
+static dtrain_status dtrain__piece_set(void *user, const char *key, const char *value, int fixed)
 {
-    return dtrain__piece_suffixes[optimizer->kind == DTRAIN_ADAMW ? which : 2];
+    dtrain__piece_list *list = (dtrain__piece_list *)user;
+    (void)fixed;
+    return list->fills && list->settings != NULL ? dtrain__index_set(list->settings, key, value) : DTRAIN_OK;
 }
 
-/* Layer `layer` of a parameter, or with -1 all of it, as a box of the tensor of the whole model: of a part of several
- * blocks the box of all of them, which the caller cuts. */
-static dtrain_piece dtrain__piece_of(const dtrain_param *param, dtrain_dtype dtype, int layer)
+/* Whether a name ends as that of optimizer state. */
+static int dtrain__piece_is_state(const char *name, size_t length)
 {
-    const dtrain_param_part *part = param->part;
-    dtrain_piece piece;
-    memset(&piece, 0, sizeof piece);
-    piece.name = param->name;
-    piece.dtype = dtype;
-    piece.ndim = dtrain__params_ndim(param);
-    piece.device = param->device;
-    piece.boxed = layer >= 0;
-    memcpy(piece.shape, part != NULL ? part->shape : param->shape, (size_t)piece.ndim * sizeof *piece.shape);
-    memcpy(piece.box_size, param->shape, (size_t)piece.ndim * sizeof *piece.box_size);
-    if (layer >= 0) {
-        piece.box_begin[0] = (size_t)layer;
-        piece.box_size[0] = 1;
+    for (int i = 0; i < 3; i++) {
+        size_t bytes = strlen(dtrain__pieces_suffixes[i]);
+        if (length >= bytes && memcmp(name + length - bytes, dtrain__pieces_suffixes[i], bytes) == 0)
+            return 1;
     }
-    piece.count = dtrain__region_product(piece.box_size, 0, piece.ndim);
-    if (part == NULL)
-        return piece;
-    int cut = dtrain__params_cut_dim(param);
-    piece.box_begin[0] += part->first_layer;
-    if (cut >= 0)
-        piece.box_begin[cut] = part->begin;
-    for (int d = 0; d < piece.ndim; d++)
-        piece.boxed |= piece.box_size[d] != piece.shape[d];
-    return piece;
+    return 0;
 }
 
-/* Copies that are made of a piece, times those of the parameter's part. */
-static void dtrain__piece_copies(dtrain_piece *piece, const dtrain_param *param, int copies, int copy)
-{
-    int parts = param->part != NULL && param->part->copies > 0 ? param->part->copies : 1;
-    piece->copies = (copies > 0 ? copies : 1) * parts;
-    piece->copy = copy * parts + (param->part != NULL ? param->part->copy : 0);
-}
-
-/* Cuts a piece whose box holds several blocks: in the order of elements a row of the dimensions before the cut one has
- * its share of each block, one after the other. */
-static void dtrain__piece_put_blocks(dtrain__piece_list *list, const dtrain_param *param, const dtrain_piece *all)
-{
-    int cut = dtrain__params_cut_dim(param);
-    size_t blocks = dtrain__params_blocks(param), mine = all->box_size[cut] / blocks, whole = all->shape[cut] / blocks;
-    size_t run = mine * dtrain__region_product(all->box_size, cut + 1, all->ndim);
-    for (size_t at = all->begin, end = all->begin + all->count; at < end;) {
-        dtrain_piece piece = *all;
-        size_t row = at / run / blocks, left = run - at % run;
-        for (int d = cut - 1; d >= 0; d--) {
-            piece.box_begin[d] += row % all->box_size[d];
-            piece.box_size[d] = 1;
-            row /= all->box_size[d];
-        }
-        piece.box_begin[cut] += at / run % blocks * whole;
-        piece.box_size[cut] = mine;
-        piece.begin = at % run;
-        piece.count = left < end - at ? left : end - at;
-        if (all->data != NULL)
-            piece.data = (unsigned char *)all->data + (at - all->begin) * (dtrain_dtype_bits(all->dtype) / 8);
-        dtrain__piece_put(list, &piece);
-        at += piece.count;
-    }
-}
-
-/* Puts a range of a parameter's box into the list. One of no elements says that the rank knows the tensor. */
-static void dtrain__piece_put_range(dtrain__piece_list *list, const dtrain_param *param, dtrain_piece *piece)
-{
-    int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
-    int blocks = cut >= 0 && param->shape[cut] != param->part->shape[cut] && dtrain__params_blocks(param) > 1;
-    if (blocks && piece->count > 0) {
-        dtrain__piece_put_blocks(list, param, piece);
-        return;
-    }
-    if (blocks) { /* the box of all blocks may reach beyond the tensor */
-        piece->box_size[cut] = 0;
-        piece->begin = 0;
-    }
-    dtrain__piece_put(list, piece);
-}
-
-/* Weights, or with which 0 or 1 the state, of an FSDP's slices. */
-static void dtrain__piece_fsdp(const dtrain_fsdp *fsdp, int which, dtrain__piece_list *list)
-{
-    const dtrain__layout *layout = &fsdp->layout;
-    for (size_t i = 0; i < layout->cut_count; i++) {
-        const dtrain_slice *slice = &fsdp->slices[i];
-        const dtrain_param *param = &layout->table[layout->cuts[i].param];
-        if (slice->dtype != DTRAIN_F32 || (which >= 0 && !layout->cuts[i].trained))
-            continue;
-        dtrain_piece piece = dtrain__piece_of(param, DTRAIN_F32, slice->layer);
-        piece.suffix = which >= 0 ? dtrain__piece_suffix(&fsdp->optimizer, which) : NULL;
-        piece.begin = slice->begin;
-        piece.count = slice->count;
-        dtrain__piece_copies(&piece, param, layout->copies, dtrain__fsdp_rank(fsdp) / layout->shards);
-        if (layout->shards > 1 && piece.copies > layout->copies) {
-            /* Slices of a unit depend on the sizes of all its ranges, which differ between these copies. */
-            piece.copies = layout->copies;
-            piece.copy = dtrain__fsdp_rank(fsdp) / layout->shards;
-            piece.unsaved = param->part->copy > 0;
-        }
-        piece.data = which >= 0 ? slice->state[which] : slice->weights;
-        dtrain__piece_put_range(list, param, &piece);
-    }
-    for (size_t i = 0; i < layout->table_count && which < 0; i++) {
-        const dtrain_param *param = &layout->table[i];
-        if (param->dtype == DTRAIN_F32) /* others are frozen, and in full on every rank */
-            continue;
-        dtrain_piece piece = dtrain__piece_of(param, param->dtype, -1);
-        dtrain__piece_copies(&piece, param, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp));
-        piece.data = param->data;
-        dtrain__piece_put_range(list, param, &piece);
-    }
-}
-
-DTRAIN_API dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity, size_t *count)
-{
-    dtrain__piece_list list = {pieces, capacity, 0};
-    if (fsdp == NULL || count == NULL || (pieces == NULL && capacity > 0))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_pieces: fsdp, count, and room for capacity pieces are needed, got NULL");
-    int floats = (int)dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
-    for (int which = -1; which < floats; which++)
-        dtrain__piece_fsdp(fsdp, which, &list);
-    *count = list.count;
-    return DTRAIN_OK;
-}
-
-/* The state of one parameter's ranges. Returns 0 where the optimizer does not know the parameter, there. */
-static int dtrain__piece_state(const dtrain_param *param, const dtrain_optimizer *optimizer, int copies, int copy,
-                               int which, dtrain__piece_list *list)
-{
-    size_t layers = dtrain__params_layers(param), each = layers > 0 ? dtrain_param_elements(param) / layers : 0;
-    if (optimizer->device != param->device)
-        return 0;
-    for (size_t layer = 0; layer < layers && each > 0; layer++) {
-        dtrain_piece piece = dtrain__piece_of(param, DTRAIN_F32, param->stacked ? (int)layer : -1);
-        piece.suffix = dtrain__piece_suffix(&optimizer->desc, which);
-        dtrain__piece_copies(&piece, param, copies, copy);
-        piece.data = dtrain_optimizer_state(optimizer, (const float *)param->data + layer * each, which);
-        if (piece.data == NULL)
-            return 0;
-        dtrain__piece_put_range(list, param, &piece);
-    }
-    return 1;
-}
-
-DTRAIN_API dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t table_count,
-                                              const dtrain_optimizer *optimizer, int copies, int copy,
-                                              dtrain_piece *pieces, size_t capacity, size_t *count)
-{
-    dtrain__piece_list list = {pieces, capacity, 0};
-    int states = 0;
-    dtrain_status status = dtrain__params_check(table, table_count);
-    if (status != DTRAIN_OK)
-        return status;
-    if (count == NULL || (pieces == NULL && capacity > 0) || copies < 0 || copy < 0 ||
-        copy >= (copies > 0 ? copies : 1))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_params_pieces: copy is %d of %d, count %s NULL: expected 0 to copies - 1, and room",
-                            copy, copies, count == NULL ? "is" : "is not");
-    if (optimizer != NULL)
-        states = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f;
-    for (int which = -1; which < states; which++)
-        for (size_t i = 0; i < table_count; i++) {
-            dtrain_piece piece = dtrain__piece_of(&table[i], table[i].dtype, -1);
-            dtrain__piece_copies(&piece, &table[i], copies, copy);
-            piece.data = table[i].data;
-            if (which < 0)
-                dtrain__piece_put_range(&list, &table[i], &piece);
-            else if (dtrain__params_trained(&table[i]) &&
-                     !dtrain__piece_state(&table[i], optimizer, copies, copy, which, &list))
-                return dtrain__fail(
-                    NULL, DTRAIN_ERR_INVALID,
-                    "checkpoint: the optimizer knows no parameter at \"%s\"'s data on %s: give the table that "
-                    "it was made from",
-                    table[i].name, dtrain_device_name(table[i].device));
-        }
-    *count = list.count;
-    return DTRAIN_OK;
-}
-
-/* A state's FSDPs: fsdp, where there is one, and fsdps. */
-static size_t dtrain__piece_fsdp_count(const dtrain_checkpoint_state *state)
-{
-    return (state->fsdp != NULL) + state->fsdp_count;
-}
-
-static dtrain_fsdp *dtrain__piece_fsdp_at(const dtrain_checkpoint_state *state, size_t i)
-{
-    if (state->fsdp != NULL && i == 0)
-        return state->fsdp;
-    return state->fsdps != NULL ? state->fsdps[i - (state->fsdp != NULL)] : NULL;
-}
-
-/* What is left of a list's memory, for calls that list more. */
-static dtrain_piece *dtrain__piece_room(const dtrain__piece_list *list, size_t *room)
-{
-    *room = list->capacity > list->count ? list->capacity - list->count : 0;
-    return *room > 0 ? list->pieces + list->count : NULL;
-}
-
-/* Lists all pieces of a state. */
-static dtrain_status dtrain__piece_list_state(dtrain__piece_list *list, const dtrain_checkpoint_state *state, int ranks,
-                                              int rank)
-{
-    size_t count = 0, room, fsdps = dtrain__piece_fsdp_count(state);
-    for (size_t i = 0; i < fsdps; i++) {
-        dtrain_fsdp *fsdp = dtrain__piece_fsdp_at(state, i);
-        if (fsdp == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "checkpoint: %zu fsdps are promised, but number %zu is NULL: give each, or count fewer",
-                                fsdps, i);
-        dtrain_piece *pieces = dtrain__piece_room(list, &room);
-        dtrain_status status = dtrain_fsdp_pieces(fsdp, pieces, room, &count);
-        if (status != DTRAIN_OK)
-            return status;
-        list->count += count;
-    }
-    if (state->table_count > 0) {
-        int all = state->table_copies <= 0;
-        dtrain_piece *pieces = dtrain__piece_room(list, &room);
-        dtrain_status status =
-            dtrain_params_pieces(state->table, state->table_count, state->optimizer, all ? ranks : state->table_copies,
-                                 all ? rank : state->table_copy, pieces, room, &count);
-        if (status != DTRAIN_OK)
-            return status;
-        list->count += count;
-    }
-    if (state->piece_count > 0 && state->pieces == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: %zu pieces are promised, but pieces is NULL",
-                            state->piece_count);
-    for (size_t i = 0; i < state->piece_count; i++)
-        dtrain__piece_put(list, &state->pieces[i]);
-    return DTRAIN_OK;
-}
-
-/* Whether a name that the program has given is one of optimizer state, or no UTF-8. */
+/* What is wrong with a name; NULL: nothing. */
 static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
 {
     size_t length = strlen(piece->name);
-    for (int i = 0; i < 3 && piece->suffix == NULL; i++) {
-        size_t bytes = strlen(dtrain__piece_suffixes[i]);
-        if (length >= bytes && strcmp(piece->name + length - bytes, dtrain__piece_suffixes[i]) == 0)
-            return "ends as names of optimizer state do: give it another";
-    }
+    if (piece->suffix == NULL && dtrain__piece_is_state(piece->name, length))
+        return "ends as names of optimizer state do: give it another";
     for (size_t at = 0, step; at < length; at += step) {
         step = dtrain__utf8((const unsigned char *)piece->name + at, length - at);
         if (step == 0)
@@ -50521,33 +50770,54 @@ static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
     return NULL;
 }
 
-/* Lists and checks all pieces of a state, in memory that grows. */
-static dtrain_status dtrain__piece_collect(dtrain_piece **pieces, size_t *count, const dtrain_checkpoint_state *state,
-                                           int ranks, int rank, dtrain_allocator *allocator)
+/* Checks a piece; one of an element a step gets its size. */
+static dtrain_status dtrain__piece_settle(dtrain_piece *piece, size_t index, uint64_t step, int rank)
 {
-    dtrain__piece_list list = {NULL, 0, 0};
     dtrain__region region;
-    dtrain_status status = dtrain__piece_list_state(&list, state, ranks, rank);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain_piece *larger = (dtrain_piece *)dtrain__memory_grow(allocator, *pieces, sizeof **pieces, 0, list.count);
-    if (larger == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu pieces", list.count);
-    *pieces = list.pieces = larger;
-    list.capacity = dtrain__memory_bytes(larger) / sizeof *larger;
-    *count = list.count;
-    list.count = 0;
-    status = dtrain__piece_list_state(&list, state, ranks, rank);
-    for (size_t i = 0; i < *count && status == DTRAIN_OK; i++) {
-        status = dtrain__region_check(&region, &list.pieces[i], i, "checkpoint");
-        const char *bad = status == DTRAIN_OK ? dtrain__piece_bad_name(&list.pieces[i]) : NULL;
-        if (bad != NULL)
-            status =
-                dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the name \"%.200s\" %s", list.pieces[i].name, bad);
-        if (status == DTRAIN_OK && list.pieces[i].count > 0 && list.pieces[i].data == NULL)
-            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: a piece of \"%.200s\" has no data",
-                                  list.pieces[i].name);
+    if (piece->per_step && piece->ndim == 1) {
+        if (rank == 0 && step > piece->shape[0])
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "checkpoint: it is of step %llu, and \"%.200s\" has room for %zu steps: give it more",
+                                (unsigned long long)step, piece->name, piece->shape[0]);
+        piece->shape[0] = (size_t)step;
+        piece->count = rank == 0 ? (size_t)step : 0;
     }
+    dtrain_status status = dtrain__region_check(&region, piece, index, "checkpoint");
+    const char *bad = status == DTRAIN_OK ? dtrain__piece_bad_name(piece) : NULL;
+    if (bad != NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: the name \"%.200s\" %s", piece->name, bad);
+    if (status == DTRAIN_OK && piece->count > 0 && piece->data == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: a piece of \"%.200s\" has no data", piece->name);
+    return status;
+}
+
+/* Lists and checks all pieces of a state as of a step, and where the list takes them its settings. */
+static dtrain_status dtrain__piece_collect(dtrain__piece_list *list, const dtrain_checkpoint_state *state,
+                                           uint64_t step, int ranks, int rank, dtrain_allocator *allocator)
+{
+    dtrain__lister lister;
+    dtrain_status status = DTRAIN_OK;
+    memset(&lister, 0, sizeof lister);
+    lister.ranks = ranks;
+    lister.rank = rank;
+    lister.user = list;
+    lister.visit = dtrain__piece_visit;
+    lister.setting = dtrain__piece_set;
+    for (list->fills = 0; list->fills < 2 && status == DTRAIN_OK; list->fills++) {
+        if (list->fills) {
+            void *pieces = dtrain__memory_grow(allocator, list->pieces, sizeof *list->pieces, 0, list->count);
+            list->pieces = pieces != NULL ? (dtrain_piece *)pieces : list->pieces;
+            void *names = dtrain__memory_grow(allocator, list->names, 1, 0, list->bytes);
+            list->names = names != NULL ? (char *)names : list->names;
+            if (pieces == NULL || names == NULL)
+                return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu pieces",
+                                    list->count);
+        }
+        list->count = list->bytes = 0;
+        status = dtrain__pieces_walk(state->lists, state->list_count, &lister);
+    }
+    for (size_t i = 0; i < list->count && status == DTRAIN_OK; i++)
+        status = dtrain__piece_settle(&list->pieces[i], i, step, rank);
     return status;
 }
 
@@ -50580,20 +50850,20 @@ typedef struct dtrain__part_writer {
     dtrain_allocator *allocator;
     int rank, local, no_sync;
     dtrain__index index; /* of this part alone */
-    dtrain_piece *pieces;
+    dtrain__piece_list list;
     dtrain__part_item *items;
     dtrain_safetensors_source *sources;
     unsigned char *staging;
     uint64_t *blocks; /* hashes */
     char *text;
-    size_t piece_count, item_count;
+    size_t item_count;
 } dtrain__part_writer;
 
 static void dtrain__part_free(dtrain__part_writer *part)
 {
     dtrain_allocator *allocator = part->allocator;
     dtrain__index_free(&part->index);
-    dtrain__free(allocator, part->pieces);
+    dtrain__piece_free(&part->list, allocator);
     dtrain__free(allocator, part->items);
     dtrain__free(allocator, part->sources);
     dtrain__free(allocator, part->staging);
@@ -50839,50 +51109,6 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
     return index->value_count > 1 ? dtrain__part_values_once(part) : DTRAIN_OK;
 }
 
-/* What an FSDP says of itself. */
-static void dtrain__part_fsdp_facts(dtrain__index_facts *facts, const dtrain_fsdp *fsdp)
-{
-    facts->has_optimizer = 1;
-    facts->optimizer = fsdp->optimizer;
-    facts->optimizer_step = dtrain_fsdp_get_step(fsdp);
-    facts->has_scale = fsdp->desc.loss_scale > 0.0f;
-    facts->loss_scale = (double)dtrain_fsdp_loss_scale(fsdp);
-    facts->good_steps = (uint64_t)fsdp->good_steps;
-}
-
-static dtrain_status dtrain__part_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
-{
-    size_t fsdps = dtrain__piece_fsdp_count(state);
-    facts->step = state->step;
-    facts->seed = state->seed;
-    facts->random_index = state->random_index;
-    for (size_t i = 0; i < fsdps; i++) {
-        dtrain__index_facts other = *facts;
-        dtrain__part_fsdp_facts(i == 0 ? facts : &other, dtrain__piece_fsdp_at(state, i));
-        const char *differs = i > 0 ? dtrain__index_differ(facts, &other) : NULL;
-        if (differs != NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "checkpoint: fsdp %zu has another %s than the first, and a checkpoint keeps one: make "
-                                "and step them alike, or save them with a checkpointer each",
-                                i, differs);
-    }
-    if (fsdps == 0 && state->optimizer != NULL) {
-        facts->has_optimizer = 1;
-        facts->optimizer = state->optimizer->desc;
-        facts->optimizer_step = dtrain_optimizer_get_step(state->optimizer);
-    } else if (state->optimizer != NULL && dtrain_optimizer_get_step(state->optimizer) != facts->optimizer_step) {
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "checkpoint: fsdp has taken %llu steps and optimizer %llu, and a checkpoint keeps one number "
-            "of both: save them with a checkpointer each",
-            (unsigned long long)facts->optimizer_step, (unsigned long long)dtrain_optimizer_get_step(state->optimizer));
-    }
-    facts->has_sampler = state->sampler != NULL;
-    if (state->sampler != NULL)
-        facts->sampler = state->sampler->desc;
-    return DTRAIN_OK;
-}
-
 /* Says what this rank writes of a state; data stays where it is. */
 static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrain_checkpoint_state *state,
                                           const dtrain__index_save_id *id, int ranks)
@@ -50891,13 +51117,13 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->item_count = 0;
     part->index.facts.id = *id;
     part->index.facts.step = state->step;
+    part->index.facts.seed = state->seed;
+    part->index.facts.random_index = state->random_index;
     part->index.facts.world_size = (uint64_t)ranks;
-    dtrain_status status =
-        dtrain__piece_collect(&part->pieces, &part->piece_count, state, ranks, part->rank, part->allocator);
-    if (status == DTRAIN_OK)
-        status = dtrain__part_facts(&part->index.facts, state);
-    for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)
-        status = dtrain__part_take(part, &part->pieces[i]);
+    part->list.settings = &part->index;
+    dtrain_status status = dtrain__piece_collect(&part->list, state, state->step, ranks, part->rank, part->allocator);
+    for (size_t i = 0; i < part->list.count && status == DTRAIN_OK; i++)
+        status = dtrain__part_take(part, &part->list.pieces[i]);
     return status == DTRAIN_OK ? dtrain__part_values(part, state) : status;
 }
 
@@ -51251,7 +51477,7 @@ static int dtrain__save_line(const void *pointer, size_t index, dtrain__alike_li
 
 /* The same, where a number must be the same on all ranks, too. */
 static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
-                                        const char *compared)
+                                                         const char *compared)
 {
     dtrain__save_number given = {compared, number};
     dtrain__alike alike = {"checkpoint", &given, dtrain__save_line, "give every rank the same", 1, {0}, 0};
@@ -52254,12 +52480,12 @@ typedef struct dtrain__load {
     dtrain_safetensors_model *model; /* a plain one; NULL: a checkpoint */
     char step_name[32];
     int directory; /* of the step; -1: of a model, or local */
-    int verify;
-    dtrain_piece *pieces;
+    int opened;    /* it was chosen, and its index read */
+    dtrain__piece_list list;
     dtrain__load_want *wants;
     unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
     dtrain__load_job *jobs;
-    size_t piece_count, job_count;
+    size_t job_count;
     dtrain__verify_reader reader;
     dtrain__error failed; /* of reading for others */
 } dtrain__load;
@@ -52272,7 +52498,7 @@ static void dtrain__load_end(dtrain__load *load)
     dtrain_safetensors_model_close(load->model);
     dtrain__file_close(load->directory);
     dtrain__index_free(&load->index);
-    dtrain__free(allocator, load->pieces);
+    dtrain__piece_free(&load->list, allocator);
     dtrain__free(allocator, load->wants);
     dtrain__free(allocator, load->flags);
     dtrain__free(allocator, load->jobs);
@@ -52519,10 +52745,10 @@ static void dtrain__load_match(dtrain__load *load)
 {
     char name[160];
     for (int pass = 0; pass < 2; pass++) /* first what is missing, then what has another shape */
-        for (size_t i = 0, listed = 0; i < load->piece_count; i++) {
-            const dtrain_piece *piece = &load->pieces[i];
+        for (size_t i = 0, listed = 0; i < load->list.count; i++) {
+            const dtrain_piece *piece = &load->list.pieces[i];
             const dtrain__index_tensor *tensor = dtrain__load_find(load, piece);
-            int again = i > 0 && dtrain__region_compare_names(piece, &load->pieces[i - 1]) == 0;
+            int again = i > 0 && dtrain__region_compare_names(piece, &load->list.pieces[i - 1]) == 0;
             int fits = tensor != NULL && dtrain__load_fits(tensor, piece), asks = dtrain__load_asks(load, piece);
             load->wants[i].piece = i;
             load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
@@ -52550,45 +52776,51 @@ static void dtrain__load_match(dtrain__load *load)
         }
 }
 
-static int dtrain__load_is_state(const char *name, size_t length)
-{
-    for (int i = 0; i < 3; i++) {
-        size_t bytes = strlen(dtrain__piece_suffixes[i]);
-        if (length > bytes && memcmp(name + length - bytes, dtrain__piece_suffixes[i], bytes) == 0)
-            return 1;
-    }
-    return 0;
-}
-
 /* Counts and lists what nobody asked for; flags are of all ranks. */
 static void dtrain__load_extra(dtrain__load *load)
 {
     const dtrain__index *index = &load->index;
     for (size_t i = 0; i < index->tensor_count; i++) {
         const char *name = dtrain__index_name(index, &index->tensors[i]);
-        int state = dtrain__load_is_state(name, index->tensors[i].name_length);
+        int state = dtrain__piece_is_state(name, index->tensors[i].name_length);
         if (load->flags[i] || (state && !load->flags[index->tensor_count]))
             continue;
         dtrain__load_say(load, "%s\"%.120s\"", load->report.extra++ > 0 ? ", " : "; extra: ", name);
     }
 }
 
-static void dtrain__load_compare_sampler(dtrain__load *load, const dtrain_checkpoint_state *state)
+static void dtrain__load_pass(void *user, const dtrain_piece *piece)
 {
-    const dtrain_sampler_desc *then = &load->index.facts.sampler, *now;
-    if (state->sampler == NULL || !load->index.facts.has_sampler)
-        return;
-    now = &state->sampler->desc;
-    if (then->count == now->count && then->seed == now->seed && (then->no_shuffle != 0) == (now->no_shuffle != 0) &&
-        then->batch == now->batch && then->micro_batches == now->micro_batches &&
-        (then->strided != 0) == (now->strided != 0))
-        return;
-    dtrain__load_say(
-        load,
-        "; another sampler: %llu examples, seed %llu, batch %zu x %d were saved, this run has %llu, %llu, %zu "
-        "x %d, so that other examples would follow",
-        (unsigned long long)then->count, (unsigned long long)then->seed, then->batch, then->micro_batches,
-        (unsigned long long)now->count, (unsigned long long)now->seed, now->batch, now->micro_batches);
+    (void)user, (void)piece;
+}
+
+/* Lists a setting that was another in the run that saved, where that is refused. */
+static dtrain_status dtrain__load_compare_setting(void *user, const char *key, const char *value, int fixed)
+{
+    dtrain__load *load = (dtrain__load *)user;
+    const char *then = dtrain__index_setting(&load->index, key);
+    if (fixed && then != NULL && strcmp(then, value) != 0)
+        dtrain__load_say(load, "; another %s: %s was saved, this run has %s", key, then, value);
+    return DTRAIN_OK;
+}
+
+static const char *dtrain__load_setting(void *user, const char *key)
+{
+    return dtrain__index_setting(&((dtrain__load *)user)->index, key);
+}
+
+/* Who asks a state's lists beside the pieces. */
+static dtrain__lister dtrain__load_lister(dtrain__load *load)
+{
+    dtrain__lister lister;
+    memset(&lister, 0, sizeof lister);
+    lister.ranks = load->ckpt->ranks;
+    lister.rank = load->ckpt->rank;
+    lister.user = load;
+    lister.visit = dtrain__load_pass;
+    lister.setting = dtrain__load_compare_setting;
+    lister.value = load->model == NULL ? dtrain__load_setting : NULL;
+    return lister;
 }
 
 /* Says how the state and the index fit together; an error where they do not and that is asked for. */
@@ -52597,11 +52829,11 @@ static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_check
     dtrain_checkpoint *ckpt = load->ckpt;
     size_t tensors = load->index.tensor_count, bytes;
     dtrain_status status = DTRAIN_OK;
-    if (dtrain__mul_size(load->piece_count, sizeof *load->wants, &bytes))
+    if (dtrain__mul_size(load->list.count, sizeof *load->wants, &bytes))
         load->wants = (dtrain__load_want *)dtrain__alloc(ckpt->allocator, bytes);
     load->flags = (unsigned char *)dtrain__alloc(ckpt->allocator, tensors + 1);
     if (load->wants == NULL || load->flags == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", load->piece_count);
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", load->list.count);
     if ((status = dtrain__save_agree(ckpt, status, 0, NULL)) != DTRAIN_OK)
         return status;
     dtrain__load_match(load);
@@ -52611,7 +52843,8 @@ static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_check
             return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
     }
     dtrain__load_extra(load);
-    dtrain__load_compare_sampler(load, state);
+    dtrain__lister lister = dtrain__load_lister(load);
+    DTRAIN_IGNORE(dtrain__pieces_walk(state->lists, state->list_count, &lister)); /* as it went when they were listed */
     if (load->report.text[0] != '\0')
         memmove(load->report.text, load->report.text + 2, strlen(load->report.text) - 1);
     if (load->report.text[0] != '\0' && !load->desc.lenient)
@@ -52662,13 +52895,13 @@ static size_t dtrain__load_nearest(const dtrain__load *load, const dtrain__index
 static dtrain_status dtrain__load_plan(dtrain__load *load)
 {
     const dtrain__index *index = &load->index;
-    if (load->piece_count > 0)
-        qsort(load->wants, load->piece_count, sizeof *load->wants, dtrain__load_by_tensor);
-    for (size_t i = 0; i < load->piece_count && load->wants[i].tensor != DTRAIN__INDEX_NONE; i++) {
+    if (load->list.count > 0)
+        qsort(load->wants, load->list.count, sizeof *load->wants, dtrain__load_by_tensor);
+    for (size_t i = 0; i < load->list.count && load->wants[i].tensor != DTRAIN__INDEX_NONE; i++) {
         const dtrain__index_tensor *tensor = &index->tensors[load->wants[i].tensor];
         dtrain__region want, have;
         dtrain__region_overlap overlap;
-        dtrain__region_of(&want, &load->pieces[load->wants[i].piece]);
+        dtrain__region_of(&want, &load->list.pieces[load->wants[i].piece]);
         for (size_t k = tensor->first; k < tensor->first + tensor->count && want.count > 0; k++) {
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
@@ -52726,7 +52959,7 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     for (size_t i = 0; i < load->job_count && status == DTRAIN_OK; i++) {
         const dtrain__load_job *job = &load->jobs[i];
         const dtrain__index_piece *have = &load->index.pieces[job->have];
-        const dtrain_piece *want = &load->pieces[job->want];
+        const dtrain_piece *want = &load->list.pieces[job->want];
         dtrain__region region;
         if (load->index.files[job->file].holder >= 0)
             continue;
@@ -52739,13 +52972,15 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
-/* Publishes new weights of every FSDP, also where one cannot: the ranks that share another wait for this one. */
-static dtrain_status dtrain__load_publish(dtrain__load *load, const dtrain_checkpoint_state *state)
+/* Tells every list, also where one cannot take it: the ranks that share another wait for this one. */
+static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_status first = DTRAIN_OK;
     dtrain__error cause = dtrain__thread_error;
-    for (size_t i = 0; i < dtrain__piece_fsdp_count(state); i++) {
-        dtrain_status status = dtrain_fsdp_publish(dtrain__piece_fsdp_at(state, i));
+    dtrain__lister lister = dtrain__load_lister(load);
+    for (size_t i = 0; i < state->list_count; i++) {
+        const dtrain_pieces *list = &state->lists[i];
+        dtrain_status status = list->loaded != NULL ? list->loaded(list, &lister) : DTRAIN_OK;
         if (first == DTRAIN_OK && status != DTRAIN_OK)
             cause = dtrain__thread_error;
         first = first == DTRAIN_OK ? status : first;
@@ -52755,28 +52990,17 @@ static dtrain_status dtrain__load_publish(dtrain__load *load, const dtrain_check
     return dtrain__save_agree(load->ckpt, first, 0, NULL);
 }
 
-/* Publishes new weights, and sets counters. */
+/* Tells the lists, and sets counters. */
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;
-    dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = dtrain__load_publish(load, state);
+    dtrain_status status = dtrain__load_tell(load, state);
     if (status != DTRAIN_OK || load->model != NULL)
         return status;
     state->step = facts->step;
     state->seed = facts->seed;
     state->random_index = facts->random_index;
-    if (facts->has_optimizer && state->optimizer != NULL)
-        dtrain_optimizer_set_step(state->optimizer, facts->optimizer_step);
-    for (size_t i = 0; i < dtrain__piece_fsdp_count(state) && status == DTRAIN_OK; i++) {
-        dtrain_fsdp *fsdp = dtrain__piece_fsdp_at(state, i);
-        if (facts->has_optimizer)
-            status = dtrain_fsdp_set_step(fsdp, facts->optimizer_step);
-        if (status == DTRAIN_OK && facts->has_scale && fsdp->desc.loss_scale > 0.0f)
-            status = dtrain__fsdp_set_loss_scale(fsdp, (float)facts->loss_scale, (int)facts->good_steps);
-    }
-    return status == DTRAIN_OK ? status
-                               : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+    return DTRAIN_OK;
 }
 
 /* ---- from a plain model ----
@@ -52822,8 +53046,8 @@ static dtrain_status dtrain__load_model_to(dtrain__load *load, dtrain__region *r
 static dtrain_status dtrain__load_read_model(dtrain__load *load)
 {
     dtrain_status status = DTRAIN_OK;
-    for (size_t i = 0; i < load->piece_count && status == DTRAIN_OK; i++) {
-        const dtrain_piece *want = &load->pieces[load->wants[i].piece];
+    for (size_t i = 0; i < load->list.count && status == DTRAIN_OK; i++) {
+        const dtrain_piece *want = &load->list.pieces[load->wants[i].piece];
         dtrain__region region;
         dtrain__load_box box;
         if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)
@@ -53231,7 +53455,7 @@ static void dtrain__local_ask(dtrain__local_turn *turn)
     memset(request, 0, sizeof *request);
     for (; turn->job < load->job_count && load->failed.status == DTRAIN_OK; turn->job++, turn->done = 0) {
         const dtrain__load_job *job = &load->jobs[turn->job];
-        const dtrain_piece *want = &load->pieces[job->want];
+        const dtrain_piece *want = &load->list.pieces[job->want];
         const dtrain__index_piece *piece = &load->index.pieces[job->have];
         const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
         size_t bytes = dtrain_dtype_bits(tensor->dtype) / 8, most = DTRAIN__LOCAL_TURN / bytes;
@@ -53355,7 +53579,7 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     dtrain__load *load = turn->load;
     const dtrain__local_request *request = &turn->requests[load->ckpt->rank];
     const dtrain__load_job *job = &load->jobs[turn->job];
-    const dtrain_piece *want = &load->pieces[job->want];
+    const dtrain_piece *want = &load->list.pieces[job->want];
     const dtrain__index_piece *piece = &load->index.pieces[job->have];
     const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
     size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8;
@@ -53871,33 +54095,26 @@ static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain_status status =
-        dtrain__piece_collect(&load->pieces, &load->piece_count, state, ckpt->ranks, ckpt->rank, ckpt->allocator);
-    if (status == DTRAIN_OK && load->piece_count > 0)
-        qsort(load->pieces, load->piece_count, sizeof *load->pieces, dtrain__checkpoint_by_name);
+        dtrain__piece_collect(&load->list, state, load->index.facts.step, ckpt->ranks, ckpt->rank, ckpt->allocator);
+    if (status == DTRAIN_OK && load->list.count > 0)
+        qsort(load->list.pieces, load->list.count, sizeof *load->list.pieces, dtrain__checkpoint_by_name);
     return dtrain__save_agree(ckpt, status, 0, NULL);
-}
-
-static void dtrain__checkpoint_fill_report(dtrain__load *load)
-{
-    const dtrain__index_facts *facts = &load->index.facts;
-    load->report.step = facts->step;
-    load->report.world_size = (int)facts->world_size;
-    if (facts->has_optimizer)
-        load->report.optimizer = facts->optimizer;
 }
 
 static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = dtrain__checkpoint_collect(load, state);
-    if (status == DTRAIN_OK)
-        status = load->desc.path != NULL ? dtrain__load_open_model(load)
-                 : ckpt->local           ? dtrain__local_open(load)
-                                         : dtrain__load_open(load);
+    dtrain_status status = load->desc.path != NULL ? dtrain__load_open_model(load)
+                           : ckpt->local           ? dtrain__local_open(load)
+                                                   : dtrain__load_open(load);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__checkpoint_fill_report(load);
-    status = dtrain__load_compare(load, state);
+    load->report.step = load->index.facts.step;
+    load->report.world_size = (int)load->index.facts.world_size;
+    load->opened = 1;
+    status = dtrain__checkpoint_collect(load, state);
+    if (status == DTRAIN_OK)
+        status = dtrain__load_compare(load, state);
     if (status != DTRAIN_OK)
         return status;
     if (load->model != NULL) {
@@ -53933,7 +54150,7 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
         dtrain__fail(&ckpt->error, status, "%.560s (in %s)", dtrain__thread_error.text, load.step_name);
     dtrain__error cause = dtrain__thread_error;
     *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
-             (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && load.piece_count > 0 && load.wants == NULL));
+             (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && !load.opened));
     memcpy(chosen, load.step_name, sizeof load.step_name);
     load.report.bytes_read = load.reader.bytes_read;
     if (report != NULL)
@@ -53973,9 +54190,10 @@ DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_
 
 DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, const char *key, size_t *length)
 {
-    size_t bytes = key != NULL ? strlen(key) : 0;
-    for (size_t i = 0; ckpt != NULL && key != NULL && i < ckpt->loaded.value_count; i++) {
-        const dtrain__index_value *value = &ckpt->loaded.values[i];
+    size_t bytes = key != NULL ? strlen(key) : 0, values = ckpt != NULL ? ckpt->loaded.value_count : 0;
+    size_t settings = ckpt != NULL ? ckpt->loaded.setting_count : 0;
+    for (size_t i = 0; key != NULL && i < values + settings; i++) {
+        const dtrain__index_value *value = i < values ? &ckpt->loaded.values[i] : &ckpt->loaded.settings[i - values];
         if (value->key_length != bytes || memcmp(ckpt->loaded.texts + value->key, key, bytes) != 0)
             continue;
         if (length != NULL)
@@ -54149,7 +54367,7 @@ static dtrain_status dtrain__export_list(dtrain__export *all, int with_optimizer
     for (size_t i = 0; i < index->tensor_count; i++) {
         const dtrain__index_tensor *tensor = &index->tensors[i];
         dtrain_safetensors_source *source = &all->sources[all->count];
-        if (!with_optimizer && dtrain__load_is_state(dtrain__index_name(index, tensor), tensor->name_length))
+        if (!with_optimizer && dtrain__piece_is_state(dtrain__index_name(index, tensor), tensor->name_length))
             continue;
         all->tensors[all->count].whole = all;
         all->tensors[all->count].tensor = tensor;

@@ -533,7 +533,7 @@ static dtrain_status gpt_loop(gpt_job *job, gpt *m, dtrain_comm *world, size_t p
             gpt_show(job, &progress, world, step, loss, (double)lr, norm);
         }
         if (status == DTRAIN_OK)
-            status = gpt_saver_step(saver, &job->flags, m, world, step + 1, end);
+            status = gpt_saver_step(saver, &job->flags, m, step + 1, end);
     }
     return status == DTRAIN_OK ? gpt_finish(job, m, world, &progress, loss) : status;
 }
@@ -567,15 +567,13 @@ static dtrain_status gpt_rank(dtrain_comm *world, void *user)
         status = dtrain_tensor_create(&tokens, DTRAIN_I32, 1, &bytes, allocator);
     if (status == DTRAIN_OK)
         status = dtrain_tensor_create(&losses, DTRAIN_F64, 1, &micro, allocator);
-    if (job->flags.mesh != NULL) {
-        saver.state.fsdps = mesh.fsdps;
-        saver.state.fsdp_count = (size_t)mesh.count;
-    }
+    for (int chunk = 0; status == DTRAIN_OK && job->flags.mesh != NULL && chunk < mesh.count; chunk++)
+        saver.lists[saver.state.list_count++] = dtrain_fsdp_pieces(mesh.fsdps[chunk]);
     if (status == DTRAIN_OK)
         status = gpt_saver_open(&saver, &job->flags, job->losses, &model, world, &first);
     if (status == DTRAIN_OK)
         status = gpt_loop(job, &model, world, planned, &saver, first, (int32_t *)tokens.data, (double *)losses.data);
-    gpt_saver_close(&saver);
+    dtrain_checkpoint_destroy(saver.ckpt);
     dtrain_tensor_destroy(&tokens);
     dtrain_tensor_destroy(&losses);
     gpt_destroy(&model);

@@ -458,7 +458,7 @@ static dtrain_status gpt_train(gpt_rank *r, gpt_job *job, gpt_saver *saver, long
         if (status == DTRAIN_OK && root)
             gpt_show(r, &progress, step, loss, lr, norm);
         if (status == DTRAIN_OK)
-            status = gpt_saver_step(saver, &job->flags, &r->c.m, r->world, step + 1, end);
+            status = gpt_saver_step(saver, &job->flags, &r->c.m, step + 1, end);
     }
     return status == DTRAIN_OK ? gpt_finish(r, &progress, loss) : status;
 }
@@ -475,7 +475,7 @@ static dtrain_status gpt_run_rank(dtrain_comm *world, void *user)
         status = gpt_saver_open(&saver, &job->flags, job->losses, &rank.c.m, world, &first);
     if (status == DTRAIN_OK)
         status = gpt_train(&rank, job, &saver, first);
-    gpt_saver_close(&saver);
+    dtrain_checkpoint_destroy(saver.ckpt);
     gpt_rank_close(&rank);
     return status;
 }

@@ -12,6 +12,7 @@
  *     >>base         status codes, errors, log, allocator, random numbers, SHA-256
  *     >>tensor       element types, conversions, tensors, the matrix product
  *     >>device       memory and arithmetic of GPUs: queues, copies, events, and a table to fill for a device of your own
+ *     >>pieces       lists of what objects keep, for checkpoints and file formats of your own
  *     >>transport    the table to fill for a transport of your own
  *     >>comm         groups of threads and processes, the environment, collectives, asynchronous and fused work, groups
  *                    of groups, survivors, the store
@@ -195,7 +196,8 @@
  * CHECKPOINTS: each rank saves what it holds; any number of ranks, under any strategy, goes on from there.
  *
  *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));      desc.directory = "run"
- *     state.fsdp = fsdp;                                                or table and optimizer, or pieces of your own
+ *     lists[0] = dtrain_fsdp_pieces(fsdp);                              and lists of all else that has state: see >>pieces
+ *     lists[1] = dtrain_sampler_pieces(&sampler);                       state.lists = lists, state.list_count = 2
  *     DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL));   state.step says where to go on
  *     ...
  *     DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));               or dtrain_checkpoint_save_async
@@ -279,6 +281,6 @@
  *     PARALLEL          82   6 %  modules, pipelines, tensor parallelism; needs SHARD
  *     LOOSE             67   6 %  parameter server, local SGD; needs TRAIN and COMPRESS
  *     SAFETENSORS       59   5 %  files of tensors, Hugging Face models
- *     CHECKPOINT       113  11 %  checkpoints; needs SHARD and SAFETENSORS
+ *     CHECKPOINT       113  11 %  checkpoints; needs TRAIN and SAFETENSORS
  *     what is left     272  26 %  collectives of threads, tensors, queues of devices
  */

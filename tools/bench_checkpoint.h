@@ -9,6 +9,7 @@ enum { CHECKPOINT_TENSORS = 64 };
 typedef struct checkpoint_bench {
     dtrain_checkpoint *ckpt;
     dtrain_checkpoint_state state;
+    dtrain_pieces list;
     dtrain_piece pieces[CHECKPOINT_TENSORS];
     char names[CHECKPOINT_TENSORS][8];
     float *data, *copy;
@@ -38,8 +39,10 @@ static void checkpoint_begin(checkpoint_bench *c, bench *b, const char *path)
     desc.directory = path;
     desc.keep_last = 1;
     desc.no_sync = 1;
-    c->state.pieces = c->pieces;
-    c->state.piece_count = CHECKPOINT_TENSORS;
+    c->list.pieces = c->pieces;
+    c->list.count = CHECKPOINT_TENSORS;
+    c->state.lists = &c->list;
+    c->state.list_count = 1;
     DTRAIN_CHECK(dtrain_checkpoint_create(&c->ckpt, NULL, &desc));
     DTRAIN_CHECK(dtrain_checkpoint_save_async(c->ckpt, &c->state));
     DTRAIN_CHECK(dtrain_checkpoint_wait(c->ckpt));

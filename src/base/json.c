@@ -431,6 +431,26 @@ static inline int dtrain__json_u64(const dtrain__json_reader *reader, const dtra
     return 1;
 }
 
+/* Gives any NUMBER of fewer than 80 bytes; returns 0 for another token. strtod wants the locale's own decimal point. */
+static int dtrain__json_double(const dtrain__json_reader *reader, const dtrain__json_token *token, double *value)
+{
+    char text[80];
+    const char *point = localeconv()->decimal_point;
+    size_t length = 0, bytes = strlen(point);
+    if (token->kind != DTRAIN__JSON_NUMBER)
+        return 0;
+    for (size_t at = token->begin; at < token->end; at++) {
+        int is_point = reader->text[at] == '.';
+        if (length + bytes + 1 >= sizeof text)
+            return 0;
+        memcpy(text + length, is_point ? point : (const char *)reader->text + at, is_point ? bytes : 1);
+        length += is_point ? bytes : 1;
+    }
+    text[length] = '\0';
+    *value = strtod(text, NULL);
+    return 1;
+}
+
 /* Writes compact JSON. A call out of place (a value without its key, an end without its begin, more than 32
  * levels), a text that is not UTF-8 or a number that is not finite breaks the writer for good. */
 typedef struct dtrain__json_writer {

@@ -413,33 +413,26 @@ static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain_status status =
-        dtrain__piece_collect(&load->pieces, &load->piece_count, state, ckpt->ranks, ckpt->rank, ckpt->allocator);
-    if (status == DTRAIN_OK && load->piece_count > 0)
-        qsort(load->pieces, load->piece_count, sizeof *load->pieces, dtrain__checkpoint_by_name);
+        dtrain__piece_collect(&load->list, state, load->index.facts.step, ckpt->ranks, ckpt->rank, ckpt->allocator);
+    if (status == DTRAIN_OK && load->list.count > 0)
+        qsort(load->list.pieces, load->list.count, sizeof *load->list.pieces, dtrain__checkpoint_by_name);
     return dtrain__save_agree(ckpt, status, 0, NULL);
-}
-
-static void dtrain__checkpoint_fill_report(dtrain__load *load)
-{
-    const dtrain__index_facts *facts = &load->index.facts;
-    load->report.step = facts->step;
-    load->report.world_size = (int)facts->world_size;
-    if (facts->has_optimizer)
-        load->report.optimizer = facts->optimizer;
 }
 
 static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = dtrain__checkpoint_collect(load, state);
-    if (status == DTRAIN_OK)
-        status = load->desc.path != NULL ? dtrain__load_open_model(load)
-                 : ckpt->local           ? dtrain__local_open(load)
-                                         : dtrain__load_open(load);
+    dtrain_status status = load->desc.path != NULL ? dtrain__load_open_model(load)
+                           : ckpt->local           ? dtrain__local_open(load)
+                                                   : dtrain__load_open(load);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__checkpoint_fill_report(load);
-    status = dtrain__load_compare(load, state);
+    load->report.step = load->index.facts.step;
+    load->report.world_size = (int)load->index.facts.world_size;
+    load->opened = 1;
+    status = dtrain__checkpoint_collect(load, state);
+    if (status == DTRAIN_OK)
+        status = dtrain__load_compare(load, state);
     if (status != DTRAIN_OK)
         return status;
     if (load->model != NULL) {
@@ -475,7 +468,7 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
         dtrain__fail(&ckpt->error, status, "%.560s (in %s)", dtrain__thread_error.text, load.step_name);
     dtrain__error cause = dtrain__thread_error;
     *moved = load.desc.path == NULL && !ckpt->local && load.step_name[0] != '\0' &&
-             (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && load.piece_count > 0 && load.wants == NULL));
+             (status == DTRAIN_ERR_IO || (status == DTRAIN_ERR_MISMATCH && !load.opened));
     memcpy(chosen, load.step_name, sizeof load.step_name);
     load.report.bytes_read = load.reader.bytes_read;
     if (report != NULL)
@@ -515,9 +508,10 @@ DTRAIN_API dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dtrain_
 
 DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, const char *key, size_t *length)
 {
-    size_t bytes = key != NULL ? strlen(key) : 0;
-    for (size_t i = 0; ckpt != NULL && key != NULL && i < ckpt->loaded.value_count; i++) {
-        const dtrain__index_value *value = &ckpt->loaded.values[i];
+    size_t bytes = key != NULL ? strlen(key) : 0, values = ckpt != NULL ? ckpt->loaded.value_count : 0;
+    size_t settings = ckpt != NULL ? ckpt->loaded.setting_count : 0;
+    for (size_t i = 0; key != NULL && i < values + settings; i++) {
+        const dtrain__index_value *value = i < values ? &ckpt->loaded.values[i] : &ckpt->loaded.settings[i - values];
         if (value->key_length != bytes || memcmp(ckpt->loaded.texts + value->key, key, bytes) != 0)
             continue;
         if (length != NULL)

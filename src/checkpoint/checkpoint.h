@@ -3,7 +3,8 @@
  *
  *     dtrain_checkpoint_desc desc = {};  desc.directory = "run";  desc.keep_last = 3;
  *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));
- *     dtrain_checkpoint_state state = {};  state.fsdp = fsdp;                       or table and optimizer
+ *     dtrain_pieces lists[2] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};      see >>pieces
+ *     dtrain_checkpoint_state state = {};  state.lists = lists;  state.list_count = 2;
  *     if (resume) { DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL)); step = state.step; }
  *     ...
  *     state.step = step;
@@ -36,8 +37,8 @@
 #define DTRAIN__CHECKPOINT_H
 #include "../format/safetensors.h"
 #include "../comm/comm.h"
+#include "../tensor/pieces.h"
 #include "../train/train.h"
-#include "../shard/fsdp.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -63,75 +64,18 @@ DTRAIN_API_MUST dtrain_status dtrain_params_save(const dtrain_param *table, size
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_params_load(const dtrain_param *table, size_t count, const char *path, int strict);
 
-/* What one rank holds of one tensor: a range of a box of it. Zero what does not apply.
- *
- * A program that splits tensors its own way lists its pieces; together those of all ranks must tile each tensor. A
- * column of a matrix {R, C} is boxed, with box_begin {0, c} and box_size {R, 1}, begin 0 and count R. */
-typedef struct dtrain_piece {
-    const char *name;              /* of the tensor, UTF-8 */
-    const char *suffix;            /* follows the name: "@adam.m"; NULL: nothing does */
-    dtrain_dtype dtype;            /* of a byte or more */
-    size_t shape[DTRAIN_MAX_DIMS]; /* of the tensor in full */
-    int ndim;                      /* 0: a scalar */
-    int boxed;                     /* 1: the box is box_begin and box_size; 0: it is the whole tensor */
-    size_t box_begin[DTRAIN_MAX_DIMS], box_size[DTRAIN_MAX_DIMS];
-    size_t begin, count;   /* elements of the box, counted row by row, that this piece has; count may be 0 */
-    int copies;            /* ranks that hold the very same piece; 0: 1 */
-    int copy;              /* which of them this is: 0 to copies - 1 */
-    void *data;            /* count elements, packed */
-    int unsaved;           /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
-                              loaded: for what several ranks have alike, but cut otherwise */
-    dtrain_device *device; /* whose memory data is; NULL: the CPU's. What is saved is the same, and either is loaded
-                              into the other: a save or load passes it on in chunks of at most 4 MiB, through memory
-                              pinned for as long as the call lasts */
-} dtrain_piece;
-
-/* Lists this rank's pieces of an FSDP: weights, then optimizer state. Data points into it, as of dtrain_fsdp_local.
- *
- * A parameter that is a part (see dtrain_param_part) gives pieces of the whole tensor: of a part of several blocks one
- * for each run of elements inside a block. Its copies multiply with those of the FSDP. Where slices are sharded, those
- * of its copies are cut otherwise on each rank: of these, copy 0's are saved.
- *
- *   pieces   out: room for capacity of them; may be NULL with 0
- *   count    out: how many there are
- *
- * one thread per object; never blocks */
-DTRAIN_API_MUST dtrain_status dtrain_fsdp_pieces(dtrain_fsdp *fsdp, dtrain_piece *pieces, size_t capacity,
-                                                 size_t *count);
-
-/* Lists this rank's pieces of a replicated table and the state of its optimizer: each a copy of `copies`, times those
- * of the parameter's part.
- *
- *   optimizer   made from the same table; NULL: none
- *   others      as dtrain_fsdp_pieces
- *   errors      DTRAIN_ERR_INVALID  the optimizer was made from another table
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_params_pieces(const dtrain_param *table, size_t table_count,
-                                                   const dtrain_optimizer *optimizer, int copies, int copy,
-                                                   dtrain_piece *pieces, size_t capacity, size_t *count);
-
-/* What is saved, and where it goes when it is loaded: any of fsdp, fsdps, table and pieces, together too. A name stands
- * for one tensor over all of them and all ranks, of which each may have parts or nothing. A checkpoint has one
- * optimizer desc, number of its steps and loss scale: where there are several, they agree. */
+/* What is saved, and where it goes when it is loaded: any number of lists. A name stands for one tensor over all of
+ * them and all ranks, of which each may have parts or nothing. Lists that many ranks share come in the same order on
+ * each. What lists say beside their pieces (settings of the optimizer, its number of steps, a loss scale, a sampler) is
+ * kept once: where several lists or ranks say it, they agree. See dtrain_checkpoint_value. */
 typedef struct dtrain_checkpoint_state {
-    uint64_t step;             /* the program's count; load sets it */
-    dtrain_fsdp *fsdp;         /* weights, optimizer state and step, loss scale; between two of its steps */
-    const dtrain_param *table; /* data that every rank of table_copies has alike, as under DDP */
-    size_t table_count;
-    dtrain_optimizer *optimizer; /* of that table; NULL: none */
-    const dtrain_piece *pieces;  /* anything else */
-    size_t piece_count;
+    uint64_t step;              /* the program's count; load sets it */
+    const dtrain_pieces *lists; /* of FSDPs between two of their steps, and whatever else has state */
+    size_t list_count;
     uint64_t seed, random_index;           /* of the program's random stream; load sets them */
-    const dtrain_sampler *sampler;         /* whose desc is saved, and compared by load; NULL: none */
     const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's, each key once; load: see
                                               dtrain_checkpoint_value */
     size_t value_count;
-    dtrain_fsdp *const *fsdps; /* beside fsdp: of a pipeline's rank one for each of its chunks. Each over any ranks of
-                                  the checkpointer's comm, listed in the same order on all that share one */
-    size_t fsdp_count;
-    int table_copies; /* ranks that hold the very same table, as along the data dimension of a mesh; 0: all of comm */
-    int table_copy;   /* which of them this is: 0 to table_copies - 1 */
 } dtrain_checkpoint_state;
 
 typedef struct dtrain_checkpoint_desc {
@@ -179,9 +123,9 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt);
 /* Saves, and returns when the checkpoint is visible and on the disk. A checkpoint of the same step is replaced.
  *
  *   errors   the same on every rank; what was there before is untouched, and the next call may succeed:
- *            DTRAIN_ERR_INVALID   a bad or doubled piece or value; pieces do not tile their tensor; an asynchronous
- *                                 save is under way
- *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor
+ *            DTRAIN_ERR_INVALID   a bad list; a bad or doubled piece or value; pieces do not tile their tensor; an
+ *                                 asynchronous save is under way
+ *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor, or settings
  *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or another job saves
  *                                 into the directory: the text has its process and host. Or a device failed
  *            DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come
@@ -244,22 +188,22 @@ typedef struct dtrain_checkpoint_report {
     char text[1024];     /* lists them; empty: none */
     uint64_t bytes;      /* that this rank needed, as stored */
     uint64_t bytes_read; /* that it read of files for them: index, headers and hashes included */
-    dtrain_optimizer_desc optimizer; /* the settings of the run that saved it; kind 0: unknown */
 } dtrain_checkpoint_report;
 
-/* Loads a checkpoint into weights, optimizer state and counters, converting floats where dtypes differ; then publishes
- * the weights of an FSDP. Each rank reads what it needs. Hashes are checked unless no_verify says otherwise. An
- * asynchronous save of this checkpointer is waited for first.
+/* Loads a checkpoint into what the lists name, converting floats where dtypes differ; then sets the counters of their
+ * objects and publishes the weights of FSDPs. Each rank reads what it needs. Hashes are checked unless no_verify says
+ * otherwise. An asynchronous save of this checkpointer is waited for first.
  *
  *   state    as of a save; step, seed and random_index are set
  *   desc     NULL: the newest checkpoint, strictly
  *   report   out; may be NULL. Filled also on DTRAIN_ERR_MISMATCH
  *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH what was to be loaded is undefined:
- *            DTRAIN_ERR_INVALID   a bad piece, and nothing is loaded; or a piece's memory is not of its device
+ *            DTRAIN_ERR_INVALID   a bad list or piece, or one without room for so many steps, and nothing is loaded; or
+ *                                 a piece's memory is not of its device
  *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read. Or a device failed
  *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape (of the first rank that
- *                                 has any: ranks may ask for different tensors); or the sampler's desc
- *                                 differs, so that other examples would follow
+ *                                 has any: ranks may ask for different tensors), and of a sampler or
+ *                                 schedule what is another than it was
  *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken; the text names the file and where. Or step-N holds the
  *                                 save of another step, as after a copy; with local such a part is passed over
  *            DTRAIN_ERR_UNSUPPORTED  the index is of another version; a FIFO, a directory or a device is in the place
@@ -273,6 +217,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dt
                                                      dtrain_checkpoint_report *report);
 
 /* Returns the value of a key, saved with the checkpoint that was loaded last; NULL for none. It ends with a zero byte.
+ * Keys are those of state.values, and of what lists have said: "optimizer.kind", "optimizer.step", "loss_scale", ...
  *
  *   length   out: its bytes; may be NULL
  *

@@ -161,7 +161,7 @@ static dtrain_status dtrain__export_list(dtrain__export *all, int with_optimizer
     for (size_t i = 0; i < index->tensor_count; i++) {
         const dtrain__index_tensor *tensor = &index->tensors[i];
         dtrain_safetensors_source *source = &all->sources[all->count];
-        if (!with_optimizer && dtrain__load_is_state(dtrain__index_name(index, tensor), tensor->name_length))
+        if (!with_optimizer && dtrain__piece_is_state(dtrain__index_name(index, tensor), tensor->name_length))
             continue;
         all->tensors[all->count].whole = all;
         all->tensors[all->count].tensor = tensor;

@@ -56,36 +56,14 @@ typedef struct dtrain__index_value {
     size_t key, key_length, value, value_length;
 } dtrain__index_value;
 
-/* What is not about tensors; a part's and the whole's. */
+/* What is not about tensors; a part's and the whole's, which takes those of the first part. */
 typedef struct dtrain__index_facts {
     dtrain__index_save_id id;
     uint64_t step, world_size;
     uint64_t seed, random_index;
-    uint64_t optimizer_step;
-    int has_optimizer, has_scale, has_sampler;
-    double loss_scale;
-    uint64_t good_steps;
-    dtrain_optimizer_desc optimizer;
-    dtrain_sampler_desc sampler;
 } dtrain__index_facts;
 
-/* Names what differs in what two parts say of their optimizers, which are stepped alike; NULL: nothing. */
-static const char *dtrain__index_differ(const dtrain__index_facts *a, const dtrain__index_facts *b)
-{
-    const dtrain_optimizer_desc *x = &a->optimizer, *y = &b->optimizer;
-    if (a->optimizer_step != b->optimizer_step)
-        return "number of optimizer steps";
-    if (x->kind != y->kind || memcmp(&x->beta1, &y->beta1, sizeof(float)) != 0 ||
-        memcmp(&x->beta2, &y->beta2, sizeof(float)) != 0 || memcmp(&x->eps, &y->eps, sizeof(float)) != 0 ||
-        memcmp(&x->weight_decay, &y->weight_decay, sizeof(float)) != 0 ||
-        memcmp(&x->momentum, &y->momentum, sizeof(float)) != 0 || x->nesterov != y->nesterov ||
-        x->decoupled_decay != y->decoupled_decay)
-        return "optimizer desc";
-    if (a->has_scale != b->has_scale || (a->has_scale && (memcmp(&a->loss_scale, &b->loss_scale, sizeof(double)) != 0 ||
-                                                          a->good_steps != b->good_steps)))
-        return "loss scale";
-    return NULL;
-}
+enum { DTRAIN__INDEX_SETTING = 80, DTRAIN__INDEX_SETTINGS = 64 }; /* bytes of one at most; how many there are */
 
 typedef struct dtrain__index {
     dtrain_allocator *allocator;
@@ -98,7 +76,8 @@ typedef struct dtrain__index {
     dtrain__index_tensor *tensors;
     dtrain__index_piece *pieces;
     dtrain__index_value *values;
-    size_t text_bytes, number_count, file_count, tensor_count, piece_count, value_count;
+    dtrain__index_value *settings; /* what lists say beside their pieces: see >>pieces. Numbers as they are written */
+    size_t text_bytes, number_count, file_count, tensor_count, piece_count, value_count, setting_count;
 } dtrain__index;
 
 static void dtrain__index_free(dtrain__index *index)
@@ -109,6 +88,7 @@ static void dtrain__index_free(dtrain__index *index)
     dtrain__free(index->allocator, index->tensors);
     dtrain__free(index->allocator, index->pieces);
     dtrain__free(index->allocator, index->values);
+    dtrain__free(index->allocator, index->settings);
 }
 
 static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocator)
@@ -121,7 +101,7 @@ static void dtrain__index_begin(dtrain__index *index, dtrain_allocator *allocato
 static void dtrain__index_clear(dtrain__index *index)
 {
     index->text_bytes = index->number_count = index->file_count = index->tensor_count = index->piece_count =
-        index->value_count = 0;
+        index->value_count = index->setting_count = 0;
     index->parts = 0;
     memset(&index->facts, 0, sizeof index->facts);
 }
@@ -166,29 +146,40 @@ static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
     return index->number_count++;
 }
 
-/* Takes what a part says beside its tensors: of the first all, of others what an optimizer is, if none before had
- * one. */
-static dtrain_status dtrain__index_take_facts(dtrain__index *index, const dtrain__index_facts *facts)
+static int dtrain__index_is_number(const char *text)
 {
-    dtrain__index_facts *all = &index->facts;
-    if (index->parts++ == 0) {
-        *all = *facts;
+    return *text == '-' || (*text >= '0' && *text <= '9');
+}
+
+/* Returns a setting's value; NULL: it is not there. */
+static const char *dtrain__index_setting(const dtrain__index *index, const char *key)
+{
+    for (size_t i = 0; i < index->setting_count; i++)
+        if (strcmp(index->texts + index->settings[i].key, key) == 0)
+            return index->texts + index->settings[i].value;
+    return NULL;
+}
+
+/* Enters a setting; where it is there already, from an earlier list or part, it must be the same. */
+static dtrain_status dtrain__index_set(dtrain__index *index, const char *key, const char *value)
+{
+    const char *before = dtrain__index_setting(index, key);
+    dtrain__index_value setting;
+    if (before != NULL && strcmp(before, value) != 0)
+        return dtrain__fail(NULL, index->where != NULL ? DTRAIN_ERR_MISMATCH : DTRAIN_ERR_INVALID,
+                            "checkpoint: %.200s has %s %s, and what came before it has %s, and a checkpoint keeps one: "
+                            "make and step all alike, or save them with a checkpointer each",
+                            index->where != NULL ? index->where : "a list of this rank", key, value, before);
+    if (before != NULL || index->setting_count == DTRAIN__INDEX_SETTINGS)
         return DTRAIN_OK;
-    }
-    const char *differs = all->has_optimizer && facts->has_optimizer ? dtrain__index_differ(all, facts) : NULL;
-    if (differs != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                            "checkpoint: part \"%s\" has another %s than the parts before it, and a checkpoint keeps "
-                            "one: step every rank alike",
-                            index->where, differs);
-    if (facts->has_optimizer && !all->has_optimizer) {
-        all->has_optimizer = 1;
-        all->optimizer = facts->optimizer;
-        all->optimizer_step = facts->optimizer_step;
-        all->has_scale = facts->has_scale;
-        all->loss_scale = facts->loss_scale;
-        all->good_steps = facts->good_steps;
-    }
+    setting.key_length = strlen(key);
+    setting.value_length = strlen(value);
+    setting.key = dtrain__index_text(index, key, setting.key_length);
+    setting.value = dtrain__index_text(index, value, setting.value_length);
+    if (setting.key == DTRAIN__INDEX_NONE || setting.value == DTRAIN__INDEX_NONE ||
+        !DTRAIN__INDEX_ROOM(index, settings, setting_count, 1))
+        return DTRAIN_ERR_MEMORY;
+    index->settings[index->setting_count++] = setting;
     return DTRAIN_OK;
 }
 

@@ -1,7 +1,7 @@
 /* ---- >>index-text ----
  * The JSON of an index: written, and read from whoever wrote it. Members come in any order, those that are not known
- * are passed over; a member that comes twice, or is missing where it is needed, is an error. Numbers are whole and
- * below 2^64 but for the optimizer's settings. */
+ * and are no settings are passed over; a member that comes twice, or is missing where it is needed, is an error.
+ * Numbers are whole and below 2^64 but for settings. */
 #ifndef DTRAIN__INDEX_TEXT
 #define DTRAIN__INDEX_TEXT
 #include "index.c"
@@ -28,12 +28,6 @@ static void dtrain__index_put_text(dtrain__json_writer *json, const char *key, c
     dtrain__json_write_string(json, text, strlen(text));
 }
 
-static void dtrain__index_put_float(dtrain__json_writer *json, const char *key, double value)
-{
-    dtrain__index_key(json, key);
-    dtrain__json_write_double(json, value);
-}
-
 static void dtrain__index_put_sizes(dtrain__json_writer *json, const size_t *sizes, size_t count)
 {
     dtrain__json_begin(json, 0);
@@ -42,21 +36,32 @@ static void dtrain__index_put_sizes(dtrain__json_writer *json, const size_t *siz
     dtrain__json_end(json);
 }
 
-static void dtrain__index_print_optimizer(dtrain__json_writer *json, const dtrain__index_facts *facts)
+/* Prints settings: those of a group, which are told one after the other, as members of an object of its name. */
+static void dtrain__index_print_settings(dtrain__json_writer *json, const dtrain__index *index)
 {
-    const dtrain_optimizer_desc *o = &facts->optimizer;
-    dtrain__index_key(json, "optimizer");
-    dtrain__json_begin(json, 1);
-    dtrain__index_put_text(json, "kind", o->kind == DTRAIN_SGD ? "sgd" : o->kind == DTRAIN_ADAMW ? "adamw" : "none");
-    dtrain__index_put(json, "step", facts->optimizer_step);
-    dtrain__index_put_float(json, "beta1", (double)o->beta1);
-    dtrain__index_put_float(json, "beta2", (double)o->beta2);
-    dtrain__index_put_float(json, "eps", (double)o->eps);
-    dtrain__index_put_float(json, "weight_decay", (double)o->weight_decay);
-    dtrain__index_put_float(json, "momentum", (double)o->momentum);
-    dtrain__index_put(json, "nesterov", o->nesterov != 0);
-    dtrain__index_put(json, "decoupled_decay", o->decoupled_decay != 0);
-    dtrain__json_end(json);
+    const char *last = ""; /* the group that is open, and its point */
+    size_t open = 0;
+    for (size_t i = 0; i < index->setting_count; i++) {
+        const char *key = index->texts + index->settings[i].key, *value = index->texts + index->settings[i].value;
+        const char *point = strchr(key, '.');
+        size_t group = point != NULL ? (size_t)(point - key) + 1 : 0;
+        int again = group == open && memcmp(key, last, group) == 0;
+        if (!again && open > 0)
+            dtrain__json_end(json);
+        if (!again && group > 0) {
+            dtrain__json_write_key(json, key, group - 1);
+            dtrain__json_begin(json, 1);
+        }
+        last = key;
+        open = group;
+        dtrain__json_write_key(json, key + group, strlen(key + group));
+        if (dtrain__index_is_number(value))
+            dtrain__json_write_word(json, value);
+        else
+            dtrain__json_write_string(json, value, strlen(value));
+    }
+    if (open > 0)
+        dtrain__json_end(json);
 }
 
 static void dtrain__index_print_facts(dtrain__json_writer *json, const dtrain__index_facts *facts)
@@ -69,23 +74,6 @@ static void dtrain__index_print_facts(dtrain__json_writer *json, const dtrain__i
     dtrain__index_put(json, "world_size", facts->world_size);
     dtrain__index_put(json, "seed", facts->seed);
     dtrain__index_put(json, "random_index", facts->random_index);
-    if (facts->has_optimizer)
-        dtrain__index_print_optimizer(json, facts);
-    if (facts->has_scale) {
-        dtrain__index_put_float(json, "loss_scale", facts->loss_scale);
-        dtrain__index_put(json, "good_steps", facts->good_steps);
-    }
-    if (facts->has_sampler) {
-        dtrain__index_key(json, "sampler");
-        dtrain__json_begin(json, 1);
-        dtrain__index_put(json, "count", facts->sampler.count);
-        dtrain__index_put(json, "seed", facts->sampler.seed);
-        dtrain__index_put(json, "no_shuffle", facts->sampler.no_shuffle != 0);
-        dtrain__index_put(json, "batch", facts->sampler.batch);
-        dtrain__index_put(json, "micro_batches", (uint64_t)facts->sampler.micro_batches);
-        dtrain__index_put(json, "strided", facts->sampler.strided != 0);
-        dtrain__json_end(json);
-    }
 }
 
 static void dtrain__index_print_hashed(dtrain__json_writer *json, const dtrain__index *index,
@@ -170,6 +158,7 @@ static void dtrain__index_print_now(dtrain__json_writer *json, const dtrain__ind
 {
     dtrain__json_begin(json, 1);
     dtrain__index_print_facts(json, &index->facts);
+    dtrain__index_print_settings(json, index);
     dtrain__index_key(json, "values");
     dtrain__json_begin(json, 1);
     for (size_t i = 0; i < index->value_count; i++) {
@@ -190,8 +179,7 @@ static dtrain_status dtrain__index_print(const dtrain__index *index, char **text
     dtrain__json_write_start(&json, NULL, 0);
     dtrain__index_print_now(&json, index);
     if (json.broken)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "checkpoint: a name, key or value is not UTF-8, or a setting not finite");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: a name, key or value is not UTF-8");
     *bytes = json.bytes - 1 + DTRAIN__INDEX_TAIL; /* the tail takes the place of the last brace */
     char *larger = (char *)dtrain__memory_grow(index->allocator, *text, 1, *bytes, 1);
     if (larger == NULL)
@@ -212,7 +200,8 @@ typedef struct dtrain__index_parser {
     size_t base_file; /* files of this text are numbered from here on */
 } dtrain__index_parser;
 
-static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset, const char *what)
+static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset,
+                                                        const char *what)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\", byte %zu: %s", parser->index->where, offset,
                         what);
@@ -220,7 +209,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_pars
 
 /* Reads the next token, which must be of a kind; `what` says what is expected. */
 static DTRAIN__NOINLINE dtrain_status dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
-                                          dtrain__json_kind kind, const char *what)
+                                                           dtrain__json_kind kind, const char *what)
 {
     if (dtrain__json_next(&parser->json, token) == kind)
         return DTRAIN_OK;
@@ -250,38 +239,6 @@ static dtrain_status dtrain__index_flag(dtrain__index_parser *parser, int *value
     uint64_t number = 0;
     dtrain_status status = dtrain__index_u64(parser, 1, &number);
     *value = (int)number;
-    return status;
-}
-
-/* Reads any number; strtod wants the locale's own decimal point. */
-static dtrain_status dtrain__index_double(dtrain__index_parser *parser, double *value)
-{
-    dtrain__json_token token;
-    char text[80];
-    const char *point = localeconv()->decimal_point;
-    size_t length = 0, bytes = strlen(point);
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected");
-    if (status != DTRAIN_OK)
-        return status;
-    for (size_t at = token.begin; at < token.end; at++) {
-        int is_point = parser->json.text[at] == '.';
-        if (length + bytes + 1 >= sizeof text)
-            return dtrain__index_bad(parser, at, "too long a number");
-        memcpy(text + length, is_point ? point : (const char *)parser->json.text + at, is_point ? bytes : 1);
-        length += is_point ? bytes : 1;
-    }
-    text[length] = '\0';
-    *value = strtod(text, NULL);
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__index_float(dtrain__index_parser *parser, float *value)
-{
-    double wide = 0;
-    dtrain_status status = dtrain__index_double(parser, &wide);
-    if (status == DTRAIN_OK && !(wide >= -3.4e38 && wide <= 3.4e38))
-        return dtrain__index_bad(parser, parser->json.offset, "larger than a float32");
-    *value = (float)wide;
     return status;
 }
 
@@ -318,7 +275,7 @@ static dtrain_status dtrain__index_ended(dtrain__index_parser *parser, dtrain_st
 }
 
 /* Calls `member` for each member of the object that comes next; the bits of `seen` are the members that it knows, so
- * that none comes twice. */
+ * that none comes twice. which: -1 for one that it has not taken, -2 for one that it has, and may take again. */
 typedef dtrain_status (*dtrain__index_member)(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
                                               int *which);
 
@@ -332,12 +289,12 @@ static dtrain_status dtrain__index_object(dtrain__index_parser *parser, dtrain__
         size_t begin = token.begin;
         int which = -1;
         status = member(parser, &token, out, &which);
-        if (status == DTRAIN_OK && which < 0) { /* not known: passed over */
+        if (status == DTRAIN_OK && which == -1) { /* not known: passed over */
             dtrain__json_next(&parser->json, &token);
             dtrain__json_skip(&parser->json, &token);
-        } else if (status == DTRAIN_OK && (*seen >> which & 1)) {
+        } else if (status == DTRAIN_OK && which >= 0 && (*seen >> which & 1)) {
             status = dtrain__index_bad(parser, begin, "a member that comes twice");
-        } else if (status == DTRAIN_OK) {
+        } else if (status == DTRAIN_OK && which >= 0) {
             *seen |= (uint32_t)1 << which;
         }
     }
@@ -628,54 +585,39 @@ static dtrain_status dtrain__index_read_values(dtrain__index_parser *parser)
     return dtrain__index_ended(parser, status);
 }
 
-/* ---- facts ---- */
+/* ---- facts and settings ---- */
 
-static dtrain_status dtrain__index_optimizer_member(dtrain__index_parser *parser, const dtrain__json_token *key,
-                                                    void *out, int *which)
-{
-    static const char *const names[] = {"beta1",    "beta2",           "eps",  "weight_decay", "momentum",
-                                        "nesterov", "decoupled_decay", "step", "kind"};
-    dtrain__index_facts *facts = (dtrain__index_facts *)out;
-    dtrain_optimizer_desc *desc = &facts->optimizer;
-    float *numbers[] = {&desc->beta1, &desc->beta2, &desc->eps, &desc->weight_decay, &desc->momentum};
-    dtrain__json_token token;
-    *which = dtrain__index_which(parser, key, names, 9);
-    if (*which < 0)
-        return DTRAIN_OK;
-    if (*which < 5)
-        return dtrain__index_float(parser, numbers[*which]);
-    if (*which < 7)
-        return dtrain__index_flag(parser, *which == 5 ? &desc->nesterov : &desc->decoupled_decay);
-    if (*which == 7)
-        return dtrain__index_u64(parser, UINT64_MAX, &facts->optimizer_step);
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
-    if (status == DTRAIN_OK)
-        desc->kind = dtrain__json_is(&parser->json, &token, "sgd")     ? DTRAIN_SGD
-                     : dtrain__json_is(&parser->json, &token, "adamw") ? DTRAIN_ADAMW
-                                                                       : DTRAIN_OPTIMIZER_NONE;
-    return status;
-}
-
-static dtrain_status dtrain__index_sampler_member(dtrain__index_parser *parser, const dtrain__json_token *key,
+/* Takes a member that nobody else knows: a number or a plain text is a setting, an object is a group of them. Others,
+ * and what is longer than settings are, are passed over. out: the group's name, at the top of the text an empty one. */
+static dtrain_status dtrain__index_setting_member(dtrain__index_parser *parser, const dtrain__json_token *key,
                                                   void *out, int *which)
 {
-    static const char *const names[] = {"count", "seed", "batch", "micro_batches", "no_shuffle", "strided"};
-    dtrain_sampler_desc *desc = (dtrain_sampler_desc *)out;
-    uint64_t number = 0;
-    dtrain_status status;
-    *which = dtrain__index_which(parser, key, names, 6);
-    switch (*which) {
-    case 0: return dtrain__index_u64(parser, UINT64_MAX, &desc->count);
-    case 1: return dtrain__index_u64(parser, UINT64_MAX, &desc->seed);
-    case 2: return dtrain__index_size(parser, &desc->batch);
-    case 3:
-        status = dtrain__index_u64(parser, INT_MAX, &number);
-        desc->micro_batches = (int)number;
-        return status;
-    case 4: return dtrain__index_flag(parser, &desc->no_shuffle);
-    case 5: return dtrain__index_flag(parser, &desc->strided);
-    default: return DTRAIN_OK;
+    char name[2 * DTRAIN__INDEX_SETTING] = "", value[DTRAIN__INDEX_SETTING];
+    const char *group = (const char *)out;
+    dtrain__json_reader before = parser->json;
+    dtrain__json_token token;
+    uint32_t seen;
+    int length = snprintf(name, sizeof name, "%s%s", group, group[0] != '\0' ? "." : "");
+    dtrain__json_kind kind = dtrain__json_next(&parser->json, &token);
+    size_t bytes = token.end - token.begin;
+    int fits = key->end - key->begin < DTRAIN__INDEX_SETTING && !key->escaped;
+    if (fits)
+        memcpy(name + length, before.text + key->begin, key->end - key->begin);
+    if (fits && kind == DTRAIN__JSON_OBJECT && group[0] == '\0') {
+        parser->json = before;
+        *which = -2;
+        return dtrain__index_object(parser, dtrain__index_setting_member, name, &seen);
     }
+    if (fits && bytes < sizeof value && !token.escaped &&
+        (kind == DTRAIN__JSON_NUMBER || kind == DTRAIN__JSON_STRING)) {
+        memcpy(value, before.text + token.begin, bytes);
+        value[bytes] = '\0';
+        *which = dtrain__index_is_number(value) == (kind == DTRAIN__JSON_NUMBER) ? -2 : -1;
+    }
+    if (*which == -2)
+        return dtrain__index_set(parser->index, name, value);
+    parser->json = before;
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__index_format(dtrain__index_parser *parser)
@@ -699,14 +641,13 @@ static dtrain_status dtrain__index_version(dtrain__index_parser *parser)
                         parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
 }
 
-enum { DTRAIN__INDEX_SEEN_NEEDED = 0x3f | 7 << 13 };
+enum { DTRAIN__INDEX_SEEN_NEEDED = 0x3f | 7 << 9 };
 
 static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
                                               int *which)
 {
-    static const char *const names[] = {"format", "version",      "nonce",      "counter",    "step",      "world_size",
-                                        "seed",   "random_index", "loss_scale", "good_steps", "optimizer", "sampler",
-                                        "hash",   "values",       "files",      "tensors"};
+    static const char *const names[] = {"format", "version",      "nonce", "counter", "step",  "world_size",
+                                        "seed",   "random_index", "hash",  "values",  "files", "tensors"};
     dtrain__index_facts *facts = (dtrain__index_facts *)out;
     uint64_t *numbers[] = {NULL,
                            NULL,
@@ -715,27 +656,18 @@ static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, cons
                            &facts->step,
                            &facts->world_size,
                            &facts->seed,
-                           &facts->random_index,
-                           NULL,
-                           &facts->good_steps};
-    uint32_t seen;
-    *which = dtrain__index_which(parser, key, names, 16);
+                           &facts->random_index};
+    char top[1] = "";
+    *which = dtrain__index_which(parser, key, names, 12);
     switch (*which) {
     case 0: return dtrain__index_format(parser);
     case 1: return dtrain__index_version(parser);
-    case 8: facts->has_scale = 1; return dtrain__index_double(parser, &facts->loss_scale);
-    case 10:
-        facts->has_optimizer = 1;
-        return dtrain__index_object(parser, dtrain__index_optimizer_member, facts, &seen);
-    case 11:
-        facts->has_sampler = 1;
-        return dtrain__index_object(parser, dtrain__index_sampler_member, &facts->sampler, &seen);
-    case 13: return dtrain__index_read_values(parser);
-    case 14: return dtrain__index_array(parser, dtrain__index_one_file, NULL);
-    case 15: return dtrain__index_read_tensors(parser);
-    case -1: return DTRAIN_OK;
-    case 12: *which = -1; return DTRAIN_OK; /* checked before */
-    default: return dtrain__index_u64(parser, *which == 5 || *which == 9 ? INT_MAX : UINT64_MAX, numbers[*which]);
+    case 8: *which = -1; return DTRAIN_OK; /* checked before */
+    case 9: return dtrain__index_read_values(parser);
+    case 10: return dtrain__index_array(parser, dtrain__index_one_file, NULL);
+    case 11: return dtrain__index_read_tensors(parser);
+    case -1: return dtrain__index_setting_member(parser, key, top, which);
+    default: return dtrain__index_u64(parser, *which == 5 ? INT_MAX : UINT64_MAX, numbers[*which]);
     }
 }
 
@@ -790,7 +722,9 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
                          "save the same step on every rank",
                          where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
                          (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
-    return status == DTRAIN_OK ? dtrain__index_take_facts(index, &facts) : status;
+    if (status == DTRAIN_OK && index->parts++ == 0)
+        index->facts = facts;
+    return status;
 }
 
 #endif

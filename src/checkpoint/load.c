@@ -30,12 +30,12 @@ typedef struct dtrain__load {
     dtrain_safetensors_model *model; /* a plain one; NULL: a checkpoint */
     char step_name[32];
     int directory; /* of the step; -1: of a model, or local */
-    int verify;
-    dtrain_piece *pieces;
+    int opened;    /* it was chosen, and its index read */
+    dtrain__piece_list list;
     dtrain__load_want *wants;
     unsigned char *flags; /* of a tensor: a rank asks for it; after the last: a rank has a place for optimizer state */
     dtrain__load_job *jobs;
-    size_t piece_count, job_count;
+    size_t job_count;
     dtrain__verify_reader reader;
     dtrain__error failed; /* of reading for others */
 } dtrain__load;
@@ -48,7 +48,7 @@ static void dtrain__load_end(dtrain__load *load)
     dtrain_safetensors_model_close(load->model);
     dtrain__file_close(load->directory);
     dtrain__index_free(&load->index);
-    dtrain__free(allocator, load->pieces);
+    dtrain__piece_free(&load->list, allocator);
     dtrain__free(allocator, load->wants);
     dtrain__free(allocator, load->flags);
     dtrain__free(allocator, load->jobs);
@@ -295,10 +295,10 @@ static void dtrain__load_match(dtrain__load *load)
 {
     char name[160];
     for (int pass = 0; pass < 2; pass++) /* first what is missing, then what has another shape */
-        for (size_t i = 0, listed = 0; i < load->piece_count; i++) {
-            const dtrain_piece *piece = &load->pieces[i];
+        for (size_t i = 0, listed = 0; i < load->list.count; i++) {
+            const dtrain_piece *piece = &load->list.pieces[i];
             const dtrain__index_tensor *tensor = dtrain__load_find(load, piece);
-            int again = i > 0 && dtrain__region_compare_names(piece, &load->pieces[i - 1]) == 0;
+            int again = i > 0 && dtrain__region_compare_names(piece, &load->list.pieces[i - 1]) == 0;
             int fits = tensor != NULL && dtrain__load_fits(tensor, piece), asks = dtrain__load_asks(load, piece);
             load->wants[i].piece = i;
             load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
@@ -326,45 +326,51 @@ static void dtrain__load_match(dtrain__load *load)
         }
 }
 
-static int dtrain__load_is_state(const char *name, size_t length)
-{
-    for (int i = 0; i < 3; i++) {
-        size_t bytes = strlen(dtrain__piece_suffixes[i]);
-        if (length > bytes && memcmp(name + length - bytes, dtrain__piece_suffixes[i], bytes) == 0)
-            return 1;
-    }
-    return 0;
-}
-
 /* Counts and lists what nobody asked for; flags are of all ranks. */
 static void dtrain__load_extra(dtrain__load *load)
 {
     const dtrain__index *index = &load->index;
     for (size_t i = 0; i < index->tensor_count; i++) {
         const char *name = dtrain__index_name(index, &index->tensors[i]);
-        int state = dtrain__load_is_state(name, index->tensors[i].name_length);
+        int state = dtrain__piece_is_state(name, index->tensors[i].name_length);
         if (load->flags[i] || (state && !load->flags[index->tensor_count]))
             continue;
         dtrain__load_say(load, "%s\"%.120s\"", load->report.extra++ > 0 ? ", " : "; extra: ", name);
     }
 }
 
-static void dtrain__load_compare_sampler(dtrain__load *load, const dtrain_checkpoint_state *state)
+static void dtrain__load_pass(void *user, const dtrain_piece *piece)
 {
-    const dtrain_sampler_desc *then = &load->index.facts.sampler, *now;
-    if (state->sampler == NULL || !load->index.facts.has_sampler)
-        return;
-    now = &state->sampler->desc;
-    if (then->count == now->count && then->seed == now->seed && (then->no_shuffle != 0) == (now->no_shuffle != 0) &&
-        then->batch == now->batch && then->micro_batches == now->micro_batches &&
-        (then->strided != 0) == (now->strided != 0))
-        return;
-    dtrain__load_say(
-        load,
-        "; another sampler: %llu examples, seed %llu, batch %zu x %d were saved, this run has %llu, %llu, %zu "
-        "x %d, so that other examples would follow",
-        (unsigned long long)then->count, (unsigned long long)then->seed, then->batch, then->micro_batches,
-        (unsigned long long)now->count, (unsigned long long)now->seed, now->batch, now->micro_batches);
+    (void)user, (void)piece;
+}
+
+/* Lists a setting that was another in the run that saved, where that is refused. */
+static dtrain_status dtrain__load_compare_setting(void *user, const char *key, const char *value, int fixed)
+{
+    dtrain__load *load = (dtrain__load *)user;
+    const char *then = dtrain__index_setting(&load->index, key);
+    if (fixed && then != NULL && strcmp(then, value) != 0)
+        dtrain__load_say(load, "; another %s: %s was saved, this run has %s", key, then, value);
+    return DTRAIN_OK;
+}
+
+static const char *dtrain__load_setting(void *user, const char *key)
+{
+    return dtrain__index_setting(&((dtrain__load *)user)->index, key);
+}
+
+/* Who asks a state's lists beside the pieces. */
+static dtrain__lister dtrain__load_lister(dtrain__load *load)
+{
+    dtrain__lister lister;
+    memset(&lister, 0, sizeof lister);
+    lister.ranks = load->ckpt->ranks;
+    lister.rank = load->ckpt->rank;
+    lister.user = load;
+    lister.visit = dtrain__load_pass;
+    lister.setting = dtrain__load_compare_setting;
+    lister.value = load->model == NULL ? dtrain__load_setting : NULL;
+    return lister;
 }
 
 /* Says how the state and the index fit together; an error where they do not and that is asked for. */
@@ -373,11 +379,11 @@ static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_check
     dtrain_checkpoint *ckpt = load->ckpt;
     size_t tensors = load->index.tensor_count, bytes;
     dtrain_status status = DTRAIN_OK;
-    if (dtrain__mul_size(load->piece_count, sizeof *load->wants, &bytes))
+    if (dtrain__mul_size(load->list.count, sizeof *load->wants, &bytes))
         load->wants = (dtrain__load_want *)dtrain__alloc(ckpt->allocator, bytes);
     load->flags = (unsigned char *)dtrain__alloc(ckpt->allocator, tensors + 1);
     if (load->wants == NULL || load->flags == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", load->piece_count);
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", load->list.count);
     if ((status = dtrain__save_agree(ckpt, status, 0, NULL)) != DTRAIN_OK)
         return status;
     dtrain__load_match(load);
@@ -387,7 +393,8 @@ static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_check
             return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
     }
     dtrain__load_extra(load);
-    dtrain__load_compare_sampler(load, state);
+    dtrain__lister lister = dtrain__load_lister(load);
+    DTRAIN_IGNORE(dtrain__pieces_walk(state->lists, state->list_count, &lister)); /* as it went when they were listed */
     if (load->report.text[0] != '\0')
         memmove(load->report.text, load->report.text + 2, strlen(load->report.text) - 1);
     if (load->report.text[0] != '\0' && !load->desc.lenient)
@@ -438,13 +445,13 @@ static size_t dtrain__load_nearest(const dtrain__load *load, const dtrain__index
 static dtrain_status dtrain__load_plan(dtrain__load *load)
 {
     const dtrain__index *index = &load->index;
-    if (load->piece_count > 0)
-        qsort(load->wants, load->piece_count, sizeof *load->wants, dtrain__load_by_tensor);
-    for (size_t i = 0; i < load->piece_count && load->wants[i].tensor != DTRAIN__INDEX_NONE; i++) {
+    if (load->list.count > 0)
+        qsort(load->wants, load->list.count, sizeof *load->wants, dtrain__load_by_tensor);
+    for (size_t i = 0; i < load->list.count && load->wants[i].tensor != DTRAIN__INDEX_NONE; i++) {
         const dtrain__index_tensor *tensor = &index->tensors[load->wants[i].tensor];
         dtrain__region want, have;
         dtrain__region_overlap overlap;
-        dtrain__region_of(&want, &load->pieces[load->wants[i].piece]);
+        dtrain__region_of(&want, &load->list.pieces[load->wants[i].piece]);
         for (size_t k = tensor->first; k < tensor->first + tensor->count && want.count > 0; k++) {
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
@@ -502,7 +509,7 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     for (size_t i = 0; i < load->job_count && status == DTRAIN_OK; i++) {
         const dtrain__load_job *job = &load->jobs[i];
         const dtrain__index_piece *have = &load->index.pieces[job->have];
-        const dtrain_piece *want = &load->pieces[job->want];
+        const dtrain_piece *want = &load->list.pieces[job->want];
         dtrain__region region;
         if (load->index.files[job->file].holder >= 0)
             continue;
@@ -515,13 +522,15 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
-/* Publishes new weights of every FSDP, also where one cannot: the ranks that share another wait for this one. */
-static dtrain_status dtrain__load_publish(dtrain__load *load, const dtrain_checkpoint_state *state)
+/* Tells every list, also where one cannot take it: the ranks that share another wait for this one. */
+static dtrain_status dtrain__load_tell(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
     dtrain_status first = DTRAIN_OK;
     dtrain__error cause = dtrain__thread_error;
-    for (size_t i = 0; i < dtrain__piece_fsdp_count(state); i++) {
-        dtrain_status status = dtrain_fsdp_publish(dtrain__piece_fsdp_at(state, i));
+    dtrain__lister lister = dtrain__load_lister(load);
+    for (size_t i = 0; i < state->list_count; i++) {
+        const dtrain_pieces *list = &state->lists[i];
+        dtrain_status status = list->loaded != NULL ? list->loaded(list, &lister) : DTRAIN_OK;
         if (first == DTRAIN_OK && status != DTRAIN_OK)
             cause = dtrain__thread_error;
         first = first == DTRAIN_OK ? status : first;
@@ -531,28 +540,17 @@ static dtrain_status dtrain__load_publish(dtrain__load *load, const dtrain_check
     return dtrain__save_agree(load->ckpt, first, 0, NULL);
 }
 
-/* Publishes new weights, and sets counters. */
+/* Tells the lists, and sets counters. */
 static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_state *state)
 {
     const dtrain__index_facts *facts = &load->index.facts;
-    dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_status status = dtrain__load_publish(load, state);
+    dtrain_status status = dtrain__load_tell(load, state);
     if (status != DTRAIN_OK || load->model != NULL)
         return status;
     state->step = facts->step;
     state->seed = facts->seed;
     state->random_index = facts->random_index;
-    if (facts->has_optimizer && state->optimizer != NULL)
-        dtrain_optimizer_set_step(state->optimizer, facts->optimizer_step);
-    for (size_t i = 0; i < dtrain__piece_fsdp_count(state) && status == DTRAIN_OK; i++) {
-        dtrain_fsdp *fsdp = dtrain__piece_fsdp_at(state, i);
-        if (facts->has_optimizer)
-            status = dtrain_fsdp_set_step(fsdp, facts->optimizer_step);
-        if (status == DTRAIN_OK && facts->has_scale && fsdp->desc.loss_scale > 0.0f)
-            status = dtrain__fsdp_set_loss_scale(fsdp, (float)facts->loss_scale, (int)facts->good_steps);
-    }
-    return status == DTRAIN_OK ? status
-                               : dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
+    return DTRAIN_OK;
 }
 
 /* ---- from a plain model ----
@@ -598,8 +596,8 @@ static dtrain_status dtrain__load_model_to(dtrain__load *load, dtrain__region *r
 static dtrain_status dtrain__load_read_model(dtrain__load *load)
 {
     dtrain_status status = DTRAIN_OK;
-    for (size_t i = 0; i < load->piece_count && status == DTRAIN_OK; i++) {
-        const dtrain_piece *want = &load->pieces[load->wants[i].piece];
+    for (size_t i = 0; i < load->list.count && status == DTRAIN_OK; i++) {
+        const dtrain_piece *want = &load->list.pieces[load->wants[i].piece];
         dtrain__region region;
         dtrain__load_box box;
         if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)

@@ -384,7 +384,7 @@ static void dtrain__local_ask(dtrain__local_turn *turn)
     memset(request, 0, sizeof *request);
     for (; turn->job < load->job_count && load->failed.status == DTRAIN_OK; turn->job++, turn->done = 0) {
         const dtrain__load_job *job = &load->jobs[turn->job];
-        const dtrain_piece *want = &load->pieces[job->want];
+        const dtrain_piece *want = &load->list.pieces[job->want];
         const dtrain__index_piece *piece = &load->index.pieces[job->have];
         const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
         size_t bytes = dtrain_dtype_bits(tensor->dtype) / 8, most = DTRAIN__LOCAL_TURN / bytes;
@@ -508,7 +508,7 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     dtrain__load *load = turn->load;
     const dtrain__local_request *request = &turn->requests[load->ckpt->rank];
     const dtrain__load_job *job = &load->jobs[turn->job];
-    const dtrain_piece *want = &load->pieces[job->want];
+    const dtrain_piece *want = &load->list.pieces[job->want];
     const dtrain__index_piece *piece = &load->index.pieces[job->have];
     const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
     size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8;

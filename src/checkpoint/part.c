@@ -30,20 +30,20 @@ typedef struct dtrain__part_writer {
     dtrain_allocator *allocator;
     int rank, local, no_sync;
     dtrain__index index; /* of this part alone */
-    dtrain_piece *pieces;
+    dtrain__piece_list list;
     dtrain__part_item *items;
     dtrain_safetensors_source *sources;
     unsigned char *staging;
     uint64_t *blocks; /* hashes */
     char *text;
-    size_t piece_count, item_count;
+    size_t item_count;
 } dtrain__part_writer;
 
 static void dtrain__part_free(dtrain__part_writer *part)
 {
     dtrain_allocator *allocator = part->allocator;
     dtrain__index_free(&part->index);
-    dtrain__free(allocator, part->pieces);
+    dtrain__piece_free(&part->list, allocator);
     dtrain__free(allocator, part->items);
     dtrain__free(allocator, part->sources);
     dtrain__free(allocator, part->staging);
@@ -289,50 +289,6 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
     return index->value_count > 1 ? dtrain__part_values_once(part) : DTRAIN_OK;
 }
 
-/* What an FSDP says of itself. */
-static void dtrain__part_fsdp_facts(dtrain__index_facts *facts, const dtrain_fsdp *fsdp)
-{
-    facts->has_optimizer = 1;
-    facts->optimizer = fsdp->optimizer;
-    facts->optimizer_step = dtrain_fsdp_get_step(fsdp);
-    facts->has_scale = fsdp->desc.loss_scale > 0.0f;
-    facts->loss_scale = (double)dtrain_fsdp_loss_scale(fsdp);
-    facts->good_steps = (uint64_t)fsdp->good_steps;
-}
-
-static dtrain_status dtrain__part_facts(dtrain__index_facts *facts, const dtrain_checkpoint_state *state)
-{
-    size_t fsdps = dtrain__piece_fsdp_count(state);
-    facts->step = state->step;
-    facts->seed = state->seed;
-    facts->random_index = state->random_index;
-    for (size_t i = 0; i < fsdps; i++) {
-        dtrain__index_facts other = *facts;
-        dtrain__part_fsdp_facts(i == 0 ? facts : &other, dtrain__piece_fsdp_at(state, i));
-        const char *differs = i > 0 ? dtrain__index_differ(facts, &other) : NULL;
-        if (differs != NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "checkpoint: fsdp %zu has another %s than the first, and a checkpoint keeps one: make "
-                                "and step them alike, or save them with a checkpointer each",
-                                i, differs);
-    }
-    if (fsdps == 0 && state->optimizer != NULL) {
-        facts->has_optimizer = 1;
-        facts->optimizer = state->optimizer->desc;
-        facts->optimizer_step = dtrain_optimizer_get_step(state->optimizer);
-    } else if (state->optimizer != NULL && dtrain_optimizer_get_step(state->optimizer) != facts->optimizer_step) {
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "checkpoint: fsdp has taken %llu steps and optimizer %llu, and a checkpoint keeps one number "
-            "of both: save them with a checkpointer each",
-            (unsigned long long)facts->optimizer_step, (unsigned long long)dtrain_optimizer_get_step(state->optimizer));
-    }
-    facts->has_sampler = state->sampler != NULL;
-    if (state->sampler != NULL)
-        facts->sampler = state->sampler->desc;
-    return DTRAIN_OK;
-}
-
 /* Says what this rank writes of a state; data stays where it is. */
 static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrain_checkpoint_state *state,
                                           const dtrain__index_save_id *id, int ranks)
@@ -341,13 +297,13 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->item_count = 0;
     part->index.facts.id = *id;
     part->index.facts.step = state->step;
+    part->index.facts.seed = state->seed;
+    part->index.facts.random_index = state->random_index;
     part->index.facts.world_size = (uint64_t)ranks;
-    dtrain_status status =
-        dtrain__piece_collect(&part->pieces, &part->piece_count, state, ranks, part->rank, part->allocator);
-    if (status == DTRAIN_OK)
-        status = dtrain__part_facts(&part->index.facts, state);
-    for (size_t i = 0; i < part->piece_count && status == DTRAIN_OK; i++)
-        status = dtrain__part_take(part, &part->pieces[i]);
+    part->list.settings = &part->index;
+    dtrain_status status = dtrain__piece_collect(&part->list, state, state->step, ranks, part->rank, part->allocator);
+    for (size_t i = 0; i < part->list.count && status == DTRAIN_OK; i++)
+        status = dtrain__part_take(part, &part->list.pieces[i]);
     return status == DTRAIN_OK ? dtrain__part_values(part, state) : status;
 }
 

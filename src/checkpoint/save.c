@@ -113,7 +113,7 @@ static int dtrain__save_line(const void *pointer, size_t index, dtrain__alike_li
 
 /* The same, where a number must be the same on all ranks, too. */
 static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
-                                        const char *compared)
+                                                         const char *compared)
 {
     dtrain__save_number given = {compared, number};
     dtrain__alike alike = {"checkpoint", &given, dtrain__save_line, "give every rank the same", 1, {0}, 0};

@@ -17,6 +17,7 @@
 #include "../base/base.h"
 #include "../tensor/tensor.h"
 #include "../tensor/device.h"
+#include "../tensor/pieces.h"
 #include "descs.h"
 
 #ifdef __cplusplus
@@ -161,21 +162,13 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
 DTRAIN_API_MUST dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
                                                            dtrain_op op);
 
-/* Lists what a checkpoint keeps besides the vector: the residual, the velocity, what the compressor has (PowerSGD's
- * start, the step of top-k's schedule), with start_step how many steps were not compressed, and of the state that DDP,
- * FSDP and aggregators list last under feedback.momentum the velocity of what travels as it is ("plain_velocity", in
- * the CPU's memory always).
+/* Lists what a checkpoint keeps besides the vector, a row of {ranks, count} for each rank: residual.0, velocity.0, what
+ * the compressor has (start.0 of PowerSGD, step.0 of top-k's schedule), with start_step dense_steps.0, how many steps
+ * were not compressed. Steps are two floats, the halves of a number below 2^48. As many ranks go on from it.
+ * Give several of one checkpoint a name each (see dtrain_pieces).
  *
- *   index     0, 1, ...
- *   name      out: "residual", "velocity", "start", "step", "dense_steps"; data: out: count float32, to be read and
- *             written between steps (steps are two, the halves of a 64-bit number below 2^48). On a device,
- *             "residual" and "velocity" are its memory: dtrain_device_copy reads and writes them, and a dtrain_param
- *             with that device saves them; "step" is the CPU's
- *   returns   1; 0 where index is beyond the last
- *
- * one thread per object */
-DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index, const char **name, float **data,
-                                       size_t *count);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_compressed_pieces(dtrain_compressed *compressed);
 
 /* Says how much was sent; zeroes for NULL.
  *

@@ -5,6 +5,7 @@
 #ifndef DTRAIN__COMPRESSED
 #define DTRAIN__COMPRESSED
 #include "compress.h"
+#include "../tensor/pieces.c"
 #include "quantise.c"
 #include "feedback.c"
 #include "selections.c"
@@ -20,7 +21,6 @@ struct dtrain_compressed {
     int rank, ranks;
     dtrain__device_vector *there; /* what the vector has on its device; NULL: it is the CPU's */
     float *residual, *velocity;   /* of the CPU's; NULL: none */
-    float *plain_velocity;        /* of what travels as it is, which an owner keeps here for its checkpoints; or NULL */
     float dense_steps[2];         /* not compressed, up to start_step; see >>feedback */
     size_t *numbers;              /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
     const void **parts;           /* what is folded, a rank */
@@ -229,36 +229,38 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
     return status;
 }
 
-DTRAIN_API int dtrain_compressed_state(dtrain_compressed *compressed, int index, const char **name, float **data,
-                                       size_t *count)
+static void dtrain__compressed_list(const dtrain_compressed *c, const dtrain__pieces_row *row, dtrain__lister *lister)
 {
-    static const char *const names[] = {"residual", "velocity", "start", "step", "dense_steps", "plain_velocity"};
-    float *datas[6] = {NULL, NULL, NULL, NULL, NULL, NULL};
-    size_t counts[6] = {0, 0, 0, 2, 2, 0};
-    if (compressed == NULL || index < 0)
-        return 0;
-    datas[0] = compressed->there != NULL ? compressed->there->residual : compressed->residual;
-    datas[1] = compressed->there != NULL ? compressed->there->velocity : compressed->velocity;
-    datas[5] = compressed->plain_velocity;
-    counts[0] = counts[1] = counts[5] = compressed->count;
-    if (dtrain__compressed_is_topk(compressed))
-        datas[3] = ((dtrain__selections_state *)compressed->compressor.self)->step;
-    if (compressed->compressor.reduce == dtrain__powersgd_reduce) {
-        const dtrain__powersgd *p = (const dtrain__powersgd *)compressed->compressor.self;
-        datas[2] = p->right;
-        counts[2] = p->columns * p->rank;
+    dtrain_device *device = c->there != NULL ? c->desc.device : NULL;
+    const float *residual = device != NULL ? c->there->residual : c->residual, *start = NULL, *step = NULL;
+    const float *velocity = device != NULL ? c->there->velocity : c->velocity;
+    size_t starts = 0;
+    if (dtrain__compressed_is_topk(c))
+        step = ((const dtrain__selections_state *)c->compressor.self)->step;
+    if (c->compressor.reduce == dtrain__powersgd_reduce) {
+        const dtrain__powersgd *p = (const dtrain__powersgd *)c->compressor.self;
+        start = p->right;
+        starts = p->columns * p->rank;
     }
-    if (compressed->desc.start_step > 0)
-        datas[4] = compressed->dense_steps;
-    for (int i = 0; i < 6; i++) {
-        if (datas[i] == NULL || index-- > 0)
-            continue;
-        *name = names[i];
-        *data = datas[i];
-        *count = counts[i];
-        return 1;
-    }
-    return 0;
+    dtrain__pieces_put_row(lister, row, "residual", DTRAIN_F32, residual, c->count, device);
+    dtrain__pieces_put_row(lister, row, "velocity", DTRAIN_F32, velocity, c->count, device);
+    dtrain__pieces_put_row(lister, row, "start", DTRAIN_F32, start, starts, NULL);
+    dtrain__pieces_put_row(lister, row, "step", DTRAIN_F32, step, 2, NULL);
+    if (c->desc.start_step > 0)
+        dtrain__pieces_put_row(lister, row, "dense_steps", DTRAIN_F32, c->dense_steps, 2, NULL);
+}
+
+static dtrain_status dtrain__compressed_list_one(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain_compressed *c = (const dtrain_compressed *)list->object;
+    dtrain__pieces_row row = {c->rank, c->ranks, 1, 0, 0};
+    dtrain__compressed_list(c, &row, lister);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_compressed_pieces(dtrain_compressed *compressed)
+{
+    return dtrain__pieces_make(compressed, dtrain__compressed_list_one, NULL);
 }
 
 DTRAIN_API dtrain_compressed_stats dtrain_compressed_get_stats(const dtrain_compressed *compressed)

@@ -90,7 +90,7 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double weight);
 
 /* Waits until no round of this rank is under way, and applies what came of them. When every rank has returned from it,
- * and none has made a step since, checkpoints may be made of dtrain_local_sgd_state.
+ * and none has made a step since, checkpoints may be made of dtrain_local_sgd_pieces.
  *
  *   errors   DTRAIN_ERR_TIMEOUT  a round did not come within window_ms and timeout_ms: the others are not there yet.
  *                                It can be called again, and training can go on
@@ -134,18 +134,17 @@ DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *l
  * any thread */
 DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
 
-/* Lists what a checkpoint keeps besides the parameters. It is read, or written after a new object was made from the
- * same table and desc, as dtrain_local_sgd_sync says; parameters and these give the same bits as a run never stopped.
+/* Lists what a checkpoint keeps besides the parameters, when dtrain_local_sgd_sync says that one may be made. A load
+ * writes it into a new object, made from the same table and desc; parameters and these give the same bits as a run
+ * never stopped.
  *
- *   index     0, 1, ...
- *   name      out: "outer", "momentum", "base" (what this rank started from), "residual.0", ...: DTRAIN_F32;
- *             "weights" of the steps since the last snapshots: DTRAIN_F64; "counters" (steps, then the rounds of each
- *             fragment): DTRAIN_U64. "outer", "momentum" and counters but the first are the same on every rank
- *   returns   1; 0 where index is beyond the last
+ * Each is one row for each rank, from which as many ranks go on, and ends with its number in the list: outer, momentum
+ * and base, what this rank started from (DTRAIN_F32); weights of the steps since the last snapshots (DTRAIN_F64);
+ * counters, of steps, then of the rounds of each fragment (DTRAIN_U64); residual.0, ... of the fragments. outer,
+ * momentum and counters but the first are the same on every rank.
  *
- * one thread per object */
-DTRAIN_API int dtrain_local_sgd_state(dtrain_local_sgd *local, int index, const char **name, void **data,
-                                      dtrain_dtype *dtype, size_t *count);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local);
 
 /* Leaves, ends the thread and frees; NULL is legal. Unless all have finished (dtrain_local_sgd_finish), the others log
  * that they go on without this rank; a round that it has handed in for may count it or not, for all alike.

@@ -36,7 +36,6 @@ static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm
         f->begin = at;
         f->count = dtrain__rounds_count(&local->params, local->desc.fragments, i);
         f->boundary = (int)((i + 1) * steps / n % steps);
-        snprintf(f->residual, sizeof f->residual, "residual.%d", i);
         at += f->count;
         if (!dtrain__rounds_packs(&local->desc, local->ranks, f->count))
             continue;
@@ -401,33 +400,34 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks)
     return count;
 }
 
-DTRAIN_API int dtrain_local_sgd_state(dtrain_local_sgd *local, int index, const char **name, void **data,
-                                      dtrain_dtype *dtype, size_t *count)
+static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__lister *lister)
 {
-    static const char *const names[] = {"outer", "momentum", "base", "weights", "counters"};
-    if (local == NULL || index < 0)
-        return 0;
-    void *datas[5];
-    datas[0] = local->outer;
-    datas[1] = local->velocity;
-    datas[2] = local->base;
-    datas[3] = local->weights;
-    datas[4] = local->counters;
-    for (int i = 0; i < 5 + local->desc.fragments; i++) {
-        dtrain_compressed *pack = i < 5 ? NULL : local->fragments[i - 5].pack;
-        void *what = i < 5 ? datas[i] : pack != NULL ? pack->residual : NULL;
-        if (what == NULL || index-- > 0)
-            continue;
-        *name = i < 5 ? names[i] : local->fragments[i - 5].residual;
-        *data = what;
-        *dtype = i == 3 ? DTRAIN_F64 : i == 4 ? DTRAIN_U64 : DTRAIN_F32;
-        *count = i < 3    ? local->sizes.total
-                 : i == 3 ? (size_t)local->desc.fragments
-                 : i == 4 ? (size_t)local->desc.fragments + 1
-                          : pack->count;
-        return 1;
+    const dtrain_local_sgd *l = (const dtrain_local_sgd *)list->object;
+    dtrain__pieces_row row = {l->rank, l->ranks, 1, 0, 0};
+    size_t fragments = (size_t)l->desc.fragments;
+    dtrain__pieces_put_row(lister, &row, "outer", DTRAIN_F32, l->outer, l->sizes.total, NULL);
+    row.number++;
+    dtrain__pieces_put_row(lister, &row, "momentum", DTRAIN_F32, l->velocity, l->sizes.total, NULL);
+    row.number += l->velocity != NULL;
+    dtrain__pieces_put_row(lister, &row, "base", DTRAIN_F32, l->base, l->sizes.total, NULL);
+    row.number++;
+    dtrain__pieces_put_row(lister, &row, "weights", DTRAIN_F64, l->weights, fragments, NULL);
+    row.number++;
+    dtrain__pieces_put_row(lister, &row, "counters", DTRAIN_U64, l->counters, fragments + 1, NULL);
+    for (int i = 0; i < l->desc.fragments; i++) {
+        char name[24];
+        const dtrain_compressed *pack = l->fragments[i].pack;
+        snprintf(name, sizeof name, "residual.%d", i);
+        row.number += pack != NULL && pack->residual != NULL;
+        if (pack != NULL)
+            dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, pack->residual, pack->count, NULL);
     }
-    return 0;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local)
+{
+    return dtrain__pieces_make(local, dtrain__rounds_list, NULL);
 }
 
 DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local)

@@ -5,6 +5,7 @@
 #ifndef DTRAIN__ROUNDS_STATE
 #define DTRAIN__ROUNDS_STATE
 #include "local_sgd.h"
+#include "../tensor/pieces.c"
 #include "../train/train_kernels.c"
 #include "../train/params.c"
 #include "../train/optimizer.c"
@@ -38,7 +39,6 @@ typedef struct dtrain__rounds_fragment {
     double handed;           /* its weight */
     int64_t opened_ns;       /* when its window was, or will be, opened; 0: nobody has come */
     dtrain_compressed *pack; /* NULL: as it is */
-    char residual[24];       /* its name */
 } dtrain__rounds_fragment;
 
 /* Everything that is allocated, in bytes. */

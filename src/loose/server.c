@@ -6,6 +6,7 @@
 #ifndef DTRAIN__SERVER
 #define DTRAIN__SERVER
 #include "server.h"
+#include "../tensor/pieces.c"
 #include "../train/params.c"
 #include "../train/train_kernels.c"
 #include "../train/aggregator.c"

@@ -154,14 +154,6 @@ DTRAIN_API_MUST dtrain_status dtrain_server_run(dtrain_server *server, const dtr
  * one thread per object */
 DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *server);
 
-/* Lists what a rank with compression keeps for the next step, for checkpoints.
- *
- *   count     out: elements, those of all trained parameters in the table's order
- *   returns   NULL where nothing is kept
- *
- * one thread per object */
-DTRAIN_API float *dtrain_server_residual(dtrain_server *server, size_t *count);
-
 /* Leaves the groups and frees this end; NULL is legal. Never waits for a peer.
  *
  * one thread per object */

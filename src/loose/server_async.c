@@ -319,9 +319,26 @@ static dtrain_compressed_stats dtrain__server_counters(const void *self)
     return stats;
 }
 
+/* Lists what packing has left for the next step; an asynchronous server has nothing of it. */
+static dtrain_status dtrain__server_list(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain_server *s = (const dtrain_server *)list->object;
+    dtrain__pieces_row row = {s->rank, s->ranks, 1, 0, 0};
+    row.ranks -= s->desc.async != 0;
+    row.rank -= s->desc.async && s->rank > s->desc.server;
+    dtrain__pieces_put_row(lister, &row, "residual", DTRAIN_F32, s->residual, s->total, NULL);
+    return DTRAIN_OK;
+}
+
+static dtrain_pieces dtrain__server_pieces(void *self)
+{
+    return dtrain__pieces_make(self, dtrain__server_list, NULL);
+}
+
 DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server)
 {
-    dtrain_aggregator aggregator = {server, dtrain__server_aggregate, NULL, dtrain__server_counters};
+    dtrain_aggregator aggregator = {server, dtrain__server_aggregate, NULL, dtrain__server_counters,
+                                    dtrain__server_pieces};
     return aggregator;
 }
 

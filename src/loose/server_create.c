@@ -249,11 +249,4 @@ DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *serv
     return server != NULL ? server->stats : none;
 }
 
-DTRAIN_API float *dtrain_server_residual(dtrain_server *server, size_t *count)
-{
-    if (count != NULL)
-        *count = server != NULL && server->residual != NULL ? server->total : 0;
-    return server != NULL ? server->residual : NULL;
-}
-
 #endif

@@ -5,6 +5,7 @@
 #define DTRAIN__DDP
 #include "ddp.h"
 #include "fsdp_create.c"
+#include "../tensor/pieces.c"
 
 struct dtrain_ddp {
     dtrain_fsdp *fsdp;
@@ -187,9 +188,16 @@ DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket 
     return dtrain_fsdp_buckets(ddp != NULL ? ddp->fsdp : NULL, buckets);
 }
 
-DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index)
+static dtrain_status dtrain__ddp_list(const dtrain_pieces *list, dtrain__lister *lister)
 {
-    return dtrain_fsdp_compression(ddp != NULL ? ddp->fsdp : NULL, index);
+    const dtrain_fsdp *fsdp = ((const dtrain_ddp *)list->object)->fsdp;
+    dtrain__reducer_list(fsdp->reducer, &fsdp->layout, dtrain__fsdp_rank(fsdp), lister);
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_ddp_pieces(dtrain_ddp *ddp)
+{
+    return dtrain__pieces_make(ddp, dtrain__ddp_list, NULL);
 }
 
 #endif

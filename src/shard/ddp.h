@@ -108,13 +108,11 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_w
  * one thread per object; never blocks */
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets);
 
-/* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
- * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none.
+/* Lists what a checkpoint keeps between steps besides the table: what compression has left unsent, as of
+ * dtrain_fsdp_pieces; without compression nothing.
  *
- *   index   0, 1, ...
- *
- * one thread per object; never blocks */
-DTRAIN_API dtrain_compressed *dtrain_ddp_compression(const dtrain_ddp *ddp, size_t index);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_ddp_pieces(dtrain_ddp *ddp);
 
 /* Frees a DDP; NULL is legal. In an open step it first waits for the units on their way, up to timeout_ms.
  *

@@ -494,14 +494,21 @@ DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_buck
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t begin_ns, uint64_t dense_bytes,
                                                    uint64_t sent_bytes);
 
-/* Returns a state of compression, for checkpoints and counters, between steps; NULL beyond the last. Buckets have one
- * each, in the order in which they are sent, of PowerSGD their matrices; what is sent as it is has none, but with
- * feedback.momentum one for all of it, the last.
+/* Lists an FSDP's state between steps: weights, optimizer state under NAME@adam.m, NAME@adam.v or NAME@momentum, its
+ * settings and number of steps, and the loss scale with the good steps since it changed. A load publishes the weights.
  *
- *   index   0, 1, ...
+ * A parameter that is a part (see dtrain_param_part) gives pieces of the whole tensor: of a part of several blocks one
+ * for each run of elements inside a block. Its copies multiply with those of the FSDP. Where slices are sharded, those
+ * of its copies are cut otherwise on each rank: of these, copy 0's are saved.
  *
- * one thread per object */
-DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, size_t index);
+ * With desc.compress it also lists what compression keeps: for each bucket in the order in which they are sent, by
+ * PowerSGD for each matrix, what dtrain_compressed_pieces says, numbered from 0. With feedback.momentum the velocity of
+ * what travels as it is comes last, as plain_velocity.NUMBER. Each has a row for each rank of the FSDP, and as many ranks
+ * go on from it. Where shards are not equally long, each shard has its own under shard-N/NAME, with a row for each copy.
+ * Several compressed FSDPs in one checkpoint need a dtrain_pieces.name each.
+ *
+ * any thread; a save or load is collective over the FSDP's ranks */
+DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp);
 
 /* Writes the last events as a Chrome trace: a lane of computation, of gathers, of reductions, and of waiting.
  * Reductions say how many bytes they sent, and would have sent dense.

@@ -391,27 +391,6 @@ DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp)
     return fsdp != NULL ? fsdp->loss_scale : 1.0f;
 }
 
-/* Sets the loss scale and the number of good steps since it changed: what a checkpoint brings. */
-static dtrain_status dtrain__fsdp_set_loss_scale(dtrain_fsdp *fsdp, float scale, int good_steps)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_checkpoint_load", 0);
-    if (status != DTRAIN_OK)
-        return status;
-    if (!dtrain__train_finite((double)scale) || !(scale > 0.0f) || good_steps < 0)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "fsdp: the loss scale is %g, its good steps %d on rank %d, expected a number above "
-            "0 and steps of at least 0",
-            (double)scale, good_steps, dtrain__fsdp_rank(fsdp));
-    if (fsdp->grads != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: gradients of a step are not used yet on rank %d: end it first",
-                            dtrain__fsdp_rank(fsdp));
-    fsdp->loss_scale = scale;
-    fsdp->good_steps = good_steps;
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
-}
-
 DTRAIN_API dtrain_fsdp_stats dtrain_fsdp_get_stats(const dtrain_fsdp *fsdp)
 {
     dtrain_fsdp_stats stats;
@@ -429,11 +408,6 @@ DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_buck
     if (buckets != NULL)
         *buckets = fsdp != NULL ? fsdp->buckets : NULL;
     return fsdp != NULL ? fsdp->bucket_count : 0;
-}
-
-DTRAIN_API dtrain_compressed *dtrain_fsdp_compression(const dtrain_fsdp *fsdp, size_t index)
-{
-    return fsdp != NULL ? dtrain__reducer_state(fsdp->reducer, index) : NULL;
 }
 
 #endif

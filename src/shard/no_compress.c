@@ -4,6 +4,7 @@
 #ifndef DTRAIN__NO_COMPRESS
 #define DTRAIN__NO_COMPRESS
 #include "fsdp.c"
+#include "../tensor/pieces.c"
 
 static dtrain_status dtrain__no_compress(const char *what)
 {
@@ -79,10 +80,10 @@ static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
     (void)reducer, (void)dropped;
 }
 
-static dtrain_compressed *dtrain__reducer_state(dtrain__reducer *reducer, size_t index)
+static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__layout *layout, int rank,
+                                 dtrain__lister *lister)
 {
-    (void)reducer, (void)index;
-    return NULL;
+    (void)reducer, (void)layout, (void)rank, (void)lister;
 }
 
 static uint64_t dtrain__reducer_bytes(const dtrain__layout *layout, const dtrain_compress_desc *desc, int lowest,

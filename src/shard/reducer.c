@@ -297,9 +297,27 @@ static void dtrain__reducer_step_over(dtrain__reducer *reducer, int dropped)
         dtrain__compression_step_over(&reducer->set, dropped);
 }
 
-static dtrain_compressed *dtrain__reducer_state(dtrain__reducer *reducer, size_t index)
+/* Lists what compression keeps: a row for each rank of `rank`'s group, or where some shards have larger buckets than
+ * others rows for each shard. */
+static void dtrain__reducer_list(const dtrain__reducer *reducer, const dtrain__layout *layout, int rank,
+                                 dtrain__lister *lister)
 {
-    return reducer != NULL ? dtrain__compression_state(&reducer->set, index) : NULL;
+    dtrain__pieces_row row = {rank, layout->copies * layout->shards, 1, 0, 0};
+    int even = 1;
+    for (size_t i = 0; i < layout->cut_count && layout->shards > 1; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i], *last = i > 0 ? cut - 1 : cut;
+        even = even && layout->units[cut->unit].count % (size_t)layout->shards == 0 &&
+               (cut->unit != last->unit ||
+                (cut->trained == last->trained && layout->table[cut->param].dense == layout->table[last->param].dense));
+    }
+    if (!even) {
+        row.rank = rank / layout->shards;
+        row.ranks = layout->copies;
+        row.shards = layout->shards;
+        row.shard = layout->shard;
+    }
+    if (reducer != NULL)
+        dtrain__compression_list(&reducer->set, row, lister);
 }
 
 /* ---- what it will send ---- */

@@ -108,14 +108,21 @@ static dtrain_status dtrain__aggregator_run_all_reduce(void *self, const dtrain_
 
 static dtrain_aggregator dtrain__aggregator_local(void)
 {
-    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL, NULL};
+    dtrain_aggregator aggregator = {NULL, dtrain__aggregator_run_local, NULL, NULL, NULL};
     return aggregator;
 }
 
 DTRAIN_API dtrain_aggregator dtrain_aggregator_all_reduce(dtrain_comm *comm)
 {
-    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL, NULL};
+    dtrain_aggregator aggregator = {comm, dtrain__aggregator_run_all_reduce, NULL, NULL, NULL};
     return aggregator;
+}
+
+DTRAIN_API dtrain_pieces dtrain_aggregator_pieces(const dtrain_aggregator *aggregator)
+{
+    dtrain_pieces none;
+    memset(&none, 0, sizeof none);
+    return aggregator != NULL && aggregator->get_pieces != NULL ? aggregator->get_pieces(aggregator->self) : none;
 }
 
 DTRAIN_API dtrain_compressed_stats dtrain_aggregator_get_stats(const dtrain_aggregator *aggregator)

@@ -30,7 +30,6 @@ typedef struct dtrain__compression_set {
     size_t part_count, part_capacity, plain_count;
     float *plain;              /* where what is sent as it is lies side by side, of a device's vector pinned */
     float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
-    dtrain_compressed kept;    /* has that velocity for a checkpoint, and nothing else */
 } dtrain__compression_set;
 
 typedef struct dtrain__compression {
@@ -184,18 +183,19 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
         set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
     if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu bytes of small parts", bytes);
-    set->kept.plain_velocity = set->velocity;
-    set->kept.count = set->plain_count;
     return DTRAIN_OK;
 }
 
-/* The index'th state; the last is the velocity of what travels as it is. */
-static dtrain_compressed *dtrain__compression_state(dtrain__compression_set *set, size_t index)
+/* Lists the states of all parts, and last the velocity of what travels as it is. */
+static void dtrain__compression_list(const dtrain__compression_set *set, dtrain__pieces_row row, dtrain__lister *lister)
 {
     for (size_t i = 0; i < set->part_count; i++)
-        if (set->parts[i].state != NULL && index-- == 0)
-            return set->parts[i].state;
-    return set->velocity != NULL && set->plain_count > 0 && index == 0 ? &set->kept : NULL;
+        if (set->parts[i].state != NULL) {
+            dtrain__compressed_list(set->parts[i].state, &row, lister);
+            row.number++;
+        }
+    if (set->plain_count > 0)
+        dtrain__pieces_put_row(lister, &row, "plain_velocity", DTRAIN_F32, set->velocity, set->plain_count, NULL);
 }
 
 /* Copies the parts from first to end that travel as they are from the vector to where they lie side by side, or back;
@@ -380,6 +380,19 @@ static dtrain_compressed_stats dtrain__compression_counters(const void *self)
     return ((const dtrain__compression *)self)->stats;
 }
 
+static dtrain_status dtrain__compression_list_all(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain__compression_set *set = &((const dtrain__compression *)list->object)->set;
+    dtrain__pieces_row row = {dtrain_comm_rank(set->comm), dtrain_comm_size(set->comm), 1, 0, 0};
+    dtrain__compression_list(set, row, lister);
+    return DTRAIN_OK;
+}
+
+static dtrain_pieces dtrain__compression_pieces(void *self)
+{
+    return dtrain__pieces_make(self, dtrain__compression_list_all, NULL);
+}
+
 DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggregator, dtrain_comm *comm,
                                                       const dtrain_param *table, size_t count,
                                                       const dtrain_compress_desc *desc)
@@ -418,14 +431,8 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     aggregator->aggregate = dtrain__compression_run;
     aggregator->destroy = dtrain__compression_destroy;
     aggregator->get_stats = dtrain__compression_counters;
+    aggregator->get_pieces = dtrain__compression_pieces;
     return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index)
-{
-    if (aggregator == NULL || aggregator->aggregate != dtrain__compression_run)
-        return NULL;
-    return dtrain__compression_state(&((dtrain__compression *)aggregator->self)->set, index);
 }
 
 #endif

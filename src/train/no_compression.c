@@ -16,10 +16,4 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
                         "aggregator_compressed: this program was built with DTRAIN_NO_COMPRESS: remove that macro");
 }
 
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index)
-{
-    (void)aggregator, (void)index;
-    return NULL;
-}
-
 #endif

@@ -299,7 +299,8 @@ DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t 
         optimizer->step = step;
 }
 
-DTRAIN_API float *dtrain_optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
+/* The state of a parameter, or of a layer of a stacked one, which begins at data; NULL: there is none. */
+static float *dtrain__optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
 {
     size_t done = 0;
     if (optimizer == NULL || data == NULL || which < 0 || (size_t)which * optimizer->count >= optimizer->state_count)

@@ -9,6 +9,7 @@
 #include "../base/base.h"
 #include "../tensor/tensor.h"
 #include "../tensor/device.h"
+#include "../tensor/pieces.h"
 #include "../comm/comm.h"
 #include "../compress/descs.h"
 
@@ -36,8 +37,8 @@ typedef struct dtrain_param_part {
  * dimension cut over more ranks than it has elements.
  *
  * Calls that take a table refuse a bad one with DTRAIN_ERR_INVALID and a text that names the parameter: a name missing
- * or used twice; a bad dtype or shape; sizes that overflow; units with a gap; memory missing or shared by two tensors; a
- * part that does not lie inside its whole tensor. */
+ * or used twice; a bad dtype or shape; sizes that overflow; units with a gap; memory missing or shared by two tensors;
+ * a part that does not lie inside its whole tensor. */
 typedef struct dtrain_param {
     const char *name; /* unique, not empty */
     dtrain_dtype dtype;
@@ -170,7 +171,7 @@ DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t s
 typedef enum dtrain_schedule_kind {
     DTRAIN_SCHEDULE_CONSTANT = 0,
     DTRAIN_SCHEDULE_LINEAR = 1501, /* falls from lr to min_lr in a line */
-    DTRAIN_SCHEDULE_COSINE        /* falls from lr to min_lr along half a cosine */
+    DTRAIN_SCHEDULE_COSINE         /* falls from lr to min_lr along half a cosine */
 } dtrain_schedule_kind;
 
 /* A learning rate over time. */
@@ -192,6 +193,13 @@ typedef struct dtrain_schedule {
  *
  * any thread */
 DTRAIN_API float dtrain_schedule_lr(const dtrain_schedule *schedule, uint64_t step);
+
+/* List what a sampler and a schedule are: they hold no position, and a load refuses another one, under which the run
+ * would go on with other examples or learning rates.
+ *
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_sampler_pieces(const dtrain_sampler *sampler);
+DTRAIN_API dtrain_pieces dtrain_schedule_pieces(const dtrain_schedule *schedule);
 
 typedef enum dtrain_optimizer_kind {
     DTRAIN_OPTIMIZER_DEFAULT = 0, /* AdamW */
@@ -282,15 +290,17 @@ DTRAIN_API_MUST dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer,
 DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer);
 DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step);
 
-/* Returns the optimizer's state of a parameter, or of a layer of a stacked one, as many floats as that has; it may be
- * read and written between steps. Of a parameter on a device it is memory of that device.
+/* Lists a replicated table, as under DDP, and its optimizer's state, settings and number of steps. Parameters that are
+ * parts give pieces of the whole tensors, as of dtrain_fsdp_pieces. Optimizer state is NAME@adam.m and NAME@adam.v, or
+ * NAME@momentum, as many floats as the parameter has: memory of the table's device, to be read and written between
+ * steps.
  *
- *   data      where the parameter, or the layer, begins
- *   which     AdamW: 0 for m, 1 for v; SGD with momentum: 0 for the velocity
- *   returns   NULL where there is none
+ *   table       must outlive the list. Every rank of the checkpoint holds the very same, or dtrain_pieces.copies of
+ * them optimizer   made from the same table; NULL: none errors      of a save or load: DTRAIN_ERR_INVALID  a bad table,
+ * the optimizer was made from another, or copy is not from 0 to copies - 1
  *
- * one thread per object */
-DTRAIN_API float *dtrain_optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_params_pieces(const dtrain_param *table, size_t count, dtrain_optimizer *optimizer);
 
 /* Frees an optimizer; NULL is legal.
  *
@@ -354,6 +364,8 @@ typedef struct dtrain_aggregator {
     void (*destroy)(void *self); /* may be NULL */
     /* What it has sent so far, for dtrain_aggregator_get_stats; may be NULL. */
     dtrain_compressed_stats (*get_stats)(const void *self);
+    /* What a checkpoint keeps of it, for dtrain_aggregator_pieces; may be NULL. */
+    dtrain_pieces (*get_pieces)(void *self);
 } dtrain_aggregator;
 
 /* Makes the aggregator that all-reduces each gradient over comm, which must outlive it.
@@ -374,14 +386,11 @@ DTRAIN_API_MUST dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *ag
                                                            const dtrain_param *table, size_t count,
                                                            const dtrain_compress_desc *desc);
 
-/* Returns a state of compression, for checkpoints and counters; NULL beyond the last, and for other aggregators. There
- * is one, of PowerSGD one a matrix; what is sent as it is has none, but with feedback.momentum one for all of it, the
- * last.
+/* Lists what a checkpoint keeps of an aggregator between steps: the state of the compressed, as of dtrain_fsdp_pieces,
+ * and what a server's packing has left unsent, residual.0; of others nothing. As many ranks go on from it.
  *
- *   index   0, 1, ...
- *
- * one thread per object */
-DTRAIN_API dtrain_compressed *dtrain_aggregator_compression(const dtrain_aggregator *aggregator, size_t index);
+ * any thread */
+DTRAIN_API dtrain_pieces dtrain_aggregator_pieces(const dtrain_aggregator *aggregator);
 
 /* Says what all parameters together have sent, those that are sent as they are included; a step is a call. Zeroes for
  * an aggregator that does not count. The compressed and a server's do, of this end: a worker's gradients, the server's

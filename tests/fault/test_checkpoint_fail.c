@@ -366,7 +366,7 @@ static int limited(const char *directory, int async)
     CHECK_CONTAINS(dtrain_last_error(), "File too large");
     CHECK_EQ(newest(directory), 1);
     h->pieces[0].count = h->pieces[0].shape[0] = 5000; /* what fits is saved */
-    h->state.piece_count = 2;
+    h->list.count = 2;
     holding_fill(h, 3);
     CHECK_EQ(save_once(ckpt, h, async), DTRAIN_OK);
     dtrain_checkpoint_destroy(ckpt);

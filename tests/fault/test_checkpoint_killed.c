@@ -295,8 +295,8 @@ static dtrain_status local_alike(dtrain_comm *world, void *user)
     dtrain_checkpoint *ckpt = NULL;
     holding_begin(h, dtrain_comm_size(world), dtrain_comm_rank(world));
     holding_fill(h, j->loads ? 0 : j->content);
-    h->state.pieces = &h->pieces[1];
-    h->state.piece_count = 1;
+    h->list.pieces = &h->pieces[1];
+    h->list.count = 1;
     h->state.step = 10;
     dtrain_status status = dtrain_checkpoint_create(&ckpt, world, &j->desc);
     if (status == DTRAIN_OK)

@@ -29,11 +29,13 @@ static void halves(dtrain_comm *world, void *user)
     outcome *o = (outcome *)user;
     float x[4000];
     dtrain_piece piece;
+    dtrain_pieces list;
     dtrain_checkpoint_state state;
     dtrain_checkpoint_desc desc;
     dtrain_checkpoint *ckpt = NULL;
     int rank = dtrain_comm_rank(world);
     char path[80];
+    memset(&list, 0, sizeof list);
     memset(&piece, 0, sizeof piece);
     memset(&state, 0, sizeof state);
     memset(&desc, 0, sizeof desc);
@@ -46,8 +48,10 @@ static void halves(dtrain_comm *world, void *user)
     piece.begin = (size_t)(o->loads ? 1 - rank : rank) * 4000; /* what the other has */
     piece.count = 4000;
     piece.data = x;
-    state.pieces = &piece;
-    state.piece_count = 1;
+    list.pieces = &piece;
+    list.count = 1;
+    state.lists = &list;
+    state.list_count = 1;
     state.step = 5;
     snprintf(path, sizeof path, "%s/%d", directory, rank);
     desc.directory = path;

@@ -3,6 +3,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
+#include "piece_at.h"
 #include "processes.h"
 
 #include "local_sgd_toy.h"
@@ -19,16 +20,13 @@ typedef struct massacre {
 /* The survivors have the same bits in everything that shall be the same. */
 static void equal_state(dtrain_local_sgd *local, dtrain_comm *group, const toy *t)
 {
-    const char *name;
-    void *data;
-    dtrain_dtype dtype;
-    size_t count;
+    const dtrain_piece *p;
     CHECK_EQ(dtrain_comm_check_equal(group, t->data, t->count, DTRAIN_F32), DTRAIN_OK);
-    for (int i = 0; dtrain_local_sgd_state(local, i, &name, &data, &dtype, &count); i++) {
-        if (strcmp(name, "counters") == 0)
-            CHECK_EQ(dtrain_comm_check_equal(group, (uint64_t *)data + 1, count - 1, dtype), DTRAIN_OK);
-        else if (strcmp(name, "outer") == 0 || strcmp(name, "momentum") == 0)
-            CHECK_EQ(dtrain_comm_check_equal(group, data, count, dtype), DTRAIN_OK);
+    for (int i = 0; (p = piece_at(dtrain_local_sgd_pieces(local), i)) != NULL; i++) {
+        if (strcmp(p->name, "counters") == 0)
+            CHECK_EQ(dtrain_comm_check_equal(group, (uint64_t *)p->data + 1, p->count - 1, p->dtype), DTRAIN_OK);
+        else if (strcmp(p->name, "outer") == 0 || strcmp(p->name, "momentum") == 0)
+            CHECK_EQ(dtrain_comm_check_equal(group, p->data, p->count, p->dtype), DTRAIN_OK);
     }
 }
 
@@ -374,10 +372,7 @@ static void make_or_load(dtrain_local_sgd **local, dtrain_comm *world, toy *t, u
 {
     dtrain_compress_desc compress;
     dtrain_local_sgd_desc desc;
-    const char *name;
-    void *data;
-    dtrain_dtype dtype;
-    size_t count, at = 0;
+    size_t at = 0;
     memset(&desc, 0, sizeof desc);
     memset(&compress, 0, sizeof compress);
     compress.kind = DTRAIN_COMPRESS_INT8;
@@ -393,9 +388,11 @@ static void make_or_load(dtrain_local_sgd **local, dtrain_comm *world, toy *t, u
         CHECK_EQ(dtrain_local_sgd_create(local, world, t->table, 5, &desc), DTRAIN_OK);
     if (file == NULL)
         return;
-    for (int i = 0; dtrain_local_sgd_state(*local, i, &name, &data, &dtype, &count); i++) {
-        size_t bytes = count * (dtrain_dtype_bits(dtype) / 8);
-        memcpy(save ? file + at : (unsigned char *)data, save ? (unsigned char *)data : file + at, bytes);
+    const dtrain_piece *p;
+    for (int i = 0; (p = piece_at(dtrain_local_sgd_pieces(*local), i)) != NULL; i++) {
+        size_t bytes = p->count * (dtrain_dtype_bits(p->dtype) / 8);
+        unsigned char *data = (unsigned char *)p->data;
+        memcpy(save ? file + at : data, save ? data : file + at, bytes);
         at += bytes;
     }
     CHECK(at > 4 * t->count * sizeof(float)); /* outer, momentum, base, the residuals, and the numbers */

@@ -54,11 +54,13 @@ static void local_body(dtrain_comm *world, int whole)
 {
     float a[64], b[48];
     dtrain_piece pieces[2];
+    dtrain_pieces list;
     dtrain_checkpoint_state state;
     dtrain_checkpoint_desc desc;
     dtrain_checkpoint *ckpt = NULL;
     int rank = dtrain_comm_rank(world);
     char path[80];
+    memset(&list, 0, sizeof list);
     memset(pieces, 0, sizeof pieces);
     memset(&state, 0, sizeof state);
     memset(&desc, 0, sizeof desc);
@@ -86,8 +88,10 @@ static void local_body(dtrain_comm *world, int whole)
         pieces[1].box_size[1] = 3;
         pieces[1].count = 24;
     }
-    state.pieces = pieces;
-    state.piece_count = 2;
+    list.pieces = pieces;
+    list.count = 2;
+    state.lists = &list;
+    state.list_count = 1;
     state.step = 5;
     snprintf(path, sizeof path, "%s/%d", directory, rank);
     desc.directory = path;

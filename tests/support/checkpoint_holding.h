@@ -8,6 +8,7 @@ enum { MANY = 30000 };
 typedef struct holding {
     float mine[MANY], all[500];
     dtrain_piece pieces[2];
+    dtrain_pieces list;
     dtrain_checkpoint_state state;
 } holding;
 
@@ -25,8 +26,10 @@ static void holding_begin(holding *h, int ranks, int rank)
     h->pieces[1].copies = ranks;
     h->pieces[1].copy = rank;
     h->pieces[1].data = h->all;
-    h->state.pieces = h->pieces;
-    h->state.piece_count = 2;
+    h->list.pieces = h->pieces;
+    h->list.count = 2;
+    h->state.lists = &h->list;
+    h->state.list_count = 1;
 }
 
 static float of_step(uint64_t step, size_t element)

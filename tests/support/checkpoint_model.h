@@ -63,6 +63,7 @@ typedef struct model {
     dtrain_optimizer *optimizer;
     uint16_t half[501];
     float *data[PARAMS], *grad[PARAMS];
+    dtrain_pieces lists[2];
 } model;
 
 static dtrain_fsdp_desc desc_of(dtrain_strategy strategy, int shard_size, int momentum)
@@ -112,12 +113,9 @@ static inline dtrain_checkpoint_state state_of(model *m, uint64_t step)
     dtrain_checkpoint_state state;
     memset(&state, 0, sizeof state);
     state.step = step;
-    state.fsdp = m->fsdp;
-    if (m->fsdp == NULL) {
-        state.table = m->table;
-        state.table_count = PARAMS;
-        state.optimizer = m->optimizer;
-    }
+    m->lists[0] = m->fsdp != NULL ? dtrain_fsdp_pieces(m->fsdp) : dtrain_params_pieces(m->table, PARAMS, m->optimizer);
+    state.lists = m->lists;
+    state.list_count = 1;
     return state;
 }
 
@@ -134,37 +132,39 @@ static inline size_t place_of(const dtrain_piece *p, size_t element)
     return place;
 }
 
+typedef struct model_walk {
+    uint64_t salt;
+    int writes, same;
+} model_walk;
+
+static inline void model_visit(void *user, const dtrain_piece *p)
+{
+    model_walk *w = (model_walk *)user;
+    int state = p->suffix == NULL ? 0 : p->suffix[strlen(p->suffix) - 1];
+    for (size_t e = 0; e < p->count; e++) {
+        float expected = value_of(p->name, state, place_of(p, e) + (size_t)w->salt * 100000);
+        if (p->dtype == DTRAIN_BF16) {
+            uint16_t bits;
+            CHECK_EQ(dtrain_convert(&expected, DTRAIN_F32, &bits, DTRAIN_BF16, 1), DTRAIN_OK);
+            if (w->writes)
+                ((uint16_t *)p->data)[e] = bits;
+            else
+                w->same = w->same && ((uint16_t *)p->data)[e] == bits;
+        } else if (w->writes) {
+            ((float *)p->data)[e] = expected;
+        } else {
+            w->same = w->same && ((float *)p->data)[e] == expected;
+        }
+    }
+}
+
 /* Writes, or compares, every element that this rank holds with what belongs there. */
 static inline int model_each(model *m, uint64_t salt, int writes, int ranks, int rank)
 {
-    static __thread dtrain_piece pieces[200];
-    size_t count = 0;
-    int same = 1;
-    dtrain_status status = m->fsdp != NULL
-                               ? dtrain_fsdp_pieces(m->fsdp, pieces, 200, &count)
-                               : dtrain_params_pieces(m->table, PARAMS, m->optimizer, ranks, rank, pieces, 200, &count);
-    CHECK_EQ(status, DTRAIN_OK);
-    CHECK(count > 0 && count < 200);
-    for (size_t i = 0; i < count; i++) {
-        const dtrain_piece *p = &pieces[i];
-        int state = p->suffix == NULL ? 0 : p->suffix[strlen(p->suffix) - 1];
-        for (size_t e = 0; e < p->count; e++) {
-            float expected = value_of(p->name, state, place_of(p, e) + (size_t)salt * 100000);
-            if (p->dtype == DTRAIN_BF16) {
-                uint16_t bits;
-                CHECK_EQ(dtrain_convert(&expected, DTRAIN_F32, &bits, DTRAIN_BF16, 1), DTRAIN_OK);
-                if (writes)
-                    ((uint16_t *)p->data)[e] = bits;
-                else
-                    same = same && ((uint16_t *)p->data)[e] == bits;
-            } else if (writes) {
-                ((float *)p->data)[e] = expected;
-            } else {
-                same = same && ((float *)p->data)[e] == expected;
-            }
-        }
-    }
-    return same;
+    model_walk walk = {salt, writes, 1};
+    dtrain_checkpoint_state state = state_of(m, 0);
+    CHECK_EQ(dtrain_pieces_each(state.lists, 1, ranks, rank, model_visit, &walk), DTRAIN_OK);
+    return walk.same;
 }
 
 #endif

@@ -13,6 +13,7 @@
 typedef struct alone {
     float a[4000], b[30];
     dtrain_piece pieces[2];
+    dtrain_pieces lists[2];
     dtrain_checkpoint_state state;
     dtrain_checkpoint_desc desc;
     dtrain_checkpoint *ckpt;
@@ -30,8 +31,10 @@ static void alone_begin(alone *p, const char *directory)
         p->pieces[i].count = i == 0 ? 4000 : 30;
         p->pieces[i].data = i == 0 ? p->a : p->b;
     }
-    p->state.pieces = p->pieces;
-    p->state.piece_count = 2;
+    p->lists[0].pieces = p->pieces;
+    p->lists[0].count = 2;
+    p->state.lists = p->lists;
+    p->state.list_count = 1;
     p->desc.directory = directory;
     p->desc.no_sync = 1;
     p->desc.timeout_ms = 10000;
@@ -139,7 +142,8 @@ TEST(another_dtype_is_converted_and_another_sampler_refused)
     dtrain_sampler_desc desc = {100, 1, 0, 2, 3, 0};
     alone_begin(&p, fresh("dtypes"));
     CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
-    p.state.sampler = &sampler;
+    p.lists[1] = dtrain_sampler_pieces(&sampler);
+    p.state.list_count = 2;
     CHECK_EQ(alone_save(&p, 3), DTRAIN_OK);
     p.pieces[1].dtype = DTRAIN_F64;
     p.pieces[1].data = wide;
@@ -148,9 +152,8 @@ TEST(another_dtype_is_converted_and_another_sampler_refused)
     desc.seed = 2;
     CHECK_EQ(dtrain_sampler_init(&sampler, &desc), DTRAIN_OK);
     CHECK_EQ(dtrain_checkpoint_load(p.ckpt, &p.state, NULL, NULL), DTRAIN_ERR_MISMATCH);
-    CHECK_CONTAINS(dtrain_last_error(),
-                   "another sampler: 100 examples, seed 1, batch 2 x 3 were saved, this run has 100, 2");
-    p.state.sampler = NULL;
+    CHECK_CONTAINS(dtrain_last_error(), "state differ: another sampler.seed: 1 was saved, this run has 2");
+    p.state.list_count = 1;
     p.pieces[1].dtype = DTRAIN_I32;
     CHECK_EQ(dtrain_checkpoint_load(p.ckpt, &p.state, NULL, NULL), DTRAIN_ERR_MISMATCH);
     CHECK_CONTAINS(dtrain_last_error(), "\"b\" is F32 {5, 6}, wanted as I32 {5, 6}");
@@ -200,13 +203,12 @@ static dtrain_status two_optimizers(dtrain_comm *world, void *user)
     }
     CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, (const dtrain_checkpoint_desc *)user), DTRAIN_OK);
     dtrain_checkpoint_state state = state_of(&sharded, 1), other = state_of(&whole, 1);
-    state.table = other.table;
-    state.table_count = other.table_count;
-    state.optimizer = other.optimizer;
+    sharded.lists[1] = other.lists[0];
+    state.list_count = 2;
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_OK);
     dtrain_optimizer_set_step(whole.optimizer, 3);
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "fsdp has taken 0 steps and optimizer 3");
+    CHECK_CONTAINS(dtrain_last_error(), "a list of this rank has optimizer.step 3, and what came before it has 0");
     CHECK_EQ(dtrain_fsdp_set_step(sharded.fsdp, 3), DTRAIN_OK);
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_OK);
     dtrain_checkpoint_destroy(ckpt);
@@ -572,7 +574,9 @@ static dtrain_status nothing_left(dtrain_comm *world, void *user)
     dtrain_checkpoint *ckpt = NULL;
     float x[6] = {0};
     dtrain_piece piece;
+    dtrain_pieces list;
     dtrain_checkpoint_state state;
+    memset(&list, 0, sizeof list);
     memset(&piece, 0, sizeof piece);
     memset(&state, 0, sizeof state);
     piece.name = "x";
@@ -580,8 +584,10 @@ static dtrain_status nothing_left(dtrain_comm *world, void *user)
     piece.ndim = 1;
     piece.shape[0] = piece.count = 6;
     piece.data = x;
-    state.pieces = &piece;
-    state.piece_count = 1;
+    list.pieces = &piece;
+    list.count = 1;
+    state.lists = &list;
+    state.list_count = 1;
     CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, (const dtrain_checkpoint_desc *)user), DTRAIN_OK);
     for (int attempt = 0; attempt < 2; attempt++) {
         CHECK_EQ(dtrain_checkpoint_load(ckpt, &state, NULL, NULL), DTRAIN_ERR_IO);

@@ -82,6 +82,7 @@ typedef struct holder {
     dtrain_param_part parts[MOST_CHUNKS][MOST_PARAMS];
     size_t count[MOST_CHUNKS];
     dtrain_fsdp *fsdp[MOST_CHUNKS];
+    dtrain_pieces lists[MOST_CHUNKS + 1];
     dtrain_optimizer *optimizer;
     void *memory[2 * MOST_PARAMS];
     size_t memory_count;
@@ -172,16 +173,15 @@ static dtrain_checkpoint_state state_of(holder *h, uint64_t step)
     dtrain_checkpoint_state state;
     memset(&state, 0, sizeof state);
     state.step = step;
-    if (h->how.strategy != 0) {
-        state.fsdps = h->fsdp;
-        state.fsdp_count = (size_t)h->how.chunks;
-        return state;
+    for (int chunk = 0; chunk < h->how.chunks && h->how.strategy != 0; chunk++)
+        h->lists[chunk] = dtrain_fsdp_pieces(h->fsdp[chunk]);
+    if (h->how.strategy == 0) {
+        h->lists[0] = dtrain_params_pieces(h->table[0], h->count[0], h->optimizer);
+        h->lists[0].copies = h->how.data;
+        h->lists[0].copy = dtrain_comm_rank(dtrain_mesh_group(h->mesh, "data"));
     }
-    state.table = h->table[0];
-    state.table_count = h->count[0];
-    state.optimizer = h->optimizer;
-    state.table_copies = h->how.data;
-    state.table_copy = dtrain_comm_rank(dtrain_mesh_group(h->mesh, "data"));
+    state.lists = h->lists;
+    state.list_count = h->how.strategy != 0 ? (size_t)h->how.chunks : 1;
     return state;
 }
 
@@ -243,7 +243,7 @@ static void visit_table(walk *w, holder *h)
         visit(w, param, 0, (float *)param->data, 0, count);
         for (size_t layer = 0; layer < layers && w->states && each > 0; layer++)
             for (int state = 0; state < 2; state++) {
-                float *data = dtrain_optimizer_state(h->optimizer, (float *)param->data + layer * each, state);
+                float *data = dtrain__optimizer_state(h->optimizer, (float *)param->data + layer * each, state);
                 if (data != NULL)
                     visit(w, param, 1 + state, data, layer * each, each);
             }
@@ -318,7 +318,8 @@ static dtrain_status save_body(dtrain_comm *world, void *user)
     state.seed = 5;
     for (int chunk = 0; chunk < t->how->chunks && t->how->strategy != 0; chunk++) {
         CHECK_EQ(dtrain_fsdp_set_step(h.fsdp[chunk], 41), DTRAIN_OK);
-        CHECK_EQ(dtrain__fsdp_set_loss_scale(h.fsdp[chunk], 512.0f, 3), DTRAIN_OK);
+        h.fsdp[chunk]->loss_scale = 512.0f;
+        h.fsdp[chunk]->good_steps = 3;
     }
     dtrain_optimizer_set_step(h.optimizer, 41);
     dtrain_status status = t->async ? dtrain_checkpoint_save_async(ckpt, &state) : dtrain_checkpoint_save(ckpt, &state);
@@ -493,12 +494,14 @@ static dtrain_status misfit_body(dtrain_comm *world, void *user)
     float odd = 2.5f;
     holder h;
     dtrain_piece piece;
+    dtrain_pieces list;
     dtrain_checkpoint_report report;
     holder_create(&h, world, m->t.how, 0);
     walk_all(&h, 2, 1, 1);
     dtrain_checkpoint *ckpt = open_checkpoint(&m->t, world);
     dtrain_checkpoint_state state = state_of(&h, 0);
     int last = dtrain_comm_rank(dtrain_mesh_group(h.mesh, "pipe")) == m->t.how->pipe - 1;
+    memset(&list, 0, sizeof list);
     memset(&piece, 0, sizeof piece);
     piece.name = "odd";
     piece.dtype = DTRAIN_F32;
@@ -507,10 +510,11 @@ static dtrain_status misfit_body(dtrain_comm *world, void *user)
     piece.copy = dtrain_comm_rank(dtrain_mesh_group(h.mesh, "tensor"));
     piece.data = &odd;
     if (m->odd && last) {
-        state.pieces = &piece;
-        state.piece_count = 1;
+        list.pieces = &piece;
+        list.count = 1;
+        h.lists[state.list_count++] = list;
     } else if (!m->odd && last) { /* what remains of the last stage is nothing */
-        state.fsdp_count = 0;
+        state.list_count = 0;
     }
     CHECK_EQ(dtrain_checkpoint_load(ckpt, &state, NULL, &report), DTRAIN_ERR_MISMATCH);
     CHECK_CONTAINS(dtrain_last_error(), m->odd ? "missing: \"odd\"" : "extra: \"head\"");
@@ -544,9 +548,9 @@ typedef struct disagreement {
 static dtrain_status disagree_body(dtrain_comm *world, void *user)
 {
     disagreement *d = (disagreement *)user;
-    static const char *const texts[4] = {"fsdp 1 has another number of optimizer steps than the first",
-                                         "has another number of optimizer steps than the parts before it",
-                                         "has another loss scale than", "number 1 is NULL"};
+    static const char *const texts[4] = {"a list of this rank has optimizer.step 3, and what came before it has 0",
+                                         " has optimizer.step 3, and what came before it has 0",
+                                         " has loss_scale 2, and", "list 1 of 2 is of something that is NULL"};
     holder h;
     holder_create(&h, world, d->t.how, 0);
     dtrain_checkpoint *ckpt = open_checkpoint(&d->t, world);
@@ -558,11 +562,10 @@ static dtrain_status disagree_body(dtrain_comm *world, void *user)
         if (d->which == 1)
             CHECK_EQ(dtrain_fsdp_set_step(h.fsdp[chunk], 3), DTRAIN_OK);
         if (d->which == 2)
-            CHECK_EQ(dtrain__fsdp_set_loss_scale(h.fsdp[chunk], 2.0f, 0), DTRAIN_OK);
+            h.fsdp[chunk]->loss_scale = 2.0f;
     }
-    dtrain_fsdp *missing[2] = {h.fsdp[0], NULL};
     if (d->which == 3 && last)
-        state.fsdps = missing;
+        h.lists[1] = dtrain_fsdp_pieces(NULL);
     dtrain_status expected = d->which == 0 || d->which == 3 ? DTRAIN_ERR_INVALID : DTRAIN_ERR_MISMATCH;
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), expected);
     CHECK_CONTAINS(dtrain_last_error(), texts[d->which]);
@@ -589,9 +592,11 @@ static dtrain_status tied_body(dtrain_comm *world, void *user)
     float row[3] = {0, 0, 0};
     int last = dtrain_comm_rank(world);
     dtrain_piece piece;
+    dtrain_pieces list;
     dtrain_checkpoint_state state;
     dtrain_checkpoint_load_desc desc;
     dtrain_checkpoint_report report;
+    memset(&list, 0, sizeof list);
     memset(&piece, 0, sizeof piece);
     memset(&state, 0, sizeof state);
     memset(&desc, 0, sizeof desc);
@@ -603,8 +608,10 @@ static dtrain_status tied_body(dtrain_comm *world, void *user)
     piece.begin = last ? 3 : 0;
     piece.count = 3;
     piece.data = row;
-    state.pieces = &piece;
-    state.piece_count = 1;
+    list.pieces = &piece;
+    list.count = 1;
+    state.lists = &list;
+    state.list_count = 1;
     desc.path = t->model;
     dtrain_checkpoint *ckpt = open_checkpoint(t, world);
     if (dtrain_checkpoint_load(ckpt, &state, &desc, &report) != DTRAIN_OK)

@@ -118,8 +118,9 @@ static dtrain_status run_body(dtrain_comm *world, void *user)
     desc.no_sync = 1;
     CHECK_EQ(dtrain_sampler_init(&sampler, &sampler_desc), DTRAIN_OK);
     dtrain_status status = run_create(r, &fsdp, world);
-    state.fsdp = fsdp;
-    state.sampler = &sampler;
+    dtrain_pieces lists[2] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};
+    state.lists = lists;
+    state.list_count = 2;
     if (status == DTRAIN_OK)
         status = dtrain_checkpoint_create(&ckpt, world, &desc);
     if (status == DTRAIN_OK && r->first > 0)

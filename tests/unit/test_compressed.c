@@ -5,6 +5,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
+#include "piece_at.h"
 #include "worlds.h"
 #include <math.h>
 
@@ -18,7 +19,7 @@ static struct {
     dtrain_compressed_desc desc;
 } plan;
 
-enum { INT8, FP8, SIGN, BF16, OWN, TOPK, POWERSGD, KINDS };
+enum { INT8, FP8, SIGN, BF16, OF_OWN, TOPK, POWERSGD, KINDS };
 
 static float gradient(int rank, size_t i, int step)
 {
@@ -166,13 +167,10 @@ DTRAIN__EXACT_END
 
 static float *residual_of(dtrain_compressed *c)
 {
-    const char *name = "";
-    float *data = NULL;
-    size_t count = 0;
-    CHECK_EQ(dtrain_compressed_state(c, 0, &name, &data, &count), 1);
-    CHECK(strcmp(name, "residual") == 0);
-    CHECK_EQ(count, plan.count);
-    return data;
+    const dtrain_piece *piece = piece_at(dtrain_compressed_pieces(c), 0);
+    CHECK(strcmp(piece->name, "residual") == 0);
+    CHECK_EQ(piece->count, plan.count);
+    return (float *)piece->data;
 }
 
 static void equals_the_reference(dtrain_comm *world)
@@ -210,7 +208,7 @@ static void plan_of(int kind, size_t count)
 TEST(packed_sums_are_the_tree_of_what_was_packed)
 {
     const size_t counts[] = {1, 3, 1000, 4099};
-    for (int kind = INT8; kind <= OWN; kind++)
+    for (int kind = INT8; kind <= OF_OWN; kind++)
         for (int ranks = 1; ranks <= 5; ranks++) {
             plan_of(kind, counts[(ranks + kind) % 4]);
             plan.desc.no_feedback = ranks == 4 && kind != SIGN;
@@ -219,7 +217,7 @@ TEST(packed_sums_are_the_tree_of_what_was_packed)
     plan_of(INT8, 4099);
     on_processes(3, equals_the_reference, NULL);
     on_cables(4, equals_the_reference, NULL);
-    plan_of(OWN, 1000);
+    plan_of(OF_OWN, 1000);
     on_processes(4, equals_the_reference, NULL);
 }
 
@@ -413,22 +411,22 @@ static void corrects_momentum(dtrain_comm *world)
     static const float kept[3][4] = {{8, 0, 0, 0}, {0, 10, 0, 0}, {0, 0, 8.5f, 0}};
     for (int masks = 0; masks < 2; masks++) {
         float out[4], *velocity = NULL;
-        const char *name;
-        size_t count;
         plan.desc.no_masking = !masks;
         dtrain_compressed *c = open_plan(world);
         for (int step = 0; step < 3; step++) {
             CHECK_EQ(dtrain_compressed_all_reduce(c, in[step], out, DTRAIN_SUM), DTRAIN_OK);
             CHECK(memcmp(out, (masks ? masked : kept)[step], sizeof out) == 0);
         }
-        CHECK_EQ(dtrain_compressed_state(c, 1, &name, &velocity, &count), 1);
-        CHECK(strcmp(name, "velocity") == 0 && count == 4);
+        const dtrain_piece *piece = piece_at(dtrain_compressed_pieces(c), 1);
+        CHECK(strcmp(piece->name, "velocity") == 0 && piece->count == 4);
+        velocity = (float *)piece->data;
         /* unmasked {8,4,2,0}, {4,6,3,1}, {2,3,3.5,1.5} */
         CHECK(velocity[0] == (masks ? 0.0f : 2.0f) && velocity[1] == (masks ? 0.0f : 3.0f));
         CHECK(velocity[2] == (masks ? 0.0f : 3.5f) && velocity[3] == 1.5f);
-        CHECK_EQ(dtrain_compressed_state(c, 2, &name, &velocity, &count), 1);
-        CHECK(strcmp(name, "step") == 0 && count == 2 && velocity[0] == 3.0f && velocity[1] == 0.0f);
-        CHECK_EQ(dtrain_compressed_state(c, 3, &name, &velocity, &count), 0);
+        piece = piece_at(dtrain_compressed_pieces(c), 2);
+        velocity = (float *)piece->data;
+        CHECK(strcmp(piece->name, "step") == 0 && piece->count == 2 && velocity[0] == 3.0f && velocity[1] == 0.0f);
+        CHECK(piece_at(dtrain_compressed_pieces(c), 3) == NULL);
         dtrain_compressed_destroy(c);
     }
 }
@@ -469,9 +467,6 @@ static void starts_later(dtrain_comm *world)
 {
     enum { START = 3 };
     float *data = (float *)malloc(plan.count * sizeof(float)), *expected = (float *)malloc(plan.count * sizeof(float));
-    float *residual;
-    const char *name;
-    size_t count;
     dtrain_op op = plan.kind % 2 ? DTRAIN_MEAN : DTRAIN_SUM;
     dtrain_compressed *fresh = open_plan(world), *c = NULL;
     dtrain_compressor compressor = compressor_of(plan.kind);
@@ -489,8 +484,8 @@ static void starts_later(dtrain_comm *world)
         CHECK(memcmp(data, expected, plan.count * sizeof(float)) == 0);
         dtrain_compressed_stats stats = dtrain_compressed_get_stats(c);
         CHECK((stats.sent_bytes == stats.dense_bytes) == (step < START));
-        CHECK(dtrain_compressed_state(c, 0, &name, &residual, &count) && strcmp(name, "residual") == 0);
-        for (size_t i = 0; step < START && i < count; i++)
+        const float *residual = residual_of(c);
+        for (size_t i = 0; step < START && i < plan.count; i++)
             CHECK(residual[i] == 0.0f);
     }
     dtrain_compressed_destroy(c);
@@ -570,14 +565,13 @@ static void resumes(dtrain_comm *world)
             data[i] = again[i] = gradient(rank, i, step);
         CHECK_EQ(dtrain_compressed_all_reduce(c, data, data, DTRAIN_SUM), DTRAIN_OK);
         for (int i = 0; step == 2; i++) {
-            const char *name, *other;
-            float *from, *to;
-            size_t count, room;
-            if (!dtrain_compressed_state(c, i, &name, &from, &count))
+            const dtrain_piece *from = piece_at(dtrain_compressed_pieces(c), i);
+            const dtrain_piece *to = piece_at(dtrain_compressed_pieces(resumed), i);
+            CHECK((from == NULL) == (to == NULL));
+            if (from == NULL || to == NULL)
                 break;
-            CHECK_EQ(dtrain_compressed_state(resumed, i, &other, &to, &room), 1);
-            CHECK(strcmp(name, other) == 0 && count == room);
-            memcpy(to, from, count * sizeof(float));
+            CHECK(strcmp(from->name, to->name) == 0 && from->count == to->count);
+            memcpy(to->data, from->data, from->count * sizeof(float));
         }
         if (step < 3)
             continue;
@@ -827,8 +821,8 @@ static void aggregates_as_plain(dtrain_comm *world)
     model_open(m, rank);
     model_open(plain, rank);
     CHECK_EQ(dtrain_aggregator_compressed(&aggregator, world, m->table, 3, &compress_plan), DTRAIN_OK);
-    CHECK(dtrain_aggregator_compression(&aggregator, 0) != NULL); /* all in one */
-    CHECK(dtrain_aggregator_compression(&aggregator, 1) == NULL && dtrain_aggregator_compression(&other, 0) == NULL);
+    CHECK_EQ(pieces_named(dtrain_aggregator_pieces(&aggregator), "residual"), 1); /* all in one */
+    CHECK(piece_at(dtrain_aggregator_pieces(&other), 0) == NULL);
     for (int step = 0; step < 2; step++) {
         double total = 0, expected = 0;
         for (int i = 0; i < ALL; i++)
@@ -904,8 +898,9 @@ static void ddp_sends_what_the_aggregator_does(dtrain_comm *world)
     CHECK_EQ(stats.steps, 3);
     CHECK(stats.sent_bytes > 0 && stats.sent_bytes < stats.dense_bytes / 2);
     CHECK(sent == stats.sent_bytes && dense == stats.dense_bytes);
-    CHECK(dtrain_ddp_compression(NULL, 0) == NULL && dtrain_ddp_compression(ddp, 1) == NULL);
-    CHECK(dtrain_ddp_compression(ddp, 0) != NULL);
+    CHECK_EQ(pieces_named(dtrain_ddp_pieces(ddp), "residual"), 1);
+    dtrain_pieces nothing = dtrain_ddp_pieces(NULL);
+    CHECK_EQ(dtrain_pieces_each(&nothing, 1, 1, 0, piece_find, NULL), DTRAIN_ERR_INVALID);
     dtrain_aggregator_destroy(&aggregator);
     dtrain_ddp_destroy(ddp);
     free(m);

@@ -2,6 +2,7 @@
  * residuals and velocities to the bit, of every compressor, in place and apart, wherever a vector begins. */
 #include "dtrain.h"
 #include "cuda_device.h"
+#include "piece_at.h"
 
 enum { MOST = 30011, STEPS = 4 };
 enum { TOPK, TOPK_BF16, TOPK_SPLIT, TOPK_MOMENTUM, INT8, FP8, BF16, F16, KINDS };
@@ -53,10 +54,8 @@ static int same(dtrain_device *device, const float *there, const float *here, si
 static int step_of(run *r, dtrain_device *device, dtrain_compressed *const *states, float *there, float *here,
                    size_t count, int rank, int step)
 {
-    float *out = step % 2 == 0 ? here + count : here, *out_there = step % 2 == 0 ? there + count : there, *data[2];
+    float *out = step % 2 == 0 ? here + count : here, *out_there = step % 2 == 0 ? there + count : there;
     dtrain_op op = step < 2 ? DTRAIN_SUM : DTRAIN_MEAN;
-    const char *name;
-    size_t n;
     int good;
     for (size_t i = 0; i < count; i++)
         here[i] = gradient(r->specials, rank, i, step);
@@ -66,9 +65,11 @@ static int step_of(run *r, dtrain_device *device, dtrain_compressed *const *stat
     good = same(device, out_there, out, count);
     good =
         good && dtrain_compressed_get_stats(states[0]).sent_bytes == dtrain_compressed_get_stats(states[1]).sent_bytes;
-    for (int i = 0; dtrain_compressed_state(states[0], i, &name, &data[0], &n); i++) {
-        CHECK(dtrain_compressed_state(states[1], i, &name, &data[1], &n));
-        good = good && same(strcmp(name, "step") != 0 ? device : NULL, data[1], data[0], n);
+    const dtrain_piece *p;
+    for (int i = 0; (p = piece_at(dtrain_compressed_pieces(states[0]), i)) != NULL; i++) {
+        const dtrain_piece *q = piece_at(dtrain_compressed_pieces(states[1]), i);
+        CHECK(q->device == (strcmp(q->name, "step") != 0 ? device : NULL));
+        good = good && same(q->device, (float *)q->data, (float *)p->data, p->count);
     }
     return good;
 }

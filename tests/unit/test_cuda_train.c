@@ -109,11 +109,12 @@ static dtrain_status hand_over(dtrain_comm *comm, void *user)
         fsdp_step(first, 2 * turn);
         fsdp_step(first, 2 * turn + 1);
         memset(&state, 0, sizeof state);
-        state.fsdp = first->fsdp;
+        dtrain_pieces list = dtrain_fsdp_pieces(first->fsdp);
+        state.lists = &list;
+        state.list_count = 1;
         state.step = (uint64_t)turn + 1;
         CHECK_OK(dtrain_checkpoint_save(checkpoint, &state));
-        memset(&state, 0, sizeof state);
-        state.fsdp = second->fsdp;
+        list = dtrain_fsdp_pieces(second->fsdp);
         CHECK_OK(dtrain_checkpoint_load(checkpoint, &state, NULL, NULL));
         CHECK_EQ(state.step, turn + 1);
         same_parameters(first, second);

@@ -6,6 +6,7 @@
 #define DTRAIN_API static
 #include "dtrain.h"
 #include "test.h"
+#include "piece_at.h"
 #include "worlds.h"
 #include "fake_device.h"
 
@@ -133,24 +134,22 @@ static int same_floats(const side *a, const float *x, const side *b, const float
 
 static void compare(const side *cpu, const side *there, int rank, int step)
 {
-    size_t where, counts[2];
-    const char *names[2];
-    float *data[2];
+    size_t where;
     dtrain_compressed_stats a = dtrain_compressed_get_stats(cpu->state), b = dtrain_compressed_get_stats(there->state);
     CHECK(a.steps == b.steps && a.dense_bytes == b.dense_bytes && a.sent_bytes == b.sent_bytes);
     if (!same_floats(cpu, cpu->out, there, there->out, plan.count, &where))
         TEST_FAIL("rank %d, step %d: element %zu of %zu differs, kind %d, numbers %d, exchange %d", rank, step, where,
                   plan.count, plan.kind, plan.numbers, (int)plan.topk.exchange);
-    for (int i = 0; dtrain_compressed_state(cpu->state, i, &names[0], &data[0], &counts[0]); i++) {
+    const dtrain_piece *p;
+    for (int i = 0; (p = piece_at(dtrain_compressed_pieces(cpu->state), i)) != NULL; i++) {
         side here[2] = {*cpu, *there};
-        CHECK(dtrain_compressed_state(there->state, i, &names[1], &data[1], &counts[1]));
-        CHECK_EQ(strcmp(names[0], names[1]), 0);
-        CHECK_EQ(counts[0], counts[1]);
-        if (strcmp(names[0], "step") == 0)
-            here[1].device = NULL;
-        if (!same_floats(&here[0], data[0], &here[1], data[1], counts[0], &where))
+        const dtrain_piece *q = piece_at(dtrain_compressed_pieces(there->state), i);
+        CHECK_EQ(strcmp(p->name, q->name), 0);
+        CHECK_EQ(p->count, q->count);
+        here[1].device = q->device;
+        if (!same_floats(&here[0], (float *)p->data, &here[1], (float *)q->data, p->count, &where))
             TEST_FAIL("rank %d, step %d: element %zu of %zu of the %s differs, kind %d, numbers %d", rank, step, where,
-                      plan.count, names[0], plan.kind, plan.numbers);
+                      plan.count, p->name, plan.kind, plan.numbers);
     }
 }
 

@@ -117,8 +117,8 @@ static int model_same(const model *a, const model *b, const dtrain_optimizer *op
         size_t count = dtrain_param_elements(p), bytes = count * dtrain_dtype_bits(p->dtype) / 8;
         equal &= same(a->device, p->data, b->device, q->data, bytes);
         for (int which = 0; which < 2 && opt_a != NULL; which++) {
-            const float *m = dtrain_optimizer_state(opt_a, p->data, which);
-            const float *n = dtrain_optimizer_state(opt_b, q->data, which);
+            const float *m = dtrain__optimizer_state(opt_a, p->data, which);
+            const float *n = dtrain__optimizer_state(opt_b, q->data, which);
             equal &= (m == NULL) == (n == NULL);
             if (m != NULL && n != NULL)
                 equal &= same(a->device, m, b->device, n, p->stacked ? bytes / 3 : bytes);
@@ -320,9 +320,9 @@ static dtrain_status train_and_save(dtrain_device *device, const char *name, siz
     if (status == DTRAIN_OK)
         status = open_checkpoint(&ckpt, NULL, name, local);
     state.step = 1;
-    state.table = m.table;
-    state.table_count = PARAMS;
-    state.optimizer = optimizer;
+    dtrain_pieces list = dtrain_params_pieces(m.table, PARAMS, optimizer);
+    state.lists = &list;
+    state.list_count = 1;
     if (status == DTRAIN_OK)
         status = async ? dtrain_checkpoint_save_async(ckpt, &state) : dtrain_checkpoint_save(ckpt, &state);
     if (status == DTRAIN_OK && async) { /* what comes after the copy is not saved */
@@ -355,9 +355,9 @@ static dtrain_status load_back(dtrain_device *device, const char *name, size_t l
         status = dtrain_optimizer_create(&optimizer, m.table, PARAMS, NULL, NULL);
     if (status == DTRAIN_OK)
         status = open_checkpoint(&ckpt, NULL, name, local);
-    state.table = m.table;
-    state.table_count = PARAMS;
-    state.optimizer = optimizer;
+    dtrain_pieces list = dtrain_params_pieces(m.table, PARAMS, optimizer);
+    state.lists = &list;
+    state.list_count = 1;
     if (status == DTRAIN_OK)
         status = dtrain_checkpoint_load(ckpt, &state, &desc, NULL);
     fake looking = fakes[0]; /* which does not fail */
@@ -406,9 +406,9 @@ TEST(a_table_that_forgets_its_device_is_not_saved)
     DTRAIN_CHECK(model_make(&m, device, 1000, 2));
     DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, m.table, PARAMS, NULL, NULL));
     DTRAIN_CHECK(open_checkpoint(&ckpt, NULL, "forgets", 0));
-    state.table = m.table;
-    state.table_count = PARAMS;
-    state.optimizer = optimizer;
+    dtrain_pieces list = dtrain_params_pieces(m.table, PARAMS, optimizer);
+    state.lists = &list;
+    state.list_count = 1;
     for (int i = 0; i < PARAMS; i++)
         m.table[i].device = NULL;
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_ERR_INVALID);
@@ -454,6 +454,8 @@ TEST(a_save_and_a_load_copy_at_most_4_MiB_at_once)
     dtrain_checkpoint *ckpt;
     dtrain_checkpoint_state state;
     dtrain_piece piece;
+    dtrain_pieces list;
+    memset(&list, 0, sizeof list);
     memset(&state, 0, sizeof state);
     memset(&piece, 0, sizeof piece);
     piece.name = "x";
@@ -462,8 +464,10 @@ TEST(a_save_and_a_load_copy_at_most_4_MiB_at_once)
     piece.shape[0] = piece.count = LARGE;
     piece.device = device;
     DTRAIN_CHECK(dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, sizeof numbers, &piece.data));
-    state.pieces = &piece;
-    state.piece_count = 1;
+    list.pieces = &piece;
+    list.count = 1;
+    state.lists = &list;
+    state.list_count = 1;
     fakes[0].largest_copy = 0;
     CHECK_EQ(open_checkpoint(&ckpt, NULL, "chunks", 0), DTRAIN_OK);
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_OK);
@@ -487,8 +491,10 @@ static dtrain_status swap_halves(dtrain_comm *world, void *user)
     dtrain_checkpoint *ckpt = NULL;
     dtrain_checkpoint_state state;
     dtrain_piece piece;
+    dtrain_pieces list;
     void *memory = NULL;
     (void)user;
+    memset(&list, 0, sizeof list);
     memset(&state, 0, sizeof state);
     memset(&piece, 0, sizeof piece);
     piece.name = "x";
@@ -503,8 +509,10 @@ static dtrain_status swap_halves(dtrain_comm *world, void *user)
     DTRAIN_CHECK(dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, 4 * HALF, &memory));
     DTRAIN_CHECK(dtrain_device_copy(device, memory, numbers, 4 * HALF));
     piece.data = memory;
-    state.pieces = &piece;
-    state.piece_count = 1;
+    list.pieces = &piece;
+    list.count = 1;
+    state.lists = &list;
+    state.list_count = 1;
     CHECK_EQ(open_checkpoint(&ckpt, world, "halves", 1), DTRAIN_OK);
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_OK);
     piece.begin = rank == 0 ? HALF : 0;

@@ -4,6 +4,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
+#include "piece_at.h"
 #include "processes.h"
 
 #include <math.h>
@@ -334,14 +335,10 @@ static dtrain_status overlapped(dtrain_comm *world, void *user)
     }
     /* the second difference: from 15 to what each had at step 20, which is 0.75 * 13 * each + 3.75 + 7 * each */
     CHECK_EQ(dtrain_local_sgd_sync(local), DTRAIN_OK);
-    const char *name = "";
-    void *outer = NULL;
-    dtrain_dtype dtype;
-    size_t count = 0;
-    CHECK_EQ(dtrain_local_sgd_state(local, 0, &name, &outer, &dtype, &count), 1);
-    CHECK_EQ(strcmp(name, "outer"), 0);
-    CHECK_EQ(count, t.count);
-    CHECK(fabs((double)*(float *)outer - (0.75 * 13 * 1.5 + 3.75 + 7 * 1.5)) < 1e-4);
+    const dtrain_piece *outer = piece_at(dtrain_local_sgd_pieces(local), 0);
+    CHECK_EQ(strcmp(outer->name, "outer"), 0);
+    CHECK_EQ(outer->count, t.count);
+    CHECK(fabs((double)*(float *)outer->data - (0.75 * 13 * 1.5 + 3.75 + 7 * 1.5)) < 1e-4);
     dtrain_local_sgd_destroy(local);
     toy_end(&t);
     return DTRAIN_OK;

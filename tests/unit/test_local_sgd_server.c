@@ -5,6 +5,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
+#include "piece_at.h"
 #include "processes.h"
 
 const size_t hook_rounds_piece = 100; /* so that a small model has many pieces */
@@ -215,10 +216,6 @@ typedef struct murder {
 /* What those left have when the server, rank 1, or another is dead. */
 static void after_death(dtrain_comm *world, const murder *m, dtrain_local_sgd *local, toy *t)
 {
-    const char *name;
-    void *data;
-    dtrain_dtype dtype;
-    size_t count;
     dtrain_comm *rest = NULL;
     CHECK_EQ(dtrain_local_sgd_finish(local), DTRAIN_OK);
     CHECK_EQ(dtrain_comm_shrink(world, &rest), DTRAIN_OK);
@@ -228,9 +225,10 @@ static void after_death(dtrain_comm *world, const murder *m, dtrain_local_sgd *l
     } else {
         CHECK_EQ(local->error.text[0], 0);
         CHECK_EQ(dtrain_comm_check_equal(rest, t->data, t->count, DTRAIN_F32), DTRAIN_OK);
-        for (int i = 0; dtrain_local_sgd_state(local, i, &name, &data, &dtype, &count); i++)
-            if (strcmp(name, "outer") == 0 || strcmp(name, "momentum") == 0)
-                CHECK_EQ(dtrain_comm_check_equal(rest, data, count, dtype), DTRAIN_OK);
+        const dtrain_piece *p;
+        for (int i = 0; (p = piece_at(dtrain_local_sgd_pieces(local), i)) != NULL; i++)
+            if (strcmp(p->name, "outer") == 0 || strcmp(p->name, "momentum") == 0)
+                CHECK_EQ(dtrain_comm_check_equal(rest, p->data, p->count, p->dtype), DTRAIN_OK);
     }
     CHECK_EQ(dtrain_barrier(rest), DTRAIN_OK);
     dtrain_comm_destroy(rest);

@@ -5,6 +5,7 @@
 #define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
+#include "piece_at.h"
 #include "server_model.h"
 
 const size_t hook_server_piece = 1000;
@@ -127,7 +128,6 @@ static void compressed(dtrain_comm *world)
     model *m = (model *)malloc(sizeof *m);
     double *in = (double *)calloc(ALL, sizeof *in), *out = (double *)calloc(ALL, sizeof *out), total = 0;
     dtrain_server *server;
-    size_t kept;
     model_open(m, rank);
     m->table[0].dense = 1;
     CHECK_EQ(dtrain_server_create(&server, world, m->table, PARAMS, &plan), DTRAIN_OK);
@@ -145,8 +145,11 @@ static void compressed(dtrain_comm *world)
         for (size_t i = 0; i < ALL; i++)
             out[i] += rank == 0 ? (double)m->grad[i] * total : 0.0;
     }
-    const float *residual = dtrain_server_residual(server, &kept);
-    CHECK_EQ(kept, TRAINED);
+    dtrain_aggregator mine = dtrain_aggregator_server(server);
+    const dtrain_piece *piece = piece_at(dtrain_aggregator_pieces(&mine), 0);
+    const float *residual = (const float *)piece->data;
+    CHECK(strcmp(piece->name, "residual") == 0);
+    CHECK_EQ(piece->count, TRAINED);
     size_t dense = dtrain_param_elements(&m->table[0]);
     CHECK(dense >= plan_compress.least_count);
     for (size_t i = 0; i < dense; i++)

@@ -1,0 +1,174 @@
+/* ---- >>lister ----
+ * What objects call to list their state: pieces, and settings, which are texts beside them. A setting's key is
+ * GROUP.KEY or KEY; settings of a group are told one after the other. */
+#ifndef DTRAIN__LISTER
+#define DTRAIN__LISTER
+#include "pieces.h"
+#include "../base/status.c"
+#include "../base/json.c"
+
+/* Names of optimizer state end so, and no others. */
+static const char *const dtrain__pieces_suffixes[] = {"@adam.m", "@adam.v", "@momentum"};
+
+/* Who asks for lists, and which is under way. */
+struct dtrain__lister {
+    int ranks, rank;
+    const dtrain_pieces *list;
+    size_t number; /* of the list, for error texts */
+    dtrain_status status;
+    void *user;
+    void (*visit)(void *user, const dtrain_piece *piece);
+    /* NULL: nobody asks. fixed: a load refuses another value. */
+    dtrain_status (*setting)(void *user, const char *key, const char *value, int fixed);
+    const char *(*value)(void *user, const char *key); /* of what was loaded; NULL: none */
+};
+
+/* Lists a piece under the list's name. */
+static void dtrain__pieces_put(dtrain__lister *lister, const dtrain_piece *piece)
+{
+    char name[512];
+    dtrain_piece named = *piece;
+    if (lister->list->name != NULL && piece->name != NULL) {
+        int length = snprintf(name, sizeof name, "%s%s", lister->list->name, piece->name);
+        if (length >= (int)sizeof name)
+            lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                          "list %zu: the name \"%.200s\" has %d bytes, expected fewer than %zu",
+                                          lister->number, name, length, sizeof name);
+        named.name = name;
+    }
+    lister->visit(lister->user, &named);
+}
+
+/* Whose row of what several ranks have of their own. */
+typedef struct dtrain__pieces_row {
+    int rank, ranks;
+    int shards, shard; /* above 1: ranks hold shards of other sizes than others, each of which has rows of its own */
+    int number;        /* ends the name */
+} dtrain__pieces_row;
+
+/* Lists a row of NAME.NUMBER, which is at data; NULL: there is none. Where fewer ranks save, each saves by itself. */
+static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_row *row, const char *name,
+                                   dtrain_dtype dtype, const void *data, size_t count, dtrain_device *device)
+{
+    char shard[24] = "", numbered[96];
+    dtrain_piece piece;
+    memset(&piece, 0, sizeof piece);
+    if (row->shards > 1)
+        snprintf(shard, sizeof shard, "shard-%d/", row->shard);
+    snprintf(numbered, sizeof numbered, "%s%.40s.%d", shard, name, row->number);
+    piece.name = numbered;
+    piece.dtype = dtype;
+    piece.ndim = 2;
+    piece.boxed = 1;
+    piece.shape[0] = (size_t)(row->ranks <= lister->ranks ? row->ranks : lister->ranks);
+    piece.box_begin[0] = (size_t)(row->ranks <= lister->ranks ? row->rank : lister->rank);
+    piece.box_size[0] = 1;
+    piece.shape[1] = piece.box_size[1] = piece.count = count;
+    piece.data = (void *)(uintptr_t)data;
+    piece.device = device;
+    if (data != NULL)
+        dtrain__pieces_put(lister, &piece);
+}
+
+static void dtrain__pieces_tell(dtrain__lister *lister, const char *key, const char *value, int fixed)
+{
+    dtrain_status status = lister->setting != NULL ? lister->setting(lister->user, key, value, fixed) : DTRAIN_OK;
+    lister->status = lister->status == DTRAIN_OK ? status : lister->status;
+}
+
+static void dtrain__pieces_tell_u64(dtrain__lister *lister, const char *key, uint64_t value, int fixed)
+{
+    char text[24];
+    snprintf(text, sizeof text, "%llu", (unsigned long long)value);
+    dtrain__pieces_tell(lister, key, text, fixed);
+}
+
+static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, double value, int fixed)
+{
+    char text[64];
+    dtrain__json_writer json;
+    dtrain__json_write_start(&json, text, sizeof text - 1);
+    dtrain__json_write_double(&json, value);
+    text[json.bytes] = '\0';
+    if (json.broken)
+        lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "list %zu: the setting %s is %g, expected a number",
+                                      lister->number, key, value);
+    else
+        dtrain__pieces_tell(lister, key, text, fixed);
+}
+
+/* Reads a setting of what was loaded, if it is there: a whole number of at most `most`, or with real set any. */
+static dtrain_status dtrain__pieces_ask(const dtrain__lister *lister, const char *key, uint64_t most, uint64_t *whole,
+                                        double *real)
+{
+    const char *text = lister->value != NULL ? lister->value(lister->user, key) : NULL;
+    dtrain__json_reader json;
+    dtrain__json_token token;
+    if (text == NULL)
+        return DTRAIN_OK;
+    dtrain__json_open(&json, text, strlen(text));
+    int good = dtrain__json_next(&json, &token) == DTRAIN__JSON_NUMBER;
+    if (good && real != NULL)
+        good = dtrain__json_double(&json, &token, real);
+    else if (good)
+        good = dtrain__json_u64(&json, &token, whole) && *whole <= most;
+    return good ? DTRAIN_OK
+                : dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: %s is \"%.40s\", no number that it can be", key,
+                               text);
+}
+
+static dtrain_pieces dtrain__pieces_make(const void *object,
+                                         dtrain_status (*list)(const dtrain_pieces *, dtrain__lister *),
+                                         dtrain_status (*loaded)(const dtrain_pieces *, const dtrain__lister *))
+{
+    dtrain_pieces made;
+    memset(&made, 0, sizeof made);
+    made.object = (void *)(uintptr_t)object;
+    made.list = list;
+    made.loaded = loaded;
+    return made;
+}
+
+/* Asks each list in turn. */
+static dtrain_status dtrain__pieces_walk(const dtrain_pieces *lists, size_t count, dtrain__lister *lister)
+{
+    if (lists == NULL && count > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%zu lists are promised, but lists is NULL", count);
+    for (size_t i = 0; i < count; i++) {
+        const dtrain_pieces *list = &lists[i];
+        int given =
+            list->list != NULL ? list->object != NULL || list->table != NULL : list->count == 0 || list->pieces != NULL;
+        if (!given)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "list %zu of %zu is of something that is NULL: give it, or leave the list out", i,
+                                count);
+        lister->list = list;
+        lister->number = i;
+        lister->status = DTRAIN_OK;
+        dtrain_status status = list->list != NULL ? list->list(list, lister) : DTRAIN_OK;
+        for (size_t k = 0; list->list == NULL && k < list->count; k++)
+            dtrain__pieces_put(lister, &list->pieces[k]);
+        if (status != DTRAIN_OK || lister->status != DTRAIN_OK)
+            return status != DTRAIN_OK ? status : lister->status;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t count, int ranks, int rank,
+                                            void (*visit)(void *user, const dtrain_piece *piece), void *user)
+{
+    dtrain__lister lister;
+    memset(&lister, 0, sizeof lister);
+    lister.ranks = ranks;
+    lister.rank = rank;
+    lister.visit = visit;
+    lister.user = user;
+    if (visit == NULL || rank < 0 || rank >= ranks)
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "dtrain_pieces_each: rank is %d of %d, visit %s NULL: expected a rank below ranks, and a visit", rank,
+            ranks, visit == NULL ? "is" : "is not");
+    return dtrain__pieces_walk(lists, count, &lister);
+}
+
+#endif
