@@ -22080,17 +22080,6 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* A rank has left that will not post, and nothing has moved: takes this rank's post back, if it is there. Returns 1. */
-static int dtrain__fused_needs_left(dtrain_comm *comm, dtrain__op *op, int rank)
-{
-    dtrain__op_needs_left(comm, op, rank);
-    if (dtrain__membership_broken(comm->members))
-        return dtrain__fused_end_broken(comm, op);
-    if (op->phase == DTRAIN__FUSED_GATHER)
-        dtrain__fused_retract(comm, op);
-    return 1;
-}
-
 /* Returns 1 when the operation has ended; else op->phase says whether all ranks have posted. */
 static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
 {
@@ -22103,9 +22092,14 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         op->at = (size_t)peer;
         op->awaited = peer;
         missing = dtrain__group_misses(comm, op->number);
-        if (missing >= 0 || left)
-            return dtrain__fused_needs_left(comm, op, missing >= 0 ? missing : peer);
-        return dtrain__membership_broken(&shared->members) ? dtrain__fused_end_broken(comm, op) : 0;
+        left |= missing >= 0; /* it will not post, and nothing has moved */
+        if (left)
+            dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
+        if (dtrain__membership_broken(&shared->members))
+            return dtrain__fused_end_broken(comm, op);
+        if (left && op->phase == DTRAIN__FUSED_GATHER)
+            dtrain__fused_retract(comm, op);
+        return left;
     }
     op->at = 0;
     uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST);
@@ -25297,7 +25291,8 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 
-static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
+static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype)
 {
     dtrain__op op;
     memset(&op, 0, offsetof(dtrain__op, error));
@@ -25335,6 +25330,16 @@ static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, co
     return dtrain__work_call(comm, &op, work);
 }
 
+static dtrain_status dtrain__collective_async(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                              size_t count, dtrain_dtype dtype, dtrain_op reduction, int root,
+                                              dtrain_work **work)
+{
+    if (work != NULL)
+        return dtrain__collective(comm, kind, in, out, count, dtype, reduction, root, work);
+    return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name((uint64_t)kind));
+}
+
 static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
                                           const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
                                           dtrain_op reduction, int root, dtrain_work **work)
@@ -25349,12 +25354,6 @@ static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, 
     return dtrain__work_call(comm, &op, work);
 }
 
-static dtrain_status dtrain__no_work(dtrain_comm *comm, dtrain__kind kind)
-{
-    return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name((uint64_t)kind));
-}
-
 DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype, dtrain_op op)
 {
@@ -25364,9 +25363,7 @@ DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, vo
 DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                  dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__ALL_REDUCE);
-    return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
+    return dtrain__collective_async(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
@@ -25384,9 +25381,7 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in
 DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                      dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
-    return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
+    return dtrain__collective_async(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
@@ -25395,9 +25390,9 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, NULL);
 }
 
-static dtrain_status dtrain__reduce_scatter_v(dtrain_comm *comm, const void *in, void *out,
-                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
-                                                       dtrain_op op, dtrain_work **work)
+static dtrain_status dtrain__reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                              const size_t *offsets, dtrain_dtype dtype, dtrain_op op,
+                                              dtrain_work **work)
 {
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
@@ -25433,9 +25428,7 @@ DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, vo
 DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                  dtrain_dtype dtype, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
-    return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
+    return dtrain__collective_async(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
@@ -25445,7 +25438,7 @@ DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, 
 }
 
 static dtrain_status dtrain__all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
-                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
+                                          const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
 {
     return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, work);
 }
@@ -25458,9 +25451,7 @@ DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_
 DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
                                                 int root, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__BROADCAST);
-    return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
+    return dtrain__collective_async(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
 }
 
 DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
@@ -25526,9 +25517,7 @@ DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t c
 DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                            int peer, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__SEND);
-    return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
+    return dtrain__collective_async(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
 }
 
 DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer)
@@ -25539,25 +25528,17 @@ DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count,
 DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
                                            dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__RECV);
-    return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
-}
-
-static dtrain_status dtrain__exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
-                                      size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
-{
-    dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
-    op.in_count = out_count;
-    op.root = to;
-    op.from = from;
-    return dtrain__work_call(comm, &op, work);
+    return dtrain__collective_async(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
 }
 
 DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
                                          size_t out_count, int from, dtrain_dtype dtype)
 {
-    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, NULL);
+    dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
+    op.in_count = out_count;
+    op.root = to;
+    op.from = from;
+    return dtrain__work_call(comm, &op, NULL);
 }
 
 /* Index of the first element in which a and b differ; count when none does. */
@@ -29211,16 +29192,6 @@ static dtrain_status dtrain__async_run(dtrain_device_group *group, const dtrain_
 
 /* ---- whoever makes the calls ---- */
 
-/* Ends a work as an earlier one has ended, that its caller had not heard of when it started this: made now, it could
- * take the place of that one in a peer's eyes. */
-static dtrain_status dtrain__async_follow(dtrain__async *async, const dtrain_device_work *work)
-{
-    const dtrain_comm *comm = async->group->comm;
-    return dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %s",
-                        dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank,
-                        dtrain__status_cause(&async->error));
-}
-
 /* Has the group's queue wait for what the caller's held when it started the work. */
 static dtrain_status dtrain__async_enter(dtrain__async *async, dtrain_device_work *work)
 {
@@ -29261,11 +29232,14 @@ static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
 {
     dtrain__async *async = (dtrain__async *)owner;
     dtrain_device_work *work = (dtrain_device_work *)(void *)job;
+    const dtrain_comm *comm = async->group->comm;
     dtrain_status status;
     int follows = async->broken || work->told < async->failures;
     work->begin_ns = dtrain__os_now_ns();
-    if (follows)
-        status = dtrain__async_follow(async, work);
+    if (follows) /* made now, it could take the place of the one that failed in a peer's eyes */
+        status = dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %s",
+                              dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank,
+                              dtrain__status_cause(&async->error));
     else
         status = dtrain__async_make(async, work);
     work->error.status = status;
@@ -29274,7 +29248,7 @@ static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
     if (status != DTRAIN_OK && !follows) {
         async->error = work->error;
         async->failures++;
-        async->broken = dtrain__group_is_broken(async->group->comm);
+        async->broken = dtrain__group_is_broken(comm);
     }
     work->failure = async->failures;
     work->end_ns = dtrain__os_now_ns();
@@ -29694,17 +29668,6 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
     group->mine.probe = NULL;
 }
 
-/* Whether a mode that was asked for cannot be, as this thread's last error has it, or a rank has died meanwhile. */
-static dtrain_status dtrain__device_confirm(dtrain_device_group *group)
-{
-    dtrain__error said = dtrain__thread_error;
-    dtrain_status status = dtrain__device_meet(group);
-    if (status != DTRAIN_OK)
-        return status;
-    group->comm->error = said;
-    return dtrain__report(&said);
-}
-
 /* What all have said of their way to the others' memory: *reached becomes 0 where one has none, which is an error where
  * a mode was asked for. */
 static dtrain_status dtrain__device_reached(dtrain_device_group *group, int tried, int *reached)
@@ -29722,25 +29685,25 @@ static dtrain_status dtrain__device_reached(dtrain_device_group *group, int trie
         if (group->mode == DTRAIN_DEVICE_MODE_AUTO)
             continue;
         dtrain__device_no_events(group, rank, note->text);
-        return dtrain__device_confirm(group);
+        dtrain__error said = dtrain__thread_error;
+        dtrain_status status = dtrain__device_meet(group); /* or a rank has died meanwhile */
+        if (status != DTRAIN_OK)
+            return status;
+        comm->error = said;
+        return dtrain__report(&said);
     }
     return DTRAIN_OK;
-}
-
-/* Makes what a trial takes. Where that is not to be had, *reached becomes 0; all else that fails is an error. */
-static dtrain_status dtrain__device_make_events(dtrain_device_group *group, int *reached)
-{
-    dtrain_status status = group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_make(group) : DTRAIN_OK;
-    dtrain__device_note_status(group, status == DTRAIN_OK ? dtrain__events_make(group) : status);
-    status = dtrain__device_meet(group);
-    dtrain__processes_close_offer(group);
-    return status == DTRAIN_OK ? dtrain__device_reached(group, 0, reached) : status;
 }
 
 /* Finds out whether the devices reach each other's memory; *reached: they do. */
 static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
 {
-    dtrain_status status = dtrain__device_make_events(group, reached);
+    dtrain_status status = group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_make(group) : DTRAIN_OK;
+    dtrain__device_note_status(group, status == DTRAIN_OK ? dtrain__events_make(group) : status);
+    status = dtrain__device_meet(group);
+    dtrain__processes_close_offer(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_reached(group, 0, reached);
     if (status == DTRAIN_OK && *reached) {
         dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
         int ended = dtrain__events_ended(group);
@@ -32314,8 +32277,6 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
 static dtrain_status dtrain__selections_run(dtrain__selections *x, const float *in)
 {
     dtrain_sparse_exchange way = x->state->desc.exchange;
-    x->rank = dtrain_comm_rank(x->comm);
-    x->ranks = dtrain_comm_size(x->comm);
     dtrain_status status = dtrain__selections_open(x->state, x->ranks);
     if (status == DTRAIN_OK)
         status = x->there != NULL ? dtrain__selections_select_there(x, in) : dtrain__selections_select(x, in);
@@ -32326,17 +32287,26 @@ static dtrain_status dtrain__selections_run(dtrain__selections *x, const float *
     return dtrain__selections_split(x);
 }
 
-static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
-                                               float *residual, float *out, size_t count, uint64_t *sent)
+static dtrain__selections dtrain__selections_of(const dtrain_compressor *compressor, dtrain_comm *comm, size_t count,
+                                                uint64_t *sent)
 {
     dtrain__selections x;
     memset(&x, 0, sizeof x);
     x.state = (dtrain__selections_state *)compressor->self;
     x.comm = comm;
-    x.residual = residual;
-    x.out = out;
+    x.rank = dtrain_comm_rank(comm);
+    x.ranks = dtrain_comm_size(comm);
     x.count = count;
     x.sent = sent;
+    return x;
+}
+
+static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
+                                               float *residual, float *out, size_t count, uint64_t *sent)
+{
+    dtrain__selections x = dtrain__selections_of(compressor, comm, count, sent);
+    x.residual = residual;
+    x.out = out;
     return dtrain__selections_run(&x, in);
 }
 
@@ -32344,13 +32314,8 @@ static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compress
 static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *compressor, dtrain__device_vector *there,
                                                      const float *in, uint64_t *sent)
 {
-    dtrain__selections x;
-    memset(&x, 0, sizeof x);
-    x.state = (dtrain__selections_state *)compressor->self;
-    x.comm = there->comm;
+    dtrain__selections x = dtrain__selections_of(compressor, there->comm, there->count, sent);
     x.there = there;
-    x.count = there->count;
-    x.sent = sent;
     return dtrain__selections_run(&x, in);
 }
 
@@ -32890,16 +32855,6 @@ static dtrain_status dtrain__device_packed_sum(dtrain__device_packed *p)
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-static dtrain_status dtrain__device_packed_spread(const dtrain__device_packed *p)
-{
-    dtrain__device_vector *v = p->v;
-    dtrain_status status =
-        dtrain_device_copy(v->device, v->out_there.data, v->out_here.data, dtrain__device_packed_total(p));
-    if (status == DTRAIN_OK)
-        status = dtrain__device_packed_open(p);
-    return dtrain__device_vector_broken(v->comm, v->device, status);
-}
-
 /* Sums what all ranks send of `in` and of their residuals into v->out; `numbers` has room for 4 a rank. */
 static dtrain_status dtrain__device_packed_reduce(dtrain__device_vector *v, const dtrain_compressor *q, size_t *numbers,
                                                   const float *in, uint64_t *sent)
@@ -32925,10 +32880,13 @@ static dtrain_status dtrain__device_packed_reduce(dtrain__device_vector *v, cons
     if (status == DTRAIN_OK)
         status = dtrain_all_gather_v(v->comm, v->out_here.data + p.offsets[p.rank], v->out_here.data, p.counts,
                                      p.offsets, DTRAIN_U8);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_packed_spread(&p);
     *sent += p.sent;
-    return status;
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain_device_copy(v->device, v->out_there.data, v->out_here.data, dtrain__device_packed_total(&p));
+    if (status == DTRAIN_OK)
+        status = dtrain__device_packed_open(&p);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
 #endif
@@ -37937,16 +37895,6 @@ static size_t dtrain__fsdp_place_half_bytes(const dtrain__layout *layout, const 
 /* Two sums, and the norm between them. */
 #define DTRAIN__FSDP_PLACE_SUM_BYTES (2 * DTRAIN__NORM_LIMBS * sizeof(int64_t) + sizeof(double))
 
-/* What an object has in memory of a device besides slices, sums and state. */
-static void dtrain__fsdp_place_plan(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, size_t *weights,
-                                    size_t *grads)
-{
-    size_t at, stage = dtrain__fsdp_place_stage(layout, desc);
-    *weights = dtrain__fsdp_place_all(layout, desc, 0, 0, &at) * sizeof(float) + 2 * stage;
-    *grads = dtrain__fsdp_place_all(layout, desc, 1, 0, &at) * sizeof(float) + stage +
-             dtrain__fsdp_place_half_bytes(layout, desc) + DTRAIN__FSDP_PLACE_SUM_BYTES;
-}
-
 /* What hears of a part of the weights; a device that has no such memory or event has no check. */
 static dtrain_status dtrain__fsdp_make_drift(dtrain_fsdp *fsdp)
 {
@@ -38044,15 +37992,6 @@ static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
         dtrain__device_event_destroy(d->queue, d->drift_event);
 }
 
-/* Ends the groups of devices and with them what is under way. */
-static void dtrain__fsdp_end_device_groups(dtrain_fsdp *fsdp)
-{
-    for (int i = 0; i < DTRAIN__FSDP_WAYS; i++) {
-        dtrain_device_group_destroy(fsdp->device.groups[i]);
-        dtrain_comm_destroy(fsdp->device.comms[i]);
-    }
-}
-
 /* ---- operations ---- */
 
 /* Has the caller's queue wait for an operation, and counts as dtrain__fsdp_wait does. */
@@ -38102,7 +38041,7 @@ static dtrain_status dtrain__fsdp_device_gather(dtrain_fsdp *fsdp, int number)
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
     return dtrain__async_all_gather_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
-                                                  &fsdp->device.works[DTRAIN__FSDP_GATHERS][number]);
+                                      &fsdp->device.works[DTRAIN__FSDP_GATHERS][number]);
 }
 
 /* Ends it. */
@@ -38177,8 +38116,8 @@ static dtrain_status dtrain__fsdp_device_reduce(dtrain_fsdp *fsdp, int number, f
     }
     if (fsdp->reduces == NULL)
         return DTRAIN_OK;
-    return dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype,
-                                                      DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number]);
+    return dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype, DTRAIN_SUM,
+                                          &fsdp->device.works[DTRAIN__FSDP_REDUCES][number]);
 }
 
 /* Starts to add count numbers of a bucket over the copies. */
@@ -39328,8 +39267,7 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     if (dtrain__fsdp_narrows_grads(fsdp))
         return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->reducing[index]);
-    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM,
-                                         &fsdp->reducing[index]);
+    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
 }
 
 /* Where this rank's part of the sums of a unit's small ranges is; they lie one after another. */
@@ -39409,17 +39347,6 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
     return dtrain__fsdp_break(fsdp, status, "starting to reduce", lowest);
 }
 
-/* Adds a unit to the bucket, which goes when it is large enough or nothing comes after. Numbers of 16 bits wait each
- * unit's in a place of its own, and go alone. */
-static dtrain_status dtrain__fsdp_join_bucket(dtrain_fsdp *fsdp, int number)
-{
-    fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
-    if (!dtrain__fsdp_narrows_grads(fsdp) &&
-        !dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes))
-        return DTRAIN_OK;
-    return dtrain__fsdp_send_bucket(fsdp, number);
-}
-
 /* Between micro-batches a gradient may be added to before its unit is gathered for it. */
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
@@ -39487,7 +39414,11 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
     if (fsdp->reduces != NULL && dtrain__fsdp_waits_narrow(fsdp))
         fsdp->backend->narrow(fsdp, number, dtrain__fsdp_target(fsdp, number));
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
-    return dtrain__fsdp_join_bucket(fsdp, number);
+    fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
+    /* numbers of 16 bits wait each unit's in a place of its own, and go alone */
+    int goes = dtrain__fsdp_narrows_grads(fsdp) ||
+               dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes);
+    return goes ? dtrain__fsdp_send_bucket(fsdp, number) : DTRAIN_OK;
 }
 
 /* Ends what is under way of a unit's reduction. */
@@ -39592,14 +39523,6 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
         status = dtrain__fsdp_reduce_start(fsdp, fsdp->turn);
     }
     return status;
-}
-
-static void dtrain__fsdp_fill_nothing(dtrain_fsdp *fsdp, float *to, size_t count)
-{
-    const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
-    if (count > 0)
-        dtrain__fsdp_queued(fsdp,
-                            dtrain_device_fill(fsdp->device.queue, to, &negative_zero, sizeof negative_zero, count));
 }
 
 /* Folds one range's gradients with those of this rank's earlier micro-batches; the last leaves the sum in place. The
@@ -39727,6 +39650,7 @@ static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
 {
     const dtrain__layout *layout = &fsdp->layout;
+    const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
     int folded;
     dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
     int keeps = folded > 1, last = fsdp->ended >= folded - 1;
@@ -39745,8 +39669,9 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
-        if (cut->trained && unused)
-            dtrain__fsdp_fill_nothing(fsdp, cut->grads, cut->count);
+        if (cut->trained && unused && cut->count > 0)
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, cut->grads, &negative_zero,
+                                                         sizeof negative_zero, cut->count));
         if (cut->trained && keeps)
             dtrain__fsdp_keep_cut(fsdp, cut, last);
     }
@@ -40826,32 +40751,12 @@ DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
     return dtrain__fsdp_address(fsdp, name, 1);
 }
 
-/* What is in memory of a unit is what the caller wrote: keeps this rank's part of it. */
-static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
-{
-    const dtrain__layout *layout = &fsdp->layout;
-    for (size_t i = layout->units[number].first; layout->apart && i < layout->units[number].end; i++) {
-        const dtrain__layout_cut *cut = &layout->cuts[i];
-        if (!cut->home)
-            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
-    }
-}
-
 /* As a gather would bring it, from full values that are the same on every rank. On a device it takes the stage of a
  * unit, in which nothing may be under way. */
 static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count, int number)
 {
     if (fsdp->desc.gather_dtype != DTRAIN_F32)
         fsdp->backend->round(fsdp, full, count, fsdp->desc.gather_dtype, number & 1);
-}
-
-static dtrain_status dtrain__fsdp_round_unit(dtrain_fsdp *fsdp, int number)
-{
-    int stages = fsdp->device.stage_bytes > 0 && fsdp->desc.gather_dtype != DTRAIN_F32;
-    dtrain_status status = stages ? dtrain__fsdp_gather_stage(fsdp, number) : DTRAIN_OK;
-    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
-        dtrain__fsdp_round(fsdp, fsdp->layout.cuts[i].data, fsdp->layout.cuts[i].count, number);
-    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
@@ -40864,8 +40769,16 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
                             "dtrain_fsdp_put: unit %d is not gathered on rank %d: gather it, write its parameters, "
                             "then put",
                             unit, dtrain__fsdp_rank(fsdp));
-    dtrain__fsdp_put_now(fsdp, unit);
-    status = dtrain__fsdp_round_unit(fsdp, unit);
+    const dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = layout->units[unit].first; layout->apart && i < layout->units[unit].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        if (!cut->home)
+            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
+    }
+    if (fsdp->device.stage_bytes > 0 && fsdp->desc.gather_dtype != DTRAIN_F32)
+        status = dtrain__fsdp_gather_stage(fsdp, unit);
+    for (size_t i = layout->units[unit].first; status == DTRAIN_OK && i < layout->units[unit].end; i++)
+        dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, unit);
     fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
     return dtrain__fsdp_leave(fsdp, status);
 }
@@ -41313,7 +41226,10 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
         plan->full_weights = dtrain__fsdp_plan_pages(layout, 0, all, spans);
         plan->full_grads = dtrain__fsdp_plan_pages(layout, 1, desc->no_overlap, spans);
     } else {
-        dtrain__fsdp_place_plan(layout, desc, &plan->full_weights, &plan->full_grads);
+        size_t at, stage = dtrain__fsdp_place_stage(layout, desc);
+        plan->full_weights = dtrain__fsdp_place_all(layout, desc, 0, 0, &at) * sizeof(float) + 2 * stage;
+        plan->full_grads = dtrain__fsdp_place_all(layout, desc, 1, 0, &at) * sizeof(float) + stage +
+                           dtrain__fsdp_place_half_bytes(layout, desc) + DTRAIN__FSDP_PLACE_SUM_BYTES;
     }
     plan->bookkeeping = dtrain__fsdp_plan_bookkeeping(layout, desc, world);
     plan->compression = dtrain__fsdp_plan_compression(layout, desc->compress);
@@ -41544,17 +41460,6 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     }
 }
 
-/* Takes the pages of a range that are never dropped. */
-static void dtrain__fsdp_settle_in(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
-{
-    for (int grads = 0; grads <= cut->trained; grads++) {
-        size_t at, count = dtrain__layout_staying(cut, grads, &at);
-        size_t begin = fsdp->layout.offsets[cut->param] + (cut->element + at) * sizeof(float);
-        if (fsdp->reserved[cut->param] & (1 << grads))
-            dtrain__pages_take(grads ? &fsdp->grad_pages : &fsdp->weight_pages, begin, count * sizeof(float));
-    }
-}
-
 static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
 {
     dtrain__layout *layout = &fsdp->layout;
@@ -41582,7 +41487,13 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
             layout->table[i].grad = fsdp->grad_pages.base + layout->offsets[i];
     }
     for (size_t i = 0; i < layout->cut_count; i++)
-        dtrain__fsdp_settle_in(fsdp, &layout->cuts[i]);
+        for (int grads = 0; grads <= layout->cuts[i].trained; grads++) { /* pages that are never dropped */
+            const dtrain__layout_cut *cut = &layout->cuts[i];
+            size_t at, count = dtrain__layout_staying(cut, grads, &at);
+            size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
+            if (fsdp->reserved[cut->param] & (1 << grads))
+                dtrain__pages_take(grads ? &fsdp->grad_pages : &fsdp->weight_pages, begin, count * sizeof(float));
+        }
     return DTRAIN_OK;
 }
 
@@ -41971,7 +41882,10 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     dtrain__thread_error = kept;
     dtrain__reducer_destroy(fsdp->reducer);
     dtrain__fsdp_debug_destroy(fsdp);
-    dtrain__fsdp_end_device_groups(fsdp);
+    for (int i = 0; i < DTRAIN__FSDP_WAYS; i++) {
+        dtrain_device_group_destroy(fsdp->device.groups[i]);
+        dtrain_comm_destroy(fsdp->device.comms[i]);
+    }
     if (!fsdp->shares_comm) {
         dtrain_comm_destroy(fsdp->gathers);
         dtrain_comm_destroy(fsdp->reduces);
@@ -42145,16 +42059,6 @@ DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
     return status;
 }
 
-/* Copies the sums back. */
-static void dtrain__ddp_unpack(dtrain_fsdp *fsdp)
-{
-    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        if (cut->trained && cut->count > 0)
-            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->grads + cut->grad, cut->count);
-    }
-}
-
 DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight)
 {
     dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_finish");
@@ -42174,8 +42078,11 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
         status = dtrain__fsdp_finish_now(fsdp, 1);
     if (total_weight != NULL)
         *total_weight = fsdp->total_weight;
-    if (status == DTRAIN_OK && fsdp->grads != NULL)
-        dtrain__ddp_unpack(fsdp);
+    for (size_t i = 0; status == DTRAIN_OK && fsdp->grads != NULL && i < fsdp->layout.cut_count; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        if (cut->trained && cut->count > 0)
+            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->grads + cut->grad, cut->count);
+    }
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
     return dtrain__fsdp_leave(fsdp, status);
@@ -43564,16 +43471,6 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     return dtrain__pipeline_check_times(desc);
 }
 
-static void dtrain__pipeline_order(dtrain_pipeline_plan *plan)
-{
-    for (int rank = 0; rank < plan->desc.ranks; rank++)
-        switch (plan->desc.schedule) {
-        case DTRAIN_PIPELINE_GPIPE: dtrain__pipeline_gpipe(plan, rank); break;
-        case DTRAIN_PIPELINE_ZB_H1: dtrain__pipeline_zero_bubble(plan, rank); break;
-        default: dtrain__pipeline_one_by_one(plan, rank);
-        }
-}
-
 /* Takes the memory of a plan; marks are no more than six words a task. */
 static int dtrain__pipeline_reserve(dtrain_pipeline_plan *plan)
 {
@@ -43616,7 +43513,12 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
                             "pipeline_plan_create: no memory for %d micro-batches in %d chunks on %d ranks",
                             full.micro_batches, full.chunks, full.ranks);
     }
-    dtrain__pipeline_order(made);
+    for (int rank = 0; rank < full.ranks; rank++)
+        switch (full.schedule) {
+        case DTRAIN_PIPELINE_GPIPE: dtrain__pipeline_gpipe(made, rank); break;
+        case DTRAIN_PIPELINE_ZB_H1: dtrain__pipeline_zero_bubble(made, rank); break;
+        default: dtrain__pipeline_one_by_one(made, rank);
+        }
     status = dtrain__pipeline_plan_check(made);
     if (status != DTRAIN_OK) {
         dtrain_pipeline_plan_destroy(made);
@@ -43641,16 +43543,6 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)
 }
 
 /* ---- cutting layers into stages ---- */
-
-static dtrain_status dtrain__pipeline_stages_check(int layers, int stages, const int *begins)
-{
-    if (begins == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: begins is NULL, expected stages + 1 numbers");
-    if (stages >= 1 && stages <= layers)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: %d layers make no %d stages; 1 to %d would fit",
-                        layers, stages, layers > 1 ? layers : 1);
-}
 
 /* Fills stages up to most, each with a layer at least, so that those to come have one left as well. Returns whether all
  * layers have found a place. */
@@ -43689,9 +43581,11 @@ static double dtrain__pipeline_stages_least(const double *costs, int layers, int
 
 DTRAIN_API dtrain_status dtrain_split_stages(const double *costs, int layers, int stages, int *begins)
 {
-    dtrain_status status = dtrain__pipeline_stages_check(layers, stages, begins);
-    if (status != DTRAIN_OK)
-        return status;
+    if (begins == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: begins is NULL, expected stages + 1 numbers");
+    if (stages < 1 || stages > layers)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: %d layers make no %d stages; 1 to %d would fit",
+                            layers, stages, layers > 1 ? layers : 1);
     for (int s = 0; costs == NULL && s < stages; s++) {
         size_t begin;
         dtrain_split((size_t)layers, stages, s, &begin);
@@ -44964,7 +44858,8 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
 #define DTRAIN__PIPELINE_AGREE
 
 /* Keeps why this rank cannot go on: the first cause. */
-static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
+static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status,
+                                                        const char *why)
 {
     if (pipeline->note.status == DTRAIN_OK)
         dtrain__fail(&pipeline->note, status, "%s: %s", dtrain_status_name(status), why);
@@ -45028,17 +44923,6 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
     return DTRAIN_OK;
 }
 
-/* Gives a step up: for the other pipelines too, and micro-batches that are on their way are forgotten. */
-static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *why)
-{
-    for (int c = 0; c < pipeline->chunks; c++) {
-        dtrain_module *module = pipeline->modules[c];
-        dtrain__fsdp_fail(pipeline->fsdps[c], why);
-        for (int i = 0; i < module->place_count - 1; i++)
-            module->places[i].state = DTRAIN__MODULE_FREE;
-    }
-}
-
 /* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
 static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fails_step)
 {
@@ -45049,8 +44933,12 @@ static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fai
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
     dtrain__error told = dtrain__thread_error;
-    if (fails_step)
-        dtrain__pipeline_drop(pipeline, told.text);
+    for (int c = 0; c < pipeline->chunks && fails_step; c++) {
+        dtrain_module *module = pipeline->modules[c];
+        dtrain__fsdp_fail(pipeline->fsdps[c], told.text);
+        for (int i = 0; i < module->place_count - 1; i++) /* micro-batches that are on their way are forgotten */
+            module->places[i].state = DTRAIN__MODULE_FREE;
+    }
     return dtrain__fail(NULL, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
                         "%s: the pipeline could not go on: %s", pipeline->call, told.text);
 }
@@ -45181,26 +45069,19 @@ static int dtrain__pipeline_line(const void *desc, size_t index, dtrain__alike_l
            dtrain__alike_field_line(line, "the plan's ", &dtrain__pipeline_fields[index], desc);
 }
 
-/* Compares the plans of all ranks. */
-static dtrain_status dtrain__pipeline_compare(dtrain_pipeline *pipeline)
-{
-    dtrain__alike alike = {
-        pipeline->call, &pipeline->plan->desc, dtrain__pipeline_line, "give all the same", 0, {0}, 0};
-    dtrain_status status = dtrain__alike_meet(pipeline->group, &alike, DTRAIN_OK);
-    if (alike.unheard || (status != DTRAIN_OK && status != DTRAIN_ERR_MISMATCH))
-        return dtrain__pipeline_break(pipeline, status);
-    return status == DTRAIN_OK ? status : dtrain__fail(NULL, status, "%s", dtrain__thread_error.text);
-}
-
 DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     dtrain_status status = dtrain__pipeline_enter(pipeline, "dtrain_pipeline_agree");
     if (status != DTRAIN_OK)
         return status;
     pipeline->agreed = 0;
-    status = dtrain__pipeline_compare(pipeline);
+    dtrain__alike alike = {
+        pipeline->call, &pipeline->plan->desc, dtrain__pipeline_line, "give all the same", 0, {0}, 0};
+    status = dtrain__alike_meet(pipeline->group, &alike, DTRAIN_OK);
+    if (alike.unheard || (status != DTRAIN_OK && status != DTRAIN_ERR_MISMATCH))
+        return dtrain__pipeline_break(pipeline, status);
     if (status != DTRAIN_OK)
-        return status;
+        return dtrain__report(&dtrain__thread_error);
     status = dtrain__pipeline_pass_shapes(pipeline, inputs);
     if (status != DTRAIN_OK)
         return dtrain__pipeline_break(pipeline, status);
@@ -47964,16 +47845,6 @@ static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *we
     return flags;
 }
 
-/* An attempt has come to nothing: what this rank had handed in is handed in again. */
-static void dtrain__rounds_undo(dtrain_local_sgd *local, int fragment, int mine)
-{
-    dtrain__rounds_fragment *f = &local->fragments[fragment];
-    pthread_mutex_lock(&local->mutex);
-    f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
-    local->stats.undone++;
-    pthread_mutex_unlock(&local->mutex);
-}
-
 /* Gathers what all members say at the beginning of a round. */
 static dtrain_status dtrain__rounds_say(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all, int n)
 {
@@ -48071,7 +47942,10 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     }
     if (reduced && f->pack != NULL && f->pack->residual != NULL)
         memcpy(f->pack->residual, local->saved, f->count * sizeof(float));
-    dtrain__rounds_undo(local, fragment, mine);
+    pthread_mutex_lock(&local->mutex); /* what this rank had handed in is handed in again */
+    f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
+    local->stats.undone++;
+    pthread_mutex_unlock(&local->mutex);
     if (status != DTRAIN_OK)
         dtrain__report(&cause);
     else
@@ -48320,8 +48194,8 @@ static int64_t dtrain__rounds_turn(void *owner)
         int leads = dtrain_comm_rank(local->up) == 0;
         /* rank 0 may have received all that it waits for, and would not hear of a member that is gone */
         did = dtrain__group_gone(local->up) != DTRAIN_OK ? -1
-              : leads                        ? dtrain__rounds_lead(local, &until)
-                                             : dtrain__rounds_follow(local);
+              : leads                                    ? dtrain__rounds_lead(local, &until)
+                                                         : dtrain__rounds_follow(local);
         if (did < 0 && !dtrain__rounds_stopping(local))
             dtrain__rounds_regroup(local, 0, dtrain_last_error());
     }
@@ -48648,20 +48522,15 @@ DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double w
     return DTRAIN_OK;
 }
 
-static void dtrain__rounds_apply_all(dtrain_local_sgd *local)
-{
-    pthread_mutex_lock(&local->mutex);
-    for (int i = 0; i < local->desc.fragments; i++)
-        dtrain__rounds_apply(local, i);
-    pthread_mutex_unlock(&local->mutex);
-}
-
 DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
 {
     if (local == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_sync: the object is NULL: create it first");
     int over = dtrain__rounds_wait_round(local, -1);
-    dtrain__rounds_apply_all(local);
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        dtrain__rounds_apply(local, i);
+    pthread_mutex_unlock(&local->mutex);
     return over ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                                "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; the "

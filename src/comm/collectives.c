@@ -5,7 +5,8 @@
 #include "op.c"
 #include "work.c"
 
-static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
+static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count,
+                                                 dtrain_dtype dtype)
 {
     dtrain__op op;
     memset(&op, 0, offsetof(dtrain__op, error));
@@ -43,6 +44,16 @@ static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, co
     return dtrain__work_call(comm, &op, work);
 }
 
+static dtrain_status dtrain__collective_async(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
+                                              size_t count, dtrain_dtype dtype, dtrain_op reduction, int root,
+                                              dtrain_work **work)
+{
+    if (work != NULL)
+        return dtrain__collective(comm, kind, in, out, count, dtype, reduction, root, work);
+    return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name((uint64_t)kind));
+}
+
 static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
                                           const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
                                           dtrain_op reduction, int root, dtrain_work **work)
@@ -57,12 +68,6 @@ static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, 
     return dtrain__work_call(comm, &op, work);
 }
 
-static dtrain_status dtrain__no_work(dtrain_comm *comm, dtrain__kind kind)
-{
-    return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name((uint64_t)kind));
-}
-
 DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                            dtrain_dtype dtype, dtrain_op op)
 {
@@ -72,9 +77,7 @@ DTRAIN_API dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, vo
 DTRAIN_API dtrain_status dtrain_all_reduce_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                  dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__ALL_REDUCE);
-    return dtrain__collective(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
+    return dtrain__collective_async(comm, DTRAIN__ALL_REDUCE, in, out, count, dtype, op, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
@@ -92,9 +95,7 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in
 DTRAIN_API dtrain_status dtrain_reduce_scatter_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                      dtrain_dtype dtype, dtrain_op op, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__REDUCE_SCATTER);
-    return dtrain__collective(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
+    return dtrain__collective_async(comm, DTRAIN__REDUCE_SCATTER, in, out, count, dtype, op, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
@@ -103,9 +104,9 @@ DTRAIN_API dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, NULL);
 }
 
-static dtrain_status dtrain__reduce_scatter_v(dtrain_comm *comm, const void *in, void *out,
-                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
-                                                       dtrain_op op, dtrain_work **work)
+static dtrain_status dtrain__reduce_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
+                                              const size_t *offsets, dtrain_dtype dtype, dtrain_op op,
+                                              dtrain_work **work)
 {
     return dtrain__collective_v(comm, DTRAIN__REDUCE_SCATTER, in, out, counts, offsets, dtype, op, 0, work);
 }
@@ -141,9 +142,7 @@ DTRAIN_API dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, vo
 DTRAIN_API dtrain_status dtrain_all_gather_async(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                  dtrain_dtype dtype, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__ALL_GATHER);
-    return dtrain__collective(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
+    return dtrain__collective_async(comm, DTRAIN__ALL_GATHER, in, out, count, dtype, (dtrain_op)0, 0, work);
 }
 
 DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
@@ -153,7 +152,7 @@ DTRAIN_API dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, 
 }
 
 static dtrain_status dtrain__all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
-                                                   const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
+                                          const size_t *offsets, dtrain_dtype dtype, dtrain_work **work)
 {
     return dtrain__collective_v(comm, DTRAIN__ALL_GATHER, in, out, counts, offsets, dtype, (dtrain_op)0, 0, work);
 }
@@ -166,9 +165,7 @@ DTRAIN_API dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, size_
 DTRAIN_API dtrain_status dtrain_broadcast_async(dtrain_comm *comm, void *buffer, size_t count, dtrain_dtype dtype,
                                                 int root, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__BROADCAST);
-    return dtrain__collective(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
+    return dtrain__collective_async(comm, DTRAIN__BROADCAST, buffer, buffer, count, dtype, (dtrain_op)0, root, work);
 }
 
 DTRAIN_API dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count, dtrain_dtype dtype,
@@ -234,9 +231,7 @@ DTRAIN_API dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t c
 DTRAIN_API dtrain_status dtrain_send_async(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                            int peer, dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__SEND);
-    return dtrain__collective(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
+    return dtrain__collective_async(comm, DTRAIN__SEND, in, NULL, count, dtype, (dtrain_op)0, peer, work);
 }
 
 DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer)
@@ -247,25 +242,17 @@ DTRAIN_API dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count,
 DTRAIN_API dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer,
                                            dtrain_work **work)
 {
-    if (work == NULL)
-        return dtrain__no_work(comm, DTRAIN__RECV);
-    return dtrain__collective(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
-}
-
-static dtrain_status dtrain__exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
-                                      size_t out_count, int from, dtrain_dtype dtype, dtrain_work **work)
-{
-    dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
-    op.in_count = out_count;
-    op.root = to;
-    op.from = from;
-    return dtrain__work_call(comm, &op, work);
+    return dtrain__collective_async(comm, DTRAIN__RECV, NULL, out, count, dtype, (dtrain_op)0, peer, work);
 }
 
 DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size_t in_count, int to, void *out,
                                          size_t out_count, int from, dtrain_dtype dtype)
 {
-    return dtrain__exchange(comm, in, in_count, to, out, out_count, from, dtype, NULL);
+    dtrain__op op = dtrain__op_of(DTRAIN__EXCHANGE, in, out, in_count, dtype);
+    op.in_count = out_count;
+    op.root = to;
+    op.from = from;
+    return dtrain__work_call(comm, &op, NULL);
 }
 
 /* Index of the first element in which a and b differ; count when none does. */

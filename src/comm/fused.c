@@ -204,17 +204,6 @@ static int dtrain__fused_withdraw(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* A rank has left that will not post, and nothing has moved: takes this rank's post back, if it is there. Returns 1. */
-static int dtrain__fused_needs_left(dtrain_comm *comm, dtrain__op *op, int rank)
-{
-    dtrain__op_needs_left(comm, op, rank);
-    if (dtrain__membership_broken(comm->members))
-        return dtrain__fused_end_broken(comm, op);
-    if (op->phase == DTRAIN__FUSED_GATHER)
-        dtrain__fused_retract(comm, op);
-    return 1;
-}
-
 /* Returns 1 when the operation has ended; else op->phase says whether all ranks have posted. */
 static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
 {
@@ -227,9 +216,14 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
         op->at = (size_t)peer;
         op->awaited = peer;
         missing = dtrain__group_misses(comm, op->number);
-        if (missing >= 0 || left)
-            return dtrain__fused_needs_left(comm, op, missing >= 0 ? missing : peer);
-        return dtrain__membership_broken(&shared->members) ? dtrain__fused_end_broken(comm, op) : 0;
+        left |= missing >= 0; /* it will not post, and nothing has moved */
+        if (left)
+            dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
+        if (dtrain__membership_broken(&shared->members))
+            return dtrain__fused_end_broken(comm, op);
+        if (left && op->phase == DTRAIN__FUSED_GATHER)
+            dtrain__fused_retract(comm, op);
+        return left;
     }
     op->at = 0;
     uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST);

@@ -235,16 +235,6 @@ static dtrain_status dtrain__device_packed_sum(dtrain__device_packed *p)
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-static dtrain_status dtrain__device_packed_spread(const dtrain__device_packed *p)
-{
-    dtrain__device_vector *v = p->v;
-    dtrain_status status =
-        dtrain_device_copy(v->device, v->out_there.data, v->out_here.data, dtrain__device_packed_total(p));
-    if (status == DTRAIN_OK)
-        status = dtrain__device_packed_open(p);
-    return dtrain__device_vector_broken(v->comm, v->device, status);
-}
-
 /* Sums what all ranks send of `in` and of their residuals into v->out; `numbers` has room for 4 a rank. */
 static dtrain_status dtrain__device_packed_reduce(dtrain__device_vector *v, const dtrain_compressor *q, size_t *numbers,
                                                   const float *in, uint64_t *sent)
@@ -270,10 +260,13 @@ static dtrain_status dtrain__device_packed_reduce(dtrain__device_vector *v, cons
     if (status == DTRAIN_OK)
         status = dtrain_all_gather_v(v->comm, v->out_here.data + p.offsets[p.rank], v->out_here.data, p.counts,
                                      p.offsets, DTRAIN_U8);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_packed_spread(&p);
     *sent += p.sent;
-    return status;
+    if (status != DTRAIN_OK)
+        return status;
+    status = dtrain_device_copy(v->device, v->out_there.data, v->out_here.data, dtrain__device_packed_total(&p));
+    if (status == DTRAIN_OK)
+        status = dtrain__device_packed_open(&p);
+    return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
 #endif

@@ -467,8 +467,6 @@ static dtrain_status dtrain__selections_split(dtrain__selections *x)
 static dtrain_status dtrain__selections_run(dtrain__selections *x, const float *in)
 {
     dtrain_sparse_exchange way = x->state->desc.exchange;
-    x->rank = dtrain_comm_rank(x->comm);
-    x->ranks = dtrain_comm_size(x->comm);
     dtrain_status status = dtrain__selections_open(x->state, x->ranks);
     if (status == DTRAIN_OK)
         status = x->there != NULL ? dtrain__selections_select_there(x, in) : dtrain__selections_select(x, in);
@@ -479,17 +477,26 @@ static dtrain_status dtrain__selections_run(dtrain__selections *x, const float *
     return dtrain__selections_split(x);
 }
 
-static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
-                                               float *residual, float *out, size_t count, uint64_t *sent)
+static dtrain__selections dtrain__selections_of(const dtrain_compressor *compressor, dtrain_comm *comm, size_t count,
+                                                uint64_t *sent)
 {
     dtrain__selections x;
     memset(&x, 0, sizeof x);
     x.state = (dtrain__selections_state *)compressor->self;
     x.comm = comm;
-    x.residual = residual;
-    x.out = out;
+    x.rank = dtrain_comm_rank(comm);
+    x.ranks = dtrain_comm_size(comm);
     x.count = count;
     x.sent = sent;
+    return x;
+}
+
+static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
+                                               float *residual, float *out, size_t count, uint64_t *sent)
+{
+    dtrain__selections x = dtrain__selections_of(compressor, comm, count, sent);
+    x.residual = residual;
+    x.out = out;
     return dtrain__selections_run(&x, in);
 }
 
@@ -497,13 +504,8 @@ static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compress
 static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *compressor, dtrain__device_vector *there,
                                                      const float *in, uint64_t *sent)
 {
-    dtrain__selections x;
-    memset(&x, 0, sizeof x);
-    x.state = (dtrain__selections_state *)compressor->self;
-    x.comm = there->comm;
+    dtrain__selections x = dtrain__selections_of(compressor, there->comm, there->count, sent);
     x.there = there;
-    x.count = there->count;
-    x.sent = sent;
     return dtrain__selections_run(&x, in);
 }
 

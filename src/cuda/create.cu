@@ -37,69 +37,6 @@
         dtrain__cuda_leave(device, before);                                                                            \
     }
 
-DTRAIN__CUDA_ROW(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer),
-                 (device, memory, bytes, pointer))
-DTRAIN__CUDA_VOID_ROW(release, (dtrain_device * device, dtrain_memory memory, void *pointer), (device, memory, pointer))
-DTRAIN__CUDA_ROW(copy, (dtrain_device * device, void *to, const void *from, size_t bytes), (device, to, from, bytes))
-DTRAIN__CUDA_ROW(fill, (dtrain_device * device, void *to, const void *element, size_t element_bytes, size_t count),
-                 (device, to, element, element_bytes, count))
-DTRAIN__CUDA_ROW(wait, (dtrain_device * device), (device))
-DTRAIN__CUDA_ROW(event_create, (dtrain_device * device, dtrain_device_event **event), (device, event))
-DTRAIN__CUDA_VOID_ROW(event_destroy, (dtrain_device * device, dtrain_device_event *event), (device, event))
-DTRAIN__CUDA_ROW(event_record, (dtrain_device * device, dtrain_device_event *event), (device, event))
-DTRAIN__CUDA_ROW(event_await, (dtrain_device * device, dtrain_device_event *event), (device, event))
-DTRAIN__CUDA_ROW(event_done, (dtrain_device * device, dtrain_device_event *event, int *done), (device, event, done))
-
-DTRAIN__CUDA_ROW(convert,
-                 (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count),
-                 (device, in, from, out, to, count))
-DTRAIN__CUDA_ROW(reduce,
-                 (dtrain_device * device, dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in,
-                  int n, void *const *out, int m, size_t begin, size_t count),
-                 (device, dtype, op, divisor, in, n, out, m, begin, count))
-DTRAIN__CUDA_ROW(scale, (dtrain_device * device, dtrain_dtype dtype, void *x, double factor, size_t count),
-                 (device, dtype, x, factor, count))
-DTRAIN__CUDA_ROW(axpy, (dtrain_device * device, dtrain_dtype dtype, void *y, double alpha, const void *x, size_t count),
-                 (device, dtype, y, alpha, x, count))
-DTRAIN__CUDA_ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step *step), (device, step))
-DTRAIN__CUDA_ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step))
-DTRAIN__CUDA_ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found),
-                 (device, dtype, x, count, found))
-DTRAIN__CUDA_ROW(squares, (dtrain_device * device, const float *x, size_t count, int64_t *limbs),
-                 (device, x, count, limbs))
-DTRAIN__CUDA_ROW(clip,
-                 (dtrain_device * device, const int64_t *limbs, float max_norm, double *norm, float *x, size_t count),
-                 (device, limbs, max_norm, norm, x, count))
-DTRAIN__CUDA_ROW(selection_create, (dtrain_device * device, size_t count, size_t k, dtrain_device_selection **made),
-                 (device, count, k, made))
-DTRAIN__CUDA_VOID_ROW(selection_destroy, (dtrain_device * device, dtrain_device_selection *selection),
-                      (device, selection))
-DTRAIN__CUDA_ROW(select,
-                 (dtrain_device * device, dtrain_device_selection *selection, float *sum, const float *add,
-                  uint32_t *indices, float *values),
-                 (device, selection, sum, add, indices, values))
-DTRAIN__CUDA_ROW(sparse_add,
-                 (dtrain_device * device, const uint32_t *indices, const float *values, size_t k, float *data,
-                  size_t count),
-                 (device, indices, values, k, data, count))
-DTRAIN__CUDA_ROW(pack,
-                 (dtrain_device * device, dtrain_dtype code, size_t block, const float *in, size_t count, void *out),
-                 (device, code, block, in, count, out))
-DTRAIN__CUDA_ROW(unpack,
-                 (dtrain_device * device, dtrain_dtype code, size_t block, const void *in, float *out, size_t count,
-                  int add),
-                 (device, code, block, in, out, count, add))
-DTRAIN__CUDA_ROW(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared),
-                 (device, pointer, shared))
-DTRAIN__CUDA_ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base),
-                 (device, shared, base))
-DTRAIN__CUDA_VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base))
-DTRAIN__CUDA_ROW(page_open, (dtrain_device * device, void *page, size_t bytes, void **queues),
-                 (device, page, bytes, queues))
-DTRAIN__CUDA_VOID_ROW(page_close, (dtrain_device * device, void *page), (device, page))
-DTRAIN__CUDA_ROW(word_write, (dtrain_device * device, uint32_t *word, uint32_t value), (device, word, value))
-DTRAIN__CUDA_ROW(word_await, (dtrain_device * device, uint32_t *word, uint32_t value), (device, word, value))
-
 #ifdef DTRAIN_CUDA_EMULATE
 #define DTRAIN__CUDA_HANDLES "cuda ipc, emulated"
 #else
@@ -114,48 +51,75 @@ static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_dev
     desc.stream = NULL;
     return dtrain_cuda_create(made, &desc);
 }
-DTRAIN__CUDA_ROW(flag_traits, (dtrain_device * device, dtrain_device_flag_traits *traits), (device, traits))
-DTRAIN__CUDA_ROW(flags_run, (dtrain_device * device, const dtrain_device_flags *part), (device, part))
 
+/* The operations, in the order of the table: up to queues, and after them. */
+#define DTRAIN__CUDA_ROWS(ROW, VOID_ROW)                                                                               \
+    ROW(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer),                        \
+        (device, memory, bytes, pointer))                                                                              \
+    VOID_ROW(release, (dtrain_device * device, dtrain_memory memory, void *pointer), (device, memory, pointer))        \
+    ROW(copy, (dtrain_device * device, void *to, const void *from, size_t bytes), (device, to, from, bytes))           \
+    ROW(fill, (dtrain_device * device, void *to, const void *element, size_t element_bytes, size_t count),             \
+        (device, to, element, element_bytes, count))                                                                   \
+    ROW(wait, (dtrain_device * device), (device))                                                                      \
+    ROW(event_create, (dtrain_device * device, dtrain_device_event * *event), (device, event))                         \
+    VOID_ROW(event_destroy, (dtrain_device * device, dtrain_device_event * event), (device, event))                    \
+    ROW(event_record, (dtrain_device * device, dtrain_device_event * event), (device, event))                          \
+    ROW(event_await, (dtrain_device * device, dtrain_device_event * event), (device, event))                           \
+    ROW(event_done, (dtrain_device * device, dtrain_device_event * event, int *done), (device, event, done))           \
+    ROW(convert,                                                                                                       \
+        (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count),         \
+        (device, in, from, out, to, count))                                                                            \
+    ROW(reduce,                                                                                                        \
+        (dtrain_device * device, dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,       \
+         void *const *out, int m, size_t begin, size_t count),                                                         \
+        (device, dtype, op, divisor, in, n, out, m, begin, count))                                                     \
+    ROW(scale, (dtrain_device * device, dtrain_dtype dtype, void *x, double factor, size_t count),                     \
+        (device, dtype, x, factor, count))                                                                             \
+    ROW(axpy, (dtrain_device * device, dtrain_dtype dtype, void *y, double alpha, const void *x, size_t count),        \
+        (device, dtype, y, alpha, x, count))                                                                           \
+    ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step *step), (device, step))                         \
+    ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step))                             \
+    ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found),          \
+        (device, dtype, x, count, found))                                                                              \
+    ROW(squares, (dtrain_device * device, const float *x, size_t count, int64_t *limbs), (device, x, count, limbs))    \
+    ROW(clip, (dtrain_device * device, const int64_t *limbs, float max_norm, double *norm, float *x, size_t count),    \
+        (device, limbs, max_norm, norm, x, count))                                                                     \
+    ROW(selection_create, (dtrain_device * device, size_t count, size_t k, dtrain_device_selection * *made),           \
+        (device, count, k, made))                                                                                      \
+    VOID_ROW(selection_destroy, (dtrain_device * device, dtrain_device_selection * selection), (device, selection))    \
+    ROW(select,                                                                                                        \
+        (dtrain_device * device, dtrain_device_selection * selection, float *sum, const float *add, uint32_t *indices, \
+         float *values),                                                                                               \
+        (device, selection, sum, add, indices, values))                                                                \
+    ROW(sparse_add,                                                                                                    \
+        (dtrain_device * device, const uint32_t *indices, const float *values, size_t k, float *data, size_t count),   \
+        (device, indices, values, k, data, count))                                                                     \
+    ROW(pack, (dtrain_device * device, dtrain_dtype code, size_t block, const float *in, size_t count, void *out),     \
+        (device, code, block, in, count, out))                                                                         \
+    ROW(unpack,                                                                                                        \
+        (dtrain_device * device, dtrain_dtype code, size_t block, const void *in, float *out, size_t count, int add),  \
+        (device, code, block, in, out, count, add))
+
+#define DTRAIN__CUDA_SHARING_ROWS(ROW, VOID_ROW)                                                                       \
+    ROW(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared),                     \
+        (device, pointer, shared))                                                                                     \
+    ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base),                        \
+        (device, shared, base))                                                                                        \
+    VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base))                                       \
+    ROW(page_open, (dtrain_device * device, void *page, size_t bytes, void **queues), (device, page, bytes, queues))   \
+    VOID_ROW(page_close, (dtrain_device * device, void *page), (device, page))                                         \
+    ROW(word_write, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value))                  \
+    ROW(word_await, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value))                  \
+    ROW(flag_traits, (dtrain_device * device, dtrain_device_flag_traits * traits), (device, traits))                   \
+    ROW(flags_run, (dtrain_device * device, const dtrain_device_flags *part), (device, part))
+
+DTRAIN__CUDA_ROWS(DTRAIN__CUDA_ROW, DTRAIN__CUDA_VOID_ROW)
+DTRAIN__CUDA_SHARING_ROWS(DTRAIN__CUDA_ROW, DTRAIN__CUDA_VOID_ROW)
+
+#define DTRAIN__CUDA_ENTRY(name, parameters, arguments) dtrain__cuda_row_##name,
 static const dtrain_device_ops dtrain__cuda_ops = {
-    dtrain__cuda_row_allocate,
-    dtrain__cuda_row_release,
-    dtrain__cuda_row_copy,
-    dtrain__cuda_row_fill,
-    dtrain__cuda_row_wait,
-    dtrain__cuda_row_event_create,
-    dtrain__cuda_row_event_destroy,
-    dtrain__cuda_row_event_record,
-    dtrain__cuda_row_event_await,
-    dtrain__cuda_row_event_done,
-    dtrain__cuda_row_convert,
-    dtrain__cuda_row_reduce,
-    dtrain__cuda_row_scale,
-    dtrain__cuda_row_axpy,
-    dtrain__cuda_row_adamw,
-    dtrain__cuda_row_sgd,
-    dtrain__cuda_row_overflow,
-    dtrain__cuda_row_squares,
-    dtrain__cuda_row_clip,
-    dtrain__cuda_row_selection_create,
-    dtrain__cuda_row_selection_destroy,
-    dtrain__cuda_row_select,
-    dtrain__cuda_row_sparse_add,
-    dtrain__cuda_row_pack,
-    dtrain__cuda_row_unpack,
-    dtrain__cuda_queue_create,
-    dtrain_cuda_destroy,
-    DTRAIN__CUDA_HANDLES,
-    dtrain__cuda_row_memory_share,
-    dtrain__cuda_row_memory_open,
-    dtrain__cuda_row_memory_close,
-    dtrain__cuda_row_page_open,
-    dtrain__cuda_row_page_close,
-    dtrain__cuda_row_word_write,
-    dtrain__cuda_row_word_await,
-    dtrain__cuda_row_flag_traits,
-    dtrain__cuda_row_flags_run,
-};
+    DTRAIN__CUDA_ROWS(DTRAIN__CUDA_ENTRY, DTRAIN__CUDA_ENTRY) dtrain__cuda_queue_create, dtrain_cuda_destroy,
+    DTRAIN__CUDA_HANDLES, DTRAIN__CUDA_SHARING_ROWS(DTRAIN__CUDA_ENTRY, DTRAIN__CUDA_ENTRY)};
 
 DTRAIN_API dtrain_status dtrain_cuda_count(int *count)
 {

@@ -116,37 +116,40 @@ DTRAIN__CUDA_FN void dtrain__cuda_sgd_all_store(const dtrain__cuda_sgd_args *arg
 DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_sgd_all, dtrain__cuda_sgd_args, dtrain__cuda_step_held, 4,
                          DTRAIN__CUDA_OPTIMIZER_GROUPS)
 
-/* One array of a step: checked, and its heads joined to the others'. NULL is no array. */
-static dtrain_status dtrain__cuda_step_array(dtrain_device *device, const char *call, const char *what,
-                                             const void *pointer, size_t width, size_t count, uint32_t *heads)
+typedef struct dtrain__cuda_step_array {
+    const char *what;    /* NULL: there are no more */
+    const void *pointer; /* NULL: no array */
+    size_t width;
+} dtrain__cuda_step_array;
+
+/* Checks the arrays of a step, and says how they are walked together. */
+static dtrain_status dtrain__cuda_step_walk(dtrain_device *device, const char *call,
+                                            const dtrain__cuda_step_array *arrays, size_t count,
+                                            dtrain__cuda_walk *walk)
 {
-    if (pointer == NULL)
-        return DTRAIN_OK;
-    *heads &= dtrain__cuda_heads(pointer, width, 4);
-    return dtrain__cuda_memory(device, call, what, pointer, count * width);
+    uint32_t heads = ~(uint32_t)0;
+    dtrain_status status = DTRAIN_OK;
+    for (; arrays->what != NULL && status == DTRAIN_OK; arrays++) {
+        if (arrays->pointer == NULL)
+            continue;
+        heads &= dtrain__cuda_heads(arrays->pointer, arrays->width, 4);
+        status = dtrain__cuda_memory(device, call, arrays->what, arrays->pointer, count * arrays->width);
+    }
+    *walk = dtrain__cuda_walk_make(heads, 4, count);
+    return status;
 }
 
 static dtrain_status dtrain__cuda_adamw(dtrain_device *device, const dtrain_device_adamw_step *step)
 {
-    uint32_t heads = ~(uint32_t)0;
-    size_t count = step->count;
+    const dtrain__cuda_step_array arrays[] = {{"params", step->params, 4}, {"grads", step->grads, 4}, {"m", step->m, 4},
+                                              {"v", step->v, 4},           {"copy", step->copy, 2},   {NULL, NULL, 0}};
     dtrain__cuda_adamw_args args;
-    dtrain_status status;
-    if (count == 0)
+    if (step->count == 0)
         return DTRAIN_OK;
-    status = dtrain__cuda_step_array(device, "device_adamw", "params", step->params, 4, count, &heads);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_step_array(device, "device_adamw", "grads", step->grads, 4, count, &heads);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_step_array(device, "device_adamw", "m", step->m, 4, count, &heads);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_step_array(device, "device_adamw", "v", step->v, 4, count, &heads);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_step_array(device, "device_adamw", "copy", step->copy, 2, count, &heads);
+    dtrain_status status = dtrain__cuda_step_walk(device, "device_adamw", arrays, step->count, &args.walk);
     if (status != DTRAIN_OK)
         return status;
     args.step = *step;
-    args.walk = dtrain__cuda_walk_make(heads, 4, count);
     return dtrain__cuda_status(device, "device_adamw",
                                dtrain__cuda_adamw_all_launch(
                                    dtrain__cuda_queue_of(device)->stream,
@@ -155,23 +158,19 @@ static dtrain_status dtrain__cuda_adamw(dtrain_device *device, const dtrain_devi
 
 static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device_sgd_step *step)
 {
-    uint32_t heads = ~(uint32_t)0, coupled;
-    size_t count = step->count;
+    const dtrain__cuda_step_array arrays[] = {{"params", step->params, 4},
+                                              {"grads", step->grads, 4},
+                                              {"velocity", step->velocity, 4},
+                                              {"copy", step->copy, 2},
+                                              {NULL, NULL, 0}};
+    uint32_t coupled;
     dtrain__cuda_sgd_args args;
-    dtrain_status status;
-    if (count == 0)
+    if (step->count == 0)
         return DTRAIN_OK;
-    status = dtrain__cuda_step_array(device, "device_sgd", "params", step->params, 4, count, &heads);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_step_array(device, "device_sgd", "grads", step->grads, 4, count, &heads);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_step_array(device, "device_sgd", "velocity", step->velocity, 4, count, &heads);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_step_array(device, "device_sgd", "copy", step->copy, 2, count, &heads);
+    dtrain_status status = dtrain__cuda_step_walk(device, "device_sgd", arrays, step->count, &args.walk);
     if (status != DTRAIN_OK)
         return status;
     args.step = *step;
-    args.walk = dtrain__cuda_walk_make(heads, 4, count);
     memcpy(&coupled, &step->coupled, sizeof coupled);
     args.decays = coupled << 1 != 0; /* by its bits: the CPU may take a subnormal for zero */
     args.remembers = step->velocity != NULL;

@@ -64,16 +64,6 @@ static dtrain_status dtrain__async_run(dtrain_device_group *group, const dtrain_
 
 /* ---- whoever makes the calls ---- */
 
-/* Ends a work as an earlier one has ended, that its caller had not heard of when it started this: made now, it could
- * take the place of that one in a peer's eyes. */
-static dtrain_status dtrain__async_follow(dtrain__async *async, const dtrain_device_work *work)
-{
-    const dtrain_comm *comm = async->group->comm;
-    return dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %s",
-                        dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank,
-                        dtrain__status_cause(&async->error));
-}
-
 /* Has the group's queue wait for what the caller's held when it started the work. */
 static dtrain_status dtrain__async_enter(dtrain__async *async, dtrain_device_work *work)
 {
@@ -114,11 +104,14 @@ static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
 {
     dtrain__async *async = (dtrain__async *)owner;
     dtrain_device_work *work = (dtrain_device_work *)(void *)job;
+    const dtrain_comm *comm = async->group->comm;
     dtrain_status status;
     int follows = async->broken || work->told < async->failures;
     work->begin_ns = dtrain__os_now_ns();
-    if (follows)
-        status = dtrain__async_follow(async, work);
+    if (follows) /* made now, it could take the place of the one that failed in a peer's eyes */
+        status = dtrain__fail(NULL, async->error.status, "%s on rank %d, after one that failed: %s",
+                              dtrain__device_text(comm, &work->op, comm->number + 1).text, comm->rank,
+                              dtrain__status_cause(&async->error));
     else
         status = dtrain__async_make(async, work);
     work->error.status = status;
@@ -127,7 +120,7 @@ static void dtrain__async_perform(void *owner, dtrain__worker_job *job)
     if (status != DTRAIN_OK && !follows) {
         async->error = work->error;
         async->failures++;
-        async->broken = dtrain__group_is_broken(async->group->comm);
+        async->broken = dtrain__group_is_broken(comm);
     }
     work->failure = async->failures;
     work->end_ns = dtrain__os_now_ns();

@@ -140,17 +140,6 @@ static void dtrain__device_end_probe(dtrain_device_group *group)
     group->mine.probe = NULL;
 }
 
-/* Whether a mode that was asked for cannot be, as this thread's last error has it, or a rank has died meanwhile. */
-static dtrain_status dtrain__device_confirm(dtrain_device_group *group)
-{
-    dtrain__error said = dtrain__thread_error;
-    dtrain_status status = dtrain__device_meet(group);
-    if (status != DTRAIN_OK)
-        return status;
-    group->comm->error = said;
-    return dtrain__report(&said);
-}
-
 /* What all have said of their way to the others' memory: *reached becomes 0 where one has none, which is an error where
  * a mode was asked for. */
 static dtrain_status dtrain__device_reached(dtrain_device_group *group, int tried, int *reached)
@@ -168,25 +157,25 @@ static dtrain_status dtrain__device_reached(dtrain_device_group *group, int trie
         if (group->mode == DTRAIN_DEVICE_MODE_AUTO)
             continue;
         dtrain__device_no_events(group, rank, note->text);
-        return dtrain__device_confirm(group);
+        dtrain__error said = dtrain__thread_error;
+        dtrain_status status = dtrain__device_meet(group); /* or a rank has died meanwhile */
+        if (status != DTRAIN_OK)
+            return status;
+        comm->error = said;
+        return dtrain__report(&said);
     }
     return DTRAIN_OK;
-}
-
-/* Makes what a trial takes. Where that is not to be had, *reached becomes 0; all else that fails is an error. */
-static dtrain_status dtrain__device_make_events(dtrain_device_group *group, int *reached)
-{
-    dtrain_status status = group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_make(group) : DTRAIN_OK;
-    dtrain__device_note_status(group, status == DTRAIN_OK ? dtrain__events_make(group) : status);
-    status = dtrain__device_meet(group);
-    dtrain__processes_close_offer(group);
-    return status == DTRAIN_OK ? dtrain__device_reached(group, 0, reached) : status;
 }
 
 /* Finds out whether the devices reach each other's memory; *reached: they do. */
 static dtrain_status dtrain__device_try_events(dtrain_device_group *group, int *reached)
 {
-    dtrain_status status = dtrain__device_make_events(group, reached);
+    dtrain_status status = group->mode == DTRAIN_DEVICE_FLAGS ? dtrain__flags_make(group) : DTRAIN_OK;
+    dtrain__device_note_status(group, status == DTRAIN_OK ? dtrain__events_make(group) : status);
+    status = dtrain__device_meet(group);
+    dtrain__processes_close_offer(group);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_reached(group, 0, reached);
     if (status == DTRAIN_OK && *reached) {
         dtrain__events_set(group, DTRAIN__EVENTS_INSIDE);
         int ended = dtrain__events_ended(group);

@@ -313,20 +313,15 @@ DTRAIN_API dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double w
     return DTRAIN_OK;
 }
 
-static void dtrain__rounds_apply_all(dtrain_local_sgd *local)
-{
-    pthread_mutex_lock(&local->mutex);
-    for (int i = 0; i < local->desc.fragments; i++)
-        dtrain__rounds_apply(local, i);
-    pthread_mutex_unlock(&local->mutex);
-}
-
 DTRAIN_API dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local)
 {
     if (local == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_local_sgd_sync: the object is NULL: create it first");
     int over = dtrain__rounds_wait_round(local, -1);
-    dtrain__rounds_apply_all(local);
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        dtrain__rounds_apply(local, i);
+    pthread_mutex_unlock(&local->mutex);
     return over ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                                "dtrain_local_sgd_sync on rank %d: no round came within window_ms and timeout_ms; the "

@@ -72,16 +72,6 @@ static int dtrain__rounds_take(dtrain_local_sgd *local, int fragment, double *we
     return flags;
 }
 
-/* An attempt has come to nothing: what this rank had handed in is handed in again. */
-static void dtrain__rounds_undo(dtrain_local_sgd *local, int fragment, int mine)
-{
-    dtrain__rounds_fragment *f = &local->fragments[fragment];
-    pthread_mutex_lock(&local->mutex);
-    f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
-    local->stats.undone++;
-    pthread_mutex_unlock(&local->mutex);
-}
-
 /* Gathers what all members say at the beginning of a round. */
 static dtrain_status dtrain__rounds_say(dtrain_local_sgd *local, const uint64_t *mine, uint64_t *all, int n)
 {
@@ -179,7 +169,10 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
     }
     if (reduced && f->pack != NULL && f->pack->residual != NULL)
         memcpy(f->pack->residual, local->saved, f->count * sizeof(float));
-    dtrain__rounds_undo(local, fragment, mine);
+    pthread_mutex_lock(&local->mutex); /* what this rank had handed in is handed in again */
+    f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
+    local->stats.undone++;
+    pthread_mutex_unlock(&local->mutex);
     if (status != DTRAIN_OK)
         dtrain__report(&cause);
     else
@@ -428,8 +421,8 @@ static int64_t dtrain__rounds_turn(void *owner)
         int leads = dtrain_comm_rank(local->up) == 0;
         /* rank 0 may have received all that it waits for, and would not hear of a member that is gone */
         did = dtrain__group_gone(local->up) != DTRAIN_OK ? -1
-              : leads                        ? dtrain__rounds_lead(local, &until)
-                                             : dtrain__rounds_follow(local);
+              : leads                                    ? dtrain__rounds_lead(local, &until)
+                                                         : dtrain__rounds_follow(local);
         if (did < 0 && !dtrain__rounds_stopping(local))
             dtrain__rounds_regroup(local, 0, dtrain_last_error());
     }

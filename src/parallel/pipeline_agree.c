@@ -8,7 +8,8 @@
 #include "../comm/alike.c"
 
 /* Keeps why this rank cannot go on: the first cause. */
-static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status, const char *why)
+static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipeline, dtrain_status status,
+                                                        const char *why)
 {
     if (pipeline->note.status == DTRAIN_OK)
         dtrain__fail(&pipeline->note, status, "%s: %s", dtrain_status_name(status), why);
@@ -72,17 +73,6 @@ static dtrain_status dtrain__pipeline_enter(dtrain_pipeline *pipeline, const cha
     return DTRAIN_OK;
 }
 
-/* Gives a step up: for the other pipelines too, and micro-batches that are on their way are forgotten. */
-static void dtrain__pipeline_drop(dtrain_pipeline *pipeline, const char *why)
-{
-    for (int c = 0; c < pipeline->chunks; c++) {
-        dtrain_module *module = pipeline->modules[c];
-        dtrain__fsdp_fail(pipeline->fsdps[c], why);
-        for (int i = 0; i < module->place_count - 1; i++)
-            module->places[i].state = DTRAIN__MODULE_FREE;
-    }
-}
-
 /* Ends a call on all ranks: none goes on where one could not. fails_step: it was one of a step. */
 static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fails_step)
 {
@@ -93,8 +83,12 @@ static dtrain_status dtrain__pipeline_verdict(dtrain_pipeline *pipeline, int fai
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
     dtrain__error told = dtrain__thread_error;
-    if (fails_step)
-        dtrain__pipeline_drop(pipeline, told.text);
+    for (int c = 0; c < pipeline->chunks && fails_step; c++) {
+        dtrain_module *module = pipeline->modules[c];
+        dtrain__fsdp_fail(pipeline->fsdps[c], told.text);
+        for (int i = 0; i < module->place_count - 1; i++) /* micro-batches that are on their way are forgotten */
+            module->places[i].state = DTRAIN__MODULE_FREE;
+    }
     return dtrain__fail(NULL, status == DTRAIN_ERR_PEER_LOST ? status : DTRAIN_ERR_ABORTED,
                         "%s: the pipeline could not go on: %s", pipeline->call, told.text);
 }
@@ -225,26 +219,19 @@ static int dtrain__pipeline_line(const void *desc, size_t index, dtrain__alike_l
            dtrain__alike_field_line(line, "the plan's ", &dtrain__pipeline_fields[index], desc);
 }
 
-/* Compares the plans of all ranks. */
-static dtrain_status dtrain__pipeline_compare(dtrain_pipeline *pipeline)
-{
-    dtrain__alike alike = {
-        pipeline->call, &pipeline->plan->desc, dtrain__pipeline_line, "give all the same", 0, {0}, 0};
-    dtrain_status status = dtrain__alike_meet(pipeline->group, &alike, DTRAIN_OK);
-    if (alike.unheard || (status != DTRAIN_OK && status != DTRAIN_ERR_MISMATCH))
-        return dtrain__pipeline_break(pipeline, status);
-    return status == DTRAIN_OK ? status : dtrain__fail(NULL, status, "%s", dtrain__thread_error.text);
-}
-
 DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     dtrain_status status = dtrain__pipeline_enter(pipeline, "dtrain_pipeline_agree");
     if (status != DTRAIN_OK)
         return status;
     pipeline->agreed = 0;
-    status = dtrain__pipeline_compare(pipeline);
+    dtrain__alike alike = {
+        pipeline->call, &pipeline->plan->desc, dtrain__pipeline_line, "give all the same", 0, {0}, 0};
+    status = dtrain__alike_meet(pipeline->group, &alike, DTRAIN_OK);
+    if (alike.unheard || (status != DTRAIN_OK && status != DTRAIN_ERR_MISMATCH))
+        return dtrain__pipeline_break(pipeline, status);
     if (status != DTRAIN_OK)
-        return status;
+        return dtrain__report(&dtrain__thread_error);
     status = dtrain__pipeline_pass_shapes(pipeline, inputs);
     if (status != DTRAIN_OK)
         return dtrain__pipeline_break(pipeline, status);

@@ -386,16 +386,6 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     return dtrain__pipeline_check_times(desc);
 }
 
-static void dtrain__pipeline_order(dtrain_pipeline_plan *plan)
-{
-    for (int rank = 0; rank < plan->desc.ranks; rank++)
-        switch (plan->desc.schedule) {
-        case DTRAIN_PIPELINE_GPIPE: dtrain__pipeline_gpipe(plan, rank); break;
-        case DTRAIN_PIPELINE_ZB_H1: dtrain__pipeline_zero_bubble(plan, rank); break;
-        default: dtrain__pipeline_one_by_one(plan, rank);
-        }
-}
-
 /* Takes the memory of a plan; marks are no more than six words a task. */
 static int dtrain__pipeline_reserve(dtrain_pipeline_plan *plan)
 {
@@ -438,7 +428,12 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
                             "pipeline_plan_create: no memory for %d micro-batches in %d chunks on %d ranks",
                             full.micro_batches, full.chunks, full.ranks);
     }
-    dtrain__pipeline_order(made);
+    for (int rank = 0; rank < full.ranks; rank++)
+        switch (full.schedule) {
+        case DTRAIN_PIPELINE_GPIPE: dtrain__pipeline_gpipe(made, rank); break;
+        case DTRAIN_PIPELINE_ZB_H1: dtrain__pipeline_zero_bubble(made, rank); break;
+        default: dtrain__pipeline_one_by_one(made, rank);
+        }
     status = dtrain__pipeline_plan_check(made);
     if (status != DTRAIN_OK) {
         dtrain_pipeline_plan_destroy(made);
@@ -463,16 +458,6 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)
 }
 
 /* ---- cutting layers into stages ---- */
-
-static dtrain_status dtrain__pipeline_stages_check(int layers, int stages, const int *begins)
-{
-    if (begins == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: begins is NULL, expected stages + 1 numbers");
-    if (stages >= 1 && stages <= layers)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: %d layers make no %d stages; 1 to %d would fit",
-                        layers, stages, layers > 1 ? layers : 1);
-}
 
 /* Fills stages up to most, each with a layer at least, so that those to come have one left as well. Returns whether all
  * layers have found a place. */
@@ -511,9 +496,11 @@ static double dtrain__pipeline_stages_least(const double *costs, int layers, int
 
 DTRAIN_API dtrain_status dtrain_split_stages(const double *costs, int layers, int stages, int *begins)
 {
-    dtrain_status status = dtrain__pipeline_stages_check(layers, stages, begins);
-    if (status != DTRAIN_OK)
-        return status;
+    if (begins == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: begins is NULL, expected stages + 1 numbers");
+    if (stages < 1 || stages > layers)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "split_stages: %d layers make no %d stages; 1 to %d would fit",
+                            layers, stages, layers > 1 ? layers : 1);
     for (int s = 0; costs == NULL && s < stages; s++) {
         size_t begin;
         dtrain_split((size_t)layers, stages, s, &begin);

@@ -77,16 +77,6 @@ DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
     return status;
 }
 
-/* Copies the sums back. */
-static void dtrain__ddp_unpack(dtrain_fsdp *fsdp)
-{
-    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        if (cut->trained && cut->count > 0)
-            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->grads + cut->grad, cut->count);
-    }
-}
-
 DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight)
 {
     dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_finish");
@@ -106,8 +96,11 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
         status = dtrain__fsdp_finish_now(fsdp, 1);
     if (total_weight != NULL)
         *total_weight = fsdp->total_weight;
-    if (status == DTRAIN_OK && fsdp->grads != NULL)
-        dtrain__ddp_unpack(fsdp);
+    for (size_t i = 0; status == DTRAIN_OK && fsdp->grads != NULL && i < fsdp->layout.cut_count; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        if (cut->trained && cut->count > 0)
+            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->grads + cut->grad, cut->count);
+    }
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
     return dtrain__fsdp_leave(fsdp, status);

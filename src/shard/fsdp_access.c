@@ -61,32 +61,12 @@ DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
     return dtrain__fsdp_address(fsdp, name, 1);
 }
 
-/* What is in memory of a unit is what the caller wrote: keeps this rank's part of it. */
-static void dtrain__fsdp_put_now(dtrain_fsdp *fsdp, int number)
-{
-    const dtrain__layout *layout = &fsdp->layout;
-    for (size_t i = layout->units[number].first; layout->apart && i < layout->units[number].end; i++) {
-        const dtrain__layout_cut *cut = &layout->cuts[i];
-        if (!cut->home)
-            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
-    }
-}
-
 /* As a gather would bring it, from full values that are the same on every rank. On a device it takes the stage of a
  * unit, in which nothing may be under way. */
 static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count, int number)
 {
     if (fsdp->desc.gather_dtype != DTRAIN_F32)
         fsdp->backend->round(fsdp, full, count, fsdp->desc.gather_dtype, number & 1);
-}
-
-static dtrain_status dtrain__fsdp_round_unit(dtrain_fsdp *fsdp, int number)
-{
-    int stages = fsdp->device.stage_bytes > 0 && fsdp->desc.gather_dtype != DTRAIN_F32;
-    dtrain_status status = stages ? dtrain__fsdp_gather_stage(fsdp, number) : DTRAIN_OK;
-    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
-        dtrain__fsdp_round(fsdp, fsdp->layout.cuts[i].data, fsdp->layout.cuts[i].count, number);
-    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
@@ -99,8 +79,16 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
                             "dtrain_fsdp_put: unit %d is not gathered on rank %d: gather it, write its parameters, "
                             "then put",
                             unit, dtrain__fsdp_rank(fsdp));
-    dtrain__fsdp_put_now(fsdp, unit);
-    status = dtrain__fsdp_round_unit(fsdp, unit);
+    const dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = layout->units[unit].first; layout->apart && i < layout->units[unit].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        if (!cut->home)
+            dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
+    }
+    if (fsdp->device.stage_bytes > 0 && fsdp->desc.gather_dtype != DTRAIN_F32)
+        status = dtrain__fsdp_gather_stage(fsdp, unit);
+    for (size_t i = layout->units[unit].first; status == DTRAIN_OK && i < layout->units[unit].end; i++)
+        dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, unit);
     fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
     return dtrain__fsdp_leave(fsdp, status);
 }

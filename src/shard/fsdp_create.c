@@ -196,17 +196,6 @@ static void dtrain__fsdp_describe(dtrain_fsdp *fsdp, size_t index)
     }
 }
 
-/* Takes the pages of a range that are never dropped. */
-static void dtrain__fsdp_settle_in(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
-{
-    for (int grads = 0; grads <= cut->trained; grads++) {
-        size_t at, count = dtrain__layout_staying(cut, grads, &at);
-        size_t begin = fsdp->layout.offsets[cut->param] + (cut->element + at) * sizeof(float);
-        if (fsdp->reserved[cut->param] & (1 << grads))
-            dtrain__pages_take(grads ? &fsdp->grad_pages : &fsdp->weight_pages, begin, count * sizeof(float));
-    }
-}
-
 static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
 {
     dtrain__layout *layout = &fsdp->layout;
@@ -234,7 +223,13 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
             layout->table[i].grad = fsdp->grad_pages.base + layout->offsets[i];
     }
     for (size_t i = 0; i < layout->cut_count; i++)
-        dtrain__fsdp_settle_in(fsdp, &layout->cuts[i]);
+        for (int grads = 0; grads <= layout->cuts[i].trained; grads++) { /* pages that are never dropped */
+            const dtrain__layout_cut *cut = &layout->cuts[i];
+            size_t at, count = dtrain__layout_staying(cut, grads, &at);
+            size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
+            if (fsdp->reserved[cut->param] & (1 << grads))
+                dtrain__pages_take(grads ? &fsdp->grad_pages : &fsdp->weight_pages, begin, count * sizeof(float));
+        }
     return DTRAIN_OK;
 }
 
@@ -623,7 +618,10 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     dtrain__thread_error = kept;
     dtrain__reducer_destroy(fsdp->reducer);
     dtrain__fsdp_debug_destroy(fsdp);
-    dtrain__fsdp_end_device_groups(fsdp);
+    for (int i = 0; i < DTRAIN__FSDP_WAYS; i++) {
+        dtrain_device_group_destroy(fsdp->device.groups[i]);
+        dtrain_comm_destroy(fsdp->device.comms[i]);
+    }
     if (!fsdp->shares_comm) {
         dtrain_comm_destroy(fsdp->gathers);
         dtrain_comm_destroy(fsdp->reduces);

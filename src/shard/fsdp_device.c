@@ -150,16 +150,6 @@ static size_t dtrain__fsdp_place_half_bytes(const dtrain__layout *layout, const 
 /* Two sums, and the norm between them. */
 #define DTRAIN__FSDP_PLACE_SUM_BYTES (2 * DTRAIN__NORM_LIMBS * sizeof(int64_t) + sizeof(double))
 
-/* What an object has in memory of a device besides slices, sums and state. */
-static void dtrain__fsdp_place_plan(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, size_t *weights,
-                                    size_t *grads)
-{
-    size_t at, stage = dtrain__fsdp_place_stage(layout, desc);
-    *weights = dtrain__fsdp_place_all(layout, desc, 0, 0, &at) * sizeof(float) + 2 * stage;
-    *grads = dtrain__fsdp_place_all(layout, desc, 1, 0, &at) * sizeof(float) + stage +
-             dtrain__fsdp_place_half_bytes(layout, desc) + DTRAIN__FSDP_PLACE_SUM_BYTES;
-}
-
 /* What hears of a part of the weights; a device that has no such memory or event has no check. */
 static dtrain_status dtrain__fsdp_make_drift(dtrain_fsdp *fsdp)
 {
@@ -257,15 +247,6 @@ static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
         dtrain__device_event_destroy(d->queue, d->drift_event);
 }
 
-/* Ends the groups of devices and with them what is under way. */
-static void dtrain__fsdp_end_device_groups(dtrain_fsdp *fsdp)
-{
-    for (int i = 0; i < DTRAIN__FSDP_WAYS; i++) {
-        dtrain_device_group_destroy(fsdp->device.groups[i]);
-        dtrain_comm_destroy(fsdp->device.comms[i]);
-    }
-}
-
 /* ---- operations ---- */
 
 /* Has the caller's queue wait for an operation, and counts as dtrain__fsdp_wait does. */
@@ -315,7 +296,7 @@ static dtrain_status dtrain__fsdp_device_gather(dtrain_fsdp *fsdp, int number)
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
     return dtrain__async_all_gather_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
-                                                  &fsdp->device.works[DTRAIN__FSDP_GATHERS][number]);
+                                      &fsdp->device.works[DTRAIN__FSDP_GATHERS][number]);
 }
 
 /* Ends it. */
@@ -390,8 +371,8 @@ static dtrain_status dtrain__fsdp_device_reduce(dtrain_fsdp *fsdp, int number, f
     }
     if (fsdp->reduces == NULL)
         return DTRAIN_OK;
-    return dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype,
-                                                      DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number]);
+    return dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype, DTRAIN_SUM,
+                                          &fsdp->device.works[DTRAIN__FSDP_REDUCES][number]);
 }
 
 /* Starts to add count numbers of a bucket over the copies. */

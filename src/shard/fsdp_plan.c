@@ -152,7 +152,10 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
         plan->full_weights = dtrain__fsdp_plan_pages(layout, 0, all, spans);
         plan->full_grads = dtrain__fsdp_plan_pages(layout, 1, desc->no_overlap, spans);
     } else {
-        dtrain__fsdp_place_plan(layout, desc, &plan->full_weights, &plan->full_grads);
+        size_t at, stage = dtrain__fsdp_place_stage(layout, desc);
+        plan->full_weights = dtrain__fsdp_place_all(layout, desc, 0, 0, &at) * sizeof(float) + 2 * stage;
+        plan->full_grads = dtrain__fsdp_place_all(layout, desc, 1, 0, &at) * sizeof(float) + stage +
+                           dtrain__fsdp_place_half_bytes(layout, desc) + DTRAIN__FSDP_PLACE_SUM_BYTES;
     }
     plan->bookkeeping = dtrain__fsdp_plan_bookkeeping(layout, desc, world);
     plan->compression = dtrain__fsdp_plan_compression(layout, desc->compress);

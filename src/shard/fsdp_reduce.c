@@ -82,8 +82,7 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     if (dtrain__fsdp_narrows_grads(fsdp))
         return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->reducing[index]);
-    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM,
-                                         &fsdp->reducing[index]);
+    return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
 }
 
 /* Where this rank's part of the sums of a unit's small ranges is; they lie one after another. */
@@ -163,17 +162,6 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
     return dtrain__fsdp_break(fsdp, status, "starting to reduce", lowest);
 }
 
-/* Adds a unit to the bucket, which goes when it is large enough or nothing comes after. Numbers of 16 bits wait each
- * unit's in a place of its own, and go alone. */
-static dtrain_status dtrain__fsdp_join_bucket(dtrain_fsdp *fsdp, int number)
-{
-    fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
-    if (!dtrain__fsdp_narrows_grads(fsdp) &&
-        !dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes))
-        return DTRAIN_OK;
-    return dtrain__fsdp_send_bucket(fsdp, number);
-}
-
 /* Between micro-batches a gradient may be added to before its unit is gathered for it. */
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
@@ -241,7 +229,11 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
     if (fsdp->reduces != NULL && dtrain__fsdp_waits_narrow(fsdp))
         fsdp->backend->narrow(fsdp, number, dtrain__fsdp_target(fsdp, number));
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
-    return dtrain__fsdp_join_bucket(fsdp, number);
+    fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
+    /* numbers of 16 bits wait each unit's in a place of its own, and go alone */
+    int goes = dtrain__fsdp_narrows_grads(fsdp) ||
+               dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes);
+    return goes ? dtrain__fsdp_send_bucket(fsdp, number) : DTRAIN_OK;
 }
 
 /* Ends what is under way of a unit's reduction. */
@@ -346,14 +338,6 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
         status = dtrain__fsdp_reduce_start(fsdp, fsdp->turn);
     }
     return status;
-}
-
-static void dtrain__fsdp_fill_nothing(dtrain_fsdp *fsdp, float *to, size_t count)
-{
-    const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
-    if (count > 0)
-        dtrain__fsdp_queued(fsdp,
-                            dtrain_device_fill(fsdp->device.queue, to, &negative_zero, sizeof negative_zero, count));
 }
 
 /* Folds one range's gradients with those of this rank's earlier micro-batches; the last leaves the sum in place. The
@@ -481,6 +465,7 @@ static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
 {
     const dtrain__layout *layout = &fsdp->layout;
+    const uint32_t negative_zero = 0x80000000u; /* by its bits: -Ofast knows no sign of zero */
     int folded;
     dtrain_status status = dtrain__fsdp_folded(fsdp, &folded);
     int keeps = folded > 1, last = fsdp->ended >= folded - 1;
@@ -499,8 +484,9 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
-        if (cut->trained && unused)
-            dtrain__fsdp_fill_nothing(fsdp, cut->grads, cut->count);
+        if (cut->trained && unused && cut->count > 0)
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, cut->grads, &negative_zero,
+                                                         sizeof negative_zero, cut->count));
         if (cut->trained && keeps)
             dtrain__fsdp_keep_cut(fsdp, cut, last);
     }
