@@ -5645,7 +5645,7 @@ static size_t dtrain__memory_bytes(const void *pointer)
     return pointer != NULL ? *((const size_t *)pointer - DTRAIN__MEMORY_WORDS) : 0;
 }
 
-/* Bytes of 0 free the block, and the result is NULL. */
+/* Bytes of 0 free the block, in which the allocator may lie, and the result is NULL. */
 static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t bytes)
 {
     size_t line = DTRAIN__CACHE_LINE, old = dtrain__memory_bytes(pointer);
@@ -5653,12 +5653,13 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t b
     void *block = pointer != NULL ? (size_t *)pointer - DTRAIN__MEMORY_WORDS : NULL;
     if (bytes > SIZE_MAX - line)
         return NULL;
+    if (bytes == 0)
+        dtrain__memory_count(allocator, 0 - old);
     block = allocator->resize != NULL ? allocator->resize(allocator->user, block, from, to, line)
                                       : DTRAIN_RESIZE(allocator->user, block, from, to, line);
-    if (bytes == 0 || block != NULL)
-        dtrain__memory_count(allocator, bytes - old);
     if (bytes == 0 || block == NULL)
         return NULL;
+    dtrain__memory_count(allocator, bytes - old);
     *(size_t *)block = bytes;
     return (size_t *)block + DTRAIN__MEMORY_WORDS;
 }
@@ -5676,6 +5677,18 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
 {
     if (pointer != NULL)
         dtrain__resize(allocator, pointer, 0);
+}
+
+/* Allocates an object that has an allocator of its own at `own`, for where none is given; *used: which of them it is. */
+static void *dtrain__memory_owner(dtrain_allocator *given, size_t bytes, size_t own, dtrain_allocator **used)
+{
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    unsigned char *made = (unsigned char *)dtrain__alloc(given != NULL ? given : &first, bytes);
+    if (made == NULL)
+        return NULL;
+    memcpy(made + own, &first, sizeof first);
+    *used = given != NULL ? given : (dtrain_allocator *)(void *)(made + own);
+    return made;
 }
 
 /* Returns the block, if it has so many bytes, or a new one in its place, zeroed, without what the old one held. NULL:
@@ -10190,13 +10203,12 @@ static dtrain_status dtrain__safetensors_finish(dtrain_safetensors **out, dtrain
 static dtrain_status dtrain__safetensors_new(dtrain_safetensors **file, const dtrain_safetensors_desc *desc,
                                              const char *label)
 {
-    dtrain_allocator own, *allocator = desc != NULL ? desc->allocator : NULL;
-    memset(&own, 0, sizeof own);
-    *file = (dtrain_safetensors *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof **file);
+    dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
+    *file = (dtrain_safetensors *)dtrain__memory_owner(allocator, sizeof **file, offsetof(dtrain_safetensors, own),
+                                                       &allocator);
     if (*file == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
-    (*file)->own = own;
-    (*file)->allocator = allocator != NULL ? allocator : &(*file)->own;
+    (*file)->allocator = allocator;
     (*file)->fd = -1;
     snprintf((*file)->label, sizeof(*file)->label, "%s", label);
     return DTRAIN_OK;
@@ -10273,7 +10285,7 @@ DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
 {
     if (file == NULL)
         return;
-    dtrain_allocator *allocator = file->allocator, own;
+    dtrain_allocator *allocator = file->allocator;
     if (file->mapping != NULL)
         munmap(file->mapping, (size_t)file->file_bytes);
     dtrain__file_close(file->fd);
@@ -10283,10 +10295,6 @@ DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
     dtrain__free(allocator, file->pairs);
     dtrain__free(allocator, file->entries);
     dtrain__free(allocator, file->header);
-    if (allocator == &file->own) { /* it counts to the last, and lies in what is freed */
-        own = file->own;
-        allocator = &own;
-    }
     dtrain__free(allocator, file);
 }
 
@@ -11404,18 +11412,17 @@ static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *mod
 DTRAIN_API dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model **model, const char *path,
                                                        const dtrain_safetensors_desc *desc)
 {
-    dtrain_allocator own, *allocator = desc != NULL ? desc->allocator : NULL;
+    dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
     dtrain_safetensors_model *made;
     if (model == NULL || path == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_open: %s is NULL",
                             model == NULL ? "model" : "path");
     *model = NULL;
-    memset(&own, 0, sizeof own);
-    made = (dtrain_safetensors_model *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof *made);
+    made = (dtrain_safetensors_model *)dtrain__memory_owner(allocator, sizeof *made,
+                                                            offsetof(dtrain_safetensors_model, own), &allocator);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", path);
-    made->own = own;
-    made->allocator = allocator != NULL ? allocator : &made->own;
+    made->allocator = allocator;
     snprintf(made->label, sizeof made->label, "%.255s", path);
     dtrain_status status = dtrain__huggingface_open_path(made, path, desc);
     if (status == DTRAIN_OK)
@@ -11429,7 +11436,7 @@ DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model)
 {
     if (model == NULL)
         return;
-    dtrain_allocator *allocator = model->allocator, own;
+    dtrain_allocator *allocator = model->allocator;
     for (size_t i = 0; i < model->shard_count; i++)
         dtrain_safetensors_close(model->shards[i].file);
     dtrain__names_free(&model->names, allocator);
@@ -11438,10 +11445,6 @@ DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model)
     dtrain__free(allocator, model->pairs);
     dtrain__free(allocator, model->lines);
     dtrain__free(allocator, model->index);
-    if (allocator == &model->own) { /* it counts to the last, and lies in what is freed */
-        own = model->own;
-        allocator = &own;
-    }
     dtrain__free(allocator, model);
 }
 
@@ -14045,7 +14048,7 @@ static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
 /* Frees what no lane needs any more; the table's destroy is the caller's. */
 static void dtrain__mux_free(dtrain__mux *mux)
 {
-    dtrain_allocator *allocator = mux->allocator, own;
+    dtrain_allocator *allocator = mux->allocator;
     for (int peer = 0; mux->peers != NULL && peer < mux->table.size; peer++) {
         dtrain__mux_peer *p = &mux->peers[peer];
         while (p->inboxes != NULL)
@@ -14066,19 +14069,17 @@ static void dtrain__mux_free(dtrain__mux *mux)
     pthread_mutex_destroy(&mux->turn);
     pthread_mutex_destroy(&mux->mutex);
     pthread_mutex_destroy(&mux->origin.mutex);
-    own = mux->own;
-    dtrain__free(allocator == &mux->own ? &own : allocator, mux);
+    dtrain__free(allocator, mux);
 }
 
 /* A mux without lanes over a table, of which it takes a copy. */
 static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transport *table, dtrain_allocator *allocator)
 {
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain__mux *mux = (dtrain__mux *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *mux);
+    dtrain__mux *mux =
+        (dtrain__mux *)dtrain__memory_owner(allocator, sizeof *mux, offsetof(dtrain__mux, own), &allocator);
     *out = mux;
     if (mux != NULL) {
-        mux->own = first;
-        mux->allocator = allocator != NULL ? allocator : &mux->own;
+        mux->allocator = allocator;
         mux->table = *table;
         pthread_mutex_init(&mux->turn, NULL);
         pthread_mutex_init(&mux->mutex, NULL);
@@ -14777,13 +14778,11 @@ static void dtrain__threads_free(dtrain__threads_group *group)
 
 static void dtrain__threads_world_free(dtrain__threads_world *world)
 {
-    dtrain_allocator own;
     dtrain__origin_stop(&world->origin);
     dtrain__store_free(&world->store, world->allocator);
     pthread_mutex_destroy(&world->mutex);
     pthread_mutex_destroy(&world->origin.mutex);
-    own = world->own;
-    dtrain__free(world->allocator == &world->own ? &own : world->allocator, world);
+    dtrain__free(world->allocator, world);
 }
 
 /* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */
@@ -14862,13 +14861,11 @@ static void dtrain__threads_destroy(void *self)
 /* A world without groups, for dtrain__threads_attach. */
 static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator)
 {
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain__threads_world *world =
-        (dtrain__threads_world *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *world);
+    dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
+        allocator, sizeof *world, offsetof(dtrain__threads_world, own), &allocator);
     if (world == NULL)
         return NULL;
-    world->own = first;
-    world->allocator = allocator != NULL ? allocator : &world->own;
+    world->allocator = allocator;
     world->origin.bell = &world->bell;
     pthread_mutex_init(&world->mutex, NULL);
     pthread_mutex_init(&world->origin.mutex, NULL);
@@ -19069,7 +19066,7 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
 /* Frees a hub that has no channel any more. */
 static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
-    dtrain_allocator *allocator = hub->allocator, own;
+    dtrain_allocator *allocator = hub->allocator;
     if (hub->listener >= 0) {
         if (dtrain__net_is_unix(&hub->listening) && !forked) /* while nobody can have another there */
             unlink(hub->listening.at.local.sun_path);
@@ -19092,8 +19089,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     pthread_mutex_destroy(&hub->mutex);
     pthread_mutex_destroy(&hub->step_mutex);
     pthread_mutex_destroy(&hub->origin.mutex);
-    own = hub->own;
-    dtrain__free(allocator == &hub->own ? &own : allocator, hub);
+    dtrain__free(allocator, hub);
 }
 
 /* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its
@@ -19635,13 +19631,12 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
 static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__keys *keys,
                                            const dtrain__hub_desc *desc, dtrain_allocator *allocator)
 {
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain__hub *hub = (dtrain__hub *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *hub);
+    dtrain__hub *hub =
+        (dtrain__hub *)dtrain__memory_owner(allocator, sizeof *hub, offsetof(dtrain__hub, own), &allocator);
     *out = NULL;
     if (hub == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
-    hub->own = first;
-    hub->allocator = allocator != NULL ? allocator : &hub->own;
+    hub->allocator = allocator;
     pthread_mutex_init(&hub->mutex, NULL);
     pthread_mutex_init(&hub->step_mutex, NULL);
     pthread_mutex_init(&hub->origin.mutex, NULL);
@@ -26488,14 +26483,14 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
 /* Memory for the mesh, and this rank's place in it. */
 static dtrain_mesh *dtrain__mesh_place(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int rest)
 {
-    dtrain_allocator *allocator = world->desc.allocator, first = {NULL, NULL, 0, 0};
+    dtrain_allocator *allocator;
     size_t bytes = sizeof(dtrain_mesh) + (size_t)count * sizeof(dtrain__axis);
-    dtrain_mesh *mesh = (dtrain_mesh *)dtrain__alloc(allocator != NULL ? allocator : &first, bytes);
+    dtrain_mesh *mesh =
+        (dtrain_mesh *)dtrain__memory_owner(world->desc.allocator, bytes, offsetof(dtrain_mesh, own), &allocator);
     int rank = world->rank;
     if (mesh == NULL)
         return NULL;
-    mesh->own = first;
-    mesh->allocator = allocator != NULL ? allocator : &mesh->own;
+    mesh->allocator = allocator;
     mesh->count = count;
     mesh->axes = (dtrain__axis *)(void *)(mesh + 1);
     for (int i = count; i-- > 0;) {
@@ -26653,13 +26648,11 @@ DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *
 
 DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
 {
-    dtrain_allocator own;
     if (mesh == NULL)
         return;
     for (int i = 0; i < mesh->count; i++)
         dtrain_comm_destroy(mesh->axes[i].group);
-    own = mesh->own;
-    dtrain__free(mesh->allocator == &mesh->own ? &own : mesh->allocator, mesh);
+    dtrain__free(mesh->allocator, mesh);
 }
 
 #endif
@@ -30576,17 +30569,6 @@ static dtrain_status dtrain__sparse_check_dense(const dtrain__sparse *sparse, co
     return status;
 }
 
-/* The indices are known to be good. Each is a line of its own of the cache, asked for in time. */
-static void dtrain__sparse_add_now(const dtrain__sparse *sparse, float *data)
-{
-    uint64_t mode = dtrain__fpmode_enter();
-    for (size_t i = 0; i < sparse->count; i++) {
-        __builtin_prefetch(data + sparse->indices[i + 24 < sparse->count ? i + 24 : i], 1);
-        data[sparse->indices[i]] += sparse->values[i];
-    }
-    dtrain__fpmode_restore(mode);
-}
-
 static void dtrain__sparse_write_now(const dtrain__sparse *sparse, float *data)
 {
     if (sparse->original_count > 0)
@@ -31168,7 +31150,7 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
                                                         dtrain_device_selection **selection)
 {
     const char *call = "device_selection_create";
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain_allocator *heap;
     if (selection == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: selection is NULL, expected a place for it", call,
                             dtrain_device_name(device));
@@ -31180,11 +31162,11 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
                             dtrain_device_name(device), count);
-    dtrain__device_selection *mine = (dtrain__device_selection *)dtrain__alloc(&heap, sizeof *mine);
+    dtrain__device_selection *mine = (dtrain__device_selection *)dtrain__memory_owner(
+        NULL, sizeof *mine, offsetof(dtrain__device_selection, heap), &heap);
     if (mine == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s on %s: no memory for %zu bytes", call,
                             dtrain_device_name(device), sizeof *mine);
-    mine->heap = heap;
     mine->device = device;
     mine->count = count;
     mine->k = k;
@@ -31194,8 +31176,7 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
     else
         status = dtrain__topk_reserve(&mine->sparse, dtrain__topk_room(count, k));
     if (status != DTRAIN_OK) {
-        heap = mine->heap;
-        dtrain__free(&heap, mine);
+        dtrain__free(&mine->heap, mine);
         return status;
     }
     *selection = (dtrain_device_selection *)(void *)mine;
@@ -31246,8 +31227,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
     if (mine->device != NULL && mine->device->ops->selection_destroy != NULL)
         mine->device->ops->selection_destroy(mine->device, mine->made);
     dtrain__sparse_destroy(&mine->sparse);
-    dtrain_allocator heap = mine->heap;
-    dtrain__free(&heap, mine);
+    dtrain__free(&mine->heap, mine);
 }
 
 static void dtrain__device_sparse_add_cpu(const uint32_t *indices, const float *values, size_t k, float *data,
@@ -32322,13 +32302,13 @@ static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *co
 static void dtrain__selections_destroy(void *self)
 {
     dtrain__selections_state *state = (dtrain__selections_state *)self;
-    dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = state->allocator;
+    dtrain_allocator *allocator = state->allocator;
     dtrain__selections_free(state);
     dtrain__sparse_destroy(&state->chosen);
     dtrain__sparse_destroy(&state->picked);
     dtrain__free(allocator, state->out);
     dtrain__free(allocator, state->in);
-    dtrain__free(allocator != &state->heap ? allocator : &heap, state);
+    dtrain__free(allocator, state);
 }
 
 static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
@@ -32361,7 +32341,6 @@ static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
 DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
                                                 dtrain_allocator *allocator)
 {
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
     dtrain_topk_desc full;
     if (compressor == NULL || desc == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: compressor and desc are needed, got NULL");
@@ -32371,12 +32350,12 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
     dtrain_status status = dtrain__selections_check_desc(&full);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__selections_state *state =
-        (dtrain__selections_state *)dtrain__alloc(allocator != NULL ? allocator : &heap, sizeof *state);
+    dtrain__selections_state *state = (dtrain__selections_state *)dtrain__memory_owner(
+        allocator, sizeof *state, offsetof(dtrain__selections_state, heap), &allocator);
     if (state == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_topk: no memory for %zu bytes", sizeof *state);
     state->desc = full;
-    state->allocator = allocator != NULL ? allocator : &state->heap;
+    state->allocator = allocator;
     state->chosen.allocator = state->picked.allocator = state->allocator;
     compressor->name = "topk";
     compressor->self = state;
@@ -34820,7 +34799,6 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
 DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
                                                  const dtrain_optimizer_desc *desc, dtrain_allocator *allocator)
 {
-    dtrain_allocator own = {NULL, NULL, 0, 0};
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
     const char *bad = dtrain__optimizer_bad(&full, 0);
     if (optimizer == NULL)
@@ -34828,11 +34806,11 @@ DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, c
     *optimizer = NULL;
     if (bad != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "optimizer: the desc has a bad %s", bad);
-    dtrain_optimizer *made = (dtrain_optimizer *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof *made);
+    dtrain_optimizer *made =
+        (dtrain_optimizer *)dtrain__memory_owner(allocator, sizeof *made, offsetof(dtrain_optimizer, own), &allocator);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for %zu bytes", sizeof *made);
-    made->own = own;
-    made->allocator = allocator != NULL ? allocator : &made->own;
+    made->allocator = allocator;
     made->desc = full;
     dtrain_status status = dtrain__optimizer_init(made, table, count);
     if (status != DTRAIN_OK) {
@@ -34899,8 +34877,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 {
     if (optimizer == NULL)
         return;
-    dtrain_allocator own = optimizer->own;
-    dtrain_allocator *allocator = optimizer->allocator == &optimizer->own ? &own : optimizer->allocator;
+    dtrain_allocator *allocator = optimizer->allocator;
     dtrain__params_destroy(&optimizer->params, allocator);
     if (optimizer->device != NULL)
         dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);
@@ -36871,7 +36848,7 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
  * make must still be made. */
 static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
 {
-    if (fsdp->note.failed)
+    if (fsdp == NULL || fsdp->note.failed)
         return;
     fsdp->note.failed = 1;
     snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
@@ -42401,7 +42378,7 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
                                               const dtrain_param *table, size_t table_count,
                                               const dtrain_module_desc *desc)
 {
-    dtrain_allocator own = {NULL, NULL, 0, 0};
+    dtrain_allocator *memory = desc != NULL ? desc->allocator : NULL;
     int micro_batches = desc != NULL ? desc->micro_batches : 0;
     if (module == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_module_create: module is NULL: nowhere to put it");
@@ -42409,12 +42386,11 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
     dtrain_status status = dtrain__module_check(layers, count, table, table_count, micro_batches);
     if (status != DTRAIN_OK)
         return status;
-    dtrain_allocator *memory = desc != NULL && desc->allocator != NULL ? desc->allocator : &own;
-    dtrain_module *made = (dtrain_module *)dtrain__alloc(memory, sizeof *made);
+    dtrain_module *made =
+        (dtrain_module *)dtrain__memory_owner(memory, sizeof *made, offsetof(dtrain_module, own), &memory);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_module_create: no memory for %zu bytes", sizeof *made);
-    made->own = own;
-    made->allocator = memory == &own ? &made->own : memory;
+    made->allocator = memory;
     made->layer_count = (int)count;
     made->place_count = (micro_batches > 0 ? micro_batches : 1) + 1;
     made->table_count = table_count;
@@ -42443,7 +42419,7 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
 {
     if (module == NULL)
         return;
-    dtrain_allocator *memory = module->allocator, last;
+    dtrain_allocator *memory = module->allocator;
     for (int i = 0; module->places != NULL && i < module->place_count; i++) {
         dtrain__free(memory, module->places[i].block);
         dtrain__free(memory, module->places[i].kept);
@@ -42457,8 +42433,7 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
     dtrain__free(memory, module->addresses);
     dtrain__free(memory, module->places);
     dtrain__free(memory, module->values);
-    last = module->own;
-    dtrain__free(memory == &module->own ? &last : memory, module);
+    dtrain__free(memory, module);
 }
 
 #endif
@@ -43498,13 +43473,10 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
     dtrain_status status = dtrain__pipeline_fill(&full);
     if (status != DTRAIN_OK)
         return status;
-    dtrain_allocator own;
-    memset(&own, 0, sizeof own);
-    dtrain_pipeline_plan *made =
-        (dtrain_pipeline_plan *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof *made);
+    dtrain_pipeline_plan *made = (dtrain_pipeline_plan *)dtrain__memory_owner(
+        allocator, sizeof *made, offsetof(dtrain_pipeline_plan, own), &allocator);
     if (made != NULL) {
-        made->own = own;
-        made->allocator = allocator != NULL ? allocator : &made->own;
+        made->allocator = allocator;
         made->desc = full;
     }
     if (made == NULL || !dtrain__pipeline_reserve(made)) {
@@ -43532,14 +43504,9 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)
 {
     if (plan == NULL)
         return;
-    dtrain_allocator *allocator = plan->allocator, own;
-    dtrain__free(allocator, plan->tasks);
-    dtrain__free(allocator, plan->peak);
-    if (allocator == &plan->own) { /* it counts to the last, and lies in what is freed */
-        own = plan->own;
-        allocator = &own;
-    }
-    dtrain__free(allocator, plan);
+    dtrain__free(plan->allocator, plan->tasks);
+    dtrain__free(plan->allocator, plan->peak);
+    dtrain__free(plan->allocator, plan);
 }
 
 /* ---- cutting layers into stages ---- */
@@ -45081,7 +45048,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const 
     if (alike.unheard || (status != DTRAIN_OK && status != DTRAIN_ERR_MISMATCH))
         return dtrain__pipeline_break(pipeline, status);
     if (status != DTRAIN_OK)
-        return dtrain__report(&dtrain__thread_error);
+        return status;
     status = dtrain__pipeline_pass_shapes(pipeline, inputs);
     if (status != DTRAIN_OK)
         return dtrain__pipeline_break(pipeline, status);
@@ -45521,8 +45488,6 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
                                                 const dtrain_pipeline_desc *desc)
 {
     dtrain_pipeline_plan_desc plan;
-    dtrain_allocator own;
-    memset(&own, 0, sizeof own);
     memset(&plan, 0, sizeof plan);
     if (pipeline == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_pipeline_create: pipeline is NULL: nowhere to put it");
@@ -45530,12 +45495,12 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
     dtrain_status status = dtrain__pipeline_check(group, desc, 0);
     if (status != DTRAIN_OK)
         return status;
-    dtrain_allocator *memory = desc->allocator != NULL ? desc->allocator : &own;
-    dtrain_pipeline *made = (dtrain_pipeline *)dtrain__alloc(memory, sizeof *made);
+    dtrain_allocator *memory;
+    dtrain_pipeline *made = (dtrain_pipeline *)dtrain__memory_owner(desc->allocator, sizeof *made,
+                                                                    offsetof(dtrain_pipeline, own), &memory);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu bytes", sizeof *made);
-    made->own = own;
-    made->allocator = memory == &own ? &made->own : memory;
+    made->allocator = memory;
     plan.schedule = desc->schedule;
     plan.ranks = dtrain_comm_size(group);
     plan.micro_batches = desc->micro_batches;
@@ -45566,7 +45531,7 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
 {
     if (pipeline == NULL)
         return;
-    dtrain_allocator *memory = pipeline->allocator, last;
+    dtrain_allocator *memory = pipeline->allocator;
     dtrain__free(memory, pipeline->modules);
     dtrain__free(memory, pipeline->fsdps);
     dtrain__free(memory, pipeline->moves);
@@ -45578,8 +45543,7 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
     dtrain__free(memory, pipeline->memory);
     dtrain__free(memory, pipeline->evaluated);
     dtrain_pipeline_plan_destroy(pipeline->plan);
-    last = pipeline->own;
-    dtrain__free(memory == &pipeline->own ? &last : memory, pipeline);
+    dtrain__free(memory, pipeline);
 }
 
 #endif

@@ -80,7 +80,7 @@ static size_t dtrain__memory_bytes(const void *pointer)
     return pointer != NULL ? *((const size_t *)pointer - DTRAIN__MEMORY_WORDS) : 0;
 }
 
-/* Bytes of 0 free the block, and the result is NULL. */
+/* Bytes of 0 free the block, in which the allocator may lie, and the result is NULL. */
 static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t bytes)
 {
     size_t line = DTRAIN__CACHE_LINE, old = dtrain__memory_bytes(pointer);
@@ -88,12 +88,13 @@ static void *dtrain__resize(dtrain_allocator *allocator, void *pointer, size_t b
     void *block = pointer != NULL ? (size_t *)pointer - DTRAIN__MEMORY_WORDS : NULL;
     if (bytes > SIZE_MAX - line)
         return NULL;
+    if (bytes == 0)
+        dtrain__memory_count(allocator, 0 - old);
     block = allocator->resize != NULL ? allocator->resize(allocator->user, block, from, to, line)
                                       : DTRAIN_RESIZE(allocator->user, block, from, to, line);
-    if (bytes == 0 || block != NULL)
-        dtrain__memory_count(allocator, bytes - old);
     if (bytes == 0 || block == NULL)
         return NULL;
+    dtrain__memory_count(allocator, bytes - old);
     *(size_t *)block = bytes;
     return (size_t *)block + DTRAIN__MEMORY_WORDS;
 }
@@ -111,6 +112,18 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
 {
     if (pointer != NULL)
         dtrain__resize(allocator, pointer, 0);
+}
+
+/* Allocates an object that has an allocator of its own at `own`, for where none is given; *used: which of them it is. */
+static void *dtrain__memory_owner(dtrain_allocator *given, size_t bytes, size_t own, dtrain_allocator **used)
+{
+    dtrain_allocator first = {NULL, NULL, 0, 0};
+    unsigned char *made = (unsigned char *)dtrain__alloc(given != NULL ? given : &first, bytes);
+    if (made == NULL)
+        return NULL;
+    memcpy(made + own, &first, sizeof first);
+    *used = given != NULL ? given : (dtrain_allocator *)(void *)(made + own);
+    return made;
 }
 
 /* Returns the block, if it has so many bytes, or a new one in its place, zeroed, without what the old one held. NULL:

@@ -54,14 +54,14 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
 /* Memory for the mesh, and this rank's place in it. */
 static dtrain_mesh *dtrain__mesh_place(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int rest)
 {
-    dtrain_allocator *allocator = world->desc.allocator, first = {NULL, NULL, 0, 0};
+    dtrain_allocator *allocator;
     size_t bytes = sizeof(dtrain_mesh) + (size_t)count * sizeof(dtrain__axis);
-    dtrain_mesh *mesh = (dtrain_mesh *)dtrain__alloc(allocator != NULL ? allocator : &first, bytes);
+    dtrain_mesh *mesh =
+        (dtrain_mesh *)dtrain__memory_owner(world->desc.allocator, bytes, offsetof(dtrain_mesh, own), &allocator);
     int rank = world->rank;
     if (mesh == NULL)
         return NULL;
-    mesh->own = first;
-    mesh->allocator = allocator != NULL ? allocator : &mesh->own;
+    mesh->allocator = allocator;
     mesh->count = count;
     mesh->axes = (dtrain__axis *)(void *)(mesh + 1);
     for (int i = count; i-- > 0;) {
@@ -219,13 +219,11 @@ DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *
 
 DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
 {
-    dtrain_allocator own;
     if (mesh == NULL)
         return;
     for (int i = 0; i < mesh->count; i++)
         dtrain_comm_destroy(mesh->axes[i].group);
-    own = mesh->own;
-    dtrain__free(mesh->allocator == &mesh->own ? &own : mesh->allocator, mesh);
+    dtrain__free(mesh->allocator, mesh);
 }
 
 #endif

@@ -23,7 +23,7 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
                                                         dtrain_device_selection **selection)
 {
     const char *call = "device_selection_create";
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
+    dtrain_allocator *heap;
     if (selection == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: selection is NULL, expected a place for it", call,
                             dtrain_device_name(device));
@@ -35,11 +35,11 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
                             dtrain_device_name(device), count);
-    dtrain__device_selection *mine = (dtrain__device_selection *)dtrain__alloc(&heap, sizeof *mine);
+    dtrain__device_selection *mine = (dtrain__device_selection *)dtrain__memory_owner(
+        NULL, sizeof *mine, offsetof(dtrain__device_selection, heap), &heap);
     if (mine == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s on %s: no memory for %zu bytes", call,
                             dtrain_device_name(device), sizeof *mine);
-    mine->heap = heap;
     mine->device = device;
     mine->count = count;
     mine->k = k;
@@ -49,8 +49,7 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
     else
         status = dtrain__topk_reserve(&mine->sparse, dtrain__topk_room(count, k));
     if (status != DTRAIN_OK) {
-        heap = mine->heap;
-        dtrain__free(&heap, mine);
+        dtrain__free(&mine->heap, mine);
         return status;
     }
     *selection = (dtrain_device_selection *)(void *)mine;
@@ -101,8 +100,7 @@ DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_de
     if (mine->device != NULL && mine->device->ops->selection_destroy != NULL)
         mine->device->ops->selection_destroy(mine->device, mine->made);
     dtrain__sparse_destroy(&mine->sparse);
-    dtrain_allocator heap = mine->heap;
-    dtrain__free(&heap, mine);
+    dtrain__free(&mine->heap, mine);
 }
 
 static void dtrain__device_sparse_add_cpu(const uint32_t *indices, const float *values, size_t k, float *data,

@@ -512,13 +512,13 @@ static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *co
 static void dtrain__selections_destroy(void *self)
 {
     dtrain__selections_state *state = (dtrain__selections_state *)self;
-    dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = state->allocator;
+    dtrain_allocator *allocator = state->allocator;
     dtrain__selections_free(state);
     dtrain__sparse_destroy(&state->chosen);
     dtrain__sparse_destroy(&state->picked);
     dtrain__free(allocator, state->out);
     dtrain__free(allocator, state->in);
-    dtrain__free(allocator != &state->heap ? allocator : &heap, state);
+    dtrain__free(allocator, state);
 }
 
 static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
@@ -551,7 +551,6 @@ static dtrain_status dtrain__selections_check_desc(const dtrain_topk_desc *desc)
 DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, const dtrain_topk_desc *desc,
                                                 dtrain_allocator *allocator)
 {
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
     dtrain_topk_desc full;
     if (compressor == NULL || desc == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressor_topk: compressor and desc are needed, got NULL");
@@ -561,12 +560,12 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
     dtrain_status status = dtrain__selections_check_desc(&full);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__selections_state *state =
-        (dtrain__selections_state *)dtrain__alloc(allocator != NULL ? allocator : &heap, sizeof *state);
+    dtrain__selections_state *state = (dtrain__selections_state *)dtrain__memory_owner(
+        allocator, sizeof *state, offsetof(dtrain__selections_state, heap), &allocator);
     if (state == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_topk: no memory for %zu bytes", sizeof *state);
     state->desc = full;
-    state->allocator = allocator != NULL ? allocator : &state->heap;
+    state->allocator = allocator;
     state->chosen.allocator = state->picked.allocator = state->allocator;
     compressor->name = "topk";
     compressor->self = state;

@@ -47,17 +47,6 @@ static dtrain_status dtrain__sparse_check_dense(const dtrain__sparse *sparse, co
     return status;
 }
 
-/* The indices are known to be good. Each is a line of its own of the cache, asked for in time. */
-static void dtrain__sparse_add_now(const dtrain__sparse *sparse, float *data)
-{
-    uint64_t mode = dtrain__fpmode_enter();
-    for (size_t i = 0; i < sparse->count; i++) {
-        __builtin_prefetch(data + sparse->indices[i + 24 < sparse->count ? i + 24 : i], 1);
-        data[sparse->indices[i]] += sparse->values[i];
-    }
-    dtrain__fpmode_restore(mode);
-}
-
 static void dtrain__sparse_write_now(const dtrain__sparse *sparse, float *data)
 {
     if (sparse->original_count > 0)

@@ -130,7 +130,7 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
 /* Frees a hub that has no channel any more. */
 static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
-    dtrain_allocator *allocator = hub->allocator, own;
+    dtrain_allocator *allocator = hub->allocator;
     if (hub->listener >= 0) {
         if (dtrain__net_is_unix(&hub->listening) && !forked) /* while nobody can have another there */
             unlink(hub->listening.at.local.sun_path);
@@ -153,8 +153,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     pthread_mutex_destroy(&hub->mutex);
     pthread_mutex_destroy(&hub->step_mutex);
     pthread_mutex_destroy(&hub->origin.mutex);
-    own = hub->own;
-    dtrain__free(allocator == &hub->own ? &own : allocator, hub);
+    dtrain__free(allocator, hub);
 }
 
 /* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its

@@ -277,7 +277,7 @@ static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
 /* Frees what no lane needs any more; the table's destroy is the caller's. */
 static void dtrain__mux_free(dtrain__mux *mux)
 {
-    dtrain_allocator *allocator = mux->allocator, own;
+    dtrain_allocator *allocator = mux->allocator;
     for (int peer = 0; mux->peers != NULL && peer < mux->table.size; peer++) {
         dtrain__mux_peer *p = &mux->peers[peer];
         while (p->inboxes != NULL)
@@ -298,19 +298,17 @@ static void dtrain__mux_free(dtrain__mux *mux)
     pthread_mutex_destroy(&mux->turn);
     pthread_mutex_destroy(&mux->mutex);
     pthread_mutex_destroy(&mux->origin.mutex);
-    own = mux->own;
-    dtrain__free(allocator == &mux->own ? &own : allocator, mux);
+    dtrain__free(allocator, mux);
 }
 
 /* A mux without lanes over a table, of which it takes a copy. */
 static dtrain_status dtrain__mux_create(dtrain__mux **out, const dtrain_transport *table, dtrain_allocator *allocator)
 {
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain__mux *mux = (dtrain__mux *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *mux);
+    dtrain__mux *mux =
+        (dtrain__mux *)dtrain__memory_owner(allocator, sizeof *mux, offsetof(dtrain__mux, own), &allocator);
     *out = mux;
     if (mux != NULL) {
-        mux->own = first;
-        mux->allocator = allocator != NULL ? allocator : &mux->own;
+        mux->allocator = allocator;
         mux->table = *table;
         pthread_mutex_init(&mux->turn, NULL);
         pthread_mutex_init(&mux->mutex, NULL);

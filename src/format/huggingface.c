@@ -330,18 +330,17 @@ static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *mod
 DTRAIN_API dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model **model, const char *path,
                                                        const dtrain_safetensors_desc *desc)
 {
-    dtrain_allocator own, *allocator = desc != NULL ? desc->allocator : NULL;
+    dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
     dtrain_safetensors_model *made;
     if (model == NULL || path == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_open: %s is NULL",
                             model == NULL ? "model" : "path");
     *model = NULL;
-    memset(&own, 0, sizeof own);
-    made = (dtrain_safetensors_model *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof *made);
+    made = (dtrain_safetensors_model *)dtrain__memory_owner(allocator, sizeof *made,
+                                                            offsetof(dtrain_safetensors_model, own), &allocator);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", path);
-    made->own = own;
-    made->allocator = allocator != NULL ? allocator : &made->own;
+    made->allocator = allocator;
     snprintf(made->label, sizeof made->label, "%.255s", path);
     dtrain_status status = dtrain__huggingface_open_path(made, path, desc);
     if (status == DTRAIN_OK)
@@ -355,7 +354,7 @@ DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model)
 {
     if (model == NULL)
         return;
-    dtrain_allocator *allocator = model->allocator, own;
+    dtrain_allocator *allocator = model->allocator;
     for (size_t i = 0; i < model->shard_count; i++)
         dtrain_safetensors_close(model->shards[i].file);
     dtrain__names_free(&model->names, allocator);
@@ -364,10 +363,6 @@ DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model)
     dtrain__free(allocator, model->pairs);
     dtrain__free(allocator, model->lines);
     dtrain__free(allocator, model->index);
-    if (allocator == &model->own) { /* it counts to the last, and lies in what is freed */
-        own = model->own;
-        allocator = &own;
-    }
     dtrain__free(allocator, model);
 }
 

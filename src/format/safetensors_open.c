@@ -92,13 +92,12 @@ static dtrain_status dtrain__safetensors_finish(dtrain_safetensors **out, dtrain
 static dtrain_status dtrain__safetensors_new(dtrain_safetensors **file, const dtrain_safetensors_desc *desc,
                                              const char *label)
 {
-    dtrain_allocator own, *allocator = desc != NULL ? desc->allocator : NULL;
-    memset(&own, 0, sizeof own);
-    *file = (dtrain_safetensors *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof **file);
+    dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
+    *file = (dtrain_safetensors *)dtrain__memory_owner(allocator, sizeof **file, offsetof(dtrain_safetensors, own),
+                                                       &allocator);
     if (*file == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
-    (*file)->own = own;
-    (*file)->allocator = allocator != NULL ? allocator : &(*file)->own;
+    (*file)->allocator = allocator;
     (*file)->fd = -1;
     snprintf((*file)->label, sizeof(*file)->label, "%s", label);
     return DTRAIN_OK;
@@ -175,7 +174,7 @@ DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
 {
     if (file == NULL)
         return;
-    dtrain_allocator *allocator = file->allocator, own;
+    dtrain_allocator *allocator = file->allocator;
     if (file->mapping != NULL)
         munmap(file->mapping, (size_t)file->file_bytes);
     dtrain__file_close(file->fd);
@@ -185,10 +184,6 @@ DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
     dtrain__free(allocator, file->pairs);
     dtrain__free(allocator, file->entries);
     dtrain__free(allocator, file->header);
-    if (allocator == &file->own) { /* it counts to the last, and lies in what is freed */
-        own = file->own;
-        allocator = &own;
-    }
     dtrain__free(allocator, file);
 }
 

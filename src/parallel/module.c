@@ -221,7 +221,7 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
                                               const dtrain_param *table, size_t table_count,
                                               const dtrain_module_desc *desc)
 {
-    dtrain_allocator own = {NULL, NULL, 0, 0};
+    dtrain_allocator *memory = desc != NULL ? desc->allocator : NULL;
     int micro_batches = desc != NULL ? desc->micro_batches : 0;
     if (module == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_module_create: module is NULL: nowhere to put it");
@@ -229,12 +229,11 @@ DTRAIN_API dtrain_status dtrain_module_create(dtrain_module **module, const dtra
     dtrain_status status = dtrain__module_check(layers, count, table, table_count, micro_batches);
     if (status != DTRAIN_OK)
         return status;
-    dtrain_allocator *memory = desc != NULL && desc->allocator != NULL ? desc->allocator : &own;
-    dtrain_module *made = (dtrain_module *)dtrain__alloc(memory, sizeof *made);
+    dtrain_module *made =
+        (dtrain_module *)dtrain__memory_owner(memory, sizeof *made, offsetof(dtrain_module, own), &memory);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_module_create: no memory for %zu bytes", sizeof *made);
-    made->own = own;
-    made->allocator = memory == &own ? &made->own : memory;
+    made->allocator = memory;
     made->layer_count = (int)count;
     made->place_count = (micro_batches > 0 ? micro_batches : 1) + 1;
     made->table_count = table_count;
@@ -263,7 +262,7 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
 {
     if (module == NULL)
         return;
-    dtrain_allocator *memory = module->allocator, last;
+    dtrain_allocator *memory = module->allocator;
     for (int i = 0; module->places != NULL && i < module->place_count; i++) {
         dtrain__free(memory, module->places[i].block);
         dtrain__free(memory, module->places[i].kept);
@@ -277,8 +276,7 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module)
     dtrain__free(memory, module->addresses);
     dtrain__free(memory, module->places);
     dtrain__free(memory, module->values);
-    last = module->own;
-    dtrain__free(memory == &module->own ? &last : memory, module);
+    dtrain__free(memory, module);
 }
 
 #endif

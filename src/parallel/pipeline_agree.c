@@ -231,7 +231,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const 
     if (alike.unheard || (status != DTRAIN_OK && status != DTRAIN_ERR_MISMATCH))
         return dtrain__pipeline_break(pipeline, status);
     if (status != DTRAIN_OK)
-        return dtrain__report(&dtrain__thread_error);
+        return status;
     status = dtrain__pipeline_pass_shapes(pipeline, inputs);
     if (status != DTRAIN_OK)
         return dtrain__pipeline_break(pipeline, status);

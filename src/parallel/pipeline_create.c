@@ -103,8 +103,6 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
                                                 const dtrain_pipeline_desc *desc)
 {
     dtrain_pipeline_plan_desc plan;
-    dtrain_allocator own;
-    memset(&own, 0, sizeof own);
     memset(&plan, 0, sizeof plan);
     if (pipeline == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_pipeline_create: pipeline is NULL: nowhere to put it");
@@ -112,12 +110,12 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
     dtrain_status status = dtrain__pipeline_check(group, desc, 0);
     if (status != DTRAIN_OK)
         return status;
-    dtrain_allocator *memory = desc->allocator != NULL ? desc->allocator : &own;
-    dtrain_pipeline *made = (dtrain_pipeline *)dtrain__alloc(memory, sizeof *made);
+    dtrain_allocator *memory;
+    dtrain_pipeline *made = (dtrain_pipeline *)dtrain__memory_owner(desc->allocator, sizeof *made,
+                                                                    offsetof(dtrain_pipeline, own), &memory);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu bytes", sizeof *made);
-    made->own = own;
-    made->allocator = memory == &own ? &made->own : memory;
+    made->allocator = memory;
     plan.schedule = desc->schedule;
     plan.ranks = dtrain_comm_size(group);
     plan.micro_batches = desc->micro_batches;
@@ -148,7 +146,7 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
 {
     if (pipeline == NULL)
         return;
-    dtrain_allocator *memory = pipeline->allocator, last;
+    dtrain_allocator *memory = pipeline->allocator;
     dtrain__free(memory, pipeline->modules);
     dtrain__free(memory, pipeline->fsdps);
     dtrain__free(memory, pipeline->moves);
@@ -160,8 +158,7 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
     dtrain__free(memory, pipeline->memory);
     dtrain__free(memory, pipeline->evaluated);
     dtrain_pipeline_plan_destroy(pipeline->plan);
-    last = pipeline->own;
-    dtrain__free(memory == &pipeline->own ? &last : memory, pipeline);
+    dtrain__free(memory, pipeline);
 }
 
 #endif

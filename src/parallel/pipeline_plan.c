@@ -413,13 +413,10 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
     dtrain_status status = dtrain__pipeline_fill(&full);
     if (status != DTRAIN_OK)
         return status;
-    dtrain_allocator own;
-    memset(&own, 0, sizeof own);
-    dtrain_pipeline_plan *made =
-        (dtrain_pipeline_plan *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof *made);
+    dtrain_pipeline_plan *made = (dtrain_pipeline_plan *)dtrain__memory_owner(
+        allocator, sizeof *made, offsetof(dtrain_pipeline_plan, own), &allocator);
     if (made != NULL) {
-        made->own = own;
-        made->allocator = allocator != NULL ? allocator : &made->own;
+        made->allocator = allocator;
         made->desc = full;
     }
     if (made == NULL || !dtrain__pipeline_reserve(made)) {
@@ -447,14 +444,9 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)
 {
     if (plan == NULL)
         return;
-    dtrain_allocator *allocator = plan->allocator, own;
-    dtrain__free(allocator, plan->tasks);
-    dtrain__free(allocator, plan->peak);
-    if (allocator == &plan->own) { /* it counts to the last, and lies in what is freed */
-        own = plan->own;
-        allocator = &own;
-    }
-    dtrain__free(allocator, plan);
+    dtrain__free(plan->allocator, plan->tasks);
+    dtrain__free(plan->allocator, plan->peak);
+    dtrain__free(plan->allocator, plan);
 }
 
 /* ---- cutting layers into stages ---- */

@@ -288,7 +288,7 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
  * make must still be made. */
 static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
 {
-    if (fsdp->note.failed)
+    if (fsdp == NULL || fsdp->note.failed)
         return;
     fsdp->note.failed = 1;
     snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");

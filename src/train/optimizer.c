@@ -238,7 +238,6 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
 DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,
                                                  const dtrain_optimizer_desc *desc, dtrain_allocator *allocator)
 {
-    dtrain_allocator own = {NULL, NULL, 0, 0};
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
     const char *bad = dtrain__optimizer_bad(&full, 0);
     if (optimizer == NULL)
@@ -246,11 +245,11 @@ DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, c
     *optimizer = NULL;
     if (bad != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "optimizer: the desc has a bad %s", bad);
-    dtrain_optimizer *made = (dtrain_optimizer *)dtrain__alloc(allocator != NULL ? allocator : &own, sizeof *made);
+    dtrain_optimizer *made =
+        (dtrain_optimizer *)dtrain__memory_owner(allocator, sizeof *made, offsetof(dtrain_optimizer, own), &allocator);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for %zu bytes", sizeof *made);
-    made->own = own;
-    made->allocator = allocator != NULL ? allocator : &made->own;
+    made->allocator = allocator;
     made->desc = full;
     dtrain_status status = dtrain__optimizer_init(made, table, count);
     if (status != DTRAIN_OK) {
@@ -317,8 +316,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
 {
     if (optimizer == NULL)
         return;
-    dtrain_allocator own = optimizer->own;
-    dtrain_allocator *allocator = optimizer->allocator == &optimizer->own ? &own : optimizer->allocator;
+    dtrain_allocator *allocator = optimizer->allocator;
     dtrain__params_destroy(&optimizer->params, allocator);
     if (optimizer->device != NULL)
         dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);

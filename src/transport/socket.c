@@ -482,13 +482,12 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
 static dtrain_status dtrain__socket_create(dtrain__channel **out, const dtrain__keys *keys,
                                            const dtrain__hub_desc *desc, dtrain_allocator *allocator)
 {
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain__hub *hub = (dtrain__hub *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *hub);
+    dtrain__hub *hub =
+        (dtrain__hub *)dtrain__memory_owner(allocator, sizeof *hub, offsetof(dtrain__hub, own), &allocator);
     *out = NULL;
     if (hub == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "comm_create: no memory for rank %d", keys->rank);
-    hub->own = first;
-    hub->allocator = allocator != NULL ? allocator : &hub->own;
+    hub->allocator = allocator;
     pthread_mutex_init(&hub->mutex, NULL);
     pthread_mutex_init(&hub->step_mutex, NULL);
     pthread_mutex_init(&hub->origin.mutex, NULL);

@@ -210,13 +210,11 @@ static void dtrain__threads_free(dtrain__threads_group *group)
 
 static void dtrain__threads_world_free(dtrain__threads_world *world)
 {
-    dtrain_allocator own;
     dtrain__origin_stop(&world->origin);
     dtrain__store_free(&world->store, world->allocator);
     pthread_mutex_destroy(&world->mutex);
     pthread_mutex_destroy(&world->origin.mutex);
-    own = world->own;
-    dtrain__free(world->allocator == &world->own ? &own : world->allocator, world);
+    dtrain__free(world->allocator, world);
 }
 
 /* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */
@@ -295,13 +293,11 @@ static void dtrain__threads_destroy(void *self)
 /* A world without groups, for dtrain__threads_attach. */
 static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator)
 {
-    dtrain_allocator first = {NULL, NULL, 0, 0};
-    dtrain__threads_world *world =
-        (dtrain__threads_world *)dtrain__alloc(allocator != NULL ? allocator : &first, sizeof *world);
+    dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
+        allocator, sizeof *world, offsetof(dtrain__threads_world, own), &allocator);
     if (world == NULL)
         return NULL;
-    world->own = first;
-    world->allocator = allocator != NULL ? allocator : &world->own;
+    world->allocator = allocator;
     world->origin.bell = &world->bell;
     pthread_mutex_init(&world->mutex, NULL);
     pthread_mutex_init(&world->origin.mutex, NULL);
