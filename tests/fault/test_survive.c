@@ -418,6 +418,66 @@ TEST(a_death_in_any_send_of_a_vote_leaves_one_answer)
     munmap(v, sizeof *v);
 }
 
+enum { VOTERS = 6, VOTES = 400 };
+
+/* What each rank heard of each vote, in memory that the processes share; votes counts those of all. */
+typedef struct session {
+    uint64_t heard[VOTERS][VOTES], seed;
+    int votes;
+} session;
+
+static int votes_and_votes(dtrain_comm *world, scene *s)
+{
+    session *all = (session *)s->user;
+    int rank = dtrain_comm_rank(world);
+    for (uint64_t n = 0; n < VOTES; n++) {
+        uint64_t flags = dtrain_random_u64(all->seed + (uint64_t)rank, n) | dtrain_random_u64(all->seed, n + VOTES);
+        if (dtrain_comm_agree(world, &flags) != DTRAIN_OK) {
+            TEST_FAIL("vote %d on rank %d: %s", (int)n, rank, world->error.text);
+            return 1;
+        }
+        all->heard[rank][n] = flags;
+        __atomic_add_fetch(&all->votes, 1, __ATOMIC_SEQ_CST);
+    }
+    scene_meet(VOTERS - 2);
+    return 0;
+}
+
+/* Two of six ranks are killed, the leader most often, while all vote and vote again: nobody hears another answer. */
+TEST(votes_in_a_row_have_one_answer_each_whoever_is_killed)
+{
+    session *all = (session *)mmap(NULL, sizeof *all, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    uint64_t first = (uint64_t)dtrain__os_now_ns();
+    printf("seed %llu\n", (unsigned long long)first);
+    for (int turn = 0; turn < 12; turn++) {
+        scene s;
+        pid_t pids[VOTERS];
+        int killed[2], different = 0;
+        memset(all, 0, sizeof *all);
+        all->seed = first + (uint64_t)turn * 100;
+        killed[0] = turn % 4 == 3 ? 3 : 0;
+        killed[1] = turn % 2 == 0 ? 1 : 5;
+        scene_begin_by(&s, VOTERS, TCP + turn % 3);
+        s.user = all;
+        for (int rank = 0; rank < VOTERS; rank++)
+            pids[rank] = start_rank(&s, rank, votes_and_votes);
+        for (int i = 0; i < 2; i++) {
+            int votes = 100 + (int)(dtrain_random_u64(all->seed, (uint64_t)i) % 600);
+            while (__atomic_load_n(&all->votes, __ATOMIC_SEQ_CST) < (i + 1) * votes && test_failures == 0)
+                usleep(20);
+            kill(pids[killed[i]], SIGKILL);
+        }
+        for (int rank = 0; rank < VOTERS; rank++)
+            CHECK_EQ(end_of(pids[rank], 30), rank == killed[0] || rank == killed[1] ? 128 + SIGKILL : 0);
+        for (int n = 0; n < VOTES; n++)
+            for (int rank = 0; rank < VOTERS; rank++)
+                different += rank != killed[0] && rank != killed[1] && all->heard[rank][n] != all->heard[2][n];
+        if (different > 0)
+            TEST_FAIL("turn %d: %d answers differ", turn, different);
+    }
+    munmap(all, sizeof *all);
+}
+
 static dtrain_status some_return(dtrain_comm *world, void *user)
 {
     int rank = dtrain_comm_rank(world), left = 5, shrinks = 0, total = 0;

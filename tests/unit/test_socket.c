@@ -439,14 +439,15 @@ static dtrain_status keeps_and_sums(dtrain_comm *world)
 /* One rank whose nth block is refused (0: none is); its results are right, or it has an error of its own. */
 static int short_of_memory(scene *s, int rank, uint32_t refused)
 {
-    dtrain_comm_desc desc = scene_desc(s, rank);
+    dtrain_comm_desc desc;
     miser m = {0, 0, refused};
     dtrain_allocator heap = {resize_or_refuse, &m, 0, 0};
     dtrain_comm *world;
     dtrain_status status;
     int before = test_failures, ready = 0;
-    desc.allocator = &heap;
-    CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
+    s->desc.allocator = &heap;
+    desc = scene_desc(s, rank);
+    CHECK_EQ(s->own != NULL ? scene_join(&world, s, rank) : dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
     __atomic_store_n(&m.armed, 1, __ATOMIC_SEQ_CST);
     while ((status = dtrain_comm_ready(world, &ready)) == DTRAIN_OK && !ready)
         usleep(100);
@@ -464,15 +465,16 @@ static int short_of_memory(scene *s, int rank, uint32_t refused)
 TEST(a_refused_block_is_an_error_and_never_half_a_message)
 {
     for (uint32_t nth = 1; nth <= 16; nth++)
-        for (int who = 0; who < 2; who++) {
+        for (int who = 0; who < 4; who++) {
             scene s;
             pid_t pids[2];
-            scene_begin(&s, 2, 0);
+            scene_begin_by(&s, 2, who < 2 ? UNIX : OWN);
             s.desc.timeout_ms = 500;
             for (int rank = 0; rank < 2; rank++) {
                 fflush(stdout);
                 if ((pids[rank] = fork()) == 0)
-                    _exit(short_of_memory(&s, rank, rank == who ? nth : 0));
+                    _exit(short_of_memory(&s, rank, rank == who % 2 ? nth : 0));
+                scene_started(&s, rank);
             }
             CHECK_EQ(end_of(pids[0], 20), 0);
             CHECK_EQ(end_of(pids[1], 20), 0);
