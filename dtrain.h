@@ -1612,7 +1612,8 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
 DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                          const dtrain_comm_desc *desc);
 
-/* Leaves the group and frees this end; NULL is legal. Never waits for a peer.
+/* Leaves the group and frees this end; NULL is legal. Never waits for a peer; but the last group over a transport of
+ * your own gives peers that are there up to a second to take what was sent to them.
  *
  * Peers still receive what this rank has sent. Their calls that need this rank for more get DTRAIN_ERR_PEER_LOST and
  * "rank 2 has left the group", and so does every collective that this rank has not ended. That does not break the
@@ -12269,13 +12270,12 @@ typedef struct dtrain__agreement {
 typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
 
 struct dtrain__plane {
-    int knows;      /* it hears of what breaks the group and of who leaves, at any time */
     int in_process; /* ranks are threads of one process */
     int keeps;      /* it owns what was given to publish, for as long as a peer may read it */
     int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
     int (*world)(void *self, int rank);     /* the rank in the world */
-    uint64_t (*host)(void *self, int rank); /* equal where ranks share a host */
+    uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
     int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
     /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
      * many there may be at most. */
@@ -13166,7 +13166,7 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 #define DTRAIN__MUX_HEADER 24
 #define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
 #define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
-#define DTRAIN__MUX_SMALL ((size_t)4096)               /* payload that goes in one piece with the header */
+#define DTRAIN__MUX_SMALL ((size_t)8192)               /* payload that goes and comes in one piece with its header */
 #define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer before anybody waits for it */
 #ifndef DTRAIN__MUX_KEPT
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
@@ -13174,9 +13174,11 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 #define DTRAIN__MUX_SLICE_NS 1000000
 #define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
 #define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
+#define DTRAIN__MUX_BYE_NS 1000000000    /* for the last messages of a rank that goes */
 #define DTRAIN__MUX_ALIVE_NS 50000000    /* between two questions whether a peer is there */
 
-enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_OTHERS };
+/* LEAVE: of a lane. BYE: of the last one. */
+enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_BYE, DTRAIN__MUX_OTHERS };
 
 typedef struct dtrain__mux dtrain__mux;
 typedef struct dtrain__mux_lane dtrain__mux_lane;
@@ -13218,9 +13220,12 @@ typedef struct dtrain__mux_peer {
     int kind;
     dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all */
     unsigned char *control;             /* a control message that comes; NULL: none has come yet */
+    unsigned char *ahead;               /* bytes that came with a header; NULL: none were asked for */
+    size_t ahead_at, ahead_end;
     size_t control_bytes, kept;
     int64_t full_ns, asked_ns; /* since when too much is kept; when alive was asked */
     dtrain_status gone;        /* not DTRAIN_OK: nothing comes or goes any more */
+    int bye;                   /* it has gone of its own will */
 } dtrain__mux_peer;
 
 struct dtrain__mux_lane {
@@ -13234,7 +13239,7 @@ struct dtrain__mux_lane {
     int *bound, bound_count;     /* ranks of the world whose loss breaks it, members or not */
     uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
     int follows, forked;
-    int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
+    int64_t stalled_ns;       /* since when its calls do not get on; 0: they do */
     dtrain__store_call *asks; /* its call that waits for an answer of the store */
 };
 
@@ -13251,7 +13256,8 @@ struct dtrain__mux {
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    dtrain__council council; /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    dtrain__council
+        council;     /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
     int64_t idle_ns; /* how long the service thread rests between two looks */
 };
 
@@ -13313,8 +13319,8 @@ static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uin
     return post;
 }
 
-/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux is driven. Any
- * thread; never blocks. Returns 0 when there is no memory. */
+/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux
+ * is driven. Any thread; never blocks. Returns 0 when there is no memory. */
 static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
                             const void *data, size_t bytes)
 {
@@ -13411,24 +13417,23 @@ static void dtrain__mux_left(dtrain__mux_lane *lane, int rank, uint64_t calls, c
     dtrain__membership_leave(&lane->members, rank);
 }
 
-/* A peer is lost without which the lane cannot go on. */
+/* A peer is lost. A lane that is bound to it ends; a lane that it was in does so when an operation needs it: it may
+ * have done all that there was to do. */
 static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
 {
     dtrain__error cause;
     int rank = dtrain__mux_rank(lane, peer), bound = 0;
     for (int i = 0; rank < 0 && i < lane->bound_count; i++)
         bound |= lane->bound[i] == peer;
-    if (bound)
-        dtrain__fail(&cause, status, "rank %d of the world, of another group of this mesh, is lost: %.400s", peer, why);
-    else if (rank < 0 || dtrain__membership_left(&lane->members, rank))
+    if ((bound && lane->mux->peers[peer].bye) || (!bound && rank < 0))
         return;
-    else if (lane->id == 0)
-        dtrain__fail(&cause, status, "rank %d is lost: %.400s", rank, why);
-    else
-        dtrain__fail(&cause, status, "rank %d (rank %d of the world) is lost: %.400s", rank, peer, why);
-    dtrain__mux_end(lane, &cause); /* first: who sees that it has left finds the cause */
-    if (!bound)
-        dtrain__mux_left(lane, rank, UINT64_MAX, NULL, 0);
+    if (rank >= 0 && status == DTRAIN_ERR_PEER_LOST) {
+        dtrain__mux_left(lane, rank, UINT64_MAX, why, strlen(why));
+        return;
+    }
+    dtrain__fail(&cause, status, "rank %d of the world%s is lost: %.400s", peer,
+                 bound ? ", of another group of this mesh," : "", why);
+    dtrain__mux_end(lane, &cause);
 }
 
 /* The transport has said that the peer is lost, or that it is of no more use. The caller holds turn. */
@@ -13582,6 +13587,11 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
         }
         return;
     }
+    if (p->kind == DTRAIN__MUX_BYE) {
+        p->bye = 1;
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
+        return;
+    }
     if (p->kind == DTRAIN__MUX_LEAVE)
         dtrain__council_left(&mux->council, p->lane, peer);
     while (inbox != NULL && inbox->lane != p->lane)
@@ -13636,6 +13646,9 @@ static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int pee
     if (p->left == 0) {
         raw->data = p->header + p->got;
         raw->bytes = DTRAIN__MUX_HEADER - p->got;
+        if (in != NULL && p->got == 0 && p->inbox == lane->inboxes[in->peer] &&
+            in->bytes - in->moved <= DTRAIN__MUX_SMALL) /* the next one is likely to be for this call, too, and alone */
+            raw->more = (int)(in->bytes - in->moved);
     } else if (p->kind != DTRAIN__MUX_DATA) {
         if (p->control == NULL)
             p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
@@ -13704,7 +13717,7 @@ static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int pe
         size_t n = out->bytes - out->moved < DTRAIN__MUX_FRAME ? out->bytes - out->moved : DTRAIN__MUX_FRAME;
         p->direct = out->data + out->moved;
         p->frame = DTRAIN__MUX_HEADER + n;
-        p->filled = DTRAIN__MUX_HEADER + (n < DTRAIN__MUX_SMALL ? n : DTRAIN__MUX_SMALL);
+        p->filled = DTRAIN__MUX_HEADER + (n <= DTRAIN__MUX_SMALL ? n : 0);
         p->at = p->counted = 0;
         p->owner = lane;
         p->to = out->peer;
@@ -13790,6 +13803,28 @@ static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_s
     dtrain__mux_gone(mux, peer, status);
 }
 
+/* Receives. After a header raw->more bytes are likely to come, which are asked for with it, and kept ahead. */
+static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, int64_t until_ns)
+{
+    const dtrain_transport *table = &mux->table;
+    dtrain__mux_peer *p = &mux->peers[raw->peer];
+    if (p->ahead == NULL && raw->more > 0)
+        p->ahead = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_HEADER + DTRAIN__MUX_SMALL);
+    if (p->ahead_at == p->ahead_end && (p->ahead == NULL || raw->more == 0))
+        return table->recv(table->self, raw->peer, raw->data, raw->bytes, until_ns, &raw->moved);
+    if (p->ahead_at == p->ahead_end) {
+        p->ahead_at = p->ahead_end = 0;
+        dtrain_status status =
+            table->recv(table->self, raw->peer, p->ahead, raw->bytes + (size_t)raw->more, until_ns, &p->ahead_end);
+        if (p->ahead_end == 0) /* else what failed is met again when these are taken */
+            return status;
+    }
+    raw->moved = p->ahead_end - p->ahead_at < raw->bytes ? p->ahead_end - p->ahead_at : raw->bytes;
+    memcpy(raw->data, p->ahead + p->ahead_at, raw->moved);
+    p->ahead_at += raw->moved;
+    return raw->moved == raw->bytes ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT;
+}
+
 /* One call of the table, either way or both, until then; counts what moved. in: of a lane's call, into whose memory
  * raw_in may lead. Returns whether all of one way has moved. */
 static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
@@ -13798,13 +13833,17 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
     const dtrain_transport *table = &mux->table;
     dtrain_status status;
     int sending = raw_in == NULL;
+    if (raw_in != NULL && mux->peers[raw_in->peer].ahead_at < mux->peers[raw_in->peer].ahead_end)
+        raw_out = NULL; /* what is here comes first */
     dtrain__thread_error.status = DTRAIN_OK;
+    if (raw_out != NULL && raw_in != NULL && raw_in->more > 0)
+        raw_in->more = 0;
     if (raw_out != NULL && raw_in != NULL)
         status = table->exchange(table->self, raw_out, raw_in, until_ns);
     else if (sending)
         status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
     else
-        status = table->recv(table->self, raw_in->peer, raw_in->data, raw_in->bytes, until_ns, &raw_in->moved);
+        status = dtrain__mux_recv(mux, raw_in, until_ns);
     if (raw_out != NULL)
         dtrain__mux_took_out(mux, raw_out);
     if (raw_in != NULL)
@@ -13930,10 +13969,18 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
 static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
 {
     const dtrain__error *cause = dtrain__membership_cause(&lane->members);
+    const dtrain__departure *left = &lane->members.ranks[rank];
     dtrain__error lost;
+    int peer = lane->worlds[rank], with_error;
     if (cause != NULL)
         return dtrain__report(cause);
-    if (dtrain__membership_lost(&lane->members, rank, &lost))
+    with_error = dtrain__membership_lost(&lane->members, rank, &lost);
+    if (with_error && left->calls == UINT64_MAX && lane->id == 0)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d is lost: %.400s", rank, left->why);
+    else if (with_error && left->calls == UINT64_MAX)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (rank %d of the world) is lost: %.400s", rank, peer,
+                     left->why);
+    if (with_error)
         dtrain__mux_end(lane, &lost);
     return lost.status;
 }
@@ -14057,6 +14104,7 @@ static void dtrain__mux_free(dtrain__mux *mux)
             post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
         dtrain__free(allocator, p->stage);
         dtrain__free(allocator, p->control);
+        dtrain__free(allocator, p->ahead);
     }
     while (mux->early != NULL) {
         dtrain__mux_message *post = mux->early;
@@ -14172,6 +14220,24 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
     }
 }
 
+/* The last lane has gone: tells the peers, that its end is no loss, and waits a little for those that have not yet
+ * taken what was sent to them before. The caller holds turn. */
+static void dtrain__mux_bye(dtrain__mux *mux)
+{
+    int64_t until_ns = dtrain__os_now_ns() + DTRAIN__MUX_BYE_NS;
+    for (int peer = 0; peer < mux->table.size; peer++)
+        if (peer != mux->table.rank && mux->peers[peer].gone == DTRAIN_OK)
+            dtrain__mux_post(mux, peer, 0, DTRAIN__MUX_BYE, "", 1, NULL, 0);
+    for (int unsent = 1; unsent && dtrain__os_now_ns() < until_ns;) {
+        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        unsent = 0;
+        for (int peer = 0; peer < mux->table.size; peer++)
+            unsent |= mux->peers[peer].frame > 0 || dtrain__mux_posted(mux, &mux->peers[peer], 0) != NULL;
+        if (unsent && !moved)
+            dtrain__mux_rest(mux, 100000, until_ns);
+    }
+}
+
 /* Ends the lane; the last one ends the mux and destroys its table. A forked child touches no lock: its parent's threads
  * may have held them. */
 static void dtrain__mux_detach(dtrain__mux_lane *lane)
@@ -14188,7 +14254,10 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
     if (!forked) {
         pthread_mutex_unlock(&mux->mutex);
         dtrain__council_left(&mux->council, lane->id, mux->table.rank);
-        dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        if (last)
+            dtrain__mux_bye(mux);
+        else
+            dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
         dtrain__mux_exit(mux);
     }
     dtrain__mux_lane_free(lane);
@@ -14224,7 +14293,8 @@ static void dtrain__mux_council_tell(void *self)
 
 static int dtrain__mux_council_gone(void *self, int rank)
 {
-    return ((dtrain__mux *)self)->peers[rank].gone == DTRAIN_OK ? DTRAIN__PRESENT : DTRAIN__LOST;
+    const dtrain__mux_peer *p = &((dtrain__mux *)self)->peers[rank];
+    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : DTRAIN__LOST;
 }
 
 static int dtrain__mux_council_member(void *self, uint64_t group, int i)
@@ -14545,7 +14615,6 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
 static const dtrain__plane *dtrain__mux_plane_table(void)
 {
     static const dtrain__plane table = {
-        1,
         0,
         0,
         1,
@@ -15209,7 +15278,6 @@ static void dtrain__threads_plane_leaving(void *self, int forked, const dtrain__
 static const dtrain__plane *dtrain__threads_plane_table(void)
 {
     static const dtrain__plane table = {
-        1,
         1,
         1,
         0,
@@ -19960,7 +20028,6 @@ static void dtrain__socket_plane_leaving(void *self, int forked, const dtrain__e
 static const dtrain__plane *dtrain__socket_plane_table(void)
 {
     static const dtrain__plane table = {
-        1,
         0,
         0,
         0,
@@ -23382,7 +23449,7 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     int broken = dtrain__group_cause(comm) != NULL;
-    int left = op->error.status == DTRAIN_ERR_PEER_LOST && comm->plane->knows && !broken;
+    int left = op->error.status == DTRAIN_ERR_PEER_LOST && !broken;
     int spares = op->error.status == DTRAIN_ERR_TIMEOUT || left || (dtrain__op_is_one_way(op) && broken);
     if (!spares || (left ? !dtrain__message_mends(comm, op) : op->touched)) {
         comm->broken = op->error;
@@ -23881,7 +23948,7 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
     /* a TIMEOUT with a text is not that of a wait, but what the group was broken by */
-    int late = comm->plane->knows && dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
+    int late = dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
         return dtrain__message_needs_left(comm, op);
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
@@ -27046,10 +27113,8 @@ static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrai
 static dtrain_status dtrain__device_break(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
-    dtrain__error mine = dtrain__thread_error, cause = mine;
-    if (!comm->plane->knows)
-        cause.status = DTRAIN_ERR_ABORTED; /* the one that a transport of the user's own is asked for at every turn */
-    dtrain__group_break(comm, &cause);
+    dtrain__error mine = dtrain__thread_error;
+    dtrain__group_break(comm, &mine);
     comm->error = mine;
     return dtrain__report(&mine);
 }
@@ -29586,7 +29651,7 @@ static dtrain_status dtrain__device_take_desc(dtrain_device_group *group, dtrain
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
         group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
-    if (group->mine.ops != 0 && group->comm->plane->knows && !group->comm->plane->in_process &&
+    if (group->mine.ops != 0 && group->mine.host != 0 && !group->comm->plane->in_process &&
         desc->mode != DTRAIN_DEVICE_STAGED && dtrain__processes_has_all(group->device))
         dtrain__processes_offer(group);
     if (group->mode == DTRAIN_DEVICE_FLAGS)
@@ -29623,7 +29688,7 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
     const dtrain__device_note *first = &group->notes[0];
     *rank = group->comm->rank;
     int threads = group->comm->plane->in_process;
-    if (!group->comm->plane->knows)
+    if (!threads && group->mine.host == 0)
         return "its group is neither one of threads nor of dtrain_comm_create";
     if (group->comm->size > DTRAIN__DEVICE_MOST && !hosts)
         return "it is among more than 64 ranks";

@@ -191,7 +191,8 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
 DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                          const dtrain_comm_desc *desc);
 
-/* Leaves the group and frees this end; NULL is legal. Never waits for a peer.
+/* Leaves the group and frees this end; NULL is legal. Never waits for a peer; but the last group over a transport of
+ * your own gives peers that are there up to a second to take what was sent to them.
  *
  * Peers still receive what this rank has sent. Their calls that need this rank for more get DTRAIN_ERR_PEER_LOST and
  * "rank 2 has left the group", and so does every collective that this rank has not ended. That does not break the

@@ -76,7 +76,7 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     int broken = dtrain__group_cause(comm) != NULL;
-    int left = op->error.status == DTRAIN_ERR_PEER_LOST && comm->plane->knows && !broken;
+    int left = op->error.status == DTRAIN_ERR_PEER_LOST && !broken;
     int spares = op->error.status == DTRAIN_ERR_TIMEOUT || left || (dtrain__op_is_one_way(op) && broken);
     if (!spares || (left ? !dtrain__message_mends(comm, op) : op->touched)) {
         comm->broken = op->error;
@@ -575,7 +575,7 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
                                               : dtrain__message_in_turn(comm, op, wait_ns);
     /* a TIMEOUT with a text is not that of a wait, but what the group was broken by */
-    int late = comm->plane->knows && dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
+    int late = dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
         return dtrain__message_needs_left(comm, op);
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);

@@ -22,7 +22,7 @@
 #define DTRAIN__MUX_HEADER 24
 #define DTRAIN__MUX_FRAME ((size_t)64 << 10)           /* payload of a frame of data */
 #define DTRAIN__MUX_CONTROL (DTRAIN__MUX_FRAME + 1024) /* of a control message */
-#define DTRAIN__MUX_SMALL ((size_t)4096)               /* payload that goes in one piece with the header */
+#define DTRAIN__MUX_SMALL ((size_t)8192)               /* payload that goes and comes in one piece with its header */
 #define DTRAIN__MUX_EARLY ((size_t)256 << 10)          /* kept of a peer before anybody waits for it */
 #ifndef DTRAIN__MUX_KEPT
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
@@ -30,9 +30,11 @@
 #define DTRAIN__MUX_SLICE_NS 1000000
 #define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
 #define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
+#define DTRAIN__MUX_BYE_NS 1000000000    /* for the last messages of a rank that goes */
 #define DTRAIN__MUX_ALIVE_NS 50000000    /* between two questions whether a peer is there */
 
-enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_OTHERS };
+/* LEAVE: of a lane. BYE: of the last one. */
+enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_BYE, DTRAIN__MUX_OTHERS };
 
 typedef struct dtrain__mux dtrain__mux;
 typedef struct dtrain__mux_lane dtrain__mux_lane;
@@ -74,9 +76,12 @@ typedef struct dtrain__mux_peer {
     int kind;
     dtrain__mux_inbox *inbox, *inboxes; /* of that frame; all */
     unsigned char *control;             /* a control message that comes; NULL: none has come yet */
+    unsigned char *ahead;               /* bytes that came with a header; NULL: none were asked for */
+    size_t ahead_at, ahead_end;
     size_t control_bytes, kept;
     int64_t full_ns, asked_ns; /* since when too much is kept; when alive was asked */
     dtrain_status gone;        /* not DTRAIN_OK: nothing comes or goes any more */
+    int bye;                   /* it has gone of its own will */
 } dtrain__mux_peer;
 
 struct dtrain__mux_lane {
@@ -90,7 +95,7 @@ struct dtrain__mux_lane {
     int *bound, bound_count;     /* ranks of the world whose loss breaks it, members or not */
     uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
     int follows, forked;
-    int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
+    int64_t stalled_ns;       /* since when its calls do not get on; 0: they do */
     dtrain__store_call *asks; /* its call that waits for an answer of the store */
 };
 
@@ -107,7 +112,8 @@ struct dtrain__mux {
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    dtrain__council council; /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    dtrain__council
+        council;     /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
     int64_t idle_ns; /* how long the service thread rests between two looks */
 };
 
@@ -169,8 +175,8 @@ static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uin
     return post;
 }
 
-/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux is driven. Any
- * thread; never blocks. Returns 0 when there is no memory. */
+/* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux
+ * is driven. Any thread; never blocks. Returns 0 when there is no memory. */
 static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
                             const void *data, size_t bytes)
 {
@@ -267,24 +273,23 @@ static void dtrain__mux_left(dtrain__mux_lane *lane, int rank, uint64_t calls, c
     dtrain__membership_leave(&lane->members, rank);
 }
 
-/* A peer is lost without which the lane cannot go on. */
+/* A peer is lost. A lane that is bound to it ends; a lane that it was in does so when an operation needs it: it may
+ * have done all that there was to do. */
 static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
 {
     dtrain__error cause;
     int rank = dtrain__mux_rank(lane, peer), bound = 0;
     for (int i = 0; rank < 0 && i < lane->bound_count; i++)
         bound |= lane->bound[i] == peer;
-    if (bound)
-        dtrain__fail(&cause, status, "rank %d of the world, of another group of this mesh, is lost: %.400s", peer, why);
-    else if (rank < 0 || dtrain__membership_left(&lane->members, rank))
+    if ((bound && lane->mux->peers[peer].bye) || (!bound && rank < 0))
         return;
-    else if (lane->id == 0)
-        dtrain__fail(&cause, status, "rank %d is lost: %.400s", rank, why);
-    else
-        dtrain__fail(&cause, status, "rank %d (rank %d of the world) is lost: %.400s", rank, peer, why);
-    dtrain__mux_end(lane, &cause); /* first: who sees that it has left finds the cause */
-    if (!bound)
-        dtrain__mux_left(lane, rank, UINT64_MAX, NULL, 0);
+    if (rank >= 0 && status == DTRAIN_ERR_PEER_LOST) {
+        dtrain__mux_left(lane, rank, UINT64_MAX, why, strlen(why));
+        return;
+    }
+    dtrain__fail(&cause, status, "rank %d of the world%s is lost: %.400s", peer,
+                 bound ? ", of another group of this mesh," : "", why);
+    dtrain__mux_end(lane, &cause);
 }
 
 /* The transport has said that the peer is lost, or that it is of no more use. The caller holds turn. */
@@ -438,6 +443,11 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
         }
         return;
     }
+    if (p->kind == DTRAIN__MUX_BYE) {
+        p->bye = 1;
+        dtrain__mux_gone(mux, peer, DTRAIN_ERR_PEER_LOST);
+        return;
+    }
     if (p->kind == DTRAIN__MUX_LEAVE)
         dtrain__council_left(&mux->council, p->lane, peer);
     while (inbox != NULL && inbox->lane != p->lane)
@@ -492,6 +502,9 @@ static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int pee
     if (p->left == 0) {
         raw->data = p->header + p->got;
         raw->bytes = DTRAIN__MUX_HEADER - p->got;
+        if (in != NULL && p->got == 0 && p->inbox == lane->inboxes[in->peer] &&
+            in->bytes - in->moved <= DTRAIN__MUX_SMALL) /* the next one is likely to be for this call, too, and alone */
+            raw->more = (int)(in->bytes - in->moved);
     } else if (p->kind != DTRAIN__MUX_DATA) {
         if (p->control == NULL)
             p->control = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_CONTROL);
@@ -560,7 +573,7 @@ static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int pe
         size_t n = out->bytes - out->moved < DTRAIN__MUX_FRAME ? out->bytes - out->moved : DTRAIN__MUX_FRAME;
         p->direct = out->data + out->moved;
         p->frame = DTRAIN__MUX_HEADER + n;
-        p->filled = DTRAIN__MUX_HEADER + (n < DTRAIN__MUX_SMALL ? n : DTRAIN__MUX_SMALL);
+        p->filled = DTRAIN__MUX_HEADER + (n <= DTRAIN__MUX_SMALL ? n : 0);
         p->at = p->counted = 0;
         p->owner = lane;
         p->to = out->peer;

@@ -20,7 +20,8 @@ static void dtrain__mux_council_tell(void *self)
 
 static int dtrain__mux_council_gone(void *self, int rank)
 {
-    return ((dtrain__mux *)self)->peers[rank].gone == DTRAIN_OK ? DTRAIN__PRESENT : DTRAIN__LOST;
+    const dtrain__mux_peer *p = &((dtrain__mux *)self)->peers[rank];
+    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : DTRAIN__LOST;
 }
 
 static int dtrain__mux_council_member(void *self, uint64_t group, int i)

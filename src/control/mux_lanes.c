@@ -19,6 +19,28 @@ static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_s
     dtrain__mux_gone(mux, peer, status);
 }
 
+/* Receives. After a header raw->more bytes are likely to come, which are asked for with it, and kept ahead. */
+static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, int64_t until_ns)
+{
+    const dtrain_transport *table = &mux->table;
+    dtrain__mux_peer *p = &mux->peers[raw->peer];
+    if (p->ahead == NULL && raw->more > 0)
+        p->ahead = (unsigned char *)dtrain__alloc(mux->allocator, DTRAIN__MUX_HEADER + DTRAIN__MUX_SMALL);
+    if (p->ahead_at == p->ahead_end && (p->ahead == NULL || raw->more == 0))
+        return table->recv(table->self, raw->peer, raw->data, raw->bytes, until_ns, &raw->moved);
+    if (p->ahead_at == p->ahead_end) {
+        p->ahead_at = p->ahead_end = 0;
+        dtrain_status status =
+            table->recv(table->self, raw->peer, p->ahead, raw->bytes + (size_t)raw->more, until_ns, &p->ahead_end);
+        if (p->ahead_end == 0) /* else what failed is met again when these are taken */
+            return status;
+    }
+    raw->moved = p->ahead_end - p->ahead_at < raw->bytes ? p->ahead_end - p->ahead_at : raw->bytes;
+    memcpy(raw->data, p->ahead + p->ahead_at, raw->moved);
+    p->ahead_at += raw->moved;
+    return raw->moved == raw->bytes ? DTRAIN_OK : DTRAIN_ERR_TIMEOUT;
+}
+
 /* One call of the table, either way or both, until then; counts what moved. in: of a lane's call, into whose memory
  * raw_in may lead. Returns whether all of one way has moved. */
 static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_transfer *raw_in, dtrain_transfer *in,
@@ -27,13 +49,17 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
     const dtrain_transport *table = &mux->table;
     dtrain_status status;
     int sending = raw_in == NULL;
+    if (raw_in != NULL && mux->peers[raw_in->peer].ahead_at < mux->peers[raw_in->peer].ahead_end)
+        raw_out = NULL; /* what is here comes first */
     dtrain__thread_error.status = DTRAIN_OK;
+    if (raw_out != NULL && raw_in != NULL && raw_in->more > 0)
+        raw_in->more = 0;
     if (raw_out != NULL && raw_in != NULL)
         status = table->exchange(table->self, raw_out, raw_in, until_ns);
     else if (sending)
         status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
     else
-        status = table->recv(table->self, raw_in->peer, raw_in->data, raw_in->bytes, until_ns, &raw_in->moved);
+        status = dtrain__mux_recv(mux, raw_in, until_ns);
     if (raw_out != NULL)
         dtrain__mux_took_out(mux, raw_out);
     if (raw_in != NULL)
@@ -159,10 +185,18 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
 static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
 {
     const dtrain__error *cause = dtrain__membership_cause(&lane->members);
+    const dtrain__departure *left = &lane->members.ranks[rank];
     dtrain__error lost;
+    int peer = lane->worlds[rank], with_error;
     if (cause != NULL)
         return dtrain__report(cause);
-    if (dtrain__membership_lost(&lane->members, rank, &lost))
+    with_error = dtrain__membership_lost(&lane->members, rank, &lost);
+    if (with_error && left->calls == UINT64_MAX && lane->id == 0)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d is lost: %.400s", rank, left->why);
+    else if (with_error && left->calls == UINT64_MAX)
+        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (rank %d of the world) is lost: %.400s", rank, peer,
+                     left->why);
+    if (with_error)
         dtrain__mux_end(lane, &lost);
     return lost.status;
 }
@@ -286,6 +320,7 @@ static void dtrain__mux_free(dtrain__mux *mux)
             post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
         dtrain__free(allocator, p->stage);
         dtrain__free(allocator, p->control);
+        dtrain__free(allocator, p->ahead);
     }
     while (mux->early != NULL) {
         dtrain__mux_message *post = mux->early;
@@ -401,6 +436,24 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
     }
 }
 
+/* The last lane has gone: tells the peers, that its end is no loss, and waits a little for those that have not yet
+ * taken what was sent to them before. The caller holds turn. */
+static void dtrain__mux_bye(dtrain__mux *mux)
+{
+    int64_t until_ns = dtrain__os_now_ns() + DTRAIN__MUX_BYE_NS;
+    for (int peer = 0; peer < mux->table.size; peer++)
+        if (peer != mux->table.rank && mux->peers[peer].gone == DTRAIN_OK)
+            dtrain__mux_post(mux, peer, 0, DTRAIN__MUX_BYE, "", 1, NULL, 0);
+    for (int unsent = 1; unsent && dtrain__os_now_ns() < until_ns;) {
+        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        unsent = 0;
+        for (int peer = 0; peer < mux->table.size; peer++)
+            unsent |= mux->peers[peer].frame > 0 || dtrain__mux_posted(mux, &mux->peers[peer], 0) != NULL;
+        if (unsent && !moved)
+            dtrain__mux_rest(mux, 100000, until_ns);
+    }
+}
+
 /* Ends the lane; the last one ends the mux and destroys its table. A forked child touches no lock: its parent's threads
  * may have held them. */
 static void dtrain__mux_detach(dtrain__mux_lane *lane)
@@ -417,7 +470,10 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
     if (!forked) {
         pthread_mutex_unlock(&mux->mutex);
         dtrain__council_left(&mux->council, lane->id, mux->table.rank);
-        dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
+        if (last)
+            dtrain__mux_bye(mux);
+        else
+            dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
         dtrain__mux_exit(mux);
     }
     dtrain__mux_lane_free(lane);

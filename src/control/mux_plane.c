@@ -229,7 +229,6 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
 static const dtrain__plane *dtrain__mux_plane_table(void)
 {
     static const dtrain__plane table = {
-        1,
         0,
         0,
         1,

@@ -88,13 +88,12 @@ typedef struct dtrain__agreement {
 typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
 
 struct dtrain__plane {
-    int knows;      /* it hears of what breaks the group and of who leaves, at any time */
     int in_process; /* ranks are threads of one process */
     int keeps;      /* it owns what was given to publish, for as long as a peer may read it */
     int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
     int (*world)(void *self, int rank);     /* the rank in the world */
-    uint64_t (*host)(void *self, int rank); /* equal where ranks share a host */
+    uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
     int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
     /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
      * many there may be at most. */

@@ -236,7 +236,6 @@ static void dtrain__socket_plane_leaving(void *self, int forked, const dtrain__e
 static const dtrain__plane *dtrain__socket_plane_table(void)
 {
     static const dtrain__plane table = {
-        1,
         0,
         0,
         0,

@@ -157,10 +157,8 @@ static dtrain_status dtrain__device_step(dtrain_device_group *group, const dtrai
 static dtrain_status dtrain__device_break(dtrain_device_group *group)
 {
     dtrain_comm *comm = group->comm;
-    dtrain__error mine = dtrain__thread_error, cause = mine;
-    if (!comm->plane->knows)
-        cause.status = DTRAIN_ERR_ABORTED; /* the one that a transport of the user's own is asked for at every turn */
-    dtrain__group_break(comm, &cause);
+    dtrain__error mine = dtrain__thread_error;
+    dtrain__group_break(comm, &mine);
     comm->error = mine;
     return dtrain__report(&mine);
 }

@@ -65,7 +65,7 @@ static dtrain_status dtrain__device_take_desc(dtrain_device_group *group, dtrain
     group->mine.has_device = group->device != NULL;
     if (group->device != NULL && dtrain__events_has_all(group->device))
         group->mine.ops = (uint64_t)(uintptr_t)group->device->ops;
-    if (group->mine.ops != 0 && group->comm->plane->knows && !group->comm->plane->in_process &&
+    if (group->mine.ops != 0 && group->mine.host != 0 && !group->comm->plane->in_process &&
         desc->mode != DTRAIN_DEVICE_STAGED && dtrain__processes_has_all(group->device))
         dtrain__processes_offer(group);
     if (group->mode == DTRAIN_DEVICE_FLAGS)
@@ -102,7 +102,7 @@ static const char *dtrain__device_hindrance(const dtrain_device_group *group, in
     const dtrain__device_note *first = &group->notes[0];
     *rank = group->comm->rank;
     int threads = group->comm->plane->in_process;
-    if (!group->comm->plane->knows)
+    if (!threads && group->mine.host == 0)
         return "its group is neither one of threads nor of dtrain_comm_create";
     if (group->comm->size > DTRAIN__DEVICE_MOST && !hosts)
         return "it is among more than 64 ranks";

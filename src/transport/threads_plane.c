@@ -231,7 +231,6 @@ static const dtrain__plane *dtrain__threads_plane_table(void)
     static const dtrain__plane table = {
         1,
         1,
-        1,
         0,
         dtrain__threads_plane_group,
         dtrain__threads_plane_world,

@@ -414,7 +414,8 @@ static void outlives_rank_2(dtrain_comm *world, pairs_end *end)
     } else {
         if (end->rank > 0) {
             CHECK_EQ(dtrain_all_reduce(three, &x, &x, 1, DTRAIN_I32, DTRAIN_SUM), DTRAIN_ERR_PEER_LOST);
-            CHECK_CONTAINS(dtrain_last_error(), "rank 1 (rank 2 of the world) is lost");
+            CHECK_CONTAINS(dtrain_last_error(),
+                           "rank 1 (rank 2 of the world) is lost: its end of the transport is closed");
         }
         CHECK_EQ(dtrain_all_reduce(world, &x, &x, 1, DTRAIN_I32, DTRAIN_SUM), DTRAIN_ERR_PEER_LOST);
         CHECK_CONTAINS(dtrain_last_error(), "rank 2 is lost: its end of the transport is closed");

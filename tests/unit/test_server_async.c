@@ -411,21 +411,7 @@ TEST(a_server_that_leaves_is_named)
     plan.async = 1;
     on_threads(3, server_leaves, NULL);
     on_processes(3, server_leaves, NULL);
-}
-
-static void has_no_groups(dtrain_comm *world)
-{
-    clocks c;
-    dtrain_server *server;
-    clocks_open(&c);
-    CHECK_EQ(dtrain_server_create(&server, world, &c.table, 1, &plan), DTRAIN_ERR_UNSUPPORTED);
-    CHECK(server == NULL);
-}
-
-TEST(a_transport_without_groups_has_no_server)
-{
-    plan_begin(0);
-    on_cables(2, has_no_groups, NULL);
+    on_cables(3, server_leaves, NULL);
 }
 
 /* ---- what is learnt ---- */
