@@ -167,7 +167,7 @@ static dtrain_status compressed_body(dtrain_comm *world, void *user)
     compressed_run *r = (compressed_run *)user;
     dtrain_param table[2];
     dtrain_compress_desc compress;
-    dtrain_fsdp_desc desc = desc_of(r->shard_size > 0 ? DTRAIN_HYBRID_SHARD : DTRAIN_NO_SHARD, r->shard_size, 0);
+    dtrain_fsdp_desc desc = desc_of(r->shard_size > 0 ? DTRAIN_HYBRID_SHARD : DTRAIN_DDP, r->shard_size, 0);
     dtrain_fsdp *fsdp = NULL;
     memset(table, 0, sizeof table);
     memset(&compress, 0, sizeof compress);
