@@ -15,18 +15,25 @@ typedef struct gpt_saver {
     char own[24]; /* begins the names of a model that each rank trains by itself */
 } gpt_saver;
 
-/* Lists all that must go on as it was for the same bits. */
-static inline void gpt_saver_list(gpt_saver *saver, const gpt_flags *flags, double *losses, gpt *m, int rank)
+/* Collective. Lists all that must go on as it was for the same bits, makes the checkpointer, and with --resume goes on
+ * from the newest checkpoint; *step: where. saver: zeroes but what is the program's. */
+static inline dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_flags *flags, double *losses, gpt *m,
+                                           dtrain_comm *world, long *step)
 {
+    dtrain_checkpoint_desc desc = {flags->save, 2, 0, 0, 0, 0, NULL}; /* the last two stay */
     dtrain_pieces *next = saver->lists + saver->state.list_count;
+    int alone = m->local != NULL || m->aggregate != NULL, rank = dtrain_comm_rank(world);
+    dtrain_status status = DTRAIN_OK;
+    if (flags->save == NULL)
+        return DTRAIN_OK;
     if (next == saver->lists)
         *next++ = dtrain_fsdp_pieces(m->fsdp);
     if (m->local != NULL)
         *next++ = dtrain_local_sgd_pieces(m->local);
-    if (m->aggregate != NULL)
+    if (m->aggregate != NULL && (status = gpt_aggregate_start(m->aggregate, m->fsdp)) == DTRAIN_OK)
         *next++ = dtrain_aggregator_pieces(&m->aggregate->aggregator);
     snprintf(saver->own, sizeof saver->own, "rank-%d/", rank);
-    saver->lists[0].name = m->local != NULL || m->aggregate != NULL ? saver->own : NULL;
+    saver->lists[0].name = alone ? saver->own : NULL;
     saver->losses.name = "losses";
     saver->losses.dtype = DTRAIN_F64;
     saver->losses.ndim = saver->losses.per_step = 1;
@@ -36,32 +43,11 @@ static inline void gpt_saver_list(gpt_saver *saver, const gpt_flags *flags, doub
     next->count = 1;
     saver->state.lists = saver->lists;
     saver->state.list_count = (size_t)(next + 1 - saver->lists);
-}
-
-/* Collective. Makes the checkpointer, and with --resume goes on from the newest checkpoint; *step: where. saver: zeroes
- * but what is the program's. */
-static inline dtrain_status gpt_saver_open(gpt_saver *saver, const gpt_flags *flags, double *losses, gpt *m,
-                                           dtrain_comm *world, long *step)
-{
-    dtrain_checkpoint_desc desc;
-    dtrain_checkpoint_report report;
-    int root = dtrain_comm_rank(world) == 0;
-    if (flags->save == NULL)
-        return DTRAIN_OK;
-    dtrain_status status = m->aggregate != NULL ? gpt_aggregate_start(m->aggregate, m->fsdp) : DTRAIN_OK;
-    memset(&desc, 0, sizeof desc);
-    desc.directory = flags->save;
-    desc.keep_last = 2;
-    gpt_saver_list(saver, flags, losses, m, dtrain_comm_rank(world));
     if (status == DTRAIN_OK)
         status = dtrain_checkpoint_create(&saver->ckpt, world, &desc);
-    if (status != DTRAIN_OK || !flags->resume)
-        return status;
-    status = dtrain_checkpoint_load(saver->ckpt, &saver->state, NULL, &report);
-    if (status == DTRAIN_ERR_MISMATCH && report.world_size != dtrain_comm_size(world) && root)
-        fprintf(stderr, REPORT_PROGRAM ": the checkpoint is of %d ranks: what each has of its own needs as many\n",
-                report.world_size);
-    if (status == DTRAIN_OK && saver->state.seed != (uint64_t)flags->seed && root)
+    if (status == DTRAIN_OK && flags->resume)
+        status = dtrain_checkpoint_load(saver->ckpt, &saver->state, NULL, NULL);
+    if (status == DTRAIN_OK && flags->resume && rank == 0 && saver->state.seed != (uint64_t)flags->seed)
         fprintf(stderr, REPORT_PROGRAM ": the checkpoint is of --seed %llu: other examples follow\n",
                 (unsigned long long)saver->state.seed);
     *step = (long)saver->state.step;

@@ -397,9 +397,12 @@ static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_check
     DTRAIN_IGNORE(dtrain__pieces_walk(state->lists, state->list_count, &lister)); /* as it went when they were listed */
     if (load->report.text[0] != '\0')
         memmove(load->report.text, load->report.text + 2, strlen(load->report.text) - 1);
+    char what[80] = "the file";
+    if (load->model == NULL)
+        snprintf(what, sizeof what, "checkpoint %.31s of %d ranks", load->step_name, load->report.world_size);
     if (load->report.text[0] != '\0' && !load->desc.lenient)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "checkpoint %.40s and the program's state differ: %.560s",
-                              load->model != NULL ? "" : load->step_name, load->report.text);
+        status = dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "%s and the program's state differ: %.560s", what,
+                              load->report.text);
     else if (load->report.text[0] != '\0' && ckpt->rank == 0)
         dtrain__log(DTRAIN_LOG_WARN, "checkpoint: %.600s", load->report.text);
     return dtrain__save_agree(ckpt, status, 0, NULL);

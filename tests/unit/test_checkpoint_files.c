@@ -114,7 +114,7 @@ TEST(missing_extra_and_reshaped_tensors_are_one_error_and_nothing_is_loaded)
     p.pieces[0].name = "c";
     CHECK_EQ(dtrain_checkpoint_load(p.ckpt, &p.state, NULL, &report), DTRAIN_ERR_MISMATCH);
     CHECK_CONTAINS(dtrain_last_error(),
-                   "step-7 and the program's state differ: missing: \"c\"; of another shape: \"b\" is "
+                   "step-7 of 1 ranks and the program's state differ: missing: \"c\"; of another shape: \"b\" is "
                    "F32 {5, 6}, wanted as F32 {6, 5}; extra: \"a\"");
     CHECK_CONTAINS(dtrain_last_error(), "missing: \"c\"");
     CHECK_EQ(report.missing, 1);
