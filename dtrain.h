@@ -10117,14 +10117,6 @@ static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
 #ifndef DTRAIN__SAFETENSORS_OPEN
 #define DTRAIN__SAFETENSORS_OPEN
 
-static dtrain_status dtrain__safetensors_fetch(dtrain_safetensors *file, uint64_t offset, void *out, size_t bytes)
-{
-    if (file->fd >= 0)
-        return dtrain__file_read_at(file->fd, out, bytes, offset, file->label, "reading");
-    memcpy(out, file->memory + offset, bytes);
-    return DTRAIN_OK;
-}
-
 static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
 {
     unsigned char first[8];
@@ -10133,9 +10125,11 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
     if (file->file_bytes < 8)
         return dtrain__safetensors_broken(file, 1, 0, NULL, "%llu bytes, expected at least 8",
                                           (unsigned long long)file->file_bytes);
-    status = dtrain__safetensors_fetch(file, 0, first, 8);
+    status = file->fd >= 0 ? dtrain__file_read_at(file->fd, first, 8, 0, file->label, "reading") : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
+    if (file->fd < 0)
+        memcpy(first, file->memory, 8);
     for (int i = 7; i >= 0; i--)
         length = length << 8 | first[i];
     if (length > DTRAIN__SAFETENSORS_HEADER_MOST)
@@ -28502,17 +28496,6 @@ static uint64_t dtrain__flags_turn(const dtrain_device_group *group)
     return (uint64_t)(uint32_t)(group->epoch - DTRAIN__FLAGS_EPOCH);
 }
 
-/* Has given its device what there is to do: the end of that is for all to see. */
-static void dtrain__flags_left(dtrain_device_group *group)
-{
-    if (group->processes == NULL) {
-        dtrain__flags_set(group, DTRAIN__FLAGS_LEFT);
-        return;
-    }
-    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group), __ATOMIC_SEQ_CST);
-    dtrain__flags_set(group, DTRAIN__FLAGS_FREE);
-}
-
 /* Is a rank's device, or about to be, in others' memory? Its event is there while this rank is NAMED. */
 static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 {
@@ -28826,7 +28809,10 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
         dtrain__flags_give_up(group);
         return dtrain__flags_retreat(group, status);
     }
-    dtrain__flags_left(group);
+    if (group->processes != NULL) /* the end of what the device has to do is for all to see */
+        __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group),
+                         __ATOMIC_SEQ_CST);
+    dtrain__flags_set(group, group->processes != NULL ? DTRAIN__FLAGS_FREE : DTRAIN__FLAGS_LEFT);
     return DTRAIN_OK;
 }
 
@@ -39804,21 +39790,15 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
     return dtrain__fsdp_check_left(fsdp, call);
 }
 
-/* Says whether a unit's parameters can have been there when its gradients were computed: it is gathered, it was on the
- * way down, or what was gathered stays. The same on any number of ranks: on one all parameters are there. */
-static int dtrain__fsdp_was_there(const dtrain_fsdp *fsdp, int number)
-{
-    const dtrain__fsdp_unit *unit = &fsdp->units[number];
-    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
-    int stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP || fsdp->keeps ||
-                fsdp->desc.no_reshard_after_forward;
-    return unit->fresh && (unit->held || unit->backward || stays);
-}
-
 static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
 {
-    int rank = dtrain__fsdp_rank(fsdp);
-    if (dtrain__fsdp_was_there(fsdp, number))
+    /* Its parameters can have been there when its gradients were computed, by a rule that is the same on any number of
+     * ranks: it is gathered, it was on the way down, or what was gathered stays. */
+    const dtrain__fsdp_unit *unit = &fsdp->units[number];
+    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
+    int rank = dtrain__fsdp_rank(fsdp), stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP ||
+                                                fsdp->keeps || fsdp->desc.no_reshard_after_forward;
+    if (unit->fresh && (unit->held || unit->backward || stays))
         return dtrain__fsdp_check_missing(fsdp, number, call);
     if (!fsdp->units[number].fresh)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -40274,15 +40254,6 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
     return status == DTRAIN_OK ? dtrain__fsdp_settle_all(fsdp) : status;
 }
 
-/* Says whether what there is to train has no elements, as a rank's part may be: its steps are made and counted. */
-static int dtrain__fsdp_trains_nothing(const dtrain_fsdp *fsdp)
-{
-    int trains = 0;
-    for (size_t i = 0; i < fsdp->layout.table_count; i++)
-        trains |= !fsdp->layout.table[i].frozen;
-    return trains && fsdp->trained_units == 0;
-}
-
 /* Says whether a step can be applied; the same verdict on every rank. */
 static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 {
@@ -40299,7 +40270,10 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
                             "%s: the weights of all ranks are 0, and with compress.adam m is averaged by them: give "
                             "dtrain_fsdp_begin the number of examples",
                             fsdp->call);
-    if ((most > 0 && fsdp->trained_units > 0) || dtrain__fsdp_trains_nothing(fsdp))
+    int trains = fsdp->trained_units > 0; /* what there is to train may have no elements, as a rank's part may be */
+    for (size_t i = 0; i < fsdp->layout.table_count && fsdp->trained_units == 0; i++)
+        trains |= !fsdp->layout.table[i].frozen;
+    if (trains && (most > 0 || fsdp->trained_units == 0))
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
@@ -43052,15 +43026,20 @@ static dtrain_status dtrain__module_close(dtrain__module_run *run, int unit)
 }
 
 /* One pass backward. */
-static dtrain_status dtrain__module_backward(dtrain__module_run *run, const dtrain_tensor *d_output,
+static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_fsdp *fsdp, dtrain_module *module,
+                                             int micro_batch, const dtrain_tensor *d_output,
                                              const dtrain_tensor *d_input)
 {
-    dtrain_module *module = run->module;
-    dtrain__module_place *place = run->place;
+    dtrain__module_run made, *run = &made;
     size_t kept;
-    dtrain_status status = dtrain__module_check_backward(run, d_output, d_input);
+    memset(run, 0, sizeof *run);
+    run->pass = pass;
+    dtrain_status status = dtrain__module_enter(run, call, fsdp, module, micro_batch);
+    if (status == DTRAIN_OK)
+        status = dtrain__module_check_backward(run, d_output, d_input);
     if (status != DTRAIN_OK)
         return status;
+    dtrain__module_place *place = run->place;
     place->state = DTRAIN__MODULE_FREE;
     run->context.batch = place->batch;
     if (run->pass == DTRAIN__MODULE_INPUTS) {
@@ -43086,11 +43065,8 @@ static dtrain_status dtrain__module_backward(dtrain__module_run *run, const dtra
 DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                               const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {
-    dtrain__module_run run;
-    memset(&run, 0, sizeof run);
-    run.pass = DTRAIN__MODULE_BACK;
-    dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_backward", fsdp, module, micro_batch);
-    return status == DTRAIN_OK ? dtrain__module_backward(&run, d_output, d_input) : status;
+    return dtrain__module_backward(DTRAIN__MODULE_BACK, "dtrain_fsdp_backward", fsdp, module, micro_batch, d_output,
+                                   d_input);
 }
 
 /* Runs the half of a backward pass that others wait for: gradients of inputs. dtrain__module_backward_weights does the
@@ -43103,11 +43079,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *
 static dtrain_status dtrain__module_backward_input(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                                    const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {
-    dtrain__module_run run;
-    memset(&run, 0, sizeof run);
-    run.pass = DTRAIN__MODULE_INPUTS;
-    dtrain_status status = dtrain__module_enter(&run, "backward_input", fsdp, module, micro_batch);
-    return status == DTRAIN_OK ? dtrain__module_backward(&run, d_output, d_input) : status;
+    return dtrain__module_backward(DTRAIN__MODULE_INPUTS, "backward_input", fsdp, module, micro_batch, d_output,
+                                   d_input);
 }
 
 /* Runs the second half: gradients of parameters, and reduces each unit's. Micro-batches are added up in the order of
@@ -43118,11 +43091,7 @@ static dtrain_status dtrain__module_backward_input(dtrain_fsdp *fsdp, dtrain_mod
  *            others as dtrain_fsdp_backward */
 static dtrain_status dtrain__module_backward_weights(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
 {
-    dtrain__module_run run;
-    memset(&run, 0, sizeof run);
-    run.pass = DTRAIN__MODULE_WEIGHTS;
-    dtrain_status status = dtrain__module_enter(&run, "backward_weights", fsdp, module, micro_batch);
-    return status == DTRAIN_OK ? dtrain__module_backward(&run, NULL, NULL) : status;
+    return dtrain__module_backward(DTRAIN__MODULE_WEIGHTS, "backward_weights", fsdp, module, micro_batch, NULL, NULL);
 }
 
 #endif
@@ -45268,16 +45237,6 @@ static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain
     return status;
 }
 
-/* Chunks of micro-batches that this rank's modules hold now. */
-static int dtrain__pipeline_held(const dtrain_pipeline *pipeline)
-{
-    int held = 0;
-    for (int c = 0; c < pipeline->chunks; c++)
-        for (int i = 0; i < pipeline->modules[c]->place_count - 1; i++)
-            held += pipeline->modules[c]->places[i].state != DTRAIN__MODULE_FREE;
-    return held;
-}
-
 static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t index, const dtrain_tensor *inputs,
                                            void *const *batches)
 {
@@ -45302,7 +45261,10 @@ static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t ind
     status = ahead ? dtrain__pipeline_forward(pipeline, &run, batches != NULL ? batches[run.task->micro_batch] : NULL)
                    : dtrain__pipeline_backward(pipeline, &run);
     pipeline->stats.computed_ns += dtrain__os_now_ns() - begin;
-    int held = ahead ? dtrain__pipeline_held(pipeline) : 0;
+    int held = 0; /* chunks of micro-batches that this rank's modules hold now */
+    for (int c = 0; ahead && c < pipeline->chunks; c++)
+        for (int i = 0; i < pipeline->modules[c]->place_count - 1; i++)
+            held += pipeline->modules[c]->places[i].state != DTRAIN__MODULE_FREE;
     pipeline->stats.peak = held > pipeline->stats.peak ? held : pipeline->stats.peak;
     if (status != DTRAIN_OK || run.move->to < 0)
         return status;
@@ -47450,17 +47412,6 @@ static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
     dtrain__rounds_set_groups(local, NULL, NULL, NULL);
 }
 
-/* Whether every fragment's last round was the last of all members: who leaves then is no loss. */
-static int dtrain__rounds_closed(dtrain_local_sgd *local)
-{
-    int closed = 1;
-    pthread_mutex_lock(&local->mutex);
-    for (int i = 0; i < local->desc.fragments; i++)
-        closed &= local->fragments[i].closed;
-    pthread_mutex_unlock(&local->mutex);
-    return closed;
-}
-
 /* One attempt at groups of those left. Returns 1: made; 0: others were lost meanwhile; -1: this rank is alone. */
 static int dtrain__rounds_shrink(dtrain_local_sgd *local)
 {
@@ -47499,7 +47450,11 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
 static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const char *why)
 {
     dtrain__error cause;
-    int before = dtrain_comm_size(local->group), made = 0, closed = dtrain__rounds_closed(local);
+    int before = dtrain_comm_size(local->group), made = 0, closed = 1; /* closed: who leaves then is no loss */
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        closed &= local->fragments[i].closed;
+    pthread_mutex_unlock(&local->mutex);
     dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "%.500s", why);
     DTRAIN_IGNORE(dtrain_comm_abort(local->up, cause.text));
     DTRAIN_IGNORE(dtrain_comm_abort(local->down, cause.text));

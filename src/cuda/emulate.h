@@ -320,31 +320,27 @@ static cudaError_t dtrain__cuda_emulated_launch(cudaStream_t stream, size_t bloc
     return blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration : dtrain__cuda_emulated_stream(stream);
 }
 
-static const char *cudaGetErrorName(cudaError_t error)
+/* How errors that texts are tested for are called, and what the runtime says of them. */
+static const char *dtrain__cuda_emulated_text(cudaError_t error, int name)
 {
-    switch (error) {
-    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
-    case cudaErrorInsufficientDriver: return "cudaErrorInsufficientDriver";
-    case cudaErrorNoDevice: return "cudaErrorNoDevice";
-    case cudaErrorInvalidResourceHandle: return "cudaErrorInvalidResourceHandle";
-    case cudaErrorIllegalAddress: return "cudaErrorIllegalAddress";
-    case cudaErrorNotSupported: return "cudaErrorNotSupported";
-    default: return "cudaError";
-    }
+    static const struct {
+        cudaError_t error;
+        const char *texts[2];
+    } known[] = {{cudaErrorMemoryAllocation, {"out of memory", "cudaErrorMemoryAllocation"}},
+                 {cudaErrorInsufficientDriver,
+                  {"CUDA driver version is insufficient for CUDA runtime version", "cudaErrorInsufficientDriver"}},
+                 {cudaErrorNoDevice, {"no CUDA-capable device is detected", "cudaErrorNoDevice"}},
+                 {cudaErrorInvalidResourceHandle, {"invalid resource handle", "cudaErrorInvalidResourceHandle"}},
+                 {cudaErrorIllegalAddress, {"an illegal memory access was encountered", "cudaErrorIllegalAddress"}},
+                 {cudaErrorNotSupported, {"operation not supported", "cudaErrorNotSupported"}}};
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
+        if (known[i].error == error)
+            return known[i].texts[name];
+    return name ? "cudaError" : "emulated error";
 }
 
-static const char *cudaGetErrorString(cudaError_t error)
-{
-    switch (error) {
-    case cudaErrorMemoryAllocation: return "out of memory";
-    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
-    case cudaErrorNoDevice: return "no CUDA-capable device is detected";
-    case cudaErrorInvalidResourceHandle: return "invalid resource handle";
-    case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
-    case cudaErrorNotSupported: return "operation not supported";
-    default: return "emulated error";
-    }
-}
+#define cudaGetErrorName(error) dtrain__cuda_emulated_text(error, 1)
+#define cudaGetErrorString(error) dtrain__cuda_emulated_text(error, 0)
 
 static cudaError_t cudaGetLastError(void)
 {
@@ -431,18 +427,24 @@ static cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total)
     return dtrain__cuda_emulated.lasting;
 }
 
-static cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
+/* Makes a stream or an event. */
+static cudaError_t dtrain__cuda_emulated_make(int kind, void **made)
 {
-    dtrain__cuda_emulated_thing *thing;
+    dtrain__cuda_emulated_thing *thing = NULL;
     cudaError_t error = dtrain__cuda_emulated_error();
-    (void)flags;
     if (error == 0)
-        error = dtrain__cuda_emulated_add('s', 0, &thing);
+        error = dtrain__cuda_emulated_add(kind, 0, &thing);
     if (error != 0)
         return error;
     dtrain__cuda_emulated_link(thing);
-    *stream = thing;
+    *made = thing;
     return cudaSuccess;
+}
+
+static cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
+{
+    (void)flags;
+    return dtrain__cuda_emulated_make('s', stream);
 }
 
 static cudaError_t cudaStreamDestroy(cudaStream_t stream)
@@ -480,16 +482,8 @@ static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
 
 static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
 {
-    dtrain__cuda_emulated_thing *thing = NULL;
-    cudaError_t error = dtrain__cuda_emulated_error();
-    if (error == 0)
-        error = dtrain__cuda_emulated_add('e', 0, &thing);
     (void)flags;
-    if (error != 0)
-        return error;
-    dtrain__cuda_emulated_link(thing);
-    *event = thing;
-    return cudaSuccess;
+    return dtrain__cuda_emulated_make('e', event);
 }
 
 static cudaError_t cudaEventDestroy(cudaEvent_t event)
@@ -535,16 +529,13 @@ static cudaError_t dtrain__cuda_emulated_map(int kind, void **pointer, size_t by
     room = (bytes + page - 1) / page * page;
     thing->map_bytes = room + 2 * page;
     thing->map = (char *)mmap(NULL, thing->map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (thing->map == MAP_FAILED) {
+    if (thing->map == MAP_FAILED || mprotect(thing->map + page, room, PROT_READ | PROT_WRITE) != 0) {
+        if (thing->map != MAP_FAILED)
+            munmap(thing->map, thing->map_bytes);
         free(thing);
         return cudaErrorMemoryAllocation;
     }
     thing->pointer = thing->map + page + room - (bytes + 255) / 256 * 256;
-    if (mprotect(thing->map + page, room, PROT_READ | PROT_WRITE) != 0) {
-        munmap(thing->map, thing->map_bytes);
-        free(thing);
-        return cudaErrorMemoryAllocation;
-    }
     if (bytes <= (size_t)1 << 26) /* larger memory takes pages only where it is written */
         memset(thing->map + page, DTRAIN__CUDA_EMULATED_FREE, room);
     dtrain__cuda_emulated_link(thing);

@@ -53,17 +53,6 @@ static uint64_t dtrain__flags_turn(const dtrain_device_group *group)
     return (uint64_t)(uint32_t)(group->epoch - DTRAIN__FLAGS_EPOCH);
 }
 
-/* Has given its device what there is to do: the end of that is for all to see. */
-static void dtrain__flags_left(dtrain_device_group *group)
-{
-    if (group->processes == NULL) {
-        dtrain__flags_set(group, DTRAIN__FLAGS_LEFT);
-        return;
-    }
-    __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group), __ATOMIC_SEQ_CST);
-    dtrain__flags_set(group, DTRAIN__FLAGS_FREE);
-}
-
 /* Is a rank's device, or about to be, in others' memory? Its event is there while this rank is NAMED. */
 static int dtrain__flags_is_in(dtrain_device_group *group, int rank)
 {
@@ -377,7 +366,10 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
         dtrain__flags_give_up(group);
         return dtrain__flags_retreat(group, status);
     }
-    dtrain__flags_left(group);
+    if (group->processes != NULL) /* the end of what the device has to do is for all to see */
+        __atomic_store_n(&dtrain__events_word(group, group->comm->rank)->turn, dtrain__flags_turn(group),
+                         __ATOMIC_SEQ_CST);
+    dtrain__flags_set(group, group->processes != NULL ? DTRAIN__FLAGS_FREE : DTRAIN__FLAGS_LEFT);
     return DTRAIN_OK;
 }
 

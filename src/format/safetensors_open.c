@@ -5,14 +5,6 @@
 #define DTRAIN__SAFETENSORS_OPEN
 #include "safetensors.c"
 
-static dtrain_status dtrain__safetensors_fetch(dtrain_safetensors *file, uint64_t offset, void *out, size_t bytes)
-{
-    if (file->fd >= 0)
-        return dtrain__file_read_at(file->fd, out, bytes, offset, file->label, "reading");
-    memcpy(out, file->memory + offset, bytes);
-    return DTRAIN_OK;
-}
-
 static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
 {
     unsigned char first[8];
@@ -21,9 +13,11 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
     if (file->file_bytes < 8)
         return dtrain__safetensors_broken(file, 1, 0, NULL, "%llu bytes, expected at least 8",
                                           (unsigned long long)file->file_bytes);
-    status = dtrain__safetensors_fetch(file, 0, first, 8);
+    status = file->fd >= 0 ? dtrain__file_read_at(file->fd, first, 8, 0, file->label, "reading") : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
+    if (file->fd < 0)
+        memcpy(first, file->memory, 8);
     for (int i = 7; i >= 0; i--)
         length = length << 8 | first[i];
     if (length > DTRAIN__SAFETENSORS_HEADER_MOST)

@@ -133,17 +133,6 @@ static void dtrain__rounds_alone(dtrain_local_sgd *local, const char *why)
     dtrain__rounds_set_groups(local, NULL, NULL, NULL);
 }
 
-/* Whether every fragment's last round was the last of all members: who leaves then is no loss. */
-static int dtrain__rounds_closed(dtrain_local_sgd *local)
-{
-    int closed = 1;
-    pthread_mutex_lock(&local->mutex);
-    for (int i = 0; i < local->desc.fragments; i++)
-        closed &= local->fragments[i].closed;
-    pthread_mutex_unlock(&local->mutex);
-    return closed;
-}
-
 /* One attempt at groups of those left. Returns 1: made; 0: others were lost meanwhile; -1: this rank is alone. */
 static int dtrain__rounds_shrink(dtrain_local_sgd *local)
 {
@@ -182,7 +171,11 @@ static int dtrain__rounds_shrink(dtrain_local_sgd *local)
 static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const char *why)
 {
     dtrain__error cause;
-    int before = dtrain_comm_size(local->group), made = 0, closed = dtrain__rounds_closed(local);
+    int before = dtrain_comm_size(local->group), made = 0, closed = 1; /* closed: who leaves then is no loss */
+    pthread_mutex_lock(&local->mutex);
+    for (int i = 0; i < local->desc.fragments; i++)
+        closed &= local->fragments[i].closed;
+    pthread_mutex_unlock(&local->mutex);
     dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "%.500s", why);
     DTRAIN_IGNORE(dtrain_comm_abort(local->up, cause.text));
     DTRAIN_IGNORE(dtrain_comm_abort(local->down, cause.text));

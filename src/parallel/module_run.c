@@ -319,15 +319,20 @@ static dtrain_status dtrain__module_close(dtrain__module_run *run, int unit)
 }
 
 /* One pass backward. */
-static dtrain_status dtrain__module_backward(dtrain__module_run *run, const dtrain_tensor *d_output,
+static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_fsdp *fsdp, dtrain_module *module,
+                                             int micro_batch, const dtrain_tensor *d_output,
                                              const dtrain_tensor *d_input)
 {
-    dtrain_module *module = run->module;
-    dtrain__module_place *place = run->place;
+    dtrain__module_run made, *run = &made;
     size_t kept;
-    dtrain_status status = dtrain__module_check_backward(run, d_output, d_input);
+    memset(run, 0, sizeof *run);
+    run->pass = pass;
+    dtrain_status status = dtrain__module_enter(run, call, fsdp, module, micro_batch);
+    if (status == DTRAIN_OK)
+        status = dtrain__module_check_backward(run, d_output, d_input);
     if (status != DTRAIN_OK)
         return status;
+    dtrain__module_place *place = run->place;
     place->state = DTRAIN__MODULE_FREE;
     run->context.batch = place->batch;
     if (run->pass == DTRAIN__MODULE_INPUTS) {
@@ -353,11 +358,8 @@ static dtrain_status dtrain__module_backward(dtrain__module_run *run, const dtra
 DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                               const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {
-    dtrain__module_run run;
-    memset(&run, 0, sizeof run);
-    run.pass = DTRAIN__MODULE_BACK;
-    dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_backward", fsdp, module, micro_batch);
-    return status == DTRAIN_OK ? dtrain__module_backward(&run, d_output, d_input) : status;
+    return dtrain__module_backward(DTRAIN__MODULE_BACK, "dtrain_fsdp_backward", fsdp, module, micro_batch, d_output,
+                                   d_input);
 }
 
 /* Runs the half of a backward pass that others wait for: gradients of inputs. dtrain__module_backward_weights does the
@@ -370,11 +372,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *
 static dtrain_status dtrain__module_backward_input(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                                    const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {
-    dtrain__module_run run;
-    memset(&run, 0, sizeof run);
-    run.pass = DTRAIN__MODULE_INPUTS;
-    dtrain_status status = dtrain__module_enter(&run, "backward_input", fsdp, module, micro_batch);
-    return status == DTRAIN_OK ? dtrain__module_backward(&run, d_output, d_input) : status;
+    return dtrain__module_backward(DTRAIN__MODULE_INPUTS, "backward_input", fsdp, module, micro_batch, d_output,
+                                   d_input);
 }
 
 /* Runs the second half: gradients of parameters, and reduces each unit's. Micro-batches are added up in the order of
@@ -385,11 +384,7 @@ static dtrain_status dtrain__module_backward_input(dtrain_fsdp *fsdp, dtrain_mod
  *            others as dtrain_fsdp_backward */
 static dtrain_status dtrain__module_backward_weights(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
 {
-    dtrain__module_run run;
-    memset(&run, 0, sizeof run);
-    run.pass = DTRAIN__MODULE_WEIGHTS;
-    dtrain_status status = dtrain__module_enter(&run, "backward_weights", fsdp, module, micro_batch);
-    return status == DTRAIN_OK ? dtrain__module_backward(&run, NULL, NULL) : status;
+    return dtrain__module_backward(DTRAIN__MODULE_WEIGHTS, "backward_weights", fsdp, module, micro_batch, NULL, NULL);
 }
 
 #endif

@@ -141,16 +141,6 @@ static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain
     return status;
 }
 
-/* Chunks of micro-batches that this rank's modules hold now. */
-static int dtrain__pipeline_held(const dtrain_pipeline *pipeline)
-{
-    int held = 0;
-    for (int c = 0; c < pipeline->chunks; c++)
-        for (int i = 0; i < pipeline->modules[c]->place_count - 1; i++)
-            held += pipeline->modules[c]->places[i].state != DTRAIN__MODULE_FREE;
-    return held;
-}
-
 static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t index, const dtrain_tensor *inputs,
                                            void *const *batches)
 {
@@ -175,7 +165,10 @@ static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t ind
     status = ahead ? dtrain__pipeline_forward(pipeline, &run, batches != NULL ? batches[run.task->micro_batch] : NULL)
                    : dtrain__pipeline_backward(pipeline, &run);
     pipeline->stats.computed_ns += dtrain__os_now_ns() - begin;
-    int held = ahead ? dtrain__pipeline_held(pipeline) : 0;
+    int held = 0; /* chunks of micro-batches that this rank's modules hold now */
+    for (int c = 0; ahead && c < pipeline->chunks; c++)
+        for (int i = 0; i < pipeline->modules[c]->place_count - 1; i++)
+            held += pipeline->modules[c]->places[i].state != DTRAIN__MODULE_FREE;
     pipeline->stats.peak = held > pipeline->stats.peak ? held : pipeline->stats.peak;
     if (status != DTRAIN_OK || run.move->to < 0)
         return status;

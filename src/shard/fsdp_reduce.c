@@ -577,21 +577,15 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
     return dtrain__fsdp_check_left(fsdp, call);
 }
 
-/* Says whether a unit's parameters can have been there when its gradients were computed: it is gathered, it was on the
- * way down, or what was gathered stays. The same on any number of ranks: on one all parameters are there. */
-static int dtrain__fsdp_was_there(const dtrain_fsdp *fsdp, int number)
-{
-    const dtrain__fsdp_unit *unit = &fsdp->units[number];
-    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
-    int stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP || fsdp->keeps ||
-                fsdp->desc.no_reshard_after_forward;
-    return unit->fresh && (unit->held || unit->backward || stays);
-}
-
 static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
 {
-    int rank = dtrain__fsdp_rank(fsdp);
-    if (dtrain__fsdp_was_there(fsdp, number))
+    /* Its parameters can have been there when its gradients were computed, by a rule that is the same on any number of
+     * ranks: it is gathered, it was on the way down, or what was gathered stays. */
+    const dtrain__fsdp_unit *unit = &fsdp->units[number];
+    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
+    int rank = dtrain__fsdp_rank(fsdp), stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP ||
+                                                fsdp->keeps || fsdp->desc.no_reshard_after_forward;
+    if (unit->fresh && (unit->held || unit->backward || stays))
         return dtrain__fsdp_check_missing(fsdp, number, call);
     if (!fsdp->units[number].fresh)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,

@@ -109,15 +109,6 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
     return status == DTRAIN_OK ? dtrain__fsdp_settle_all(fsdp) : status;
 }
 
-/* Says whether what there is to train has no elements, as a rank's part may be: its steps are made and counted. */
-static int dtrain__fsdp_trains_nothing(const dtrain_fsdp *fsdp)
-{
-    int trains = 0;
-    for (size_t i = 0; i < fsdp->layout.table_count; i++)
-        trains |= !fsdp->layout.table[i].frozen;
-    return trains && fsdp->trained_units == 0;
-}
-
 /* Says whether a step can be applied; the same verdict on every rank. */
 static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 {
@@ -134,7 +125,10 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
                             "%s: the weights of all ranks are 0, and with compress.adam m is averaged by them: give "
                             "dtrain_fsdp_begin the number of examples",
                             fsdp->call);
-    if ((most > 0 && fsdp->trained_units > 0) || dtrain__fsdp_trains_nothing(fsdp))
+    int trains = fsdp->trained_units > 0; /* what there is to train may have no elements, as a rank's part may be */
+    for (size_t i = 0; i < fsdp->layout.table_count && fsdp->trained_units == 0; i++)
+        trains |= !fsdp->layout.table[i].frozen;
+    if (trains && (most > 0 || fsdp->trained_units == 0))
         return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
