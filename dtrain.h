@@ -274,6 +274,7 @@
  *
  *     DTRAIN_NO_   text KB  time  leaves out
  *     SOCKETS           97  13 %  ranks that are processes, on one host or many
+ *     TRANSPORT         14   2 %  dtrain_comm_from_transport
  *     DEVICE            52   4 %  collectives on memory of devices, with FSDP over several ranks there
  *     COMPRESS          85   7 %  top-k, quantisers, PowerSGD, compress and quantise_... of descs
  *     TRAIN             37   3 %  parameter table, optimizers, sampler, schedules, clipping, aggregators
@@ -1604,14 +1605,6 @@ DTRAIN_API_MUST dtrain_status dtrain_threads_create(dtrain_comm **comms, int ran
 DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
                                                  void *user, const dtrain_comm_desc *desc);
 
-/* Makes a group over a transport of your own; the table is copied, and destroyed with the last group that comes of it.
- *
- *   errors   DTRAIN_ERR_INVALID  a missing function, or a rank outside the size; the table stays yours
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
-                                                         const dtrain_comm_desc *desc);
-
 /* Leaves the group and frees this end; NULL is legal. Never waits for a peer; but the last group over a transport of
  * your own gives peers that are there up to a second to take what was sent to them.
  *
@@ -2112,6 +2105,33 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh);
 
 #ifdef __cplusplus
 }
+#endif
+
+#endif
+
+#ifndef DTRAIN_NO_TRANSPORT
+
+/* ---- >>own_transport ----
+ * Groups over a transport that the program brings. */
+#ifndef DTRAIN__OWN_TRANSPORT_H
+#define DTRAIN__OWN_TRANSPORT_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Makes a group over a transport of your own; the table is copied, and destroyed with the last group that comes of it.
+ *
+ *   errors   DTRAIN_ERR_INVALID  a missing function, or a rank outside the size; the table stays yours
+ *
+ * any thread */
+DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
+                                                         const dtrain_comm_desc *desc);
+
+#ifdef __cplusplus
+}
+#endif
+
 #endif
 
 #endif
@@ -8640,8 +8660,12 @@ DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
 #ifndef DTRAIN__LISTER
 #define DTRAIN__LISTER
 
-/* Names of optimizer state end so, and no others. */
-static const char *const dtrain__pieces_suffixes[] = {"@adam.m", "@adam.v", "@momentum"};
+/* What names of optimizer state end with, and no others: 0 and 1 AdamW's, 2 SGD's; NULL: there are no more. */
+static const char *dtrain__pieces_suffix(int which)
+{
+    static const char *const suffixes[] = {"@adam.m", "@adam.v", "@momentum", NULL};
+    return suffixes[which];
+}
 
 /* Who asks for lists, and which is under way. */
 struct dtrain__lister {
@@ -13139,6 +13163,671 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 
 #endif
 
+/* ---- >>threads ----
+ * Ranks of one address space. A group is what its ranks share, and lazily one ring of bytes for each ordered pair that
+ * exchanges messages. All waiting is on the group's one bell. The groups that come of one world share an allocator, a
+ * store and a service thread, which live as long as one of these groups. */
+#ifndef DTRAIN__THREADS
+#define DTRAIN__THREADS
+
+#define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
+
+/* What is known of one rank; guarded by the world's mutex, where it says no more. */
+typedef struct dtrain__threads_rank {
+    int origin;    /* the rank in the world's first group */
+    int vote_kind; /* of its last vote */
+    uint64_t voted, vote_flags;
+    uint64_t goes_on;  /* number of the last decision that this rank is part of */
+    dtrain__error why; /* it left; written by itself, readable once it has */
+    dtrain__tell tell; /* readable once there is a record */
+    void *record;      /* what it does, which peers read until the group is freed */
+} dtrain__threads_rank;
+
+typedef struct dtrain__threads_ring {
+    uint64_t written;
+    char pad[DTRAIN__CACHE_LINE - 8];
+    uint64_t read;
+    char pad2[DTRAIN__CACHE_LINE - 8];
+    unsigned char bytes[DTRAIN__THREADS_RING_BYTES];
+} dtrain__threads_ring;
+
+typedef struct dtrain__threads_group dtrain__threads_group;
+
+typedef struct dtrain__threads_end {
+    dtrain__threads_group *group;
+    int rank;
+} dtrain__threads_end;
+
+typedef struct dtrain__threads_world {
+    dtrain__origin origin;
+    pthread_mutex_t mutex; /* guards groups, their ends, and store */
+    dtrain__threads_group *groups;
+    dtrain__bell bell; /* the service thread's; rung with that of every group */
+    dtrain_allocator own;
+    dtrain_allocator *allocator;
+    dtrain__store store;
+} dtrain__threads_world;
+
+struct dtrain__threads_group {
+    dtrain__shared shared;
+    int ends;    /* ranks that have come and not left */
+    uint64_t id; /* its name in the world; the first one's is 0 */
+    dtrain__threads_world *world;
+    dtrain__threads_group *next;
+    dtrain_allocator *allocator; /* the world's */
+    int *bound; /* ranks of the world whose end with an error breaks it, members or not; NULL: none but members */
+    int bound_count;
+    dtrain__threads_rank *ranks;
+    dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender */
+    dtrain__threads_end *rank_ends;
+    uint64_t decided, decided_flags, decided_id; /* what its ranks last agreed on; guarded by the world's mutex */
+    int decided_mixed;                           /* they called different things */
+};
+
+static void dtrain__threads_break(dtrain__threads_group *group, const dtrain__error *cause)
+{
+    dtrain__membership_break(&group->shared.members, cause);
+    dtrain__bell_ring(&group->shared.bell);
+}
+
+static dtrain__threads_ring *dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
+{
+    size_t index = (size_t)from * (size_t)group->shared.members.size + (size_t)to;
+    return __atomic_load_n(&group->rings[index], __ATOMIC_ACQUIRE);
+}
+
+static size_t dtrain__threads_put(dtrain__threads_ring *ring, const unsigned char *data, size_t bytes)
+{
+    uint64_t written = ring->written, read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    size_t room = DTRAIN__THREADS_RING_BYTES - (size_t)(written - read), n = bytes < room ? bytes : room;
+    size_t at = (size_t)written % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
+    if (n == 0)
+        return 0;
+    first = first < n ? first : n;
+    memcpy(ring->bytes + at, data, first);
+    memcpy(ring->bytes, data + first, n - first);
+    __atomic_store_n(&ring->written, written + n, __ATOMIC_SEQ_CST);
+    return n;
+}
+
+static size_t dtrain__threads_take(dtrain__threads_ring *ring, unsigned char *data, size_t bytes)
+{
+    uint64_t read = ring->read, written = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST);
+    size_t held = (size_t)(written - read), n = bytes < held ? bytes : held;
+    size_t at = (size_t)read % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
+    if (n == 0)
+        return 0;
+    first = first < n ? first : n;
+    memcpy(data, ring->bytes + at, first);
+    memcpy(data + first, ring->bytes, n - first);
+    __atomic_store_n(&ring->read, read + n, __ATOMIC_SEQ_CST);
+    return n;
+}
+
+/* Says that `peer` has left, which an operation needs; breaks the group if it did so with an error. */
+static dtrain_status dtrain__threads_lost(dtrain__threads_group *group, int peer)
+{
+    dtrain__error lost;
+    if (dtrain__membership_lost(&group->shared.members, peer, &lost))
+        dtrain__threads_break(group, &lost);
+    return lost.status;
+}
+
+typedef struct dtrain__threads_wait {
+    dtrain__threads_group *group;
+    int from, to, peer;
+    int to_write;
+} dtrain__threads_wait;
+
+static int dtrain__threads_ready(void *pointer)
+{
+    dtrain__threads_wait *wait = (dtrain__threads_wait *)pointer;
+    dtrain__threads_ring *ring = dtrain__threads_ring_between(wait->group, wait->from, wait->to);
+    const dtrain__membership *members = &wait->group->shared.members;
+    if (dtrain__membership_broken(members) || dtrain__membership_left(members, wait->peer))
+        return 1;
+    if (ring == NULL)
+        return 0;
+    uint64_t held = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
+    return wait->to_write ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
+}
+
+/* Moves bytes through one ring until all went, the deadline passed, or the peer left. What a peer wrote before
+ * it left is still received. */
+static dtrain_status dtrain__threads_move(dtrain__threads_wait *wait, unsigned char *out, const unsigned char *in,
+                                          size_t bytes, int64_t deadline_ns, size_t *moved)
+{
+    dtrain__threads_group *group = wait->group;
+    *moved = 0;
+    for (unsigned turn = 0;; turn++) {
+        int left = dtrain__membership_left(&group->shared.members, wait->peer);
+        dtrain__threads_ring *ring = dtrain__threads_ring_between(group, wait->from, wait->to);
+        size_t n = 0;
+        if (ring != NULL && !(wait->to_write && left))
+            n = wait->to_write ? dtrain__threads_put(ring, in + *moved, bytes - *moved)
+                               : dtrain__threads_take(ring, out + *moved, bytes - *moved);
+        *moved += n;
+        if (n > 0) {
+            dtrain__bell_ring(&group->shared.bell);
+            turn = 0;
+        }
+        if (*moved == bytes)
+            return DTRAIN_OK;
+        if (dtrain__membership_broken(&group->shared.members))
+            return dtrain__report(dtrain__membership_cause(&group->shared.members));
+        if (left && n == 0)
+            return dtrain__threads_lost(group, wait->peer);
+        if (n == 0 && (deadline_ns == 0 || dtrain__os_now_ns() >= deadline_ns))
+            return DTRAIN_ERR_TIMEOUT;
+        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_ready, wait);
+    }
+}
+
+static dtrain_status dtrain__threads_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                          size_t *moved)
+{
+    dtrain__threads_end *end = (dtrain__threads_end *)self;
+    dtrain__threads_group *group = end->group;
+    dtrain__threads_wait wait = {group, end->rank, peer, peer, 1};
+    size_t index = (size_t)end->rank * (size_t)group->shared.members.size + (size_t)peer;
+    *moved = 0;
+    if (group->rings[index] == NULL) {
+        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(group->allocator, sizeof *ring);
+        if (ring == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
+                                sizeof *ring, end->rank, peer);
+        __atomic_store_n(&group->rings[index], ring, __ATOMIC_RELEASE);
+    }
+    return dtrain__threads_move(&wait, NULL, (const unsigned char *)data, bytes, deadline_ns, moved);
+}
+
+static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                          size_t *moved)
+{
+    dtrain__threads_end *end = (dtrain__threads_end *)self;
+    dtrain__threads_wait wait = {end->group, peer, end->rank, peer, 0};
+    return dtrain__threads_move(&wait, (unsigned char *)data, NULL, bytes, deadline_ns, moved);
+}
+
+static void dtrain__threads_free(dtrain__threads_group *group)
+{
+    size_t size = (size_t)group->shared.members.size;
+    dtrain_allocator *allocator = group->allocator;
+    if (group->rings != NULL)
+        for (size_t i = 0; i < size * size; i++)
+            dtrain__free(allocator, group->rings[i]);
+    for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
+        dtrain__free(allocator, group->ranks[rank].record);
+    dtrain__free(allocator, group->rings);
+    dtrain__free(allocator, group->bound);
+    dtrain__free(allocator, group->shared.slots);
+    dtrain__free(allocator, group->shared.members.ranks);
+    dtrain__free(allocator, group->ranks);
+    dtrain__free(allocator, group->rank_ends);
+    dtrain__free(allocator, group);
+}
+
+static void dtrain__threads_world_free(dtrain__threads_world *world)
+{
+    dtrain__origin_stop(&world->origin);
+    dtrain__store_free(&world->store, world->allocator);
+    pthread_mutex_destroy(&world->mutex);
+    pthread_mutex_destroy(&world->origin.mutex);
+    dtrain__free(world->allocator, world);
+}
+
+/* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */
+static void dtrain__threads_mark(dtrain__threads_group *group, int rank, const dtrain__error *why)
+{
+    dtrain__membership *members = &group->shared.members;
+    if (!dtrain__membership_left(members, rank)) {
+        if (why != NULL) {
+            group->ranks[rank].why = *why;
+            members->ranks[rank].why = group->ranks[rank].why.text;
+            members->ranks[rank].calls = UINT64_MAX; /* who needs it finds out */
+        }
+        dtrain__membership_leave(members, rank);
+    }
+    dtrain__bell_ring(&group->shared.bell);
+}
+
+/* The thread behind a rank has given up without which the group's ranks cannot go on. */
+static void dtrain__threads_lost_bound(dtrain__threads_group *group, int origin, const dtrain__error *why)
+{
+    dtrain__error lost, kept = dtrain__thread_error;
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world, of another group of this mesh, has left%s%.400s",
+                 origin, why != NULL && why->text[0] != 0 ? ": " : "", why != NULL ? why->text : "");
+    dtrain__thread_error = kept;
+    dtrain__threads_break(group, &lost);
+}
+
+/* The rank's thread ends with an error: nobody shall wait for it in any group. */
+static void dtrain__threads_give_up(void *self, const dtrain__error *why)
+{
+    dtrain__threads_group *of = ((dtrain__threads_end *)self)->group;
+    dtrain__threads_world *world = of->world;
+    int origin = of->ranks[((dtrain__threads_end *)self)->rank].origin;
+    pthread_mutex_lock(&world->mutex);
+    for (dtrain__threads_group *group = world->groups; group != NULL; group = group->next) {
+        int member = 0;
+        for (int other = 0; group != of && other < group->shared.members.size; other++)
+            if (group->ranks[other].origin == origin) {
+                dtrain__threads_mark(group, other, why);
+                member = 1;
+            }
+        for (int i = 0; !member && i < group->bound_count; i++)
+            if (group->bound[i] == origin)
+                dtrain__threads_lost_bound(group, origin, why);
+    }
+    pthread_mutex_unlock(&world->mutex);
+}
+
+/* The rank's end leaves; the last of a group frees it, the last of a world the world. */
+static void dtrain__threads_detach(dtrain__threads_group *group, int rank)
+{
+    dtrain__threads_world *world = group->world;
+    dtrain__threads_group **at = &world->groups;
+    int ends, last;
+    pthread_mutex_lock(&world->mutex);
+    dtrain__threads_mark(group, rank, NULL);
+    ends = --group->ends;
+    while (ends == 0 && *at != group)
+        at = &(*at)->next;
+    if (ends == 0)
+        *at = group->next;
+    last = world->groups == NULL;
+    pthread_mutex_unlock(&world->mutex);
+    if (ends == 0)
+        dtrain__threads_free(group);
+    if (last)
+        dtrain__threads_world_free(world);
+}
+
+static void dtrain__threads_destroy(void *self)
+{
+    dtrain__threads_end *end = (dtrain__threads_end *)self;
+    dtrain__threads_detach(end->group, end->rank);
+}
+
+/* A world without groups, for dtrain__threads_attach. */
+static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator)
+{
+    dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
+        allocator, sizeof *world, offsetof(dtrain__threads_world, own), &allocator);
+    if (world == NULL)
+        return NULL;
+    world->allocator = allocator;
+    world->origin.bell = &world->bell;
+    pthread_mutex_init(&world->mutex, NULL);
+    pthread_mutex_init(&world->origin.mutex, NULL);
+    return world;
+}
+
+/* Adds a group to the world; the caller holds its mutex. NULL when there is no memory. */
+static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, uint64_t id, const int *origins,
+                                                   int size)
+{
+    size_t ranks = (size_t)size;
+    dtrain__threads_group *group = (dtrain__threads_group *)dtrain__alloc(world->allocator, sizeof *group);
+    if (group == NULL)
+        return NULL;
+    group->world = world;
+    group->allocator = world->allocator;
+    group->id = id;
+    group->shared.members.size = size;
+    group->shared.bell.spins =
+        size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
+    group->shared.bell.also = &world->bell;
+    group->shared.slots = (dtrain__slot *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__slot));
+    group->shared.members.ranks =
+        (dtrain__departure *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__departure));
+    group->ranks = (dtrain__threads_rank *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__threads_rank));
+    group->rings =
+        (dtrain__threads_ring **)dtrain__alloc(group->allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
+    group->rank_ends = (dtrain__threads_end *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__threads_end));
+    if (group->shared.slots == NULL || group->shared.members.ranks == NULL || group->ranks == NULL ||
+        group->rings == NULL || group->rank_ends == NULL) {
+        dtrain__threads_free(group);
+        return NULL;
+    }
+    for (int rank = 0; rank < size; rank++)
+        group->ranks[rank].origin = origins != NULL ? origins[rank] : rank;
+    group->next = world->groups;
+    world->groups = group;
+    return group;
+}
+
+/* Comes to the group of that name, which the first to come makes; undone by dtrain__threads_detach. */
+static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world, uint64_t id,
+                                            const int *origins, int size)
+{
+    pthread_mutex_lock(&world->mutex);
+    dtrain__threads_group *group = world->groups;
+    while (group != NULL && group->id != id)
+        group = group->next;
+    if (group == NULL)
+        group = dtrain__threads_make(world, id, origins, size);
+    if (group != NULL)
+        group->ends++;
+    pthread_mutex_unlock(&world->mutex);
+    *out = group;
+    return group != NULL ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+}
+
+/* Breaks the group whenever one of these ranks of the world ends with an error; 0: no memory. */
+static int dtrain__threads_bind(dtrain__threads_group *group, const int *origins, int count)
+{
+    int bound;
+    pthread_mutex_lock(&group->world->mutex);
+    if (group->bound == NULL)
+        group->bound = (int *)dtrain__alloc(group->allocator, (size_t)count * sizeof(int));
+    bound = group->bound != NULL;
+    if (bound && group->bound_count == 0) {
+        memcpy(group->bound, origins, (size_t)count * sizeof(int));
+        group->bound_count = count;
+    }
+    pthread_mutex_unlock(&group->world->mutex);
+    return bound;
+}
+
+/* Makes a group to which `size` ranks have come, the first of its world. The transport of each is had from
+ * dtrain__threads_transport. */
+static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
+{
+    dtrain__threads_world *world = dtrain__threads_world_create(allocator);
+    dtrain_status status = DTRAIN_ERR_MEMORY;
+    if (world == NULL)
+        return dtrain__fail(NULL, status, "no memory for a group of %d ranks", size);
+    status = dtrain__threads_attach(out, world, 0, NULL, size);
+    if (status == DTRAIN_OK)
+        (*out)->ends = size;
+    else
+        dtrain__threads_world_free(world);
+    return status;
+}
+
+static void dtrain__threads_fail(void *self, dtrain_status why, const char *text)
+{
+    dtrain__error cause;
+    cause.status = why;
+    snprintf(cause.text, sizeof cause.text, "%s", text);
+    dtrain__threads_break(((dtrain__threads_end *)self)->group, &cause);
+}
+
+static void dtrain__threads_transport(dtrain_transport *transport, dtrain__threads_group *group, int rank)
+{
+    memset(transport, 0, sizeof *transport);
+    group->rank_ends[rank].group = group;
+    group->rank_ends[rank].rank = rank;
+    transport->self = &group->rank_ends[rank];
+    transport->rank = rank;
+    transport->size = group->shared.members.size;
+    transport->send = dtrain__threads_send;
+    transport->recv = dtrain__threads_recv;
+    transport->destroy = dtrain__threads_destroy;
+    transport->fail = dtrain__threads_fail;
+}
+
+#endif
+
+/* ---- >>threads_plane ----
+ * The control plane of ranks of one address space: what they must know of each other is in their group, guarded by
+ * the mutex of its world where it takes several words. Votes are counted by whoever looks. */
+#ifndef DTRAIN__THREADS_PLANE
+#define DTRAIN__THREADS_PLANE
+
+static dtrain__threads_group *dtrain__threads_plane_of(void *self)
+{
+    return ((dtrain__threads_end *)self)->group;
+}
+
+static const dtrain__plane *dtrain__threads_plane_table(void);
+
+static void dtrain__threads_plane_end(dtrain__end *end, dtrain__threads_group *group, int rank)
+{
+    memset(end, 0, sizeof *end);
+    dtrain__threads_transport(&end->transport, group, rank);
+    end->plane = dtrain__threads_plane_table();
+    end->origin = &group->world->origin;
+    end->members = &group->shared.members;
+    end->shared = &group->shared;
+    end->allocator = group->allocator;
+}
+
+/* Makes a new world, and the end of its rank 0. */
+static dtrain_status dtrain__threads_plane_create(dtrain__end *first, int ranks, dtrain_allocator *allocator)
+{
+    dtrain__threads_group *group = NULL;
+    dtrain_status status = dtrain__threads_create(&group, ranks, allocator);
+    if (status == DTRAIN_OK)
+        dtrain__threads_plane_end(first, group, 0);
+    return status;
+}
+
+/* The end of another rank of that world. */
+static void dtrain__threads_plane_peer(const dtrain__end *first, int rank, dtrain__end *end)
+{
+    dtrain__threads_plane_end(end, dtrain__threads_plane_of(first->transport.self), rank);
+}
+
+static dtrain_status dtrain__threads_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
+{
+    dtrain__threads_group *group = NULL;
+    dtrain_status status =
+        dtrain__threads_attach(&group, dtrain__threads_plane_of(self)->world, desc->id, desc->worlds, desc->size);
+    if (status == DTRAIN_OK)
+        dtrain__threads_plane_end(end, group, desc->rank);
+    return status;
+}
+
+static int dtrain__threads_plane_world(void *self, int rank)
+{
+    return dtrain__threads_plane_of(self)->ranks[rank].origin;
+}
+
+static int dtrain__threads_plane_bound(void *self, int *worlds)
+{
+    const dtrain__threads_group *group = dtrain__threads_plane_of(self);
+    if (worlds != NULL && group->bound_count > 0)
+        memcpy(worlds, group->bound, (size_t)group->bound_count * sizeof *worlds);
+    return group->bound_count;
+}
+
+static int dtrain__threads_plane_bind(void *self, const int *worlds, int count)
+{
+    return dtrain__threads_bind(dtrain__threads_plane_of(self), worlds, count);
+}
+
+static void dtrain__threads_plane_lost(void *self, int rank)
+{
+    dtrain__threads_lost(dtrain__threads_plane_of(self), rank);
+}
+
+/* Looks whether all that have not left have voted, and decides; the caller holds the world's mutex. */
+static void dtrain__threads_plane_count(dtrain__threads_group *group, uint64_t number)
+{
+    const dtrain__membership *members = &group->shared.members;
+    uint64_t flags = UINT64_MAX;
+    int kind = 0, mixed = 0;
+    for (int rank = 0; rank < members->size; rank++) {
+        const dtrain__threads_rank *voter = &group->ranks[rank];
+        if (dtrain__membership_left(members, rank))
+            continue;
+        if (voter->voted < number)
+            return;
+        mixed |= kind != 0 && kind != voter->vote_kind;
+        kind = voter->vote_kind;
+        flags &= voter->vote_flags;
+    }
+    for (int rank = 0; rank < members->size; rank++)
+        if (!dtrain__membership_left(members, rank))
+            group->ranks[rank].goes_on = number;
+    group->decided = number;
+    group->decided_flags = flags;
+    group->decided_mixed = mixed;
+    group->decided_id = dtrain__plane_group_id(dtrain__origin_serial(&group->world->origin), 0);
+    dtrain__bell_ring(&group->shared.bell);
+}
+
+typedef struct dtrain__threads_vote {
+    dtrain__threads_group *group;
+    dtrain__agreement *agreement;
+} dtrain__threads_vote;
+
+/* Whether there is a decision; then takes it over. */
+static int dtrain__threads_plane_decided(void *pointer)
+{
+    dtrain__threads_group *group = ((dtrain__threads_vote *)pointer)->group;
+    dtrain__agreement *agreement = ((dtrain__threads_vote *)pointer)->agreement;
+    int done;
+    pthread_mutex_lock(&group->world->mutex);
+    if (group->decided < agreement->number)
+        dtrain__threads_plane_count(group, agreement->number);
+    done = group->decided >= agreement->number;
+    agreement->status = group->decided_mixed ? DTRAIN_ERR_MISMATCH : DTRAIN_OK;
+    agreement->id = group->decided_id;
+    agreement->awaited = -1;
+    if (done)
+        agreement->flags = group->decided_flags;
+    for (int rank = 0; rank < group->shared.members.size; rank++) {
+        agreement->goes_on[rank] = done && group->ranks[rank].goes_on == agreement->number;
+        if (!done && agreement->awaited < 0 && group->ranks[rank].voted < agreement->number &&
+            !dtrain__membership_left(&group->shared.members, rank))
+            agreement->awaited = rank;
+    }
+    pthread_mutex_unlock(&group->world->mutex);
+    return done;
+}
+
+static int dtrain__threads_plane_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
+{
+    dtrain__threads_vote vote = {dtrain__threads_plane_of(self), agreement};
+    dtrain__threads_group *group = vote.group;
+    dtrain__threads_rank *mine = &group->ranks[((dtrain__threads_end *)self)->rank];
+    pthread_mutex_lock(&group->world->mutex);
+    mine->voted = agreement->number;
+    mine->vote_kind = agreement->kind;
+    mine->vote_flags = agreement->flags;
+    pthread_mutex_unlock(&group->world->mutex);
+    dtrain__bell_ring(&group->shared.bell);
+    for (unsigned turn = 0; !dtrain__threads_plane_decided(&vote); turn++) {
+        if (dtrain__os_now_ns() >= deadline_ns)
+            return 0;
+        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_plane_decided, &vote);
+    }
+    return 1;
+}
+
+typedef struct dtrain__threads_look {
+    dtrain__threads_group *group;
+    dtrain__store_call *call;
+} dtrain__threads_look;
+
+static int dtrain__threads_plane_found(void *pointer)
+{
+    dtrain__threads_group *group = ((dtrain__threads_look *)pointer)->group;
+    dtrain__store_call *call = ((dtrain__threads_look *)pointer)->call;
+    pthread_mutex_lock(&group->world->mutex);
+    dtrain__entry *entry = *dtrain__store_place(&group->world->store, call->key, strlen(call->key));
+    if (entry != NULL)
+        dtrain__store_copy(call, dtrain__entry_value(entry), entry->bytes);
+    pthread_mutex_unlock(&group->world->mutex);
+    return entry != NULL || dtrain__membership_broken(&group->shared.members);
+}
+
+static dtrain_status dtrain__threads_plane_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
+{
+    dtrain__threads_look look = {dtrain__threads_plane_of(self), call};
+    dtrain__threads_group *group = look.group;
+    dtrain_status status;
+    if (call->what == DTRAIN__STORE_SET) {
+        pthread_mutex_lock(&group->world->mutex);
+        status = dtrain__store_put(&group->world->store, group->allocator, call->key, strlen(call->key), call->value,
+                                   call->capacity);
+        for (dtrain__threads_group *other = group->world->groups; other != NULL; other = other->next)
+            dtrain__bell_ring(&other->shared.bell);
+        pthread_mutex_unlock(&group->world->mutex);
+        return status;
+    }
+    *call->bytes = DTRAIN_STORE_ABSENT;
+    for (unsigned turn = 0; !dtrain__threads_plane_found(&look) && call->what == DTRAIN__STORE_WAIT; turn++) {
+        if (dtrain__os_now_ns() >= deadline_ns)
+            return dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT, "store_wait on rank %d: nobody has set \"%s\"",
+                                ((dtrain__threads_end *)self)->rank, call->key);
+        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_plane_found, &look);
+    }
+    if (*call->bytes == DTRAIN_STORE_ABSENT && call->what == DTRAIN__STORE_WAIT)
+        return dtrain__report(dtrain__membership_cause(&group->shared.members));
+    return DTRAIN_OK;
+}
+
+/* The group keeps the record. */
+static void dtrain__threads_plane_publish(void *self, dtrain__tell tell, void *record)
+{
+    dtrain__threads_rank *mine = &dtrain__threads_plane_of(self)->ranks[((dtrain__threads_end *)self)->rank];
+    if (tell == NULL)
+        return;
+    mine->tell = tell;
+    __atomic_store_n(&mine->record, record, __ATOMIC_RELEASE);
+}
+
+static size_t dtrain__threads_plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity,
+                                         int64_t *age_ns)
+{
+    const dtrain__threads_rank *other = &dtrain__threads_plane_of(self)->ranks[rank];
+    void *record = __atomic_load_n(&other->record, __ATOMIC_ACQUIRE);
+    int awaits;
+    (void)after_ns;
+    *age_ns = 0;
+    return record != NULL ? other->tell(record, (unsigned char *)out, capacity, &awaits) : 0;
+}
+
+static void dtrain__threads_plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
+{
+    int rank = ((dtrain__threads_end *)self)->rank;
+    dtrain__threads_group *group = dtrain__threads_plane_of(self);
+    dtrain__departure *mine = &group->shared.members.ranks[rank];
+    (void)forked;
+    if (dtrain__membership_left(&group->shared.members, rank))
+        return;
+    if (why != NULL && why->text[0] != 0) {
+        group->ranks[rank].why = *why;
+        mine->why = group->ranks[rank].why.text;
+    }
+    mine->calls = calls;
+}
+
+static const dtrain__plane *dtrain__threads_plane_table(void)
+{
+    static const dtrain__plane table = {
+        1,
+        1,
+        0,
+        dtrain__threads_plane_group,
+        dtrain__threads_plane_world,
+        dtrain__plane_host,
+        dtrain__plane_node_ranks,
+        dtrain__threads_plane_bound,
+        dtrain__threads_plane_bind,
+        dtrain__plane_follow,
+        dtrain__plane_form,
+        dtrain__threads_plane_lost,
+        dtrain__plane_skipped,
+        dtrain__threads_plane_agree,
+        dtrain__threads_plane_store,
+        dtrain__threads_plane_publish,
+        dtrain__threads_plane_last,
+        dtrain__plane_suspect,
+        dtrain__plane_rest,
+        dtrain__threads_plane_leaving,
+    };
+    return &table;
+}
+
+#endif
+
+#ifndef DTRAIN_NO_TRANSPORT
+
 /* ---- >>mux ----
  * Many groups over one transport of send and recv. A group's share is a lane, named by the group's id. What a lane
  * sends goes in frames that carry its name; what comes goes to the memory of the call that waits for it, or is kept for
@@ -14634,667 +15323,6 @@ static const dtrain__plane *dtrain__mux_plane_table(void)
 }
 
 #endif
-
-/* ---- >>threads ----
- * Ranks of one address space. A group is what its ranks share, and lazily one ring of bytes for each ordered pair that
- * exchanges messages. All waiting is on the group's one bell. The groups that come of one world share an allocator, a
- * store and a service thread, which live as long as one of these groups. */
-#ifndef DTRAIN__THREADS
-#define DTRAIN__THREADS
-
-#define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
-
-/* What is known of one rank; guarded by the world's mutex, where it says no more. */
-typedef struct dtrain__threads_rank {
-    int origin;    /* the rank in the world's first group */
-    int vote_kind; /* of its last vote */
-    uint64_t voted, vote_flags;
-    uint64_t goes_on;  /* number of the last decision that this rank is part of */
-    dtrain__error why; /* it left; written by itself, readable once it has */
-    dtrain__tell tell; /* readable once there is a record */
-    void *record;      /* what it does, which peers read until the group is freed */
-} dtrain__threads_rank;
-
-typedef struct dtrain__threads_ring {
-    uint64_t written;
-    char pad[DTRAIN__CACHE_LINE - 8];
-    uint64_t read;
-    char pad2[DTRAIN__CACHE_LINE - 8];
-    unsigned char bytes[DTRAIN__THREADS_RING_BYTES];
-} dtrain__threads_ring;
-
-typedef struct dtrain__threads_group dtrain__threads_group;
-
-typedef struct dtrain__threads_end {
-    dtrain__threads_group *group;
-    int rank;
-} dtrain__threads_end;
-
-typedef struct dtrain__threads_world {
-    dtrain__origin origin;
-    pthread_mutex_t mutex; /* guards groups, their ends, and store */
-    dtrain__threads_group *groups;
-    dtrain__bell bell; /* the service thread's; rung with that of every group */
-    dtrain_allocator own;
-    dtrain_allocator *allocator;
-    dtrain__store store;
-} dtrain__threads_world;
-
-struct dtrain__threads_group {
-    dtrain__shared shared;
-    int ends;    /* ranks that have come and not left */
-    uint64_t id; /* its name in the world; the first one's is 0 */
-    dtrain__threads_world *world;
-    dtrain__threads_group *next;
-    dtrain_allocator *allocator; /* the world's */
-    int *bound; /* ranks of the world whose end with an error breaks it, members or not; NULL: none but members */
-    int bound_count;
-    dtrain__threads_rank *ranks;
-    dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender */
-    dtrain__threads_end *rank_ends;
-    uint64_t decided, decided_flags, decided_id; /* what its ranks last agreed on; guarded by the world's mutex */
-    int decided_mixed;                           /* they called different things */
-};
-
-static void dtrain__threads_break(dtrain__threads_group *group, const dtrain__error *cause)
-{
-    dtrain__membership_break(&group->shared.members, cause);
-    dtrain__bell_ring(&group->shared.bell);
-}
-
-static dtrain__threads_ring *dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
-{
-    size_t index = (size_t)from * (size_t)group->shared.members.size + (size_t)to;
-    return __atomic_load_n(&group->rings[index], __ATOMIC_ACQUIRE);
-}
-
-static size_t dtrain__threads_put(dtrain__threads_ring *ring, const unsigned char *data, size_t bytes)
-{
-    uint64_t written = ring->written, read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    size_t room = DTRAIN__THREADS_RING_BYTES - (size_t)(written - read), n = bytes < room ? bytes : room;
-    size_t at = (size_t)written % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
-    if (n == 0)
-        return 0;
-    first = first < n ? first : n;
-    memcpy(ring->bytes + at, data, first);
-    memcpy(ring->bytes, data + first, n - first);
-    __atomic_store_n(&ring->written, written + n, __ATOMIC_SEQ_CST);
-    return n;
-}
-
-static size_t dtrain__threads_take(dtrain__threads_ring *ring, unsigned char *data, size_t bytes)
-{
-    uint64_t read = ring->read, written = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST);
-    size_t held = (size_t)(written - read), n = bytes < held ? bytes : held;
-    size_t at = (size_t)read % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
-    if (n == 0)
-        return 0;
-    first = first < n ? first : n;
-    memcpy(data, ring->bytes + at, first);
-    memcpy(data + first, ring->bytes, n - first);
-    __atomic_store_n(&ring->read, read + n, __ATOMIC_SEQ_CST);
-    return n;
-}
-
-/* Says that `peer` has left, which an operation needs; breaks the group if it did so with an error. */
-static dtrain_status dtrain__threads_lost(dtrain__threads_group *group, int peer)
-{
-    dtrain__error lost;
-    if (dtrain__membership_lost(&group->shared.members, peer, &lost))
-        dtrain__threads_break(group, &lost);
-    return lost.status;
-}
-
-typedef struct dtrain__threads_wait {
-    dtrain__threads_group *group;
-    int from, to, peer;
-    int to_write;
-} dtrain__threads_wait;
-
-static int dtrain__threads_ready(void *pointer)
-{
-    dtrain__threads_wait *wait = (dtrain__threads_wait *)pointer;
-    dtrain__threads_ring *ring = dtrain__threads_ring_between(wait->group, wait->from, wait->to);
-    const dtrain__membership *members = &wait->group->shared.members;
-    if (dtrain__membership_broken(members) || dtrain__membership_left(members, wait->peer))
-        return 1;
-    if (ring == NULL)
-        return 0;
-    uint64_t held = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    return wait->to_write ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
-}
-
-/* Moves bytes through one ring until all went, the deadline passed, or the peer left. What a peer wrote before
- * it left is still received. */
-static dtrain_status dtrain__threads_move(dtrain__threads_wait *wait, unsigned char *out, const unsigned char *in,
-                                          size_t bytes, int64_t deadline_ns, size_t *moved)
-{
-    dtrain__threads_group *group = wait->group;
-    *moved = 0;
-    for (unsigned turn = 0;; turn++) {
-        int left = dtrain__membership_left(&group->shared.members, wait->peer);
-        dtrain__threads_ring *ring = dtrain__threads_ring_between(group, wait->from, wait->to);
-        size_t n = 0;
-        if (ring != NULL && !(wait->to_write && left))
-            n = wait->to_write ? dtrain__threads_put(ring, in + *moved, bytes - *moved)
-                               : dtrain__threads_take(ring, out + *moved, bytes - *moved);
-        *moved += n;
-        if (n > 0) {
-            dtrain__bell_ring(&group->shared.bell);
-            turn = 0;
-        }
-        if (*moved == bytes)
-            return DTRAIN_OK;
-        if (dtrain__membership_broken(&group->shared.members))
-            return dtrain__report(dtrain__membership_cause(&group->shared.members));
-        if (left && n == 0)
-            return dtrain__threads_lost(group, wait->peer);
-        if (n == 0 && (deadline_ns == 0 || dtrain__os_now_ns() >= deadline_ns))
-            return DTRAIN_ERR_TIMEOUT;
-        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_ready, wait);
-    }
-}
-
-static dtrain_status dtrain__threads_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                          size_t *moved)
-{
-    dtrain__threads_end *end = (dtrain__threads_end *)self;
-    dtrain__threads_group *group = end->group;
-    dtrain__threads_wait wait = {group, end->rank, peer, peer, 1};
-    size_t index = (size_t)end->rank * (size_t)group->shared.members.size + (size_t)peer;
-    *moved = 0;
-    if (group->rings[index] == NULL) {
-        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(group->allocator, sizeof *ring);
-        if (ring == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
-                                sizeof *ring, end->rank, peer);
-        __atomic_store_n(&group->rings[index], ring, __ATOMIC_RELEASE);
-    }
-    return dtrain__threads_move(&wait, NULL, (const unsigned char *)data, bytes, deadline_ns, moved);
-}
-
-static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                          size_t *moved)
-{
-    dtrain__threads_end *end = (dtrain__threads_end *)self;
-    dtrain__threads_wait wait = {end->group, peer, end->rank, peer, 0};
-    return dtrain__threads_move(&wait, (unsigned char *)data, NULL, bytes, deadline_ns, moved);
-}
-
-static void dtrain__threads_free(dtrain__threads_group *group)
-{
-    size_t size = (size_t)group->shared.members.size;
-    dtrain_allocator *allocator = group->allocator;
-    if (group->rings != NULL)
-        for (size_t i = 0; i < size * size; i++)
-            dtrain__free(allocator, group->rings[i]);
-    for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
-        dtrain__free(allocator, group->ranks[rank].record);
-    dtrain__free(allocator, group->rings);
-    dtrain__free(allocator, group->bound);
-    dtrain__free(allocator, group->shared.slots);
-    dtrain__free(allocator, group->shared.members.ranks);
-    dtrain__free(allocator, group->ranks);
-    dtrain__free(allocator, group->rank_ends);
-    dtrain__free(allocator, group);
-}
-
-static void dtrain__threads_world_free(dtrain__threads_world *world)
-{
-    dtrain__origin_stop(&world->origin);
-    dtrain__store_free(&world->store, world->allocator);
-    pthread_mutex_destroy(&world->mutex);
-    pthread_mutex_destroy(&world->origin.mutex);
-    dtrain__free(world->allocator, world);
-}
-
-/* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */
-static void dtrain__threads_mark(dtrain__threads_group *group, int rank, const dtrain__error *why)
-{
-    dtrain__membership *members = &group->shared.members;
-    if (!dtrain__membership_left(members, rank)) {
-        if (why != NULL) {
-            group->ranks[rank].why = *why;
-            members->ranks[rank].why = group->ranks[rank].why.text;
-            members->ranks[rank].calls = UINT64_MAX; /* who needs it finds out */
-        }
-        dtrain__membership_leave(members, rank);
-    }
-    dtrain__bell_ring(&group->shared.bell);
-}
-
-/* The thread behind a rank has given up without which the group's ranks cannot go on. */
-static void dtrain__threads_lost_bound(dtrain__threads_group *group, int origin, const dtrain__error *why)
-{
-    dtrain__error lost, kept = dtrain__thread_error;
-    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world, of another group of this mesh, has left%s%.400s",
-                 origin, why != NULL && why->text[0] != 0 ? ": " : "", why != NULL ? why->text : "");
-    dtrain__thread_error = kept;
-    dtrain__threads_break(group, &lost);
-}
-
-/* The rank's thread ends with an error: nobody shall wait for it in any group. */
-static void dtrain__threads_give_up(void *self, const dtrain__error *why)
-{
-    dtrain__threads_group *of = ((dtrain__threads_end *)self)->group;
-    dtrain__threads_world *world = of->world;
-    int origin = of->ranks[((dtrain__threads_end *)self)->rank].origin;
-    pthread_mutex_lock(&world->mutex);
-    for (dtrain__threads_group *group = world->groups; group != NULL; group = group->next) {
-        int member = 0;
-        for (int other = 0; group != of && other < group->shared.members.size; other++)
-            if (group->ranks[other].origin == origin) {
-                dtrain__threads_mark(group, other, why);
-                member = 1;
-            }
-        for (int i = 0; !member && i < group->bound_count; i++)
-            if (group->bound[i] == origin)
-                dtrain__threads_lost_bound(group, origin, why);
-    }
-    pthread_mutex_unlock(&world->mutex);
-}
-
-/* The rank's end leaves; the last of a group frees it, the last of a world the world. */
-static void dtrain__threads_detach(dtrain__threads_group *group, int rank)
-{
-    dtrain__threads_world *world = group->world;
-    dtrain__threads_group **at = &world->groups;
-    int ends, last;
-    pthread_mutex_lock(&world->mutex);
-    dtrain__threads_mark(group, rank, NULL);
-    ends = --group->ends;
-    while (ends == 0 && *at != group)
-        at = &(*at)->next;
-    if (ends == 0)
-        *at = group->next;
-    last = world->groups == NULL;
-    pthread_mutex_unlock(&world->mutex);
-    if (ends == 0)
-        dtrain__threads_free(group);
-    if (last)
-        dtrain__threads_world_free(world);
-}
-
-static void dtrain__threads_destroy(void *self)
-{
-    dtrain__threads_end *end = (dtrain__threads_end *)self;
-    dtrain__threads_detach(end->group, end->rank);
-}
-
-/* A world without groups, for dtrain__threads_attach. */
-static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator)
-{
-    dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
-        allocator, sizeof *world, offsetof(dtrain__threads_world, own), &allocator);
-    if (world == NULL)
-        return NULL;
-    world->allocator = allocator;
-    world->origin.bell = &world->bell;
-    pthread_mutex_init(&world->mutex, NULL);
-    pthread_mutex_init(&world->origin.mutex, NULL);
-    return world;
-}
-
-/* Adds a group to the world; the caller holds its mutex. NULL when there is no memory. */
-static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, uint64_t id, const int *origins,
-                                                   int size)
-{
-    size_t ranks = (size_t)size;
-    dtrain__threads_group *group = (dtrain__threads_group *)dtrain__alloc(world->allocator, sizeof *group);
-    if (group == NULL)
-        return NULL;
-    group->world = world;
-    group->allocator = world->allocator;
-    group->id = id;
-    group->shared.members.size = size;
-    group->shared.bell.spins =
-        size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
-    group->shared.bell.also = &world->bell;
-    group->shared.slots = (dtrain__slot *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__slot));
-    group->shared.members.ranks =
-        (dtrain__departure *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__departure));
-    group->ranks = (dtrain__threads_rank *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__threads_rank));
-    group->rings =
-        (dtrain__threads_ring **)dtrain__alloc(group->allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
-    group->rank_ends = (dtrain__threads_end *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__threads_end));
-    if (group->shared.slots == NULL || group->shared.members.ranks == NULL || group->ranks == NULL ||
-        group->rings == NULL || group->rank_ends == NULL) {
-        dtrain__threads_free(group);
-        return NULL;
-    }
-    for (int rank = 0; rank < size; rank++)
-        group->ranks[rank].origin = origins != NULL ? origins[rank] : rank;
-    group->next = world->groups;
-    world->groups = group;
-    return group;
-}
-
-/* Comes to the group of that name, which the first to come makes; undone by dtrain__threads_detach. */
-static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world, uint64_t id,
-                                            const int *origins, int size)
-{
-    pthread_mutex_lock(&world->mutex);
-    dtrain__threads_group *group = world->groups;
-    while (group != NULL && group->id != id)
-        group = group->next;
-    if (group == NULL)
-        group = dtrain__threads_make(world, id, origins, size);
-    if (group != NULL)
-        group->ends++;
-    pthread_mutex_unlock(&world->mutex);
-    *out = group;
-    return group != NULL ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
-}
-
-/* Breaks the group whenever one of these ranks of the world ends with an error; 0: no memory. */
-static int dtrain__threads_bind(dtrain__threads_group *group, const int *origins, int count)
-{
-    int bound;
-    pthread_mutex_lock(&group->world->mutex);
-    if (group->bound == NULL)
-        group->bound = (int *)dtrain__alloc(group->allocator, (size_t)count * sizeof(int));
-    bound = group->bound != NULL;
-    if (bound && group->bound_count == 0) {
-        memcpy(group->bound, origins, (size_t)count * sizeof(int));
-        group->bound_count = count;
-    }
-    pthread_mutex_unlock(&group->world->mutex);
-    return bound;
-}
-
-/* Makes a group to which `size` ranks have come, the first of its world. The transport of each is had from
- * dtrain__threads_transport. */
-static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
-{
-    dtrain__threads_world *world = dtrain__threads_world_create(allocator);
-    dtrain_status status = DTRAIN_ERR_MEMORY;
-    if (world == NULL)
-        return dtrain__fail(NULL, status, "no memory for a group of %d ranks", size);
-    status = dtrain__threads_attach(out, world, 0, NULL, size);
-    if (status == DTRAIN_OK)
-        (*out)->ends = size;
-    else
-        dtrain__threads_world_free(world);
-    return status;
-}
-
-static void dtrain__threads_fail(void *self, dtrain_status why, const char *text)
-{
-    dtrain__error cause;
-    cause.status = why;
-    snprintf(cause.text, sizeof cause.text, "%s", text);
-    dtrain__threads_break(((dtrain__threads_end *)self)->group, &cause);
-}
-
-static void dtrain__threads_transport(dtrain_transport *transport, dtrain__threads_group *group, int rank)
-{
-    memset(transport, 0, sizeof *transport);
-    group->rank_ends[rank].group = group;
-    group->rank_ends[rank].rank = rank;
-    transport->self = &group->rank_ends[rank];
-    transport->rank = rank;
-    transport->size = group->shared.members.size;
-    transport->send = dtrain__threads_send;
-    transport->recv = dtrain__threads_recv;
-    transport->destroy = dtrain__threads_destroy;
-    transport->fail = dtrain__threads_fail;
-}
-
-#endif
-
-/* ---- >>threads_plane ----
- * The control plane of ranks of one address space: what they must know of each other is in their group, guarded by
- * the mutex of its world where it takes several words. Votes are counted by whoever looks. */
-#ifndef DTRAIN__THREADS_PLANE
-#define DTRAIN__THREADS_PLANE
-
-static dtrain__threads_group *dtrain__threads_plane_of(void *self)
-{
-    return ((dtrain__threads_end *)self)->group;
-}
-
-static const dtrain__plane *dtrain__threads_plane_table(void);
-
-static void dtrain__threads_plane_end(dtrain__end *end, dtrain__threads_group *group, int rank)
-{
-    memset(end, 0, sizeof *end);
-    dtrain__threads_transport(&end->transport, group, rank);
-    end->plane = dtrain__threads_plane_table();
-    end->origin = &group->world->origin;
-    end->members = &group->shared.members;
-    end->shared = &group->shared;
-    end->allocator = group->allocator;
-}
-
-/* Makes a new world, and the end of its rank 0. */
-static dtrain_status dtrain__threads_plane_create(dtrain__end *first, int ranks, dtrain_allocator *allocator)
-{
-    dtrain__threads_group *group = NULL;
-    dtrain_status status = dtrain__threads_create(&group, ranks, allocator);
-    if (status == DTRAIN_OK)
-        dtrain__threads_plane_end(first, group, 0);
-    return status;
-}
-
-/* The end of another rank of that world. */
-static void dtrain__threads_plane_peer(const dtrain__end *first, int rank, dtrain__end *end)
-{
-    dtrain__threads_plane_end(end, dtrain__threads_plane_of(first->transport.self), rank);
-}
-
-static dtrain_status dtrain__threads_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
-{
-    dtrain__threads_group *group = NULL;
-    dtrain_status status =
-        dtrain__threads_attach(&group, dtrain__threads_plane_of(self)->world, desc->id, desc->worlds, desc->size);
-    if (status == DTRAIN_OK)
-        dtrain__threads_plane_end(end, group, desc->rank);
-    return status;
-}
-
-static int dtrain__threads_plane_world(void *self, int rank)
-{
-    return dtrain__threads_plane_of(self)->ranks[rank].origin;
-}
-
-static int dtrain__threads_plane_bound(void *self, int *worlds)
-{
-    const dtrain__threads_group *group = dtrain__threads_plane_of(self);
-    if (worlds != NULL && group->bound_count > 0)
-        memcpy(worlds, group->bound, (size_t)group->bound_count * sizeof *worlds);
-    return group->bound_count;
-}
-
-static int dtrain__threads_plane_bind(void *self, const int *worlds, int count)
-{
-    return dtrain__threads_bind(dtrain__threads_plane_of(self), worlds, count);
-}
-
-static void dtrain__threads_plane_lost(void *self, int rank)
-{
-    dtrain__threads_lost(dtrain__threads_plane_of(self), rank);
-}
-
-/* Looks whether all that have not left have voted, and decides; the caller holds the world's mutex. */
-static void dtrain__threads_plane_count(dtrain__threads_group *group, uint64_t number)
-{
-    const dtrain__membership *members = &group->shared.members;
-    uint64_t flags = UINT64_MAX;
-    int kind = 0, mixed = 0;
-    for (int rank = 0; rank < members->size; rank++) {
-        const dtrain__threads_rank *voter = &group->ranks[rank];
-        if (dtrain__membership_left(members, rank))
-            continue;
-        if (voter->voted < number)
-            return;
-        mixed |= kind != 0 && kind != voter->vote_kind;
-        kind = voter->vote_kind;
-        flags &= voter->vote_flags;
-    }
-    for (int rank = 0; rank < members->size; rank++)
-        if (!dtrain__membership_left(members, rank))
-            group->ranks[rank].goes_on = number;
-    group->decided = number;
-    group->decided_flags = flags;
-    group->decided_mixed = mixed;
-    group->decided_id = dtrain__plane_group_id(dtrain__origin_serial(&group->world->origin), 0);
-    dtrain__bell_ring(&group->shared.bell);
-}
-
-typedef struct dtrain__threads_vote {
-    dtrain__threads_group *group;
-    dtrain__agreement *agreement;
-} dtrain__threads_vote;
-
-/* Whether there is a decision; then takes it over. */
-static int dtrain__threads_plane_decided(void *pointer)
-{
-    dtrain__threads_group *group = ((dtrain__threads_vote *)pointer)->group;
-    dtrain__agreement *agreement = ((dtrain__threads_vote *)pointer)->agreement;
-    int done;
-    pthread_mutex_lock(&group->world->mutex);
-    if (group->decided < agreement->number)
-        dtrain__threads_plane_count(group, agreement->number);
-    done = group->decided >= agreement->number;
-    agreement->status = group->decided_mixed ? DTRAIN_ERR_MISMATCH : DTRAIN_OK;
-    agreement->id = group->decided_id;
-    agreement->awaited = -1;
-    if (done)
-        agreement->flags = group->decided_flags;
-    for (int rank = 0; rank < group->shared.members.size; rank++) {
-        agreement->goes_on[rank] = done && group->ranks[rank].goes_on == agreement->number;
-        if (!done && agreement->awaited < 0 && group->ranks[rank].voted < agreement->number &&
-            !dtrain__membership_left(&group->shared.members, rank))
-            agreement->awaited = rank;
-    }
-    pthread_mutex_unlock(&group->world->mutex);
-    return done;
-}
-
-static int dtrain__threads_plane_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
-{
-    dtrain__threads_vote vote = {dtrain__threads_plane_of(self), agreement};
-    dtrain__threads_group *group = vote.group;
-    dtrain__threads_rank *mine = &group->ranks[((dtrain__threads_end *)self)->rank];
-    pthread_mutex_lock(&group->world->mutex);
-    mine->voted = agreement->number;
-    mine->vote_kind = agreement->kind;
-    mine->vote_flags = agreement->flags;
-    pthread_mutex_unlock(&group->world->mutex);
-    dtrain__bell_ring(&group->shared.bell);
-    for (unsigned turn = 0; !dtrain__threads_plane_decided(&vote); turn++) {
-        if (dtrain__os_now_ns() >= deadline_ns)
-            return 0;
-        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_plane_decided, &vote);
-    }
-    return 1;
-}
-
-typedef struct dtrain__threads_look {
-    dtrain__threads_group *group;
-    dtrain__store_call *call;
-} dtrain__threads_look;
-
-static int dtrain__threads_plane_found(void *pointer)
-{
-    dtrain__threads_group *group = ((dtrain__threads_look *)pointer)->group;
-    dtrain__store_call *call = ((dtrain__threads_look *)pointer)->call;
-    pthread_mutex_lock(&group->world->mutex);
-    dtrain__entry *entry = *dtrain__store_place(&group->world->store, call->key, strlen(call->key));
-    if (entry != NULL)
-        dtrain__store_copy(call, dtrain__entry_value(entry), entry->bytes);
-    pthread_mutex_unlock(&group->world->mutex);
-    return entry != NULL || dtrain__membership_broken(&group->shared.members);
-}
-
-static dtrain_status dtrain__threads_plane_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
-{
-    dtrain__threads_look look = {dtrain__threads_plane_of(self), call};
-    dtrain__threads_group *group = look.group;
-    dtrain_status status;
-    if (call->what == DTRAIN__STORE_SET) {
-        pthread_mutex_lock(&group->world->mutex);
-        status = dtrain__store_put(&group->world->store, group->allocator, call->key, strlen(call->key), call->value,
-                                   call->capacity);
-        for (dtrain__threads_group *other = group->world->groups; other != NULL; other = other->next)
-            dtrain__bell_ring(&other->shared.bell);
-        pthread_mutex_unlock(&group->world->mutex);
-        return status;
-    }
-    *call->bytes = DTRAIN_STORE_ABSENT;
-    for (unsigned turn = 0; !dtrain__threads_plane_found(&look) && call->what == DTRAIN__STORE_WAIT; turn++) {
-        if (dtrain__os_now_ns() >= deadline_ns)
-            return dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT, "store_wait on rank %d: nobody has set \"%s\"",
-                                ((dtrain__threads_end *)self)->rank, call->key);
-        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_plane_found, &look);
-    }
-    if (*call->bytes == DTRAIN_STORE_ABSENT && call->what == DTRAIN__STORE_WAIT)
-        return dtrain__report(dtrain__membership_cause(&group->shared.members));
-    return DTRAIN_OK;
-}
-
-/* The group keeps the record. */
-static void dtrain__threads_plane_publish(void *self, dtrain__tell tell, void *record)
-{
-    dtrain__threads_rank *mine = &dtrain__threads_plane_of(self)->ranks[((dtrain__threads_end *)self)->rank];
-    if (tell == NULL)
-        return;
-    mine->tell = tell;
-    __atomic_store_n(&mine->record, record, __ATOMIC_RELEASE);
-}
-
-static size_t dtrain__threads_plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity,
-                                         int64_t *age_ns)
-{
-    const dtrain__threads_rank *other = &dtrain__threads_plane_of(self)->ranks[rank];
-    void *record = __atomic_load_n(&other->record, __ATOMIC_ACQUIRE);
-    int awaits;
-    (void)after_ns;
-    *age_ns = 0;
-    return record != NULL ? other->tell(record, (unsigned char *)out, capacity, &awaits) : 0;
-}
-
-static void dtrain__threads_plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
-{
-    int rank = ((dtrain__threads_end *)self)->rank;
-    dtrain__threads_group *group = dtrain__threads_plane_of(self);
-    dtrain__departure *mine = &group->shared.members.ranks[rank];
-    (void)forked;
-    if (dtrain__membership_left(&group->shared.members, rank))
-        return;
-    if (why != NULL && why->text[0] != 0) {
-        group->ranks[rank].why = *why;
-        mine->why = group->ranks[rank].why.text;
-    }
-    mine->calls = calls;
-}
-
-static const dtrain__plane *dtrain__threads_plane_table(void)
-{
-    static const dtrain__plane table = {
-        1,
-        1,
-        0,
-        dtrain__threads_plane_group,
-        dtrain__threads_plane_world,
-        dtrain__plane_host,
-        dtrain__plane_node_ranks,
-        dtrain__threads_plane_bound,
-        dtrain__threads_plane_bind,
-        dtrain__plane_follow,
-        dtrain__plane_form,
-        dtrain__threads_plane_lost,
-        dtrain__plane_skipped,
-        dtrain__threads_plane_agree,
-        dtrain__threads_plane_store,
-        dtrain__threads_plane_publish,
-        dtrain__threads_plane_last,
-        dtrain__plane_suspect,
-        dtrain__plane_rest,
-        dtrain__threads_plane_leaving,
-    };
-    return &table;
-}
 
 #endif
 
@@ -24829,7 +24857,7 @@ static dtrain_status dtrain__work_call(dtrain_comm *comm, dtrain__op *op, dtrain
 #endif
 
 /* ---- >>create ----
- * Groups come and go: a world of one, the ranks of one process, those of several, a transport of the user's own.
+ * Groups come and go: a world of one, the ranks of one process, those of several.
  * Leaving never waits for a peer; what was pending is cancelled, and whoever needs the leaver is told. */
 #ifndef DTRAIN__CREATE
 #define DTRAIN__CREATE
@@ -25142,38 +25170,6 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
     return status;
 }
 
-DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
-                                                    const dtrain_comm_desc *desc)
-{
-    dtrain_comm_desc defaults;
-    dtrain_transport held;
-    dtrain__end end;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
-    if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_from_transport: needs a place for the group and a table with send and recv");
-    *comm = NULL;
-    if (transport->size < 1 || transport->size > DTRAIN__MAX_RANKS || transport->rank < 0 ||
-        transport->rank >= transport->size)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
-                            transport->rank, transport->size, DTRAIN__MAX_RANKS);
-    if (desc != NULL && desc->algorithm == DTRAIN_ALGORITHM_FUSED)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
-                            "choose another algorithm than FUSED");
-    status = dtrain__create_check_desc(desc != NULL ? desc : &defaults);
-    held = *transport;
-    held.destroy = NULL;
-    if (status == DTRAIN_OK)
-        status = dtrain__mux_plane_create(&end, &held, desc != NULL ? desc->allocator : NULL);
-    if (status == DTRAIN_OK)
-        status = dtrain__create_end(comm, &end, desc != NULL ? desc : &defaults);
-    if (status == DTRAIN_OK) /* on an error the table stays the user's */
-        ((dtrain__mux_lane *)end.transport.self)->mux->table.destroy = transport->destroy;
-    return status;
-}
-
 /* Cancels what is queued between ranks that read each other's buffers, so that peers hear of it and no buffer is used
  * after the handles are gone. */
 static void dtrain__create_cancel(dtrain_comm *comm)
@@ -25339,6 +25335,49 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
     dtrain__free(&heap, runners);
     return status;
 }
+
+#endif
+
+#ifndef DTRAIN_NO_TRANSPORT
+
+/* ---- >>groups_over_own_transport ----
+ * A world over a transport of the user's own: its multiplexer is what the group sees. */
+#ifndef DTRAIN__OWN_TRANSPORT
+#define DTRAIN__OWN_TRANSPORT
+
+DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
+                                                    const dtrain_comm_desc *desc)
+{
+    dtrain_comm_desc defaults;
+    dtrain_transport held;
+    dtrain__end end;
+    dtrain_status status;
+    memset(&defaults, 0, sizeof defaults);
+    if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: needs a place for the group and a table with send and recv");
+    *comm = NULL;
+    if (transport->size < 1 || transport->size > DTRAIN__MAX_RANKS || transport->rank < 0 ||
+        transport->rank >= transport->size)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
+                            transport->rank, transport->size, DTRAIN__MAX_RANKS);
+    if (desc != NULL && desc->algorithm == DTRAIN_ALGORITHM_FUSED)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
+                            "choose another algorithm than FUSED");
+    status = dtrain__create_check_desc(desc != NULL ? desc : &defaults);
+    held = *transport;
+    held.destroy = NULL;
+    if (status == DTRAIN_OK)
+        status = dtrain__mux_plane_create(&end, &held, desc != NULL ? desc->allocator : NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__create_end(comm, &end, desc != NULL ? desc : &defaults);
+    if (status == DTRAIN_OK) /* on an error the table stays the user's */
+        ((dtrain__mux_lane *)end.transport.self)->mux->table.destroy = transport->destroy;
+    return status;
+}
+
+#endif
 
 #endif
 
@@ -35008,7 +35047,7 @@ static size_t dtrain__state_product(const size_t *sizes, int first, int end)
 
 static const char *dtrain__state_suffix(const dtrain_optimizer_desc *optimizer, int which)
 {
-    return dtrain__pieces_suffixes[optimizer->kind == DTRAIN_ADAMW ? which : 2];
+    return dtrain__pieces_suffix(optimizer->kind == DTRAIN_ADAMW ? which : 2);
 }
 
 /* Layer `layer` of a parameter, or with -1 all of it, as a box of the tensor of the whole model: of a part of several
@@ -50601,9 +50640,10 @@ static dtrain_status dtrain__piece_set(void *user, const char *key, const char *
 /* Whether a name ends as that of optimizer state. */
 static int dtrain__piece_is_state(const char *name, size_t length)
 {
-    for (int i = 0; i < 3; i++) {
-        size_t bytes = strlen(dtrain__pieces_suffixes[i]);
-        if (length >= bytes && memcmp(name + length - bytes, dtrain__pieces_suffixes[i], bytes) == 0)
+    const char *suffix;
+    for (int i = 0; (suffix = dtrain__pieces_suffix(i)) != NULL; i++) {
+        size_t bytes = strlen(suffix);
+        if (length >= bytes && memcmp(name + length - bytes, suffix, bytes) == 0)
             return 1;
     }
     return 0;

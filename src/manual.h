@@ -274,6 +274,7 @@
  *
  *     DTRAIN_NO_   text KB  time  leaves out
  *     SOCKETS           97  13 %  ranks that are processes, on one host or many
+ *     TRANSPORT         14   2 %  dtrain_comm_from_transport
  *     DEVICE            52   4 %  collectives on memory of devices, with FSDP over several ranks there
  *     COMPRESS          85   7 %  top-k, quantisers, PowerSGD, compress and quantise_... of descs
  *     TRAIN             37   3 %  parameter table, optimizers, sampler, schedules, clipping, aggregators

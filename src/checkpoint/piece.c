@@ -43,9 +43,10 @@ static dtrain_status dtrain__piece_set(void *user, const char *key, const char *
 /* Whether a name ends as that of optimizer state. */
 static int dtrain__piece_is_state(const char *name, size_t length)
 {
-    for (int i = 0; i < 3; i++) {
-        size_t bytes = strlen(dtrain__pieces_suffixes[i]);
-        if (length >= bytes && memcmp(name + length - bytes, dtrain__pieces_suffixes[i], bytes) == 0)
+    const char *suffix;
+    for (int i = 0; (suffix = dtrain__pieces_suffix(i)) != NULL; i++) {
+        size_t bytes = strlen(suffix);
+        if (length >= bytes && memcmp(name + length - bytes, suffix, bytes) == 0)
             return 1;
     }
     return 0;

@@ -183,14 +183,6 @@ DTRAIN_API_MUST dtrain_status dtrain_threads_create(dtrain_comm **comms, int ran
 DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
                                                  void *user, const dtrain_comm_desc *desc);
 
-/* Makes a group over a transport of your own; the table is copied, and destroyed with the last group that comes of it.
- *
- *   errors   DTRAIN_ERR_INVALID  a missing function, or a rank outside the size; the table stays yours
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
-                                                         const dtrain_comm_desc *desc);
-
 /* Leaves the group and frees this end; NULL is legal. Never waits for a peer; but the last group over a transport of
  * your own gives peers that are there up to a second to take what was sent to them.
  *

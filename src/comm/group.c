@@ -8,7 +8,6 @@
 #include "../base/memory.c"
 #include "../base/worker.c"
 #include "../tensor/fold.c"
-#include "../control/mux_plane.c"
 #include "../transport/threads_plane.c"
 #include "../control/socket_plane.c"
 #include "groups.h"

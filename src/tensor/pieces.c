@@ -7,8 +7,12 @@
 #include "../base/status.c"
 #include "../base/json.c"
 
-/* Names of optimizer state end so, and no others. */
-static const char *const dtrain__pieces_suffixes[] = {"@adam.m", "@adam.v", "@momentum"};
+/* What names of optimizer state end with, and no others: 0 and 1 AdamW's, 2 SGD's; NULL: there are no more. */
+static const char *dtrain__pieces_suffix(int which)
+{
+    static const char *const suffixes[] = {"@adam.m", "@adam.v", "@momentum", NULL};
+    return suffixes[which];
+}
 
 /* Who asks for lists, and which is under way. */
 struct dtrain__lister {

@@ -17,7 +17,7 @@ static size_t dtrain__state_product(const size_t *sizes, int first, int end)
 
 static const char *dtrain__state_suffix(const dtrain_optimizer_desc *optimizer, int which)
 {
-    return dtrain__pieces_suffixes[optimizer->kind == DTRAIN_ADAMW ? which : 2];
+    return dtrain__pieces_suffix(optimizer->kind == DTRAIN_ADAMW ? which : 2);
 }
 
 /* Layer `layer` of a parameter, or with -1 all of it, as a box of the tensor of the whole model: of a part of several
