@@ -43,7 +43,8 @@ typedef struct dtrain_transfer {
  *   fail       tells the peers that the group is broken, and why; any thread. The core's own messages tell them, too
  *   leave      tells the peers that this rank goes, and why (may be empty); right before destroy
  *   alive      says what is known of a peer, without waiting: 1 it is there, 0 it is gone, -1 unknown. 0 ends the calls
- *              that need the peer with DTRAIN_ERR_PEER_LOST, as that status of send or recv does
+ *              that need the peer with DTRAIN_ERR_PEER_LOST, as that status of send or recv does. Both are for what is
+ *              proved: survivors go on without that peer (see dtrain_comm_shrink)
  *
  * Groups share the streams. The core sends in frames of up to 64 KiB that name their group, and sorts what comes: bytes
  * for the call that waits go to its memory, others are kept for their group, at most 64 MiB a peer. A call that waits

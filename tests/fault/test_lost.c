@@ -75,6 +75,51 @@ TEST(a_killed_rank_0_is_named_by_all_others_within_two_seconds)
     }
 }
 
+/* Rank 2 is killed while the others wait for what it has no part in. */
+static int waits_for_others(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world), what = *(const int *)s->user, next = rank == 0 ? 1 : rank == 1 ? 3 : 0;
+    float x = 1;
+    size_t bytes;
+    dtrain_work *work = NULL;
+    dtrain_status status;
+    double begin;
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    scene_meet(s->ranks);
+    if (rank == 2) {
+        usleep(20000);
+        raise(SIGKILL);
+    }
+    begin = now_s();
+    switch (what) {
+    case 0: status = dtrain_recv(world, &x, 1, DTRAIN_F32, next); break;
+    case 1: status = dtrain_store_wait(world, "nobody sets it", NULL, 0, &bytes); break;
+    default:
+        CHECK_EQ(dtrain_recv_async(world, &x, 1, DTRAIN_F32, next, &work), DTRAIN_OK);
+        status = dtrain_work_wait(work);
+    }
+    CHECK_EQ(status, DTRAIN_ERR_PEER_LOST);
+    CHECK_CONTAINS(world->error.text, s->own != NULL ? "rank 2 is lost" : "rank 2 (");
+    CHECK(now_s() - begin < 2);
+    return 0;
+}
+
+TEST(a_killed_rank_is_named_whatever_the_others_wait_for)
+{
+    for (int turn = 0; turn < 9; turn++) {
+        scene s;
+        pid_t pids[4];
+        int what = turn % 3;
+        scene_begin_by(&s, 4, TCP + turn / 3);
+        s.desc.progress = turn % 2 ? DTRAIN_PROGRESS_POLL : DTRAIN_PROGRESS_THREAD;
+        s.user = &what;
+        for (int rank = 0; rank < 4; rank++)
+            pids[rank] = start_rank(&s, rank, waits_for_others);
+        for (int rank = 0; rank < 4; rank++)
+            CHECK_EQ(end_of(pids[rank], 30), rank == 2 ? 128 + SIGKILL : 0);
+    }
+}
+
 /* Rank 1 has heard that rank 0 is gone, calls the others as their leader and leaves; rank 2 hears the end of that call
  * before rank 0's. */
 static int hears_the_next_leader_end_first(dtrain_comm *world, scene *s)
