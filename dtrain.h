@@ -13855,7 +13855,9 @@ static const dtrain__plane *dtrain__threads_plane_table(void)
 #ifndef DTRAIN__MUX_KEPT
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
 #endif
-#define DTRAIN__MUX_SLICE_NS 1000000
+#define DTRAIN__MUX_SLICE_NS 10000000    /* of waiting for one peer */
+#define DTRAIN__MUX_SHORT_NS 1000000     /* the same where other threads or peers want something */
+#define DTRAIN__MUX_CROWDED_NS 50000000  /* after they last did */
 #define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
 #define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
 #define DTRAIN__MUX_BYE_NS 1000000000    /* for the last messages of a rank that goes */
@@ -13933,7 +13935,8 @@ struct dtrain__mux {
     dtrain_allocator own, *allocator;
     pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of lanes */
     uint64_t turns;
-    uint32_t waiting; /* threads that want turn */
+    uint32_t waiting;   /* threads that want turn */
+    int64_t crowded_ns; /* until then others are expected to want it soon */
     dtrain__bell bell;
     dtrain__mux_lane *lanes;
     dtrain__mux_message *early; /* for lanes that are still to be made */
@@ -13947,10 +13950,13 @@ struct dtrain__mux {
 
 static void dtrain__mux_enter(dtrain__mux *mux)
 {
-    __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_lock(&mux->turn);
-    __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
-    __atomic_add_fetch(&mux->turns, 1, __ATOMIC_SEQ_CST);
+    if (pthread_mutex_trylock(&mux->turn) != 0) {
+        __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        pthread_mutex_lock(&mux->turn);
+        __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        mux->crowded_ns = dtrain__os_now_ns() + DTRAIN__MUX_CROWDED_NS;
+    }
+    __atomic_store_n(&mux->turns, mux->turns + 1, __ATOMIC_SEQ_CST);
 }
 
 /* Lets a thread that waits have the next turn: a mutex is not fair. */
@@ -14607,7 +14613,7 @@ static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns
 /* Moves what can be moved, until something has or until_ns. Returns whether something has. */
 static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
 {
-    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SLICE_NS ? 2 * span : span) {
+    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
         dtrain__mux_enter(mux);
         int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         dtrain__mux_exit(mux);
@@ -14744,17 +14750,18 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
 static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
                                       int64_t deadline_ns)
 {
-    int64_t slice = DTRAIN__MUX_SLICE_NS;
+    dtrain__mux *mux = lane->mux;
     int moved, others = 0; /* of other lanes something moved: look again before waiting */
     for (;;) {
-        int64_t now = dtrain__os_now_ns(), until = deadline_ns - now < slice ? deadline_ns : now + slice;
-        dtrain__mux_enter(lane->mux);
-        dtrain_status status =
-            dtrain__mux_step(lane, out, in, now, deadline_ns > now && !others ? until : 0, &moved, &others);
-        dtrain__mux_exit(lane->mux);
+        dtrain__mux_enter(mux);
+        int64_t now = dtrain__os_now_ns();
+        int64_t slice = now < mux->crowded_ns ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_SLICE_NS;
+        int64_t until_ns = deadline_ns <= now || others ? 0 : deadline_ns - now < slice ? deadline_ns : now + slice;
+        dtrain_status status = dtrain__mux_step(lane, out, in, now, until_ns, &moved, &others);
+        mux->crowded_ns = others ? now + DTRAIN__MUX_CROWDED_NS : mux->crowded_ns;
+        dtrain__mux_exit(mux);
         if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
             return status;
-        slice = moved ? DTRAIN__MUX_SLICE_NS : slice < 4 * DTRAIN__MUX_SLICE_NS ? 2 * slice : slice;
     }
 }
 
@@ -15029,7 +15036,7 @@ static int dtrain__mux_council_ended(dtrain__mux_wait *wait, int late)
 static int dtrain__mux_council_wait(dtrain__mux_wait *wait, int64_t deadline_ns)
 {
     dtrain__mux *mux = wait->lane->mux;
-    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SLICE_NS ? 2 * span : span) {
+    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
         int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT), late = dtrain__os_now_ns() >= deadline_ns;
         int ended = dtrain__mux_council_ended(wait, late);
         dtrain__mux_exit(mux);

@@ -27,7 +27,9 @@
 #ifndef DTRAIN__MUX_KEPT
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
 #endif
-#define DTRAIN__MUX_SLICE_NS 1000000
+#define DTRAIN__MUX_SLICE_NS 10000000    /* of waiting for one peer */
+#define DTRAIN__MUX_SHORT_NS 1000000     /* the same where other threads or peers want something */
+#define DTRAIN__MUX_CROWDED_NS 50000000  /* after they last did */
 #define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
 #define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
 #define DTRAIN__MUX_BYE_NS 1000000000    /* for the last messages of a rank that goes */
@@ -105,7 +107,8 @@ struct dtrain__mux {
     dtrain_allocator own, *allocator;
     pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of lanes */
     uint64_t turns;
-    uint32_t waiting; /* threads that want turn */
+    uint32_t waiting;   /* threads that want turn */
+    int64_t crowded_ns; /* until then others are expected to want it soon */
     dtrain__bell bell;
     dtrain__mux_lane *lanes;
     dtrain__mux_message *early; /* for lanes that are still to be made */
@@ -119,10 +122,13 @@ struct dtrain__mux {
 
 static void dtrain__mux_enter(dtrain__mux *mux)
 {
-    __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_lock(&mux->turn);
-    __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
-    __atomic_add_fetch(&mux->turns, 1, __ATOMIC_SEQ_CST);
+    if (pthread_mutex_trylock(&mux->turn) != 0) {
+        __atomic_add_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        pthread_mutex_lock(&mux->turn);
+        __atomic_sub_fetch(&mux->waiting, 1, __ATOMIC_SEQ_CST);
+        mux->crowded_ns = dtrain__os_now_ns() + DTRAIN__MUX_CROWDED_NS;
+    }
+    __atomic_store_n(&mux->turns, mux->turns + 1, __ATOMIC_SEQ_CST);
 }
 
 /* Lets a thread that waits have the next turn: a mutex is not fair. */

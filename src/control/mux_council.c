@@ -72,7 +72,7 @@ static int dtrain__mux_council_ended(dtrain__mux_wait *wait, int late)
 static int dtrain__mux_council_wait(dtrain__mux_wait *wait, int64_t deadline_ns)
 {
     dtrain__mux *mux = wait->lane->mux;
-    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SLICE_NS ? 2 * span : span) {
+    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
         int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT), late = dtrain__os_now_ns() >= deadline_ns;
         int ended = dtrain__mux_council_ended(wait, late);
         dtrain__mux_exit(mux);

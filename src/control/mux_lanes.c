@@ -139,7 +139,7 @@ static void dtrain__mux_rest(dtrain__mux *mux, int64_t span_ns, int64_t until_ns
 /* Moves what can be moved, until something has or until_ns. Returns whether something has. */
 static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
 {
-    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SLICE_NS ? 2 * span : span) {
+    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
         dtrain__mux_enter(mux);
         int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         dtrain__mux_exit(mux);
@@ -276,17 +276,18 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
 static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
                                       int64_t deadline_ns)
 {
-    int64_t slice = DTRAIN__MUX_SLICE_NS;
+    dtrain__mux *mux = lane->mux;
     int moved, others = 0; /* of other lanes something moved: look again before waiting */
     for (;;) {
-        int64_t now = dtrain__os_now_ns(), until = deadline_ns - now < slice ? deadline_ns : now + slice;
-        dtrain__mux_enter(lane->mux);
-        dtrain_status status =
-            dtrain__mux_step(lane, out, in, now, deadline_ns > now && !others ? until : 0, &moved, &others);
-        dtrain__mux_exit(lane->mux);
+        dtrain__mux_enter(mux);
+        int64_t now = dtrain__os_now_ns();
+        int64_t slice = now < mux->crowded_ns ? DTRAIN__MUX_SHORT_NS : DTRAIN__MUX_SLICE_NS;
+        int64_t until_ns = deadline_ns <= now || others ? 0 : deadline_ns - now < slice ? deadline_ns : now + slice;
+        dtrain_status status = dtrain__mux_step(lane, out, in, now, until_ns, &moved, &others);
+        mux->crowded_ns = others ? now + DTRAIN__MUX_CROWDED_NS : mux->crowded_ns;
+        dtrain__mux_exit(mux);
         if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
             return status;
-        slice = moved ? DTRAIN__MUX_SLICE_NS : slice < 4 * DTRAIN__MUX_SLICE_NS ? 2 * slice : slice;
     }
 }
 
