@@ -116,7 +116,7 @@
  *
  * OPTIMIZER STATE SHARDED (ZeRO-1): the loop over parameters becomes a loop over my slice.
  *
- *     size_t lo, n = dtrain_split(count, dtrain_comm_size(world), rank, &lo);
+ *     size_t lo, n = dtrain_shard(world, count, rank, &lo);
  *     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
  *     float *m = (float *)calloc(n + 1, sizeof *m), *v = (float *)calloc(n + 1, sizeof *v);
  *     ...
@@ -1665,6 +1665,15 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
  * any thread, also while operations are under way; not after dtrain_comm_destroy */
 DTRAIN_API_MUST dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path);
 
+/* Returns how many of `count` elements are rank's, and where they begin: dtrain_split over the ranks of comm, by which
+ * every collective cuts.
+ *
+ *   begin     out: index of the first; may be NULL
+ *   returns   0 for a NULL comm, or a rank that it does not have
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin);
+
 /* Reduces `count` elements over all ranks; every rank gets the whole result.
  *
  *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
@@ -1688,7 +1697,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *p
 DTRAIN_API_MUST dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                 dtrain_dtype dtype, dtrain_op op);
 
-/* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_split).
+/* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
  *
  *   in       count elements, of which none but those of out change
  *   out      as many elements as this rank's shard has; in place means out == in + begin of the shard
@@ -1712,7 +1721,7 @@ DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const v
 
 /* Joins every rank's shard of `count` elements; every rank gets them all.
  *
- *   in       this rank's shard (see dtrain_split); in place means in == out + begin of the shard
+ *   in       this rank's shard (see dtrain_shard); in place means in == out + begin of the shard
  *   out      count elements
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
@@ -1750,7 +1759,7 @@ DTRAIN_API_MUST dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, v
 
 /* Joins every rank's shard of `count` elements on rank root.
  *
- *   in       this rank's shard (see dtrain_split); in place on the root means in == out + begin of the shard
+ *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
  *   out      count elements on the root; on other ranks not touched, may be NULL
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
@@ -1766,7 +1775,7 @@ DTRAIN_API_MUST dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in,
 /* Hands rank root's `count` elements out, to each rank its shard.
  *
  *   in       count elements on the root; on other ranks not read, may be NULL
- *   out      this rank's shard (see dtrain_split); in place on the root means out == in + begin of the shard
+ *   out      this rank's shard (see dtrain_shard); in place on the root means out == in + begin of the shard
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
  *
@@ -1780,7 +1789,7 @@ DTRAIN_API_MUST dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in
 
 /* Hands each rank's `count` elements out, to each rank its shard of them.
  *
- *   in       count elements: rank r gets shard r (see dtrain_split)
+ *   in       count elements: rank r gets shard r (see dtrain_shard)
  *   out      this rank's shard of rank 0's elements, then of rank 1's, and so on: size times its length. May be in
  *            where count is a multiple of the world size
  *   dtype    any of whole bytes
@@ -25393,6 +25402,11 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
  * The public calls: each describes itself as an operation and hands it to the core, blocking or not. */
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
+
+DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
+{
+    return dtrain_split(count, dtrain_comm_size(comm), comm != NULL ? rank : -1, begin);
+}
 
 static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count,
                                                  dtrain_dtype dtype)

@@ -89,7 +89,7 @@ static int train(pipes *mine)
     data = dtrain_mesh_group(mesh, "data");
     model = dtrain_mesh_group(mesh, "model");
     /* the weights that are this rank's */
-    size_t first, count = dtrain_split(2, dtrain_comm_size(model), dtrain_comm_rank(model), &first);
+    size_t first, count = dtrain_shard(model, 2, dtrain_comm_rank(model), &first);
     for (int step = 0; step < STEPS; step++) {
         size_t example = (size_t)(step * dtrain_comm_size(data) + dtrain_comm_rank(data));
         float x[2] = {dtrain_random_uniform(1, 2 * example), dtrain_random_uniform(1, 2 * example + 1)};

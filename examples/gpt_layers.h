@@ -324,7 +324,7 @@ static inline dtrain_status gpt_head_shape(void *user, const dtrain_tensor *inpu
     (void)input;
     output->shape[0] = s->B * s->T;
     output->shape[1] = s->group != NULL
-                           ? dtrain_split(s->V, dtrain_comm_size(s->group), dtrain_comm_rank(s->group), NULL)
+                           ? dtrain_shard(s->group, s->V, dtrain_comm_rank(s->group), NULL)
                            : s->V;
     *saved_bytes = gpt_head_lay_out(s, &head, NULL) * sizeof(float);
     return DTRAIN_OK;

@@ -6,7 +6,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
 {
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
     float weights[2] = {0, 0}, grads[2]; /* y = weights[0] * x + weights[1] */
-    size_t first, n = dtrain_split(64, dtrain_comm_size(world), rank, &first); /* my share of the points of y = 3 x - 1 */
+    size_t first, n = dtrain_shard(world, 64, rank, &first); /* my share of the points of y = 3 x - 1 */
     (void)user;
     for (int step = 0; step < 200; step++) {
         grads[0] = grads[1] = 0;

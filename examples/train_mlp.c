@@ -65,7 +65,7 @@ static dtrain_status train(dtrain_comm *world, void *user)
 {
     mlp *net = (mlp *)calloc(1, sizeof *net);
     int rank = dtrain_comm_rank(world);
-    size_t first, n = dtrain_split(POINTS, dtrain_comm_size(world), rank, &first); /* my share of the points */
+    size_t first, n = dtrain_shard(world, POINTS, rank, &first); /* my share of the points */
     (void)user;
     if (net == NULL)
         return DTRAIN_ERR_MEMORY;

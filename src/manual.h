@@ -116,7 +116,7 @@
  *
  * OPTIMIZER STATE SHARDED (ZeRO-1): the loop over parameters becomes a loop over my slice.
  *
- *     size_t lo, n = dtrain_split(count, dtrain_comm_size(world), rank, &lo);
+ *     size_t lo, n = dtrain_shard(world, count, rank, &lo);
  *     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
  *     float *m = (float *)calloc(n + 1, sizeof *m), *v = (float *)calloc(n + 1, sizeof *v);
  *     ...

@@ -5,6 +5,11 @@
 #include "op.c"
 #include "work.c"
 
+DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
+{
+    return dtrain_split(count, dtrain_comm_size(comm), comm != NULL ? rank : -1, begin);
+}
+
 static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count,
                                                  dtrain_dtype dtype)
 {

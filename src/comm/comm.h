@@ -242,6 +242,15 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
  * any thread, also while operations are under way; not after dtrain_comm_destroy */
 DTRAIN_API_MUST dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path);
 
+/* Returns how many of `count` elements are rank's, and where they begin: dtrain_split over the ranks of comm, by which
+ * every collective cuts.
+ *
+ *   begin     out: index of the first; may be NULL
+ *   returns   0 for a NULL comm, or a rank that it does not have
+ *
+ * any thread */
+DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin);
+
 /* Reduces `count` elements over all ranks; every rank gets the whole result.
  *
  *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
@@ -265,7 +274,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *p
 DTRAIN_API_MUST dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                 dtrain_dtype dtype, dtrain_op op);
 
-/* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_split).
+/* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
  *
  *   in       count elements, of which none but those of out change
  *   out      as many elements as this rank's shard has; in place means out == in + begin of the shard
@@ -289,7 +298,7 @@ DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const v
 
 /* Joins every rank's shard of `count` elements; every rank gets them all.
  *
- *   in       this rank's shard (see dtrain_split); in place means in == out + begin of the shard
+ *   in       this rank's shard (see dtrain_shard); in place means in == out + begin of the shard
  *   out      count elements
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
@@ -327,7 +336,7 @@ DTRAIN_API_MUST dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, v
 
 /* Joins every rank's shard of `count` elements on rank root.
  *
- *   in       this rank's shard (see dtrain_split); in place on the root means in == out + begin of the shard
+ *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
  *   out      count elements on the root; on other ranks not touched, may be NULL
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
@@ -343,7 +352,7 @@ DTRAIN_API_MUST dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in,
 /* Hands rank root's `count` elements out, to each rank its shard.
  *
  *   in       count elements on the root; on other ranks not read, may be NULL
- *   out      this rank's shard (see dtrain_split); in place on the root means out == in + begin of the shard
+ *   out      this rank's shard (see dtrain_shard); in place on the root means out == in + begin of the shard
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
  *
@@ -357,7 +366,7 @@ DTRAIN_API_MUST dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in
 
 /* Hands each rank's `count` elements out, to each rank its shard of them.
  *
- *   in       count elements: rank r gets shard r (see dtrain_split)
+ *   in       count elements: rank r gets shard r (see dtrain_shard)
  *   out      this rank's shard of rank 0's elements, then of rank 1's, and so on: size times its length. May be in
  *            where count is a multiple of the world size
  *   dtype    any of whole bytes

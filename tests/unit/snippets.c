@@ -63,7 +63,7 @@ static dtrain_status optimizer_state_sharded(dtrain_comm *world, void *user)
     (void)user;
     for (size_t i = 0; i < count; i++)
         params[i] = (float)rank + (float)i / COUNT;
-    size_t lo, n = dtrain_split(count, dtrain_comm_size(world), rank, &lo); /* earlier ranks one longer */
+    size_t lo, n = dtrain_shard(world, count, rank, &lo); /* earlier ranks one longer */
     DTRAIN_CHECK(dtrain_broadcast(world, params, count, DTRAIN_F32, 0));
     float *m = (float *)calloc(n + 1, sizeof *m), *v = (float *)calloc(n + 1, sizeof *v);
     for (int step = 0; step < 100; step++) {
