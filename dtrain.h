@@ -3625,16 +3625,17 @@ typedef struct dtrain_ddp_desc {
     int no_overlap;      /* 1: nothing is reduced before all units are */
     const dtrain_compress_desc *compress; /* copied; sums travel compressed, bucket by bucket, on a thread that the DDP
                                            * starts; with no_overlap in dtrain_ddp_finish. NULL: as they are */
-    int check_every; /* ranks compare a hash of their weights in every dtrain_ddp_finish, one of so many parts of them at
-                      * a time; 0: 1,000 steps for all parts; negative: never */
-    int debug; /* 1: a gradient that is written between its last reduce and the step's end is an error of
-                * dtrain_ddp_finish, at the price of reading all gradients twice; on the CPU alone.
-                * 0: where DTRAIN_DEBUG is 1 in the environment */
+    int check_every; /* ranks compare a hash of their weights in every dtrain_ddp_finish, one of so many parts of them
+                      * at a time; 0: 1,000 steps for all parts; negative: never */
+    int debug; /* the same on every rank. 1: a gradient that is written between its last reduce and the step's end is an
+                * error of dtrain_ddp_finish, at the price of reading all gradients twice; on the CPU alone. 0: where
+                * DTRAIN_DEBUG is 1 in the environment */
 } dtrain_ddp_desc;
 
 /* Makes a DDP over a group, and gives every rank the parameters of rank 0.
  *
- * Memory: the gradients once more, and log2(micro_batches) - 1 times more when gradients accumulate.
+ * Memory: gradients are reduced where they lie, those below 65,536 elements in a copy. With compression, with debug and
+ * on a device all are once more. When gradients accumulate, they are log2(micro_batches) - 1 times more.
  *
  * On a device the calls take their turn in its queue, and sums travel beside it, as under >>fsdp.
  *
@@ -3668,7 +3669,7 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batche
  *
  * The gradients hold the SUM over the micro-batch's examples. They are added to those of earlier micro-batches by
  * the tree and set to zero for the next; after the last, the unit is on its way as soon as those after it are, and the
- * gradients are the DDP's until dtrain_ddp_finish. Any order of units; the next micro-batch begins
+ * gradients are the DDP's until dtrain_ddp_finish: do not write them, not even zeros. Any order of units; the next micro-batch begins
  * when every unit was reduced and one is again, or with dtrain_ddp_next.
  *
  *   errors   DTRAIN_ERR_INVALID  no step is open; no such unit; the unit was reduced in this micro-batch and others
@@ -36689,6 +36690,7 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
 
 #define DTRAIN__FSDP_LEVELS 32
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
+#define DTRAIN__FSDP_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
 #define DTRAIN__FSDP_BUCKET ((size_t)1 << 20)
@@ -36724,6 +36726,7 @@ typedef struct dtrain__fsdp_unit {
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
     int stage, level;
+    size_t small; /* in place: elements of the small gradients of units before it */
     int lowest;   /* the unit by which the operation goes that adds it over the copies */
     int highest;  /* of such a unit: the other end of its bucket */
     uint64_t job; /* of such a unit: what the reducer was given, or 1; 0: nothing that was not waited for */
@@ -36839,6 +36842,8 @@ struct dtrain_fsdp {
     int last;                                /* the unit gathered last; -1: none in this step */
     int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
     int keeps;                               /* nothing is dropped until the step */
+    int ddp;                                 /* it is a DDP's */
+    int in_place;                            /* gradients are reduced and divided where the caller has them */
     int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
     int just_ended;                          /* neither reduced a unit nor begun a pass since the last one was over */
     int turn;                                /* the unit whose reduction is next */
@@ -37623,11 +37628,9 @@ static int dtrain__guard_start(dtrain__guard *guard)
 #ifndef DTRAIN__FSDP_DEBUG
 #define DTRAIN__FSDP_DEBUG
 
-enum { DTRAIN__FSDP_LEFT_NOT, DTRAIN__FSDP_LEFT_AS_IT_IS, DTRAIN__FSDP_LEFT_ZERO };
-
 /* DDP: how a unit's reduce has left the gradients of a cut, which are not to be written until the step ends. */
 typedef struct dtrain__fsdp_debug_left {
-    int how; /* waiting for their turn as they are, or taken and set to zero; or they may be written */
+    int noted; /* 0: they may be written */
     uint64_t hash;
 } dtrain__fsdp_debug_left;
 
@@ -37795,13 +37798,7 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
     char why[160];
     for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        int how = left[i].how, same = 1;
-        if (how == DTRAIN__FSDP_LEFT_AS_IT_IS)
-            same = dtrain__fsdp_debug_hash(cut) == left[i].hash;
-        else if (how == DTRAIN__FSDP_LEFT_ZERO)
-            same = dtrain__pages_are_zero((const unsigned char *)cut->grads, cut->count * sizeof(float));
-        left[i].how = how == DTRAIN__FSDP_LEFT_NOT ? how : DTRAIN__FSDP_LEFT_ZERO; /* its turn comes now */
-        if (same)
+        if (!left[i].noted || dtrain__fsdp_debug_hash(cut) == left[i].hash)
             continue;
         snprintf(why, sizeof why, "the gradient of %.40s (unit %d) was written after dtrain_ddp_reduce",
                  fsdp->layout.table[cut->param].name, number);
@@ -37813,12 +37810,11 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
 static void dtrain__fsdp_debug_note(const dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_debug_left *left = fsdp->debug != NULL ? fsdp->debug->left : NULL;
-    int waits = fsdp->units[number].stage == DTRAIN__FSDP_GRADS_WAITING;
     for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
         if (!fsdp->layout.cuts[i].trained)
             continue;
-        left[i].how = waits ? DTRAIN__FSDP_LEFT_AS_IT_IS : DTRAIN__FSDP_LEFT_ZERO;
-        left[i].hash = waits ? dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]) : 0;
+        left[i].noted = 1;
+        left[i].hash = dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]);
     }
 }
 
@@ -39309,7 +39305,8 @@ static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 /* Where a unit's part of the reduction goes that is under way. */
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
-    return fsdp->levels[fsdp->units[number].level] + fsdp->layout.units[number].grad;
+    const dtrain__fsdp_unit *unit = &fsdp->units[number];
+    return fsdp->levels[unit->level] + (fsdp->in_place ? unit->small : fsdp->layout.units[number].grad);
 }
 
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
@@ -39406,8 +39403,55 @@ static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
     }
 }
 
+/* Copies the small gradients of a bucket to `sum`, one after another, or back; returns their elements. */
+static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float *sum, int back)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    size_t count = 0;
+    for (size_t i = layout->units[lowest].first; i < layout->units[fsdp->units[lowest].highest].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        if (!cut->trained || cut->count >= DTRAIN__FSDP_ALONE)
+            continue;
+        memcpy(back ? cut->grads : sum + count, back ? sum + count : cut->grads, cut->count * sizeof(float));
+        count += cut->count;
+    }
+    return count;
+}
+
+/* Starts to add a bucket's gradients over the copies: each that is large where it lies, and the small ones together. */
+static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, float *sum)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    size_t small = dtrain__fsdp_pack_small(fsdp, lowest, sum, 0), end = layout->units[fsdp->units[lowest].highest].end;
+    dtrain_status status = DTRAIN_OK;
+    if (small > 0)
+        status = dtrain_all_reduce_async(fsdp->copies, sum, sum, small, DTRAIN_F32, DTRAIN_SUM, &fsdp->copying[lowest]);
+    for (size_t i = layout->units[lowest].first; status == DTRAIN_OK && i < end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        if (cut->trained && cut->count >= DTRAIN__FSDP_ALONE)
+            status = dtrain_all_reduce_async(fsdp->copies, cut->grads, cut->grads, cut->count, DTRAIN_F32, DTRAIN_SUM,
+                                             &fsdp->reducing[i]);
+    }
+    return status;
+}
+
+/* Waits for the same. */
+static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
+{
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, lowest);
+    for (int i = lowest; i <= fsdp->units[lowest].highest; i++) {
+        dtrain_status next = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, i);
+        status = status == DTRAIN_OK ? next : status;
+    }
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_pack_small(fsdp, lowest, dtrain__fsdp_target(fsdp, lowest), 1);
+    return status;
+}
+
 static dtrain_status dtrain__fsdp_cpu_add(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count)
 {
+    if (fsdp->in_place)
+        return dtrain__fsdp_add_in_place(fsdp, lowest, sum);
     void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, count) : (void *)sum;
     return dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
                                    &fsdp->copying[lowest]);
@@ -39476,6 +39520,8 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 
 static dtrain_status dtrain__fsdp_cpu_wait(dtrain_fsdp *fsdp, int way, int lowest, int unit)
 {
+    if (way == DTRAIN__FSDP_COPIES && fsdp->in_place)
+        return dtrain__fsdp_wait_in_place(fsdp, lowest);
     if (way == DTRAIN__FSDP_COPIES)
         return dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, unit);
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, unit);
@@ -39494,7 +39540,10 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         return status;
     if (fsdp->reduces != NULL)
         dtrain__fsdp_account_unit(fsdp, number, fsdp->stats.communicated_ns - before_ns);
-    dtrain__fsdp_page_grads(fsdp, number, 0);
+    if (fsdp->in_place || (fsdp->ddp && fsdp->debug != NULL))
+        fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */
+    else
+        dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
     if (fsdp->copies == NULL && fsdp->reducer == NULL) {
         dtrain__fsdp_fold(fsdp, number);
@@ -39558,7 +39607,7 @@ static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, fl
     size_t at = cut->grad - unit->grad;
     if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
         dtrain__fsdp_narrow(full, dtrain__fsdp_half(sum, unit->grad_count) + 2 * at, cut->count, dtype);
-    else if (fsdp->reduces == NULL)
+    else if (fsdp->reduces == NULL && !fsdp->in_place)
         memcpy(sum + at, full, cut->count * sizeof(float));
     if (fsdp->reduces == NULL)
         return DTRAIN_OK;
@@ -40362,12 +40411,17 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
             dtrain__fsdp_add(fsdp, fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
         sum = fsdp->levels[level];
     }
-    fsdp->backend->divide(fsdp, sum, divisor, fsdp->layout.grads);
-    dtrain__fpmode_restore(mode);
+    if (!fsdp->in_place)
+        fsdp->backend->divide(fsdp, sum, divisor, fsdp->layout.grads);
     fsdp->grads = sum;
-    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
-        if (fsdp->layout.cuts[i].trained)
-            fsdp->slices[i].grads = sum + fsdp->layout.cuts[i].grad;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        if (cut->trained && fsdp->in_place)
+            fsdp->backend->divide(fsdp, cut->grads, divisor, cut->count);
+        if (cut->trained)
+            fsdp->slices[i].grads = fsdp->in_place ? cut->grads : sum + cut->grad;
+    }
+    dtrain__fpmode_restore(mode);
 }
 
 /* idle: that no rank has a micro-batch is no error, and leaves no sums. Slices may be written after it. */
@@ -40542,8 +40596,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
 {
     if (fsdp == NULL || slices == NULL || count == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
     *slices = fsdp->slices;
     *count = fsdp->layout.cut_count;
     return DTRAIN_OK;
@@ -41641,6 +41694,19 @@ static void dtrain__fsdp_cpu_round(dtrain_fsdp *fsdp, float *x, size_t count, dt
 DTRAIN__FSDP_BACKEND(cpu, 0)
 DTRAIN__FSDP_BACKEND(device, 1)
 
+/* Elements of the sums that do not lie where the caller has its gradients. */
+static size_t dtrain__fsdp_sums(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    size_t small = 0;
+    for (int unit = 0; fsdp->units != NULL && unit < layout->unit_count; unit++) {
+        fsdp->units[unit].small = small;
+        for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++)
+            small += layout->cuts[i].trained && layout->cuts[i].count < DTRAIN__FSDP_ALONE ? layout->cuts[i].count : 0;
+    }
+    return fsdp->in_place ? small : layout->grads;
+}
+
 static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -41665,7 +41731,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
     fsdp->state = (float *)fsdp->backend->alloc(fsdp, floats * layout->grads * sizeof(float));
     fsdp->masters = (float *)fsdp->backend->alloc(fsdp, dtrain__fsdp_plan_apart(layout));
-    fsdp->levels[0] = (float *)fsdp->backend->alloc(fsdp, layout->grads * sizeof(float));
+    fsdp->levels[0] = (float *)fsdp->backend->alloc(fsdp, dtrain__fsdp_sums(fsdp) * sizeof(float));
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
         fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
@@ -41736,6 +41802,8 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
         status = dtrain__fsdp_make_device_groups(fsdp);
     if (status != DTRAIN_OK)
         return status;
+    /* a debugger compares gradients with what they were */
+    fsdp->in_place = fsdp->ddp && !fsdp->desc.debug && fsdp->desc.compress == NULL && fsdp->device.queue == NULL;
     status = dtrain__fsdp_allocate(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_make_sender(fsdp);
@@ -41758,7 +41826,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
     if (status == DTRAIN_OK && fsdp->desc.debug)
-        dtrain__fsdp_debug_create(fsdp, 0);
+        dtrain__fsdp_debug_create(fsdp, fsdp->ddp);
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
     return dtrain__fsdp_break(fsdp, status, "giving every rank the first values", -1);
@@ -41766,7 +41834,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
 
 /* checked: what the caller, which makes it in `call`, found wrong, which the other ranks are to learn. */
 static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table, size_t count,
-                                       const dtrain_fsdp_desc *desc, const char *call, dtrain_status checked)
+                                       const dtrain_fsdp_desc *desc, int ddp, const char *call, dtrain_status checked)
 {
     if (fsdp == NULL || comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: fsdp and comm are needed, got NULL", call);
@@ -41791,7 +41859,8 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
     made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
     made->desc.keep_full_grads |= made->desc.compress != NULL;
-    made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug); /* -1: DDP's own */
+    made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug);
+    made->ddp = ddp;
     made->desc.bucket_bytes = made->desc.bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : made->desc.bucket_bytes;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
@@ -41810,7 +41879,7 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
 DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
                                             size_t count, const dtrain_fsdp_desc *desc)
 {
-    return dtrain__fsdp_make(fsdp, comm, table, count, desc, "dtrain_fsdp_create", DTRAIN_OK);
+    return dtrain__fsdp_make(fsdp, comm, table, count, desc, 0, "dtrain_fsdp_create", DTRAIN_OK);
 }
 
 #define DTRAIN__FSDP_ADOPTS ((size_t)1 << 18) /* elements that are broadcast at once: 1 MiB */
@@ -41851,7 +41920,7 @@ static dtrain_status dtrain__fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, c
         if (table[i].dtype == DTRAIN_F32)
             bare[i].data = bare[i].grad = NULL;
     }
-    status = dtrain__fsdp_make(fsdp, comm, bare != NULL ? bare : table, count, desc, "dtrain_fsdp_adopt", status);
+    status = dtrain__fsdp_make(fsdp, comm, bare != NULL ? bare : table, count, desc, 0, "dtrain_fsdp_adopt", status);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_adopt_values(*fsdp, table, (unsigned char *)(bare + count), stage);
@@ -42061,8 +42130,9 @@ DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp)
 #endif
 
 /* ---- >>ddp ----
- * Data-parallel training for a program with an optimizer of its own: FSDP's strategy DDP, whose sums go back to the table.
- * A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see >>reducer. */
+ * Data-parallel training for a program with an optimizer of its own: FSDP's strategy DDP, whose sums go back to the
+ * table. A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see
+ * >>reducer. */
 #ifndef DTRAIN__DDP
 #define DTRAIN__DDP
 
@@ -42158,7 +42228,7 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
     for (size_t i = 0; status == DTRAIN_OK && fsdp->grads != NULL && i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && cut->count > 0)
-            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->grads + cut->grad, cut->count);
+            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->slices[i].grads, cut->count);
     }
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
@@ -42191,13 +42261,11 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     full.bucket_bytes = desc->bucket_bytes;
     full.compress = desc->compress;
     full.check_every = desc->check_every;
-    full.debug = -1;
-    dtrain_status made =
-        dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, "dtrain_ddp_create", status);
+    full.debug = desc->debug != 0;
+    status =
+        dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, 1, "dtrain_ddp_create", status);
     dtrain__free(ddp->allocator, copy);
-    if (made == DTRAIN_OK && dtrain__fsdp_debug_asked(desc->debug))
-        dtrain__fsdp_debug_create(ddp->fsdp, 1);
-    return made;
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -42216,7 +42284,7 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
         dtrain_fsdp *none; /* the others are to hear of it */
         dtrain_status failed =
             dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
-        return dtrain__fsdp_make(&none, comm, table, count, NULL, "dtrain_ddp_create", failed);
+        return dtrain__fsdp_make(&none, comm, table, count, NULL, 1, "dtrain_ddp_create", failed);
     }
     made->allocator = allocator;
     dtrain_status status = dtrain__ddp_init(made, comm, table, count, &full);

@@ -1,6 +1,7 @@
 /* ---- >>ddp ----
- * Data-parallel training for a program with an optimizer of its own: FSDP's strategy DDP, whose sums go back to the table.
- * A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see >>reducer. */
+ * Data-parallel training for a program with an optimizer of its own: FSDP's strategy DDP, whose sums go back to the
+ * table. A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see
+ * >>reducer. */
 #ifndef DTRAIN__DDP
 #define DTRAIN__DDP
 #include "ddp.h"
@@ -99,7 +100,7 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
     for (size_t i = 0; status == DTRAIN_OK && fsdp->grads != NULL && i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && cut->count > 0)
-            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->grads + cut->grad, cut->count);
+            dtrain__fsdp_copy(fsdp, cut->grads, fsdp->slices[i].grads, cut->count);
     }
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
@@ -132,13 +133,11 @@ static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const 
     full.bucket_bytes = desc->bucket_bytes;
     full.compress = desc->compress;
     full.check_every = desc->check_every;
-    full.debug = -1;
-    dtrain_status made =
-        dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, "dtrain_ddp_create", status);
+    full.debug = desc->debug != 0;
+    status =
+        dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, 1, "dtrain_ddp_create", status);
     dtrain__free(ddp->allocator, copy);
-    if (made == DTRAIN_OK && dtrain__fsdp_debug_asked(desc->debug))
-        dtrain__fsdp_debug_create(ddp->fsdp, 1);
-    return made;
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
@@ -157,7 +156,7 @@ DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, 
         dtrain_fsdp *none; /* the others are to hear of it */
         dtrain_status failed =
             dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
-        return dtrain__fsdp_make(&none, comm, table, count, NULL, "dtrain_ddp_create", failed);
+        return dtrain__fsdp_make(&none, comm, table, count, NULL, 1, "dtrain_ddp_create", failed);
     }
     made->allocator = allocator;
     dtrain_status status = dtrain__ddp_init(made, comm, table, count, &full);

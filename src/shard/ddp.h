@@ -18,16 +18,17 @@ typedef struct dtrain_ddp_desc {
     int no_overlap;      /* 1: nothing is reduced before all units are */
     const dtrain_compress_desc *compress; /* copied; sums travel compressed, bucket by bucket, on a thread that the DDP
                                            * starts; with no_overlap in dtrain_ddp_finish. NULL: as they are */
-    int check_every; /* ranks compare a hash of their weights in every dtrain_ddp_finish, one of so many parts of them at
-                      * a time; 0: 1,000 steps for all parts; negative: never */
-    int debug; /* 1: a gradient that is written between its last reduce and the step's end is an error of
-                * dtrain_ddp_finish, at the price of reading all gradients twice; on the CPU alone.
-                * 0: where DTRAIN_DEBUG is 1 in the environment */
+    int check_every; /* ranks compare a hash of their weights in every dtrain_ddp_finish, one of so many parts of them
+                      * at a time; 0: 1,000 steps for all parts; negative: never */
+    int debug; /* the same on every rank. 1: a gradient that is written between its last reduce and the step's end is an
+                * error of dtrain_ddp_finish, at the price of reading all gradients twice; on the CPU alone. 0: where
+                * DTRAIN_DEBUG is 1 in the environment */
 } dtrain_ddp_desc;
 
 /* Makes a DDP over a group, and gives every rank the parameters of rank 0.
  *
- * Memory: the gradients once more, and log2(micro_batches) - 1 times more when gradients accumulate.
+ * Memory: gradients are reduced where they lie, those below 65,536 elements in a copy. With compression, with debug and
+ * on a device all are once more. When gradients accumulate, they are log2(micro_batches) - 1 times more.
  *
  * On a device the calls take their turn in its queue, and sums travel beside it, as under >>fsdp.
  *
@@ -61,7 +62,7 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batche
  *
  * The gradients hold the SUM over the micro-batch's examples. They are added to those of earlier micro-batches by
  * the tree and set to zero for the next; after the last, the unit is on its way as soon as those after it are, and the
- * gradients are the DDP's until dtrain_ddp_finish. Any order of units; the next micro-batch begins
+ * gradients are the DDP's until dtrain_ddp_finish: do not write them, not even zeros. Any order of units; the next micro-batch begins
  * when every unit was reduced and one is again, or with dtrain_ddp_next.
  *
  *   errors   DTRAIN_ERR_INVALID  no step is open; no such unit; the unit was reduced in this micro-batch and others

@@ -17,6 +17,7 @@
 
 #define DTRAIN__FSDP_LEVELS 32
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
+#define DTRAIN__FSDP_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
 #define DTRAIN__FSDP_BUCKET ((size_t)1 << 20)
@@ -52,6 +53,7 @@ typedef struct dtrain__fsdp_unit {
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
     int stage, level;
+    size_t small; /* in place: elements of the small gradients of units before it */
     int lowest;   /* the unit by which the operation goes that adds it over the copies */
     int highest;  /* of such a unit: the other end of its bucket */
     uint64_t job; /* of such a unit: what the reducer was given, or 1; 0: nothing that was not waited for */
@@ -167,6 +169,8 @@ struct dtrain_fsdp {
     int last;                                /* the unit gathered last; -1: none in this step */
     int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
     int keeps;                               /* nothing is dropped until the step */
+    int ddp;                                 /* it is a DDP's */
+    int in_place;                            /* gradients are reduced and divided where the caller has them */
     int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
     int just_ended;                          /* neither reduced a unit nor begun a pass since the last one was over */
     int turn;                                /* the unit whose reduction is next */

@@ -300,6 +300,19 @@ static void dtrain__fsdp_cpu_round(dtrain_fsdp *fsdp, float *x, size_t count, dt
 DTRAIN__FSDP_BACKEND(cpu, 0)
 DTRAIN__FSDP_BACKEND(device, 1)
 
+/* Elements of the sums that do not lie where the caller has its gradients. */
+static size_t dtrain__fsdp_sums(dtrain_fsdp *fsdp)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    size_t small = 0;
+    for (int unit = 0; fsdp->units != NULL && unit < layout->unit_count; unit++) {
+        fsdp->units[unit].small = small;
+        for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++)
+            small += layout->cuts[i].trained && layout->cuts[i].count < DTRAIN__FSDP_ALONE ? layout->cuts[i].count : 0;
+    }
+    return fsdp->in_place ? small : layout->grads;
+}
+
 static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -324,7 +337,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
     fsdp->state = (float *)fsdp->backend->alloc(fsdp, floats * layout->grads * sizeof(float));
     fsdp->masters = (float *)fsdp->backend->alloc(fsdp, dtrain__fsdp_plan_apart(layout));
-    fsdp->levels[0] = (float *)fsdp->backend->alloc(fsdp, layout->grads * sizeof(float));
+    fsdp->levels[0] = (float *)fsdp->backend->alloc(fsdp, dtrain__fsdp_sums(fsdp) * sizeof(float));
     if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
         fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
         fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
@@ -395,6 +408,8 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
         status = dtrain__fsdp_make_device_groups(fsdp);
     if (status != DTRAIN_OK)
         return status;
+    /* a debugger compares gradients with what they were */
+    fsdp->in_place = fsdp->ddp && !fsdp->desc.debug && fsdp->desc.compress == NULL && fsdp->device.queue == NULL;
     status = dtrain__fsdp_allocate(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_make_sender(fsdp);
@@ -417,7 +432,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
     if (status == DTRAIN_OK && fsdp->desc.debug)
-        dtrain__fsdp_debug_create(fsdp, 0);
+        dtrain__fsdp_debug_create(fsdp, fsdp->ddp);
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
     return dtrain__fsdp_break(fsdp, status, "giving every rank the first values", -1);
@@ -425,7 +440,7 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
 
 /* checked: what the caller, which makes it in `call`, found wrong, which the other ranks are to learn. */
 static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table, size_t count,
-                                       const dtrain_fsdp_desc *desc, const char *call, dtrain_status checked)
+                                       const dtrain_fsdp_desc *desc, int ddp, const char *call, dtrain_status checked)
 {
     if (fsdp == NULL || comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: fsdp and comm are needed, got NULL", call);
@@ -450,7 +465,8 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
     made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
     made->desc.keep_full_grads |= made->desc.compress != NULL;
-    made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug); /* -1: DDP's own */
+    made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug);
+    made->ddp = ddp;
     made->desc.bucket_bytes = made->desc.bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : made->desc.bucket_bytes;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
@@ -469,7 +485,7 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
 DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
                                             size_t count, const dtrain_fsdp_desc *desc)
 {
-    return dtrain__fsdp_make(fsdp, comm, table, count, desc, "dtrain_fsdp_create", DTRAIN_OK);
+    return dtrain__fsdp_make(fsdp, comm, table, count, desc, 0, "dtrain_fsdp_create", DTRAIN_OK);
 }
 
 #define DTRAIN__FSDP_ADOPTS ((size_t)1 << 18) /* elements that are broadcast at once: 1 MiB */
@@ -510,7 +526,7 @@ static dtrain_status dtrain__fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, c
         if (table[i].dtype == DTRAIN_F32)
             bare[i].data = bare[i].grad = NULL;
     }
-    status = dtrain__fsdp_make(fsdp, comm, bare != NULL ? bare : table, count, desc, "dtrain_fsdp_adopt", status);
+    status = dtrain__fsdp_make(fsdp, comm, bare != NULL ? bare : table, count, desc, 0, "dtrain_fsdp_adopt", status);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_adopt_values(*fsdp, table, (unsigned char *)(bare + count), stage);

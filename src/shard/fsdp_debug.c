@@ -10,11 +10,9 @@
 #include "fsdp.c"
 #include "guard.c"
 
-enum { DTRAIN__FSDP_LEFT_NOT, DTRAIN__FSDP_LEFT_AS_IT_IS, DTRAIN__FSDP_LEFT_ZERO };
-
 /* DDP: how a unit's reduce has left the gradients of a cut, which are not to be written until the step ends. */
 typedef struct dtrain__fsdp_debug_left {
-    int how; /* waiting for their turn as they are, or taken and set to zero; or they may be written */
+    int noted; /* 0: they may be written */
     uint64_t hash;
 } dtrain__fsdp_debug_left;
 
@@ -182,13 +180,7 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
     char why[160];
     for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        int how = left[i].how, same = 1;
-        if (how == DTRAIN__FSDP_LEFT_AS_IT_IS)
-            same = dtrain__fsdp_debug_hash(cut) == left[i].hash;
-        else if (how == DTRAIN__FSDP_LEFT_ZERO)
-            same = dtrain__pages_are_zero((const unsigned char *)cut->grads, cut->count * sizeof(float));
-        left[i].how = how == DTRAIN__FSDP_LEFT_NOT ? how : DTRAIN__FSDP_LEFT_ZERO; /* its turn comes now */
-        if (same)
+        if (!left[i].noted || dtrain__fsdp_debug_hash(cut) == left[i].hash)
             continue;
         snprintf(why, sizeof why, "the gradient of %.40s (unit %d) was written after dtrain_ddp_reduce",
                  fsdp->layout.table[cut->param].name, number);
@@ -200,12 +192,11 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
 static void dtrain__fsdp_debug_note(const dtrain_fsdp *fsdp, int number)
 {
     dtrain__fsdp_debug_left *left = fsdp->debug != NULL ? fsdp->debug->left : NULL;
-    int waits = fsdp->units[number].stage == DTRAIN__FSDP_GRADS_WAITING;
     for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
         if (!fsdp->layout.cuts[i].trained)
             continue;
-        left[i].how = waits ? DTRAIN__FSDP_LEFT_AS_IT_IS : DTRAIN__FSDP_LEFT_ZERO;
-        left[i].hash = waits ? dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]) : 0;
+        left[i].noted = 1;
+        left[i].hash = dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]);
     }
 }
 

@@ -35,7 +35,8 @@ static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 /* Where a unit's part of the reduction goes that is under way. */
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
-    return fsdp->levels[fsdp->units[number].level] + fsdp->layout.units[number].grad;
+    const dtrain__fsdp_unit *unit = &fsdp->units[number];
+    return fsdp->levels[unit->level] + (fsdp->in_place ? unit->small : fsdp->layout.units[number].grad);
 }
 
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
@@ -132,8 +133,55 @@ static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
     }
 }
 
+/* Copies the small gradients of a bucket to `sum`, one after another, or back; returns their elements. */
+static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float *sum, int back)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    size_t count = 0;
+    for (size_t i = layout->units[lowest].first; i < layout->units[fsdp->units[lowest].highest].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        if (!cut->trained || cut->count >= DTRAIN__FSDP_ALONE)
+            continue;
+        memcpy(back ? cut->grads : sum + count, back ? sum + count : cut->grads, cut->count * sizeof(float));
+        count += cut->count;
+    }
+    return count;
+}
+
+/* Starts to add a bucket's gradients over the copies: each that is large where it lies, and the small ones together. */
+static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, float *sum)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    size_t small = dtrain__fsdp_pack_small(fsdp, lowest, sum, 0), end = layout->units[fsdp->units[lowest].highest].end;
+    dtrain_status status = DTRAIN_OK;
+    if (small > 0)
+        status = dtrain_all_reduce_async(fsdp->copies, sum, sum, small, DTRAIN_F32, DTRAIN_SUM, &fsdp->copying[lowest]);
+    for (size_t i = layout->units[lowest].first; status == DTRAIN_OK && i < end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        if (cut->trained && cut->count >= DTRAIN__FSDP_ALONE)
+            status = dtrain_all_reduce_async(fsdp->copies, cut->grads, cut->grads, cut->count, DTRAIN_F32, DTRAIN_SUM,
+                                             &fsdp->reducing[i]);
+    }
+    return status;
+}
+
+/* Waits for the same. */
+static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
+{
+    dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, lowest);
+    for (int i = lowest; i <= fsdp->units[lowest].highest; i++) {
+        dtrain_status next = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, i);
+        status = status == DTRAIN_OK ? next : status;
+    }
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_pack_small(fsdp, lowest, dtrain__fsdp_target(fsdp, lowest), 1);
+    return status;
+}
+
 static dtrain_status dtrain__fsdp_cpu_add(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count)
 {
+    if (fsdp->in_place)
+        return dtrain__fsdp_add_in_place(fsdp, lowest, sum);
     void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, count) : (void *)sum;
     return dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
                                    &fsdp->copying[lowest]);
@@ -202,6 +250,8 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 
 static dtrain_status dtrain__fsdp_cpu_wait(dtrain_fsdp *fsdp, int way, int lowest, int unit)
 {
+    if (way == DTRAIN__FSDP_COPIES && fsdp->in_place)
+        return dtrain__fsdp_wait_in_place(fsdp, lowest);
     if (way == DTRAIN__FSDP_COPIES)
         return dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, unit);
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, unit);
@@ -220,7 +270,10 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         return status;
     if (fsdp->reduces != NULL)
         dtrain__fsdp_account_unit(fsdp, number, fsdp->stats.communicated_ns - before_ns);
-    dtrain__fsdp_page_grads(fsdp, number, 0);
+    if (fsdp->in_place || (fsdp->ddp && fsdp->debug != NULL))
+        fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */
+    else
+        dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
     if (fsdp->copies == NULL && fsdp->reducer == NULL) {
         dtrain__fsdp_fold(fsdp, number);
@@ -284,7 +337,7 @@ static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, fl
     size_t at = cut->grad - unit->grad;
     if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
         dtrain__fsdp_narrow(full, dtrain__fsdp_half(sum, unit->grad_count) + 2 * at, cut->count, dtype);
-    else if (fsdp->reduces == NULL)
+    else if (fsdp->reduces == NULL && !fsdp->in_place)
         memcpy(sum + at, full, cut->count * sizeof(float));
     if (fsdp->reduces == NULL)
         return DTRAIN_OK;

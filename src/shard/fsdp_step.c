@@ -156,12 +156,17 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
             dtrain__fsdp_add(fsdp, fsdp->levels[level], fsdp->levels[level], sum, fsdp->layout.grads);
         sum = fsdp->levels[level];
     }
-    fsdp->backend->divide(fsdp, sum, divisor, fsdp->layout.grads);
-    dtrain__fpmode_restore(mode);
+    if (!fsdp->in_place)
+        fsdp->backend->divide(fsdp, sum, divisor, fsdp->layout.grads);
     fsdp->grads = sum;
-    for (size_t i = 0; i < fsdp->layout.cut_count; i++)
-        if (fsdp->layout.cuts[i].trained)
-            fsdp->slices[i].grads = sum + fsdp->layout.cuts[i].grad;
+    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        if (cut->trained && fsdp->in_place)
+            fsdp->backend->divide(fsdp, cut->grads, divisor, cut->count);
+        if (cut->trained)
+            fsdp->slices[i].grads = fsdp->in_place ? cut->grads : sum + cut->grad;
+    }
+    dtrain__fpmode_restore(mode);
 }
 
 /* idle: that no rank has a micro-batch is no error, and leaves no sums. Slices may be written after it. */
@@ -336,8 +341,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
 {
     if (fsdp == NULL || slices == NULL || count == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_local: fsdp, slices and count are needed, got NULL");
     *slices = fsdp->slices;
     *count = fsdp->layout.cut_count;
     return DTRAIN_OK;

@@ -168,7 +168,71 @@ static void check_tree(const ddp_run *run)
     }
 }
 
+enum { LARGE = 70000, SMALL = 6 };
+
+static size_t held;
+
+static void *counting_resize(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    (void)user;
+    __atomic_add_fetch(&held, new_bytes - old_bytes, __ATOMIC_SEQ_CST);
+    return test_resize(pointer, old_bytes, new_bytes, align);
+}
+
+/* Two units of a large and a small gradient, one micro-batch a rank. */
+static dtrain_status large_rank(dtrain_comm *world, void *user)
+{
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    float *large = (float *)calloc(4 * LARGE, sizeof(float)), small[4 * SMALL] = {0};
+    dtrain_param table[2];
+    dtrain_ddp_desc desc;
+    dtrain_ddp *ddp;
+    memset(&desc, 0, sizeof desc);
+    desc.no_overlap = *(int *)user & 1;
+    desc.bucket_bytes = *(int *)user & 2 ? 1 : 0;
+    desc.debug = *(int *)user & 4;
+    table[0] = param("large", 0, 2, large, large + 2 * LARGE);
+    table[1] = param("small", 0, 2, small, small + 2 * SMALL);
+    table[0].shape[1] = LARGE;
+    table[1].shape[1] = SMALL;
+    table[0].stacked = table[1].stacked = 1;
+    size_t before = held;
+    CHECK_EQ(dtrain_ddp_create(&ddp, world, table, 2, &desc), DTRAIN_OK);
+    CHECK(ranks > 1 || desc.debug || held - before < LARGE * sizeof(float)); /* none has a copy */
+    for (int step = 0; step < 2; step++) {
+        CHECK_EQ(dtrain_ddp_begin(ddp, 1, 1.0), DTRAIN_OK);
+        for (int unit = 1; unit >= 0; unit--) {
+            for (int i = 0; i < LARGE + SMALL; i++)
+                *(i < LARGE ? large + (2 + unit) * LARGE + i : small + (2 + unit) * SMALL + i - LARGE) =
+                    micro_grad(rank, (size_t)(i + unit * step));
+            CHECK_EQ(dtrain_ddp_reduce(ddp, unit), DTRAIN_OK);
+        }
+        CHECK_EQ(dtrain_ddp_finish(ddp, NULL), DTRAIN_OK);
+        for (int k = 0; k < 2 * (LARGE + SMALL); k++) {
+            int unit = k / (LARGE + SMALL), i = k % (LARGE + SMALL);
+            float expected = tree(0, 0, ranks, (size_t)(i + unit * step), 0) / (float)ranks;
+            CHECK(memcmp(&expected, i < LARGE ? large + (2 + unit) * LARGE + i : small + (2 + unit) * SMALL + i - LARGE,
+                         sizeof expected) == 0);
+        }
+    }
+    dtrain_ddp_destroy(ddp);
+    free(large);
+    return DTRAIN_OK;
+}
+
 DTRAIN__EXACT_END
+
+TEST(large_gradients_are_reduced_where_they_lie_and_small_ones_together)
+{
+    dtrain_allocator allocator = {counting_resize, NULL, 0, 0};
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.allocator = &allocator;
+    for (int variant = 0; variant < 8; variant++)
+        for (int ranks = 1; ranks <= 4; ranks++)
+            CHECK_EQ(dtrain_run_threads(ranks, large_rank, &variant, &desc), DTRAIN_OK);
+    CHECK_EQ(held, 0);
+}
 
 TEST(eight_micro_batches_give_the_sequential_tree_on_1_2_4_and_8_ranks)
 {

@@ -655,10 +655,10 @@ static dtrain_status writes_late(dtrain_comm *world, void *user)
                 CHECK_EQ(dtrain_ddp_reduce(ddp, 3), DTRAIN_OK);
             CHECK_EQ(dtrain_ddp_reduce(ddp, 2), DTRAIN_OK); /* it waits where unit 3 is missing */
             if (wrong && me && micro == l->micro - 1)
-                grad[2 * EACH + 4] += 1.0f;
+                grad[2 * EACH + (l->zeroes && l->debug ? 3 : 4)] = l->zeroes ? 0.0f : 1.0f;
             if (l->waits)
                 CHECK_EQ(dtrain_ddp_reduce(ddp, 3), DTRAIN_OK);
-            if (l->zeroes && !wrong && !l->no_overlap)
+            if (l->zeroes && micro < l->micro - 1)
                 memset(grad + 2 * EACH, 0, EACH * sizeof(float)); /* they are zero already */
             CHECK_EQ(dtrain_ddp_reduce(ddp, 1), DTRAIN_OK);
             if (!l->zeroes)
