@@ -8678,17 +8678,25 @@ static const char *dtrain__pieces_suffix(int which)
     return suffixes[which];
 }
 
+static size_t dtrain__pieces_product(const size_t *sizes, int first, int end)
+{
+    size_t product = 1;
+    for (int d = first; d < end; d++)
+        product *= sizes[d];
+    return product;
+}
+
 /* Who asks for lists, and which is under way. */
 struct dtrain__lister {
     int ranks, rank;
     const dtrain_pieces *list;
     size_t number; /* of the list, for error texts */
     dtrain_status status;
-    void *user;
+    void *user, *owner;
     void (*visit)(void *user, const dtrain_piece *piece);
     /* NULL: nobody asks. fixed: a load refuses another value. */
-    dtrain_status (*setting)(void *user, const char *key, const char *value, int fixed);
-    const char *(*value)(void *user, const char *key); /* of what was loaded; NULL: none */
+    dtrain_status (*setting)(void *owner, const char *key, const char *value, int fixed);
+    const char *(*value)(void *owner, const char *key); /* of what was loaded; NULL: none */
 };
 
 /* Lists a piece under the list's name. */
@@ -8740,7 +8748,7 @@ static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_
 
 static void dtrain__pieces_tell(dtrain__lister *lister, const char *key, const char *value, int fixed)
 {
-    dtrain_status status = lister->setting != NULL ? lister->setting(lister->user, key, value, fixed) : DTRAIN_OK;
+    dtrain_status status = lister->setting != NULL ? lister->setting(lister->owner, key, value, fixed) : DTRAIN_OK;
     lister->status = lister->status == DTRAIN_OK ? status : lister->status;
 }
 
@@ -8769,7 +8777,7 @@ static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, dou
 static dtrain_status dtrain__pieces_ask(const dtrain__lister *lister, const char *key, uint64_t most, uint64_t *whole,
                                         double *real)
 {
-    const char *text = lister->value != NULL ? lister->value(lister->user, key) : NULL;
+    const char *text = lister->value != NULL ? lister->value(lister->owner, key) : NULL;
     dtrain__json_reader json;
     dtrain__json_token token;
     if (text == NULL)
@@ -35060,14 +35068,6 @@ DTRAIN__EXACT_END
 #ifndef DTRAIN__STATE
 #define DTRAIN__STATE
 
-static size_t dtrain__state_product(const size_t *sizes, int first, int end)
-{
-    size_t product = 1;
-    for (int d = first; d < end; d++)
-        product *= sizes[d];
-    return product;
-}
-
 static const char *dtrain__state_suffix(const dtrain_optimizer_desc *optimizer, int which)
 {
     return dtrain__pieces_suffix(optimizer->kind == DTRAIN_ADAMW ? which : 2);
@@ -35091,7 +35091,7 @@ static dtrain_piece dtrain__state_of(const dtrain_param *param, dtrain_dtype dty
         piece.box_begin[0] = (size_t)layer;
         piece.box_size[0] = 1;
     }
-    piece.count = dtrain__state_product(piece.box_size, 0, piece.ndim);
+    piece.count = dtrain__pieces_product(piece.box_size, 0, piece.ndim);
     if (part == NULL)
         return piece;
     int cut = dtrain__params_cut_dim(param);
@@ -35117,7 +35117,7 @@ static void dtrain__state_put_blocks(dtrain__lister *lister, const dtrain_param 
 {
     int cut = dtrain__params_cut_dim(param);
     size_t blocks = dtrain__params_blocks(param), mine = all->box_size[cut] / blocks, whole = all->shape[cut] / blocks;
-    size_t run = mine * dtrain__state_product(all->box_size, cut + 1, all->ndim);
+    size_t run = mine * dtrain__pieces_product(all->box_size, cut + 1, all->ndim);
     for (size_t at = all->begin, end = all->begin + all->count; at < end;) {
         dtrain_piece piece = *all;
         size_t row = at / run / blocks, left = run - at % run;
@@ -49245,14 +49245,6 @@ typedef struct dtrain__region {
     size_t run;                                             /* elements of the box that lie together */
 } dtrain__region;
 
-static size_t dtrain__region_product(const size_t *sizes, int first, int end)
-{
-    size_t product = 1;
-    for (int d = first; d < end; d++)
-        product *= sizes[d];
-    return product;
-}
-
 /* Derives stride and run. The shape's elements do not overflow, the box is inside it. */
 static void dtrain__region_settle(dtrain__region *region)
 {
@@ -49290,7 +49282,7 @@ static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece 
     }
     if (!dtrain__mul_size(elements, dtrain_dtype_bits(piece->dtype), &bits))
         return "its shape multiplies to more than memory";
-    elements = dtrain__region_product(region->size, 0, region->ndim);
+    elements = dtrain__pieces_product(region->size, 0, region->ndim);
     if (piece->begin > elements || piece->count > elements - piece->begin)
         return "its range reaches beyond the box";
     if (piece->copies < 0 || piece->copy < 0 || piece->copy >= (piece->copies > 0 ? piece->copies : 1))
@@ -49320,9 +49312,9 @@ static size_t dtrain__region_seek(const dtrain__region *region, size_t place)
         size_t index = place / region->stride[d];
         place %= region->stride[d];
         if (index < region->begin[d])
-            return e * dtrain__region_product(region->size, d, region->ndim);
+            return e * dtrain__pieces_product(region->size, d, region->ndim);
         if (index - region->begin[d] >= region->size[d])
-            return (e + 1) * dtrain__region_product(region->size, d, region->ndim);
+            return (e + 1) * dtrain__pieces_product(region->size, d, region->ndim);
         e = e * region->size[d] + (index - region->begin[d]);
     }
     return e;
@@ -49409,7 +49401,7 @@ typedef dtrain_status (*dtrain__region_visit)(void *user, const dtrain__region *
 static dtrain_status dtrain__region_boxes_from(dtrain__region *box, int d, size_t low, size_t high,
                                                dtrain__region_visit visit, void *user)
 {
-    size_t all = dtrain__region_product(box->size, d, box->ndim);
+    size_t all = dtrain__pieces_product(box->size, d, box->ndim);
     dtrain_status status = DTRAIN_OK;
     if (low >= high)
         return DTRAIN_OK;
@@ -49756,7 +49748,7 @@ static void dtrain__index_region(const dtrain__index *index, const dtrain__index
         region->size[d] = boxed ? (size_t)index->numbers[piece->box + (size_t)(tensor->ndim + d)] : tensor->shape[d];
     }
     region->at = piece != NULL ? piece->at : 0;
-    region->count = piece != NULL ? piece->count : dtrain__region_product(region->shape, 0, region->ndim);
+    region->count = piece != NULL ? piece->count : dtrain__pieces_product(region->shape, 0, region->ndim);
     dtrain__region_settle(region);
 }
 
@@ -50082,7 +50074,7 @@ static void dtrain__index_print_piece(dtrain__json_writer *json, const dtrain__i
         dtrain__index_key(json, "size");
         dtrain__index_put_sizes(json, region.size, ndim);
     }
-    if (piece->at > 0 || piece->count < dtrain__region_product(region.size, 0, region.ndim)) {
+    if (piece->at > 0 || piece->count < dtrain__pieces_product(region.size, 0, region.ndim)) {
         dtrain__index_put(json, "at", piece->at);
         dtrain__index_put(json, "count", piece->count);
     }
@@ -50693,38 +50685,36 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
 #ifndef DTRAIN__PIECE
 #define DTRAIN__PIECE
 
-/* Pieces with names of their own, in memory that grows. */
+/* Pieces, and their names one after the other, in memory that grows. */
 typedef struct dtrain__piece_list {
+    dtrain_allocator *allocator;
     dtrain_piece *pieces;
     char *names;
     size_t count, bytes;
-    int fills;               /* 0: they are only counted */
-    dtrain__index *settings; /* where settings go; NULL: nowhere */
+    int failed; /* there was no memory */
 } dtrain__piece_list;
 
-static void dtrain__piece_free(dtrain__piece_list *list, dtrain_allocator *allocator)
+static void dtrain__piece_free(dtrain__piece_list *list)
 {
-    dtrain__free(allocator, list->pieces);
-    dtrain__free(allocator, list->names);
+    dtrain__free(list->allocator, list->pieces);
+    dtrain__free(list->allocator, list->names);
 }
 
 static void dtrain__piece_visit(void *user, const dtrain_piece *piece)
 {
     dtrain__piece_list *list = (dtrain__piece_list *)user;
-    size_t bytes = piece->name != NULL ? strlen(piece->name) + 1 : 0;
-    if (list->fills)
-        list->pieces[list->count] = *piece;
-    if (list->fills && bytes > 0)
-        list->pieces[list->count].name = (const char *)memcpy(list->names + list->bytes, piece->name, bytes);
+    const char *name = piece->name != NULL ? piece->name : "";
+    size_t bytes = strlen(name) + 1;
+    void *pieces = dtrain__memory_grow(list->allocator, list->pieces, sizeof *piece, list->count, 1);
+    void *names = dtrain__memory_grow(list->allocator, list->names, 1, list->bytes, bytes);
+    list->pieces = pieces != NULL ? (dtrain_piece *)pieces : list->pieces;
+    list->names = names != NULL ? (char *)names : list->names;
+    list->failed |= pieces == NULL || names == NULL;
+    if (list->failed)
+        return;
+    memcpy(list->names + list->bytes, name, bytes);
+    list->pieces[list->count++] = *piece;
     list->bytes += bytes;
-    list->count++;
-}
-
-static dtrain_status dtrain__piece_set(void *user, const char *key, const char *value, int fixed)
-{
-    dtrain__piece_list *list = (dtrain__piece_list *)user;
-    (void)fixed;
-    return list->fills && list->settings != NULL ? dtrain__index_set(list->settings, key, value) : DTRAIN_OK;
 }
 
 /* Whether a name ends as that of optimizer state. */
@@ -50774,33 +50764,25 @@ static dtrain_status dtrain__piece_settle(dtrain_piece *piece, size_t index, uin
     return status;
 }
 
-/* Lists and checks all pieces of a state as of a step, and where the list takes them its settings. */
-static dtrain_status dtrain__piece_collect(dtrain__piece_list *list, const dtrain_checkpoint_state *state,
-                                           uint64_t step, int ranks, int rank, dtrain_allocator *allocator)
+/* Lists and checks all pieces of a state as of a step; lister: who asks, but for where pieces go. */
+static dtrain_status dtrain__piece_collect(dtrain__piece_list *list, dtrain__lister lister,
+                                           const dtrain_checkpoint_state *state, uint64_t step,
+                                           dtrain_allocator *allocator)
 {
-    dtrain__lister lister;
-    dtrain_status status = DTRAIN_OK;
-    memset(&lister, 0, sizeof lister);
-    lister.ranks = ranks;
-    lister.rank = rank;
     lister.user = list;
     lister.visit = dtrain__piece_visit;
-    lister.setting = dtrain__piece_set;
-    for (list->fills = 0; list->fills < 2 && status == DTRAIN_OK; list->fills++) {
-        if (list->fills) {
-            void *pieces = dtrain__memory_grow(allocator, list->pieces, sizeof *list->pieces, 0, list->count);
-            list->pieces = pieces != NULL ? (dtrain_piece *)pieces : list->pieces;
-            void *names = dtrain__memory_grow(allocator, list->names, 1, 0, list->bytes);
-            list->names = names != NULL ? (char *)names : list->names;
-            if (pieces == NULL || names == NULL)
-                return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu pieces",
-                                    list->count);
-        }
-        list->count = list->bytes = 0;
-        status = dtrain__pieces_walk(state->lists, state->list_count, &lister);
+    list->allocator = allocator;
+    list->count = list->bytes = 0;
+    dtrain_status status = dtrain__pieces_walk(state->lists, state->list_count, &lister);
+    if (status == DTRAIN_OK && list->failed)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu pieces", list->count);
+    list->failed = 0;
+    const char *name = list->names;
+    for (size_t i = 0; i < list->count && status == DTRAIN_OK; i++) {
+        list->pieces[i].name = name;
+        name += strlen(name) + 1;
+        status = dtrain__piece_settle(&list->pieces[i], i, step, lister.rank);
     }
-    for (size_t i = 0; i < list->count && status == DTRAIN_OK; i++)
-        status = dtrain__piece_settle(&list->pieces[i], i, step, rank);
     return status;
 }
 
@@ -50846,7 +50828,7 @@ static void dtrain__part_free(dtrain__part_writer *part)
 {
     dtrain_allocator *allocator = part->allocator;
     dtrain__index_free(&part->index);
-    dtrain__piece_free(&part->list, allocator);
+    dtrain__piece_free(&part->list);
     dtrain__free(allocator, part->items);
     dtrain__free(allocator, part->sources);
     dtrain__free(allocator, part->staging);
@@ -50973,7 +50955,7 @@ static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtr
 {
     dtrain__index *index = &part->index;
     const dtrain__index_tensor *tensor = &index->tensors[entry->tensor];
-    size_t all = dtrain__region_product(region->shape, 0, region->ndim);
+    size_t all = dtrain__pieces_product(region->shape, 0, region->ndim);
     if (entry->count == all && strchr(dtrain__index_name(index, tensor), '#') == NULL) {
         item->name = tensor->name;
         return DTRAIN_OK;
@@ -50994,7 +50976,7 @@ static void dtrain__part_data(dtrain__part_item *item, const dtrain_piece *piece
 {
     item->dtype = piece->dtype;
     item->device = piece->device;
-    item->ndim = count == dtrain__region_product(region->size, 0, region->ndim) ? region->ndim : 1;
+    item->ndim = count == dtrain__pieces_product(region->size, 0, region->ndim) ? region->ndim : 1;
     memcpy(item->shape, region->size, sizeof item->shape);
     if (item->ndim == 1)
         item->shape[0] = count;
@@ -51092,6 +51074,12 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
     return index->value_count > 1 ? dtrain__part_values_once(part) : DTRAIN_OK;
 }
 
+static dtrain_status dtrain__part_set(void *owner, const char *key, const char *value, int fixed)
+{
+    (void)fixed;
+    return dtrain__index_set(&((dtrain__part_writer *)owner)->index, key, value);
+}
+
 /* Says what this rank writes of a state; data stays where it is. */
 static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrain_checkpoint_state *state,
                                           const dtrain__index_save_id *id, int ranks)
@@ -51103,8 +51091,13 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->index.facts.seed = state->seed;
     part->index.facts.random_index = state->random_index;
     part->index.facts.world_size = (uint64_t)ranks;
-    part->list.settings = &part->index;
-    dtrain_status status = dtrain__piece_collect(&part->list, state, state->step, ranks, part->rank, part->allocator);
+    dtrain__lister lister;
+    memset(&lister, 0, sizeof lister);
+    lister.ranks = ranks;
+    lister.rank = part->rank;
+    lister.owner = part;
+    lister.setting = dtrain__part_set;
+    dtrain_status status = dtrain__piece_collect(&part->list, lister, state, state->step, part->allocator);
     for (size_t i = 0; i < part->list.count && status == DTRAIN_OK; i++)
         status = dtrain__part_take(part, &part->list.pieces[i]);
     return status == DTRAIN_OK ? dtrain__part_values(part, state) : status;
@@ -52481,7 +52474,7 @@ static void dtrain__load_end(dtrain__load *load)
     dtrain_safetensors_model_close(load->model);
     dtrain__file_close(load->directory);
     dtrain__index_free(&load->index);
-    dtrain__piece_free(&load->list, allocator);
+    dtrain__piece_free(&load->list);
     dtrain__free(allocator, load->wants);
     dtrain__free(allocator, load->flags);
     dtrain__free(allocator, load->jobs);
@@ -52772,42 +52765,36 @@ static void dtrain__load_extra(dtrain__load *load)
     }
 }
 
-static void dtrain__load_pass(void *user, const dtrain_piece *piece)
-{
-    (void)user, (void)piece;
-}
-
 /* Lists a setting that was another in the run that saved, where that is refused. */
-static dtrain_status dtrain__load_compare_setting(void *user, const char *key, const char *value, int fixed)
+static dtrain_status dtrain__load_compare_setting(void *owner, const char *key, const char *value, int fixed)
 {
-    dtrain__load *load = (dtrain__load *)user;
+    dtrain__load *load = (dtrain__load *)owner;
     const char *then = dtrain__index_setting(&load->index, key);
     if (fixed && then != NULL && strcmp(then, value) != 0)
         dtrain__load_say(load, "; another %s: %s was saved, this run has %s", key, then, value);
     return DTRAIN_OK;
 }
 
-static const char *dtrain__load_setting(void *user, const char *key)
+static const char *dtrain__load_setting(void *owner, const char *key)
 {
-    return dtrain__index_setting(&((dtrain__load *)user)->index, key);
+    return dtrain__index_setting(&((dtrain__load *)owner)->index, key);
 }
 
-/* Who asks a state's lists beside the pieces. */
+/* Who asks a state's lists. */
 static dtrain__lister dtrain__load_lister(dtrain__load *load)
 {
     dtrain__lister lister;
     memset(&lister, 0, sizeof lister);
     lister.ranks = load->ckpt->ranks;
     lister.rank = load->ckpt->rank;
-    lister.user = load;
-    lister.visit = dtrain__load_pass;
+    lister.owner = load;
     lister.setting = dtrain__load_compare_setting;
     lister.value = load->model == NULL ? dtrain__load_setting : NULL;
     return lister;
 }
 
 /* Says how the state and the index fit together; an error where they do not and that is asked for. */
-static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_checkpoint_state *state)
+static dtrain_status dtrain__load_compare(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     size_t tensors = load->index.tensor_count, bytes;
@@ -52826,8 +52813,6 @@ static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_check
             return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
     }
     dtrain__load_extra(load);
-    dtrain__lister lister = dtrain__load_lister(load);
-    DTRAIN_IGNORE(dtrain__pieces_walk(state->lists, state->list_count, &lister)); /* as it went when they were listed */
     if (load->report.text[0] != '\0')
         memmove(load->report.text, load->report.text + 2, strlen(load->report.text) - 1);
     char what[80] = "the file";
@@ -53004,7 +52989,7 @@ static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *re
 {
     dtrain__load_box *box = (dtrain__load_box *)user;
     unsigned char *out = box->out;
-    box->out += dtrain__region_product(region->size, 0, region->ndim) * (dtrain_dtype_bits(box->want->dtype) / 8);
+    box->out += dtrain__pieces_product(region->size, 0, region->ndim) * (dtrain_dtype_bits(box->want->dtype) / 8);
     return dtrain__safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
 }
 
@@ -54081,7 +54066,7 @@ static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain_status status =
-        dtrain__piece_collect(&load->list, state, load->index.facts.step, ckpt->ranks, ckpt->rank, ckpt->allocator);
+        dtrain__piece_collect(&load->list, dtrain__load_lister(load), state, load->index.facts.step, ckpt->allocator);
     if (status == DTRAIN_OK && load->list.count > 0)
         qsort(load->list.pieces, load->list.count, sizeof *load->list.pieces, dtrain__checkpoint_by_name);
     return dtrain__save_agree(ckpt, status, 0, NULL);
@@ -54100,7 +54085,7 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     load->opened = 1;
     status = dtrain__checkpoint_collect(load, state);
     if (status == DTRAIN_OK)
-        status = dtrain__load_compare(load, state);
+        status = dtrain__load_compare(load);
     if (status != DTRAIN_OK)
         return status;
     if (load->model != NULL) {

@@ -413,7 +413,7 @@ static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     dtrain_status status =
-        dtrain__piece_collect(&load->list, state, load->index.facts.step, ckpt->ranks, ckpt->rank, ckpt->allocator);
+        dtrain__piece_collect(&load->list, dtrain__load_lister(load), state, load->index.facts.step, ckpt->allocator);
     if (status == DTRAIN_OK && load->list.count > 0)
         qsort(load->list.pieces, load->list.count, sizeof *load->list.pieces, dtrain__checkpoint_by_name);
     return dtrain__save_agree(ckpt, status, 0, NULL);
@@ -432,7 +432,7 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
     load->opened = 1;
     status = dtrain__checkpoint_collect(load, state);
     if (status == DTRAIN_OK)
-        status = dtrain__load_compare(load, state);
+        status = dtrain__load_compare(load);
     if (status != DTRAIN_OK)
         return status;
     if (load->model != NULL) {

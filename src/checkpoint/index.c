@@ -195,7 +195,7 @@ static void dtrain__index_region(const dtrain__index *index, const dtrain__index
         region->size[d] = boxed ? (size_t)index->numbers[piece->box + (size_t)(tensor->ndim + d)] : tensor->shape[d];
     }
     region->at = piece != NULL ? piece->at : 0;
-    region->count = piece != NULL ? piece->count : dtrain__region_product(region->shape, 0, region->ndim);
+    region->count = piece != NULL ? piece->count : dtrain__pieces_product(region->shape, 0, region->ndim);
     dtrain__region_settle(region);
 }
 

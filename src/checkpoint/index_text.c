@@ -124,7 +124,7 @@ static void dtrain__index_print_piece(dtrain__json_writer *json, const dtrain__i
         dtrain__index_key(json, "size");
         dtrain__index_put_sizes(json, region.size, ndim);
     }
-    if (piece->at > 0 || piece->count < dtrain__region_product(region.size, 0, region.ndim)) {
+    if (piece->at > 0 || piece->count < dtrain__pieces_product(region.size, 0, region.ndim)) {
         dtrain__index_put(json, "at", piece->at);
         dtrain__index_put(json, "count", piece->count);
     }

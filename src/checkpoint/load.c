@@ -48,7 +48,7 @@ static void dtrain__load_end(dtrain__load *load)
     dtrain_safetensors_model_close(load->model);
     dtrain__file_close(load->directory);
     dtrain__index_free(&load->index);
-    dtrain__piece_free(&load->list, allocator);
+    dtrain__piece_free(&load->list);
     dtrain__free(allocator, load->wants);
     dtrain__free(allocator, load->flags);
     dtrain__free(allocator, load->jobs);
@@ -339,42 +339,36 @@ static void dtrain__load_extra(dtrain__load *load)
     }
 }
 
-static void dtrain__load_pass(void *user, const dtrain_piece *piece)
-{
-    (void)user, (void)piece;
-}
-
 /* Lists a setting that was another in the run that saved, where that is refused. */
-static dtrain_status dtrain__load_compare_setting(void *user, const char *key, const char *value, int fixed)
+static dtrain_status dtrain__load_compare_setting(void *owner, const char *key, const char *value, int fixed)
 {
-    dtrain__load *load = (dtrain__load *)user;
+    dtrain__load *load = (dtrain__load *)owner;
     const char *then = dtrain__index_setting(&load->index, key);
     if (fixed && then != NULL && strcmp(then, value) != 0)
         dtrain__load_say(load, "; another %s: %s was saved, this run has %s", key, then, value);
     return DTRAIN_OK;
 }
 
-static const char *dtrain__load_setting(void *user, const char *key)
+static const char *dtrain__load_setting(void *owner, const char *key)
 {
-    return dtrain__index_setting(&((dtrain__load *)user)->index, key);
+    return dtrain__index_setting(&((dtrain__load *)owner)->index, key);
 }
 
-/* Who asks a state's lists beside the pieces. */
+/* Who asks a state's lists. */
 static dtrain__lister dtrain__load_lister(dtrain__load *load)
 {
     dtrain__lister lister;
     memset(&lister, 0, sizeof lister);
     lister.ranks = load->ckpt->ranks;
     lister.rank = load->ckpt->rank;
-    lister.user = load;
-    lister.visit = dtrain__load_pass;
+    lister.owner = load;
     lister.setting = dtrain__load_compare_setting;
     lister.value = load->model == NULL ? dtrain__load_setting : NULL;
     return lister;
 }
 
 /* Says how the state and the index fit together; an error where they do not and that is asked for. */
-static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_checkpoint_state *state)
+static dtrain_status dtrain__load_compare(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
     size_t tensors = load->index.tensor_count, bytes;
@@ -393,8 +387,6 @@ static dtrain_status dtrain__load_compare(dtrain__load *load, const dtrain_check
             return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
     }
     dtrain__load_extra(load);
-    dtrain__lister lister = dtrain__load_lister(load);
-    DTRAIN_IGNORE(dtrain__pieces_walk(state->lists, state->list_count, &lister)); /* as it went when they were listed */
     if (load->report.text[0] != '\0')
         memmove(load->report.text, load->report.text + 2, strlen(load->report.text) - 1);
     char what[80] = "the file";
@@ -571,7 +563,7 @@ static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *re
 {
     dtrain__load_box *box = (dtrain__load_box *)user;
     unsigned char *out = box->out;
-    box->out += dtrain__region_product(region->size, 0, region->ndim) * (dtrain_dtype_bits(box->want->dtype) / 8);
+    box->out += dtrain__pieces_product(region->size, 0, region->ndim) * (dtrain_dtype_bits(box->want->dtype) / 8);
     return dtrain__safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
 }
 

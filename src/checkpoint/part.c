@@ -43,7 +43,7 @@ static void dtrain__part_free(dtrain__part_writer *part)
 {
     dtrain_allocator *allocator = part->allocator;
     dtrain__index_free(&part->index);
-    dtrain__piece_free(&part->list, allocator);
+    dtrain__piece_free(&part->list);
     dtrain__free(allocator, part->items);
     dtrain__free(allocator, part->sources);
     dtrain__free(allocator, part->staging);
@@ -170,7 +170,7 @@ static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtr
 {
     dtrain__index *index = &part->index;
     const dtrain__index_tensor *tensor = &index->tensors[entry->tensor];
-    size_t all = dtrain__region_product(region->shape, 0, region->ndim);
+    size_t all = dtrain__pieces_product(region->shape, 0, region->ndim);
     if (entry->count == all && strchr(dtrain__index_name(index, tensor), '#') == NULL) {
         item->name = tensor->name;
         return DTRAIN_OK;
@@ -191,7 +191,7 @@ static void dtrain__part_data(dtrain__part_item *item, const dtrain_piece *piece
 {
     item->dtype = piece->dtype;
     item->device = piece->device;
-    item->ndim = count == dtrain__region_product(region->size, 0, region->ndim) ? region->ndim : 1;
+    item->ndim = count == dtrain__pieces_product(region->size, 0, region->ndim) ? region->ndim : 1;
     memcpy(item->shape, region->size, sizeof item->shape);
     if (item->ndim == 1)
         item->shape[0] = count;
@@ -289,6 +289,12 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
     return index->value_count > 1 ? dtrain__part_values_once(part) : DTRAIN_OK;
 }
 
+static dtrain_status dtrain__part_set(void *owner, const char *key, const char *value, int fixed)
+{
+    (void)fixed;
+    return dtrain__index_set(&((dtrain__part_writer *)owner)->index, key, value);
+}
+
 /* Says what this rank writes of a state; data stays where it is. */
 static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrain_checkpoint_state *state,
                                           const dtrain__index_save_id *id, int ranks)
@@ -300,8 +306,13 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->index.facts.seed = state->seed;
     part->index.facts.random_index = state->random_index;
     part->index.facts.world_size = (uint64_t)ranks;
-    part->list.settings = &part->index;
-    dtrain_status status = dtrain__piece_collect(&part->list, state, state->step, ranks, part->rank, part->allocator);
+    dtrain__lister lister;
+    memset(&lister, 0, sizeof lister);
+    lister.ranks = ranks;
+    lister.rank = part->rank;
+    lister.owner = part;
+    lister.setting = dtrain__part_set;
+    dtrain_status status = dtrain__piece_collect(&part->list, lister, state, state->step, part->allocator);
     for (size_t i = 0; i < part->list.count && status == DTRAIN_OK; i++)
         status = dtrain__part_take(part, &part->list.pieces[i]);
     return status == DTRAIN_OK ? dtrain__part_values(part, state) : status;

@@ -6,38 +6,36 @@
 #include "index.c"
 #include "../tensor/pieces.c"
 
-/* Pieces with names of their own, in memory that grows. */
+/* Pieces, and their names one after the other, in memory that grows. */
 typedef struct dtrain__piece_list {
+    dtrain_allocator *allocator;
     dtrain_piece *pieces;
     char *names;
     size_t count, bytes;
-    int fills;               /* 0: they are only counted */
-    dtrain__index *settings; /* where settings go; NULL: nowhere */
+    int failed; /* there was no memory */
 } dtrain__piece_list;
 
-static void dtrain__piece_free(dtrain__piece_list *list, dtrain_allocator *allocator)
+static void dtrain__piece_free(dtrain__piece_list *list)
 {
-    dtrain__free(allocator, list->pieces);
-    dtrain__free(allocator, list->names);
+    dtrain__free(list->allocator, list->pieces);
+    dtrain__free(list->allocator, list->names);
 }
 
 static void dtrain__piece_visit(void *user, const dtrain_piece *piece)
 {
     dtrain__piece_list *list = (dtrain__piece_list *)user;
-    size_t bytes = piece->name != NULL ? strlen(piece->name) + 1 : 0;
-    if (list->fills)
-        list->pieces[list->count] = *piece;
-    if (list->fills && bytes > 0)
-        list->pieces[list->count].name = (const char *)memcpy(list->names + list->bytes, piece->name, bytes);
+    const char *name = piece->name != NULL ? piece->name : "";
+    size_t bytes = strlen(name) + 1;
+    void *pieces = dtrain__memory_grow(list->allocator, list->pieces, sizeof *piece, list->count, 1);
+    void *names = dtrain__memory_grow(list->allocator, list->names, 1, list->bytes, bytes);
+    list->pieces = pieces != NULL ? (dtrain_piece *)pieces : list->pieces;
+    list->names = names != NULL ? (char *)names : list->names;
+    list->failed |= pieces == NULL || names == NULL;
+    if (list->failed)
+        return;
+    memcpy(list->names + list->bytes, name, bytes);
+    list->pieces[list->count++] = *piece;
     list->bytes += bytes;
-    list->count++;
-}
-
-static dtrain_status dtrain__piece_set(void *user, const char *key, const char *value, int fixed)
-{
-    dtrain__piece_list *list = (dtrain__piece_list *)user;
-    (void)fixed;
-    return list->fills && list->settings != NULL ? dtrain__index_set(list->settings, key, value) : DTRAIN_OK;
 }
 
 /* Whether a name ends as that of optimizer state. */
@@ -87,33 +85,25 @@ static dtrain_status dtrain__piece_settle(dtrain_piece *piece, size_t index, uin
     return status;
 }
 
-/* Lists and checks all pieces of a state as of a step, and where the list takes them its settings. */
-static dtrain_status dtrain__piece_collect(dtrain__piece_list *list, const dtrain_checkpoint_state *state,
-                                           uint64_t step, int ranks, int rank, dtrain_allocator *allocator)
+/* Lists and checks all pieces of a state as of a step; lister: who asks, but for where pieces go. */
+static dtrain_status dtrain__piece_collect(dtrain__piece_list *list, dtrain__lister lister,
+                                           const dtrain_checkpoint_state *state, uint64_t step,
+                                           dtrain_allocator *allocator)
 {
-    dtrain__lister lister;
-    dtrain_status status = DTRAIN_OK;
-    memset(&lister, 0, sizeof lister);
-    lister.ranks = ranks;
-    lister.rank = rank;
     lister.user = list;
     lister.visit = dtrain__piece_visit;
-    lister.setting = dtrain__piece_set;
-    for (list->fills = 0; list->fills < 2 && status == DTRAIN_OK; list->fills++) {
-        if (list->fills) {
-            void *pieces = dtrain__memory_grow(allocator, list->pieces, sizeof *list->pieces, 0, list->count);
-            list->pieces = pieces != NULL ? (dtrain_piece *)pieces : list->pieces;
-            void *names = dtrain__memory_grow(allocator, list->names, 1, 0, list->bytes);
-            list->names = names != NULL ? (char *)names : list->names;
-            if (pieces == NULL || names == NULL)
-                return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu pieces",
-                                    list->count);
-        }
-        list->count = list->bytes = 0;
-        status = dtrain__pieces_walk(state->lists, state->list_count, &lister);
+    list->allocator = allocator;
+    list->count = list->bytes = 0;
+    dtrain_status status = dtrain__pieces_walk(state->lists, state->list_count, &lister);
+    if (status == DTRAIN_OK && list->failed)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu pieces", list->count);
+    list->failed = 0;
+    const char *name = list->names;
+    for (size_t i = 0; i < list->count && status == DTRAIN_OK; i++) {
+        list->pieces[i].name = name;
+        name += strlen(name) + 1;
+        status = dtrain__piece_settle(&list->pieces[i], i, step, lister.rank);
     }
-    for (size_t i = 0; i < list->count && status == DTRAIN_OK; i++)
-        status = dtrain__piece_settle(&list->pieces[i], i, step, rank);
     return status;
 }
 

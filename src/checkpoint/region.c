@@ -8,6 +8,7 @@
 #ifndef DTRAIN__REGION
 #define DTRAIN__REGION
 #include "checkpoint.h"
+#include "../tensor/pieces.c"
 #include "../base/xxh64.c"
 #include "../base/memory.c"
 #include "../base/random.c"
@@ -19,14 +20,6 @@ typedef struct dtrain__region {
     size_t at, count;                                       /* elements of the box */
     size_t run;                                             /* elements of the box that lie together */
 } dtrain__region;
-
-static size_t dtrain__region_product(const size_t *sizes, int first, int end)
-{
-    size_t product = 1;
-    for (int d = first; d < end; d++)
-        product *= sizes[d];
-    return product;
-}
 
 /* Derives stride and run. The shape's elements do not overflow, the box is inside it. */
 static void dtrain__region_settle(dtrain__region *region)
@@ -65,7 +58,7 @@ static const char *dtrain__region_of(dtrain__region *region, const dtrain_piece 
     }
     if (!dtrain__mul_size(elements, dtrain_dtype_bits(piece->dtype), &bits))
         return "its shape multiplies to more than memory";
-    elements = dtrain__region_product(region->size, 0, region->ndim);
+    elements = dtrain__pieces_product(region->size, 0, region->ndim);
     if (piece->begin > elements || piece->count > elements - piece->begin)
         return "its range reaches beyond the box";
     if (piece->copies < 0 || piece->copy < 0 || piece->copy >= (piece->copies > 0 ? piece->copies : 1))
@@ -95,9 +88,9 @@ static size_t dtrain__region_seek(const dtrain__region *region, size_t place)
         size_t index = place / region->stride[d];
         place %= region->stride[d];
         if (index < region->begin[d])
-            return e * dtrain__region_product(region->size, d, region->ndim);
+            return e * dtrain__pieces_product(region->size, d, region->ndim);
         if (index - region->begin[d] >= region->size[d])
-            return (e + 1) * dtrain__region_product(region->size, d, region->ndim);
+            return (e + 1) * dtrain__pieces_product(region->size, d, region->ndim);
         e = e * region->size[d] + (index - region->begin[d]);
     }
     return e;
@@ -184,7 +177,7 @@ typedef dtrain_status (*dtrain__region_visit)(void *user, const dtrain__region *
 static dtrain_status dtrain__region_boxes_from(dtrain__region *box, int d, size_t low, size_t high,
                                                dtrain__region_visit visit, void *user)
 {
-    size_t all = dtrain__region_product(box->size, d, box->ndim);
+    size_t all = dtrain__pieces_product(box->size, d, box->ndim);
     dtrain_status status = DTRAIN_OK;
     if (low >= high)
         return DTRAIN_OK;

@@ -14,17 +14,25 @@ static const char *dtrain__pieces_suffix(int which)
     return suffixes[which];
 }
 
+static size_t dtrain__pieces_product(const size_t *sizes, int first, int end)
+{
+    size_t product = 1;
+    for (int d = first; d < end; d++)
+        product *= sizes[d];
+    return product;
+}
+
 /* Who asks for lists, and which is under way. */
 struct dtrain__lister {
     int ranks, rank;
     const dtrain_pieces *list;
     size_t number; /* of the list, for error texts */
     dtrain_status status;
-    void *user;
+    void *user, *owner;
     void (*visit)(void *user, const dtrain_piece *piece);
     /* NULL: nobody asks. fixed: a load refuses another value. */
-    dtrain_status (*setting)(void *user, const char *key, const char *value, int fixed);
-    const char *(*value)(void *user, const char *key); /* of what was loaded; NULL: none */
+    dtrain_status (*setting)(void *owner, const char *key, const char *value, int fixed);
+    const char *(*value)(void *owner, const char *key); /* of what was loaded; NULL: none */
 };
 
 /* Lists a piece under the list's name. */
@@ -76,7 +84,7 @@ static void dtrain__pieces_put_row(dtrain__lister *lister, const dtrain__pieces_
 
 static void dtrain__pieces_tell(dtrain__lister *lister, const char *key, const char *value, int fixed)
 {
-    dtrain_status status = lister->setting != NULL ? lister->setting(lister->user, key, value, fixed) : DTRAIN_OK;
+    dtrain_status status = lister->setting != NULL ? lister->setting(lister->owner, key, value, fixed) : DTRAIN_OK;
     lister->status = lister->status == DTRAIN_OK ? status : lister->status;
 }
 
@@ -105,7 +113,7 @@ static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, dou
 static dtrain_status dtrain__pieces_ask(const dtrain__lister *lister, const char *key, uint64_t most, uint64_t *whole,
                                         double *real)
 {
-    const char *text = lister->value != NULL ? lister->value(lister->user, key) : NULL;
+    const char *text = lister->value != NULL ? lister->value(lister->owner, key) : NULL;
     dtrain__json_reader json;
     dtrain__json_token token;
     if (text == NULL)

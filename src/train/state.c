@@ -7,14 +7,6 @@
 #include "params.c"
 #include "optimizer.c"
 
-static size_t dtrain__state_product(const size_t *sizes, int first, int end)
-{
-    size_t product = 1;
-    for (int d = first; d < end; d++)
-        product *= sizes[d];
-    return product;
-}
-
 static const char *dtrain__state_suffix(const dtrain_optimizer_desc *optimizer, int which)
 {
     return dtrain__pieces_suffix(optimizer->kind == DTRAIN_ADAMW ? which : 2);
@@ -38,7 +30,7 @@ static dtrain_piece dtrain__state_of(const dtrain_param *param, dtrain_dtype dty
         piece.box_begin[0] = (size_t)layer;
         piece.box_size[0] = 1;
     }
-    piece.count = dtrain__state_product(piece.box_size, 0, piece.ndim);
+    piece.count = dtrain__pieces_product(piece.box_size, 0, piece.ndim);
     if (part == NULL)
         return piece;
     int cut = dtrain__params_cut_dim(param);
@@ -64,7 +56,7 @@ static void dtrain__state_put_blocks(dtrain__lister *lister, const dtrain_param 
 {
     int cut = dtrain__params_cut_dim(param);
     size_t blocks = dtrain__params_blocks(param), mine = all->box_size[cut] / blocks, whole = all->shape[cut] / blocks;
-    size_t run = mine * dtrain__state_product(all->box_size, cut + 1, all->ndim);
+    size_t run = mine * dtrain__pieces_product(all->box_size, cut + 1, all->ndim);
     for (size_t at = all->begin, end = all->begin + all->count; at < end;) {
         dtrain_piece piece = *all;
         size_t row = at / run / blocks, left = run - at % run;
