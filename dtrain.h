@@ -11895,7 +11895,7 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
                                                  const dtrain_safetensors_write_desc *desc)
 {
     char temporary[256];
-    int directory = -1, no_sync = desc != NULL && desc->no_sync, error = 0;
+    int directory = -1, error;
     dtrain_status status = dtrain__huggingface_free_place(parent, name);
     if (status != DTRAIN_OK)
         return status;
@@ -11905,22 +11905,20 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
     status = dtrain__file_open_directory(&directory, parent, temporary, "safetensors_model_save");
     if (status == DTRAIN_OK)
         status = dtrain__huggingface_write_files(plan, directory, desc);
-    if (status == DTRAIN_OK && error == 0 && dtrain__file_sys_rename(parent, temporary, parent, name) != 0)
-        error = errno;
-    dtrain__file_close(directory);
-    if (status == DTRAIN_OK && error == 0) {
-        error = no_sync ? 0 : dtrain__file_sync_directory(parent);
-        return error == 0 ? DTRAIN_OK
-                          : dtrain__fail(NULL, DTRAIN_ERR_IO,
-                                         "safetensors_model_save: \"%s\" is in place, but its directory did not reach "
-                                         "the disk: %s",
-                                         name, strerror(error));
-    }
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && dtrain__file_sys_rename(parent, temporary, parent, name) != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: putting \"%s\" in place: %s", name,
-                              strerror(error));
-    dtrain__file_remove_directory(parent, temporary);
-    return status;
+                              strerror(errno));
+    dtrain__file_close(directory);
+    if (status != DTRAIN_OK) {
+        dtrain__file_remove_directory(parent, temporary);
+        return status;
+    }
+    error = desc != NULL && desc->no_sync ? 0 : dtrain__file_sync_directory(parent);
+    return error == 0 ? DTRAIN_OK
+                      : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                                     "safetensors_model_save: \"%s\" is in place, but its directory did not reach the "
+                                     "disk: %s",
+                                     name, strerror(error));
 }
 
 DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, const dtrain_safetensors_source *sources,
@@ -32657,18 +32655,18 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
     dtrain__powersgd_restart(p);
     dtrain__powersgd_left(m, p->right, p->left, p->rows, p->columns, p->rank);
     dtrain_status status = dtrain_all_reduce(comm, p->left, p->left, left, DTRAIN_F32, DTRAIN_SUM);
-    if (status == DTRAIN_OK) {
-        dtrain__powersgd_orthonormalize(p->left, p->rows, p->rank);
-        dtrain__powersgd_right(m, p->right, p->left, p->rows, p->columns, p->rank);
-    }
-    if (status == DTRAIN_OK && residual != NULL) {
+    if (status != DTRAIN_OK)
+        goto done;
+    dtrain__powersgd_orthonormalize(p->left, p->rows, p->rank);
+    dtrain__powersgd_right(m, p->right, p->left, p->rows, p->columns, p->rank);
+    if (residual != NULL) {
         dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
         dtrain__feedback_left(residual, out, count);
     }
-    if (status == DTRAIN_OK)
-        status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
+    status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
     if (status == DTRAIN_OK)
         dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
+done:
     *sent += dtrain__plan_sent_bytes(left + right, dtrain_comm_size(comm));
     dtrain__fpmode_restore(mode);
     return status;

@@ -172,18 +172,18 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
     dtrain__powersgd_restart(p);
     dtrain__powersgd_left(m, p->right, p->left, p->rows, p->columns, p->rank);
     dtrain_status status = dtrain_all_reduce(comm, p->left, p->left, left, DTRAIN_F32, DTRAIN_SUM);
-    if (status == DTRAIN_OK) {
-        dtrain__powersgd_orthonormalize(p->left, p->rows, p->rank);
-        dtrain__powersgd_right(m, p->right, p->left, p->rows, p->columns, p->rank);
-    }
-    if (status == DTRAIN_OK && residual != NULL) {
+    if (status != DTRAIN_OK)
+        goto done;
+    dtrain__powersgd_orthonormalize(p->left, p->rows, p->rank);
+    dtrain__powersgd_right(m, p->right, p->left, p->rows, p->columns, p->rank);
+    if (residual != NULL) {
         dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
         dtrain__feedback_left(residual, out, count);
     }
-    if (status == DTRAIN_OK)
-        status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
+    status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
     if (status == DTRAIN_OK)
         dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
+done:
     *sent += dtrain__plan_sent_bytes(left + right, dtrain_comm_size(comm));
     dtrain__fpmode_restore(mode);
     return status;

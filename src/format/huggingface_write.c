@@ -316,7 +316,7 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
                                                  const dtrain_safetensors_write_desc *desc)
 {
     char temporary[256];
-    int directory = -1, no_sync = desc != NULL && desc->no_sync, error = 0;
+    int directory = -1, error;
     dtrain_status status = dtrain__huggingface_free_place(parent, name);
     if (status != DTRAIN_OK)
         return status;
@@ -326,22 +326,20 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
     status = dtrain__file_open_directory(&directory, parent, temporary, "safetensors_model_save");
     if (status == DTRAIN_OK)
         status = dtrain__huggingface_write_files(plan, directory, desc);
-    if (status == DTRAIN_OK && error == 0 && dtrain__file_sys_rename(parent, temporary, parent, name) != 0)
-        error = errno;
-    dtrain__file_close(directory);
-    if (status == DTRAIN_OK && error == 0) {
-        error = no_sync ? 0 : dtrain__file_sync_directory(parent);
-        return error == 0 ? DTRAIN_OK
-                          : dtrain__fail(NULL, DTRAIN_ERR_IO,
-                                         "safetensors_model_save: \"%s\" is in place, but its directory did not reach "
-                                         "the disk: %s",
-                                         name, strerror(error));
-    }
-    if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && dtrain__file_sys_rename(parent, temporary, parent, name) != 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: putting \"%s\" in place: %s", name,
-                              strerror(error));
-    dtrain__file_remove_directory(parent, temporary);
-    return status;
+                              strerror(errno));
+    dtrain__file_close(directory);
+    if (status != DTRAIN_OK) {
+        dtrain__file_remove_directory(parent, temporary);
+        return status;
+    }
+    error = desc != NULL && desc->no_sync ? 0 : dtrain__file_sync_directory(parent);
+    return error == 0 ? DTRAIN_OK
+                      : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                                     "safetensors_model_save: \"%s\" is in place, but its directory did not reach the "
+                                     "disk: %s",
+                                     name, strerror(error));
 }
 
 DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, const dtrain_safetensors_source *sources,
