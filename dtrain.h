@@ -26828,16 +26828,6 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__survive_late(dtrain__survive_part *part, int64_t started_ns)
-{
-    char whom[48] = "the others";
-    if (part->vote.awaited >= 0)
-        snprintf(whom, sizeof whom, "rank %d", part->vote.awaited);
-    return dtrain__fail(&part->comm->error, DTRAIN_ERR_TIMEOUT,
-                        "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again",
-                        part->call, part->comm->rank, (double)(dtrain__os_now_ns() - started_ns) * 1e-9, whom);
-}
-
 /* Comes to an agreement with the ranks that are left, or waits for one until until_ns: then it is pending. On success
  * and on failure the split is to be ended. */
 static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t until_ns)
@@ -26865,8 +26855,14 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     comm->vote_kind = part->vote.kind;
     if (part->pending)
         return DTRAIN_OK;
+    char whom[48] = "the others";
+    if (part->vote.awaited >= 0)
+        snprintf(whom, sizeof whom, "rank %d", part->vote.awaited);
     if (!done)
-        return dtrain__survive_late(part, began);
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_TIMEOUT,
+            "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again", part->call,
+            comm->rank, (double)(dtrain__os_now_ns() - began) * 1e-9, whom);
     comm->consents++;
     return dtrain__survive_check(part);
 }
@@ -31904,13 +31900,6 @@ static float *dtrain__device_vector_whole(dtrain__device_vector *v)
     return (float *)(void *)v->whole.data;
 }
 
-/* Makes the result of it. */
-static dtrain_status dtrain__device_vector_put_whole(dtrain__device_vector *v)
-{
-    return dtrain__device_vector_broken(v->comm, v->device,
-                                        dtrain_device_copy(v->device, v->out, v->whole.data, v->count * sizeof(float)));
-}
-
 #endif
 
 /* ---- >>selections ----
@@ -32056,13 +32045,6 @@ static size_t dtrain__selections_next(dtrain__selections *x)
     return dtrain_topk_count(x->count, x->ratio);
 }
 
-/* How many elements the first step selects. */
-static size_t dtrain__selections_first(const dtrain_compressor *compressor, size_t count)
-{
-    return dtrain_topk_count(count,
-                             dtrain__topk_ratio(&((dtrain__selections_state *)compressor->self)->desc.schedule, 0));
-}
-
 /* Has the device select, round and keep. */
 static dtrain_status dtrain__selections_select_there(dtrain__selections *x, const float *in)
 {
@@ -32180,7 +32162,10 @@ static dtrain_status dtrain__selections_dense(dtrain__selections *x)
         bits = bits == 0x80000000u ? 0 : bits;
         memcpy(&out[i], &bits, sizeof bits);
     }
-    return status == DTRAIN_OK && x->there != NULL ? dtrain__device_vector_put_whole(x->there) : status;
+    if (status != DTRAIN_OK || x->there == NULL)
+        return status;
+    status = dtrain_device_copy(x->there->device, x->there->out, out, x->count * sizeof(float));
+    return dtrain__device_vector_broken(x->comm, x->there->device, status);
 }
 
 static dtrain_status dtrain__selections_gather(dtrain__selections *x)
@@ -33003,11 +32988,11 @@ struct dtrain_compressed {
     dtrain_compressed_desc desc;
     size_t count;
     int rank, ranks;
-    dtrain__device_vector *there; /* what the vector has on its device; NULL: it is the CPU's */
-    float *residual, *velocity;   /* of the CPU's; NULL: none */
-    float dense_steps[2];         /* not compressed, up to start_step; see >>feedback */
-    size_t *numbers;              /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
-    const void **parts;           /* what is folded, a rank */
+    dtrain__device_vector *there;   /* what the vector has on its device; NULL: it is the CPU's */
+    float *residual, *velocity;     /* of the CPU's; NULL: none */
+    float dense_steps[2];           /* not compressed, up to start_step; see >>feedback */
+    size_t *numbers;                /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
+    const void **parts;             /* what is folded, a rank */
     unsigned char *out, *in, *wide; /* what goes out, what comes in, and that unpacked; they grow */
     dtrain_compressed_stats stats;
 };
@@ -33322,15 +33307,17 @@ static dtrain_status dtrain__compressed_open_there(dtrain_compressed *c)
         status = dtrain__device_vector_zeros(device, c->count, &v->residual);
     if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
         status = dtrain__device_vector_zeros(device, c->count, &v->velocity);
-    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c))
-        status = dtrain__device_vector_aim(v, dtrain__selections_first(&c->compressor, c->count));
-    else if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c)) {
+        const dtrain__selections_state *state = (const dtrain__selections_state *)c->compressor.self;
+        double ratio = dtrain__topk_ratio(&state->desc.schedule, 0); /* of the first step */
+        status = dtrain__device_vector_aim(v, dtrain_topk_count(c->count, ratio));
+    } else if (status == DTRAIN_OK) {
         status = dtrain__device_packed_reserve(v, &c->compressor, c->ranks);
+    }
     if (status == DTRAIN_OK)
         return status;
-    dtrain__error kept = dtrain__thread_error;
     return dtrain__fail(NULL, status, "compressed_create of %zu elements on rank %d, %s: %.500s", c->count, c->rank,
-                        dtrain_device_name(device), kept.text);
+                        dtrain_device_name(device), dtrain__thread_error.text);
 }
 
 /* Fills what is there already but for its memory; what fails is the caller's to destroy. */
@@ -38546,14 +38533,6 @@ static const dtrain__reducer_job *dtrain__reducer_wait(dtrain__reducer *reducer,
     return &reducer->jobs[(number - 1) % (uint64_t)reducer->layout->unit_count];
 }
 
-/* Has the caller's queue wait for a job that has ended well. */
-static dtrain_status dtrain__reducer_order(dtrain__reducer *reducer, uint64_t number)
-{
-    uint64_t slot = (number - 1) % (uint64_t)reducer->layout->unit_count;
-    return reducer->queue != NULL ? dtrain__device_event_await(reducer->caller, reducer->events[2 * slot + 1])
-                                  : DTRAIN_OK;
-}
-
 /* Ends the thread: what is under way is given until then to end, and is broken off after that. */
 static void dtrain__reducer_stop(dtrain__reducer *reducer, int64_t until_ns)
 {
@@ -38719,9 +38698,11 @@ static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
     int64_t begin = dtrain__os_now_ns();
     if (lowest->job == 0)
         return DTRAIN_OK;
-    const dtrain__reducer_job *job = dtrain__reducer_wait(fsdp->reducer, lowest->job, INT64_MAX);
-    if (job->status == DTRAIN_OK)
-        dtrain__fsdp_queued(fsdp, dtrain__reducer_order(fsdp->reducer, lowest->job));
+    dtrain__reducer *reducer = fsdp->reducer;
+    const dtrain__reducer_job *job = dtrain__reducer_wait(reducer, lowest->job, INT64_MAX);
+    uint64_t slot = (lowest->job - 1) % (uint64_t)reducer->layout->unit_count;
+    if (job->status == DTRAIN_OK && reducer->queue != NULL)
+        dtrain__fsdp_queued(fsdp, dtrain__device_event_await(reducer->caller, reducer->events[2 * slot + 1]));
     lowest->job = 0;
     dtrain__fsdp_waited(fsdp, number, begin, job->end_ns - job->begin_ns);
     if (job->status != DTRAIN_OK) {
@@ -39485,16 +39466,6 @@ static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
         dtrain__pages_put_away(&fsdp->grad_pages);
 }
 
-/* Keeps account of a unit whose gradients have been scattered. */
-static void dtrain__fsdp_account_unit(dtrain_fsdp *fsdp, int number, int64_t ns)
-{
-    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    uint64_t others = (uint64_t)(unit->trained - unit->grad_count), coded,
-             bytes = dtrain__fsdp_code_sent_bytes(fsdp, number, &coded);
-    dtrain__fsdp_account(fsdp, number, number, 4 * others,
-                         bytes + dtrain__layout_scatter_bytes(&fsdp->layout, &fsdp->desc) * (others - coded), ns);
-}
-
 /* Waits until the bucket of a unit has been added over the copies. */
 static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 {
@@ -39531,13 +39502,18 @@ static dtrain_status dtrain__fsdp_cpu_wait(dtrain_fsdp *fsdp, int way, int lowes
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
     int64_t before_ns = fsdp->stats.communicated_ns;
     dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_REDUCES, number, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->reduces != NULL)
-        dtrain__fsdp_account_unit(fsdp, number, fsdp->stats.communicated_ns - before_ns);
+    if (fsdp->reduces != NULL) {
+        uint64_t others = (uint64_t)(unit->trained - unit->grad_count), coded;
+        uint64_t bytes = dtrain__fsdp_code_sent_bytes(fsdp, number, &coded);
+        bytes += dtrain__layout_scatter_bytes(&fsdp->layout, &fsdp->desc) * (others - coded);
+        dtrain__fsdp_account(fsdp, number, number, 4 * others, bytes, fsdp->stats.communicated_ns - before_ns);
+    }
     if (fsdp->in_place || (fsdp->ddp && fsdp->debug != NULL))
         fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */
     else
@@ -41144,32 +41120,23 @@ static uint64_t dtrain__fsdp_traffic_sends(const dtrain__layout *layout, const d
     return bytes;
 }
 
-/* What a bucket of units sends between copies. */
-static uint64_t dtrain__fsdp_traffic_bucket(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int lowest,
-                                            int highest, int copy)
-{
-    const dtrain__layout_unit *units = layout->units;
-    size_t plain = units[highest].grad + units[highest].grad_count - units[lowest].grad;
-    uint64_t bytes =
-        desc->compress != NULL ? dtrain__reducer_bytes(layout, desc->compress, lowest, highest, copy, &plain) : 0;
-    uint64_t dense = dtrain__plan_sent_bytes(plain, layout->copies);
-    return bytes + (dtrain__layout_is_16_bit(desc->reduce_dtype) ? dense / 2 : dense);
-}
-
 /* What all buckets send between copies. */
 static uint64_t dtrain__fsdp_traffic_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
 {
     size_t bucket_bytes = desc->bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : desc->bucket_bytes;
+    const dtrain__layout_unit *units = layout->units;
     uint64_t bytes = 0;
-    int highest = -1;
+    int highest = -1, narrow = dtrain__layout_is_16_bit(desc->reduce_dtype);
     for (int unit = layout->unit_count - 1; unit >= 0; unit--) {
-        if (layout->units[unit].trained == 0)
+        if (units[unit].trained == 0)
             continue;
         highest = highest < 0 ? unit : highest;
-        if (!dtrain__layout_is_16_bit(desc->reduce_dtype) &&
-            !dtrain__layout_ends_bucket(layout, unit, highest, bucket_bytes))
+        if (!narrow && !dtrain__layout_ends_bucket(layout, unit, highest, bucket_bytes))
             continue;
-        bytes += dtrain__fsdp_traffic_bucket(layout, desc, unit, highest, copy);
+        size_t plain = units[highest].grad + units[highest].grad_count - units[unit].grad;
+        if (desc->compress != NULL)
+            bytes += dtrain__reducer_bytes(layout, desc->compress, unit, highest, copy, &plain);
+        bytes += dtrain__plan_sent_bytes(plain, layout->copies) / (narrow ? 2 : 1);
         highest = -1;
     }
     return bytes;

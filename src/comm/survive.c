@@ -41,16 +41,6 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__survive_late(dtrain__survive_part *part, int64_t started_ns)
-{
-    char whom[48] = "the others";
-    if (part->vote.awaited >= 0)
-        snprintf(whom, sizeof whom, "rank %d", part->vote.awaited);
-    return dtrain__fail(&part->comm->error, DTRAIN_ERR_TIMEOUT,
-                        "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again",
-                        part->call, part->comm->rank, (double)(dtrain__os_now_ns() - started_ns) * 1e-9, whom);
-}
-
 /* Comes to an agreement with the ranks that are left, or waits for one until until_ns: then it is pending. On success
  * and on failure the split is to be ended. */
 static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t until_ns)
@@ -78,8 +68,14 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     comm->vote_kind = part->vote.kind;
     if (part->pending)
         return DTRAIN_OK;
+    char whom[48] = "the others";
+    if (part->vote.awaited >= 0)
+        snprintf(whom, sizeof whom, "rank %d", part->vote.awaited);
     if (!done)
-        return dtrain__survive_late(part, began);
+        return dtrain__fail(
+            &comm->error, DTRAIN_ERR_TIMEOUT,
+            "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again", part->call,
+            comm->rank, (double)(dtrain__os_now_ns() - began) * 1e-9, whom);
     comm->consents++;
     return dtrain__survive_check(part);
 }

@@ -19,11 +19,11 @@ struct dtrain_compressed {
     dtrain_compressed_desc desc;
     size_t count;
     int rank, ranks;
-    dtrain__device_vector *there; /* what the vector has on its device; NULL: it is the CPU's */
-    float *residual, *velocity;   /* of the CPU's; NULL: none */
-    float dense_steps[2];         /* not compressed, up to start_step; see >>feedback */
-    size_t *numbers;              /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
-    const void **parts;           /* what is folded, a rank */
+    dtrain__device_vector *there;   /* what the vector has on its device; NULL: it is the CPU's */
+    float *residual, *velocity;     /* of the CPU's; NULL: none */
+    float dense_steps[2];           /* not compressed, up to start_step; see >>feedback */
+    size_t *numbers;                /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
+    const void **parts;             /* what is folded, a rank */
     unsigned char *out, *in, *wide; /* what goes out, what comes in, and that unpacked; they grow */
     dtrain_compressed_stats stats;
 };
@@ -338,15 +338,17 @@ static dtrain_status dtrain__compressed_open_there(dtrain_compressed *c)
         status = dtrain__device_vector_zeros(device, c->count, &v->residual);
     if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
         status = dtrain__device_vector_zeros(device, c->count, &v->velocity);
-    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c))
-        status = dtrain__device_vector_aim(v, dtrain__selections_first(&c->compressor, c->count));
-    else if (status == DTRAIN_OK)
+    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c)) {
+        const dtrain__selections_state *state = (const dtrain__selections_state *)c->compressor.self;
+        double ratio = dtrain__topk_ratio(&state->desc.schedule, 0); /* of the first step */
+        status = dtrain__device_vector_aim(v, dtrain_topk_count(c->count, ratio));
+    } else if (status == DTRAIN_OK) {
         status = dtrain__device_packed_reserve(v, &c->compressor, c->ranks);
+    }
     if (status == DTRAIN_OK)
         return status;
-    dtrain__error kept = dtrain__thread_error;
     return dtrain__fail(NULL, status, "compressed_create of %zu elements on rank %d, %s: %.500s", c->count, c->rank,
-                        dtrain_device_name(device), kept.text);
+                        dtrain_device_name(device), dtrain__thread_error.text);
 }
 
 /* Fills what is there already but for its memory; what fails is the caller's to destroy. */

@@ -344,11 +344,4 @@ static float *dtrain__device_vector_whole(dtrain__device_vector *v)
     return (float *)(void *)v->whole.data;
 }
 
-/* Makes the result of it. */
-static dtrain_status dtrain__device_vector_put_whole(dtrain__device_vector *v)
-{
-    return dtrain__device_vector_broken(v->comm, v->device,
-                                        dtrain_device_copy(v->device, v->out, v->whole.data, v->count * sizeof(float)));
-}
-
 #endif

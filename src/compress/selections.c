@@ -147,13 +147,6 @@ static size_t dtrain__selections_next(dtrain__selections *x)
     return dtrain_topk_count(x->count, x->ratio);
 }
 
-/* How many elements the first step selects. */
-static size_t dtrain__selections_first(const dtrain_compressor *compressor, size_t count)
-{
-    return dtrain_topk_count(count,
-                             dtrain__topk_ratio(&((dtrain__selections_state *)compressor->self)->desc.schedule, 0));
-}
-
 /* Has the device select, round and keep. */
 static dtrain_status dtrain__selections_select_there(dtrain__selections *x, const float *in)
 {
@@ -271,7 +264,10 @@ static dtrain_status dtrain__selections_dense(dtrain__selections *x)
         bits = bits == 0x80000000u ? 0 : bits;
         memcpy(&out[i], &bits, sizeof bits);
     }
-    return status == DTRAIN_OK && x->there != NULL ? dtrain__device_vector_put_whole(x->there) : status;
+    if (status != DTRAIN_OK || x->there == NULL)
+        return status;
+    status = dtrain_device_copy(x->there->device, x->there->out, out, x->count * sizeof(float));
+    return dtrain__device_vector_broken(x->comm, x->there->device, status);
 }
 
 static dtrain_status dtrain__selections_gather(dtrain__selections *x)

@@ -217,16 +217,6 @@ static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
         dtrain__pages_put_away(&fsdp->grad_pages);
 }
 
-/* Keeps account of a unit whose gradients have been scattered. */
-static void dtrain__fsdp_account_unit(dtrain_fsdp *fsdp, int number, int64_t ns)
-{
-    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    uint64_t others = (uint64_t)(unit->trained - unit->grad_count), coded,
-             bytes = dtrain__fsdp_code_sent_bytes(fsdp, number, &coded);
-    dtrain__fsdp_account(fsdp, number, number, 4 * others,
-                         bytes + dtrain__layout_scatter_bytes(&fsdp->layout, &fsdp->desc) * (others - coded), ns);
-}
-
 /* Waits until the bucket of a unit has been added over the copies. */
 static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
 {
@@ -263,13 +253,18 @@ static dtrain_status dtrain__fsdp_cpu_wait(dtrain_fsdp *fsdp, int way, int lowes
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
     int64_t before_ns = fsdp->stats.communicated_ns;
     dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_REDUCES, number, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->reduces != NULL)
-        dtrain__fsdp_account_unit(fsdp, number, fsdp->stats.communicated_ns - before_ns);
+    if (fsdp->reduces != NULL) {
+        uint64_t others = (uint64_t)(unit->trained - unit->grad_count), coded;
+        uint64_t bytes = dtrain__fsdp_code_sent_bytes(fsdp, number, &coded);
+        bytes += dtrain__layout_scatter_bytes(&fsdp->layout, &fsdp->desc) * (others - coded);
+        dtrain__fsdp_account(fsdp, number, number, 4 * others, bytes, fsdp->stats.communicated_ns - before_ns);
+    }
     if (fsdp->in_place || (fsdp->ddp && fsdp->debug != NULL))
         fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */
     else

@@ -18,32 +18,23 @@ static uint64_t dtrain__fsdp_traffic_sends(const dtrain__layout *layout, const d
     return bytes;
 }
 
-/* What a bucket of units sends between copies. */
-static uint64_t dtrain__fsdp_traffic_bucket(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int lowest,
-                                            int highest, int copy)
-{
-    const dtrain__layout_unit *units = layout->units;
-    size_t plain = units[highest].grad + units[highest].grad_count - units[lowest].grad;
-    uint64_t bytes =
-        desc->compress != NULL ? dtrain__reducer_bytes(layout, desc->compress, lowest, highest, copy, &plain) : 0;
-    uint64_t dense = dtrain__plan_sent_bytes(plain, layout->copies);
-    return bytes + (dtrain__layout_is_16_bit(desc->reduce_dtype) ? dense / 2 : dense);
-}
-
 /* What all buckets send between copies. */
 static uint64_t dtrain__fsdp_traffic_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
 {
     size_t bucket_bytes = desc->bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : desc->bucket_bytes;
+    const dtrain__layout_unit *units = layout->units;
     uint64_t bytes = 0;
-    int highest = -1;
+    int highest = -1, narrow = dtrain__layout_is_16_bit(desc->reduce_dtype);
     for (int unit = layout->unit_count - 1; unit >= 0; unit--) {
-        if (layout->units[unit].trained == 0)
+        if (units[unit].trained == 0)
             continue;
         highest = highest < 0 ? unit : highest;
-        if (!dtrain__layout_is_16_bit(desc->reduce_dtype) &&
-            !dtrain__layout_ends_bucket(layout, unit, highest, bucket_bytes))
+        if (!narrow && !dtrain__layout_ends_bucket(layout, unit, highest, bucket_bytes))
             continue;
-        bytes += dtrain__fsdp_traffic_bucket(layout, desc, unit, highest, copy);
+        size_t plain = units[highest].grad + units[highest].grad_count - units[unit].grad;
+        if (desc->compress != NULL)
+            bytes += dtrain__reducer_bytes(layout, desc->compress, unit, highest, copy, &plain);
+        bytes += dtrain__plan_sent_bytes(plain, layout->copies) / (narrow ? 2 : 1);
         highest = -1;
     }
     return bytes;

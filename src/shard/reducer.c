@@ -102,14 +102,6 @@ static const dtrain__reducer_job *dtrain__reducer_wait(dtrain__reducer *reducer,
     return &reducer->jobs[(number - 1) % (uint64_t)reducer->layout->unit_count];
 }
 
-/* Has the caller's queue wait for a job that has ended well. */
-static dtrain_status dtrain__reducer_order(dtrain__reducer *reducer, uint64_t number)
-{
-    uint64_t slot = (number - 1) % (uint64_t)reducer->layout->unit_count;
-    return reducer->queue != NULL ? dtrain__device_event_await(reducer->caller, reducer->events[2 * slot + 1])
-                                  : DTRAIN_OK;
-}
-
 /* Ends the thread: what is under way is given until then to end, and is broken off after that. */
 static void dtrain__reducer_stop(dtrain__reducer *reducer, int64_t until_ns)
 {
@@ -275,9 +267,11 @@ static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
     int64_t begin = dtrain__os_now_ns();
     if (lowest->job == 0)
         return DTRAIN_OK;
-    const dtrain__reducer_job *job = dtrain__reducer_wait(fsdp->reducer, lowest->job, INT64_MAX);
-    if (job->status == DTRAIN_OK)
-        dtrain__fsdp_queued(fsdp, dtrain__reducer_order(fsdp->reducer, lowest->job));
+    dtrain__reducer *reducer = fsdp->reducer;
+    const dtrain__reducer_job *job = dtrain__reducer_wait(reducer, lowest->job, INT64_MAX);
+    uint64_t slot = (lowest->job - 1) % (uint64_t)reducer->layout->unit_count;
+    if (job->status == DTRAIN_OK && reducer->queue != NULL)
+        dtrain__fsdp_queued(fsdp, dtrain__device_event_await(reducer->caller, reducer->events[2 * slot + 1]));
     lowest->job = 0;
     dtrain__fsdp_waited(fsdp, number, begin, job->end_ns - job->begin_ns);
     if (job->status != DTRAIN_OK) {

@@ -113,7 +113,7 @@ TEST(thousands_of_calls_in_a_row_give_the_sum)
 
 /* ---- what cannot be ---- */
 
-enum { ONE_GPU, OTHER_HANDLES, NO_FLAGS, NO_IPC, NO_WORDS, APART, WAYS };
+enum { ONE_GPU, OTHER_HANDLES, NO_FLAGS, NO_IPC, NO_WORDS, APART, HINDRANCES };
 
 static int way;
 
@@ -153,7 +153,7 @@ static int no_way(dtrain_comm *world, scene *s)
 
 TEST(where_flags_cannot_be_all_ranks_are_told_why)
 {
-    for (way = 0; way < WAYS; way++) {
+    for (way = 0; way < HINDRANCES; way++) {
         scene s;
         int before = test_failures;
 #ifdef __CUDACC__

@@ -177,7 +177,7 @@ TEST(memory_that_cannot_be_shared_is_refused_on_all_ranks_with_the_cure)
     run_ranks(&s, refuses);
 }
 
-enum { NO_IPC, NO_WORDS, OTHER_HANDLES, NO_HANDLES, NO_DEVICE, HANDS_OUT_NONSENSE, WAYS };
+enum { NO_IPC, NO_WORDS, OTHER_HANDLES, NO_HANDLES, NO_DEVICE, HANDS_OUT_NONSENSE, HINDRANCES };
 
 static int way;
 
@@ -230,7 +230,7 @@ TEST(where_processes_cannot_reach_each_other_the_group_is_staged_and_events_unsu
 #else
     way = NO_IPC;
 #endif
-    for (; way < WAYS; way++) {
+    for (; way < HINDRANCES; way++) {
         scene s;
         scene_on_gpu(&s, 3, 0);
         run_ranks(&s, no_way);
