@@ -73,7 +73,7 @@
  *     desc.rank = 1, desc.world_size = 4, desc.root = "10.0.0.1:29500", desc.token = secret;
  *     DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
  *
- * OTHER DATA THAN GRADIENTS: parts are those of dtrain_split, or of the lengths that a program gives, as where each
+ * OTHER DATA THAN GRADIENTS: parts are those of dtrain_shard, or of the lengths that a program gives, as where each
  * token goes to the expert that it chose.
  *
  *     DTRAIN_CHECK(dtrain_gather(world, &one, all, (size_t)ranks, DTRAIN_I32, 0));
@@ -620,14 +620,6 @@ DTRAIN_API_MUST dtrain_status dtrain_convert(const void *in, dtrain_dtype from, 
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                                                         size_t count);
-
-/* The part of `count` elements that part number `part` of `parts` holds: earlier parts one longer.
- *
- *   begin     out: index of its first element; may be NULL
- *   returns   the number of elements; 0 for a bad part
- *
- * any thread */
-DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin);
 
 /* A shape over memory, row-major. Fields are read freely and written by the functions below only. */
 typedef struct dtrain_tensor {
@@ -1665,11 +1657,14 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
  * any thread, also while operations are under way; not after dtrain_comm_destroy */
 DTRAIN_API_MUST dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path);
 
-/* Returns how many of `count` elements are rank's, and where they begin: dtrain_split over the ranks of comm, by which
- * every collective cuts.
+/* Splits `count` elements over the ranks of `comm` and says which part is `rank`'s.
  *
- *   begin     out: index of the first; may be NULL
- *   returns   0 for a NULL comm, or a rank that it does not have
+ * Parts are contiguous, in rank order, and differ by at most one element: the first count % size ranks hold one more. A
+ * rank beyond `count` holds none. All that the library cuts over ranks is cut so.
+ *
+ *   rank      0 <= rank < size of comm
+ *   begin     out: index of the part's first element; may be NULL
+ *   returns   the number of elements in the part; 0 for a bad rank or a NULL comm
  *
  * any thread */
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin);
@@ -2595,7 +2590,7 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
 
 /* Sums over all ranks what each sends of in and of its residual; the same bits on every rank.
  *
- * Packing compressors: each part of the vector (see dtrain_split) is packed and sent to its rank, which adds in the
+ * Packing compressors: each part of the vector (see dtrain_shard) is packed and sent to its rank, which adds in the
  * tree order as float32, packs the sum and sends it to all. What either packing lost is in the residuals afterwards, so
  * that the sum of out and of all ranks' residuals is that of all inputs, and residuals before, to rounding.
  *
@@ -2714,7 +2709,7 @@ DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param);
  *   dim       to be cut, 0 to ndim - 1; of a stacked one above 0. One dimension can be cut, once
  *   blocks    the dimension is so many equal blocks, each cut alike: 3 for query, key and value in one; 0: 1
  *   granule   cuts are at its multiples, as at those of a head's size; 0: 1. The granules of a block are dealt by
- *             dtrain_split; a block's last may be short
+ *             dtrain_shard; a block's last may be short
  *   parts     of which this one is `index`, 0 to parts - 1; it has no elements where parts are more than granules
  *   errors    DTRAIN_ERR_INVALID  a bad number, or cut before; param is as it was
  *
@@ -4117,7 +4112,7 @@ extern "C" {
 /* One rank's part of a linear layer: y[rows, outputs] = x[rows, inputs] W^T + bias. Zero what does not apply.
  *
  * A column layer is split by outputs, a row layer by inputs; part is what dtrain_param_cut leaves of that dimension:
- * with one block and granule a dtrain_split of it. */
+ * with one block and granule a dtrain_shard of it. */
 typedef struct dtrain_parallel_linear {
     dtrain_comm *group;     /* of the ranks that split the layer; NULL: this rank has all of it */
     size_t rows;            /* of x and y in whole: tokens */
@@ -4130,7 +4125,7 @@ typedef struct dtrain_parallel_linear {
     float *d_bias;     /* as bias, added to; of a row layer the same on every rank; NULL: not wanted */
     int by_inputs;     /* 1: weight is [inputs, outputs], cut likewise, as in x W */
     int gather_output; /* column: y, and dy, is [rows, outputs] on every rank */
-    int sequence;      /* 1: x of a column layer, y of a row layer is this rank's dtrain_split of the rows */
+    int sequence;      /* 1: x of a column layer, y of a row layer is this rank's dtrain_shard of the rows */
     int no_overlap;    /* 1: communicates while nothing is computed; the same bits */
 } dtrain_parallel_linear;
 
@@ -4182,9 +4177,9 @@ typedef struct dtrain_parallel_vocab {
     dtrain_comm *group;  /* of the ranks that split the table; NULL: this rank has all of it */
     size_t rows;         /* tokens */
     size_t vocab, width; /* of the whole table */
-    const float *table;  /* this rank's dtrain_split of the vocabulary: [part, width] */
+    const float *table;  /* this rank's dtrain_shard of the vocabulary: [part, width] */
     float *d_table;      /* likewise, added to; NULL: not wanted */
-    int sequence;        /* 1: the output, and its gradient, is this rank's dtrain_split of the rows */
+    int sequence;        /* 1: the output, and its gradient, is this rank's dtrain_shard of the rows */
 } dtrain_parallel_vocab;
 
 /* Looks tokens up in a table whose rows are split; the bits are those of the table.
@@ -4207,7 +4202,7 @@ DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_embedding_backward(const dtr
 /* Computes softmax cross-entropy over logits of which each rank has its part of the vocabulary, and their gradient.
  * Three numbers a row are communicated: no rank ever holds a whole row.
  *
- *   logits    [rows, this rank's dtrain_split of vocab]; overwritten by the gradient of the sum over rows, not divided
+ *   logits    [rows, this rank's dtrain_shard of vocab]; overwritten by the gradient of the sum over rows, not divided
  *   targets   rows of them, the same on every rank; -1: the row is left out, its gradient is 0, and nothing in it
  *             counts; another outside 0 .. vocab - 1 is an error
  *   loss      out: the sum of -log p(target) over the rows, the same bits on every rank and under any flags and
@@ -4222,7 +4217,7 @@ DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *g
 /* Attention of this rank's heads. */
 typedef struct dtrain_attention {
     size_t batch, positions;
-    size_t heads;    /* this rank's: its dtrain_split of all; may be 0 */
+    size_t heads;    /* this rank's: its dtrain_shard of all; may be 0 */
     size_t channels; /* of one head */
     int causal;      /* 1: a position sees itself and those before it */
 } dtrain_attention;
@@ -7290,7 +7285,8 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
-DTRAIN_API DTRAIN__NOINLINE size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
+/* Cuts count elements into parts, earlier ones one longer: see dtrain_shard. 0 for a bad part. */
+static DTRAIN__NOINLINE size_t dtrain__split(size_t count, int parts, int part, size_t *begin)
 {
     size_t n, p, each, longer;
     if (begin != NULL)
@@ -20186,7 +20182,7 @@ typedef struct dtrain__call {
     uint64_t root;
     uint64_t algorithm; /* and what else its steps depend on: see dtrain__op_way */
     uint64_t ranks;
-    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_split says */
+    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
     uint64_t group;
     uint64_t form;   /* 0: one call; DTRAIN__ON_DEVICE; else the number of calls that were fused */
     uint64_t first;  /* the count of the first of these, or of the call that this is a step of */
@@ -20732,7 +20728,7 @@ static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, co
     for (int rank = 0; rank < comm->size; rank++) {
         dtrain__extent *part = &parts[rank];
         if (counts == NULL) {
-            part->count = dtrain_split(op->count / row, comm->size, rank, &part->begin) * row;
+            part->count = dtrain__split(op->count / row, comm->size, rank, &part->begin) * row;
             part->begin *= row;
         } else {
             part->count = counts[rank];
@@ -20807,7 +20803,7 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
         begin = op->offsets != NULL ? op->offsets[comm->rank] : begin;
     } else {
         row = op->row > 0 ? op->row : 1;
-        part = dtrain_split(op->count / row, comm->size, comm->rank, &begin) * row;
+        part = dtrain__split(op->count / row, comm->size, comm->rank, &begin) * row;
         begin *= row;
     }
     switch (op->kind) {
@@ -22329,7 +22325,7 @@ static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op,
         return total;
     default: break;
     }
-    n = dtrain_split(op->count / line + 1, comm->size, comm->rank, begin);
+    n = dtrain__split(op->count / line + 1, comm->size, comm->rank, begin);
     end = (*begin + n) * line;
     *begin *= line;
     end = end < op->count ? end : op->count;
@@ -25412,7 +25408,7 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
 
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
 {
-    return dtrain_split(count, dtrain_comm_size(comm), comm != NULL ? rank : -1, begin);
+    return dtrain__split(count, dtrain_comm_size(comm), comm != NULL ? rank : -1, begin);
 }
 
 static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count,
@@ -28300,7 +28296,7 @@ static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtra
 static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t width, size_t *begin)
 {
     size_t line = DTRAIN__EVENTS_LINE / width;
-    size_t lines = dtrain_split(count / line + 1, comm->size, comm->rank, begin);
+    size_t lines = dtrain__split(count / line + 1, comm->size, comm->rank, begin);
     size_t end = (*begin + lines) * line;
     *begin *= line;
     end = end < count ? end : count;
@@ -32206,7 +32202,7 @@ static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int r
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
     dtrain__sparse part;
     memset(&part, 0, sizeof part);
-    part.original_count = dtrain_split(x->count, x->ranks, rank, begin);
+    part.original_count = dtrain__split(x->count, x->ranks, rank, begin);
     part.indices = x->state->chosen.indices + bounds[rank];
     part.values = x->state->chosen.values + bounds[rank];
     part.count = bounds[rank + 1] - bounds[rank];
@@ -32219,7 +32215,7 @@ static void dtrain__selections_cut(dtrain__selections *x)
     const dtrain__sparse *chosen = &x->state->chosen;
     size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks, next = 0;
     for (int r = 0; r < x->ranks; r++) {
-        size_t begin, count = dtrain_split(x->count, x->ranks, r, &begin);
+        size_t begin, count = dtrain__split(x->count, x->ranks, r, &begin);
         bounds[r] = next;
         while (next < chosen->count && chosen->indices[next] < begin + count)
             next++;
@@ -32334,7 +32330,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     if (status == DTRAIN_OK) /* no value has less than 2 bytes */
         status = dtrain__selections_begin(x, total / 2 < x->count ? total / 2 : x->count);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
-        size_t begin, part = dtrain_split(x->count, x->ranks, r, &begin);
+        size_t begin, part = dtrain__split(x->count, x->ranks, r, &begin);
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], part, &state->pieces[0]);
         if (status == DTRAIN_OK)
             dtrain__selections_write(x, &state->pieces[0], begin);
@@ -32344,7 +32340,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
 
 static dtrain_status dtrain__selections_split(dtrain__selections *x)
 {
-    size_t begin, part = dtrain_split(x->count, x->ranks, x->rank, &begin);
+    size_t begin, part = dtrain__split(x->count, x->ranks, x->rank, &begin);
     dtrain__sparse *merged = NULL;
     dtrain_status status = dtrain__selections_scatter(x, part);
     if (status == DTRAIN_OK)
@@ -32780,11 +32776,11 @@ static int dtrain__device_packed_bad(const dtrain_compressor *q, const unsigned 
  * and to twice a part. */
 static dtrain_status dtrain__device_packed_reserve(dtrain__device_vector *v, const dtrain_compressor *q, int ranks)
 {
-    size_t out = 0, in, wide, part = dtrain_split(v->count, ranks, 0, NULL); /* no other's is longer */
+    size_t out = 0, in, wide, part = dtrain__split(v->count, ranks, 0, NULL); /* no other's is longer */
     int good = dtrain__mul_size(q->bytes(q, part), (size_t)ranks, &in) &&
                dtrain__mul_size(part * sizeof(float), (size_t)(ranks > 2 ? ranks : 2), &wide);
     for (int r = 0; good && r < ranks; r++)
-        good = dtrain__add_size(out, q->bytes(q, dtrain_split(v->count, ranks, r, NULL)), &out);
+        good = dtrain__add_size(out, q->bytes(q, dtrain__split(v->count, ranks, r, NULL)), &out);
     if (!good)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to pack %zu elements for %d ranks", v->count, ranks);
     dtrain_status status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->out_here, out);
@@ -32803,7 +32799,7 @@ static void dtrain__device_packed_place(dtrain__device_packed *p)
     size_t at = 0;
     for (int r = 0; r < p->ranks; r++) {
         p->offsets[r] = at;
-        p->counts[r] = p->q->bytes(p->q, dtrain_split(p->v->count, p->ranks, r, NULL));
+        p->counts[r] = p->q->bytes(p->q, dtrain__split(p->v->count, p->ranks, r, NULL));
         at += p->counts[r];
         p->sent += r != p->rank ? p->counts[r] : 0;
         p->in_counts[r] = p->q->bytes(p->q, p->part);
@@ -32822,7 +32818,7 @@ static dtrain_status dtrain__device_packed_open(const dtrain__device_packed *p)
 {
     dtrain_status status = DTRAIN_OK;
     for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++) {
-        size_t begin, part = dtrain_split(p->v->count, p->ranks, r, &begin);
+        size_t begin, part = dtrain__split(p->v->count, p->ranks, r, &begin);
         status = dtrain__device_packed_unpack(p, p->v->out_there.data + p->offsets[r], p->v->out + begin, part);
     }
     return status;
@@ -32838,7 +32834,7 @@ static dtrain_status dtrain__device_packed_left(const dtrain__device_packed *p)
         status = dtrain_device_axpy(v->device, DTRAIN_F32, v->residual, -1.0, v->out, v->count);
     for (int r = 0; !bad && r < p->ranks; r++)
         bad = dtrain__device_packed_bad(p->q, v->out_here.data + p->offsets[r],
-                                        dtrain_split(v->count, p->ranks, r, NULL));
+                                        dtrain__split(v->count, p->ranks, r, NULL));
     if (status != DTRAIN_OK || !bad)
         return status;
     status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
@@ -32856,7 +32852,7 @@ static dtrain_status dtrain__device_packed_send(const dtrain__device_packed *p, 
     if (v->residual != NULL)
         status = dtrain_device_axpy(v->device, DTRAIN_F32, v->residual, 1.0, in, v->count);
     for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++) {
-        size_t begin, part = dtrain_split(v->count, p->ranks, r, &begin);
+        size_t begin, part = dtrain__split(v->count, p->ranks, r, &begin);
         status = dtrain__device_packed_pack(p, from + begin, part, p->offsets[r]);
     }
     if (status == DTRAIN_OK)
@@ -32951,7 +32947,7 @@ static dtrain_status dtrain__device_packed_reduce(dtrain__device_vector *v, cons
     p.offsets = numbers + p.ranks;
     p.in_counts = p.offsets + p.ranks;
     p.in_offsets = p.in_counts + p.ranks;
-    p.part = dtrain_split(v->count, p.ranks, p.rank, &p.begin);
+    p.part = dtrain__split(v->count, p.ranks, p.rank, &p.begin);
     p.sent = 0;
     dtrain__device_packed_place(&p);
     dtrain_status status = dtrain__device_packed_send(&p, in);
@@ -33003,7 +32999,7 @@ static void dtrain__compressed_pack(dtrain_compressed *c, const float *from, flo
     const dtrain_compressor *q = &c->compressor;
     size_t *counts = c->numbers, *offsets = counts + c->ranks, at = 0;
     for (int r = 0; r < c->ranks; r++) {
-        size_t begin, part = dtrain_split(c->count, c->ranks, r, &begin);
+        size_t begin, part = dtrain__split(c->count, c->ranks, r, &begin);
         offsets[r] = at;
         counts[r] = q->bytes(q, part);
         q->pack(q, from + begin, part, c->out + at);
@@ -33055,7 +33051,7 @@ static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t par
     size_t all = 0, in = q->bytes(q, part), wide;
     dtrain_status status = DTRAIN_OK;
     for (int r = 0; r < c->ranks; r++)
-        if (!dtrain__add_size(all, q->bytes(q, dtrain_split(c->count, c->ranks, r, NULL)), &all))
+        if (!dtrain__add_size(all, q->bytes(q, dtrain__split(c->count, c->ranks, r, NULL)), &all))
             all = SIZE_MAX;
     if (!dtrain__mul_size(in, (size_t)c->ranks, &in))
         in = SIZE_MAX;
@@ -33072,7 +33068,7 @@ static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t par
 static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float *in, float *out)
 {
     const dtrain_compressor *q = &c->compressor;
-    size_t begin, part = dtrain_split(c->count, c->ranks, c->rank, &begin), n = (size_t)c->ranks;
+    size_t begin, part = dtrain__split(c->count, c->ranks, c->rank, &begin), n = (size_t)c->ranks;
     size_t *counts = c->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
     dtrain_status status = dtrain__compressed_reserve(c, part);
     if (status != DTRAIN_OK)
@@ -33091,7 +33087,7 @@ static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float 
     dtrain__compressed_pack_sum(c, c->rank, out + begin, begin, part);
     status = dtrain_all_gather_v(c->comm, c->out + offsets[c->rank], c->out, counts, offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < c->ranks; r++) {
-        size_t at, count = dtrain_split(c->count, c->ranks, r, &at);
+        size_t at, count = dtrain__split(c->count, c->ranks, r, &at);
         q->unpack(q, c->out + offsets[r], out + at, count);
     }
     return status;
@@ -34485,7 +34481,7 @@ DTRAIN_API dtrain_status dtrain_param_cut(dtrain_param *param, dtrain_param_part
     if (status != DTRAIN_OK)
         return status;
     size_t block = param->shape[dim] / blocks, granules = block / granule + (block % granule != 0);
-    size_t end = dtrain_split(granules, parts, index, &first) + first;
+    size_t end = dtrain__split(granules, parts, index, &first) + first;
     dtrain__parts_begin(param, part);
     part->dim = dim;
     part->blocks = blocks;
@@ -34638,7 +34634,7 @@ static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t ste
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first)
 {
     size_t begin = 0, micro_batches = (size_t)sampler->desc.micro_batches;
-    size_t share = dtrain_split(micro_batches, ranks, rank, &begin), stride = 1;
+    size_t share = dtrain__split(micro_batches, ranks, rank, &begin), stride = 1;
     uint64_t filled = dtrain__sampler_left(sampler, step % dtrain_sampler_steps(sampler));
     if (sampler->desc.strided && ranks > 0 && rank >= 0 && rank < ranks) {
         begin = (size_t)rank; /* the share is the same: earlier ranks have one more here too */
@@ -34655,16 +34651,12 @@ DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step
 DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t step, int micro_batch,
                                        uint64_t *examples)
 {
-    if (micro_batch < 0 || micro_batch >= sampler->desc.micro_batches)
-        return 0;
-    uint64_t steps = dtrain_sampler_steps(sampler), parts = (uint64_t)sampler->desc.micro_batches;
-    uint64_t left = dtrain__sampler_left(sampler, step % steps), part = (uint64_t)micro_batch;
-    uint64_t longer = left % parts, count = left / parts + (part < longer);
-    uint64_t begin =
-        step % steps * dtrain__sampler_per_step(sampler) + left / parts * part + (part < longer ? part : longer);
-    for (uint64_t i = 0; i < count; i++)
-        examples[i] = dtrain__sampler_index(sampler, step / steps, begin + i);
-    return (size_t)count;
+    uint64_t steps = dtrain_sampler_steps(sampler), left = dtrain__sampler_left(sampler, step % steps);
+    size_t begin, count = dtrain__split((size_t)left, sampler->desc.micro_batches, micro_batch, &begin);
+    uint64_t first = step % steps * dtrain__sampler_per_step(sampler) + begin;
+    for (size_t i = 0; i < count; i++)
+        examples[i] = dtrain__sampler_index(sampler, step / steps, first + i);
+    return count;
 }
 
 #endif
@@ -36233,7 +36225,7 @@ static void dtrain__layout_pack(dtrain__layout *layout, int number)
 static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__layout_cut *cut, int shard, size_t *own)
 {
     size_t low, high, begin = cut->begin, end = cut->begin + cut->count;
-    high = dtrain_split(layout->units[cut->unit].count, layout->shards, shard, &low);
+    high = dtrain__split(layout->units[cut->unit].count, layout->shards, shard, &low);
     high += low;
     low = low > begin ? low : begin;
     high = high < end ? high : end;
@@ -38761,7 +38753,7 @@ static uint64_t dtrain__reducer_selection_bytes(const dtrain_topk_desc *topk, si
 static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t count, int ranks)
 {
     double ratio = topk->threshold > 0.0f ? 1.0 : topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
-    size_t chosen = dtrain_topk_count(count, ratio), part = dtrain_split(count, ranks, 0, NULL), picked;
+    size_t chosen = dtrain_topk_count(count, ratio), part = dtrain__split(count, ranks, 0, NULL), picked;
     uint64_t others = (uint64_t)(ranks - 1), one = dtrain__reducer_selection_bytes(topk, chosen, count);
     uint64_t dense = dtrain__plan_sent_bytes(count, ranks), most = 8 * (uint64_t)count;
     if (topk->exchange == DTRAIN_EXCHANGE_GATHER || (topk->exchange == DTRAIN_EXCHANGE_AUTO && ranks <= 8)) {
@@ -38782,7 +38774,7 @@ static uint64_t dtrain__reducer_pack_bytes(const dtrain_compressor *q, size_t co
 {
     uint64_t bytes = 0;
     for (int r = 0; r < ranks; r++)
-        bytes += q->bytes(q, dtrain_split(count, ranks, r, NULL)) * (r == rank ? (uint64_t)(ranks - 1) : 1);
+        bytes += q->bytes(q, dtrain__split(count, ranks, r, NULL)) * (r == rank ? (uint64_t)(ranks - 1) : 1);
     return bytes;
 }
 
@@ -40072,7 +40064,7 @@ static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *h
     if (all == 0) /* other ranks of this copy have all that is trained */
         return DTRAIN_OK;
     parts = parts < most ? parts : most;
-    size_t end = dtrain_split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
+    size_t end = dtrain__split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
     end += begin;
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
@@ -43683,7 +43675,7 @@ DTRAIN_API dtrain_status dtrain_split_stages(const double *costs, int layers, in
                             layers, stages, layers > 1 ? layers : 1);
     for (int s = 0; costs == NULL && s < stages; s++) {
         size_t begin;
-        dtrain_split((size_t)layers, stages, s, &begin);
+        dtrain__split((size_t)layers, stages, s, &begin);
         begins[s] = (int)begin;
     }
     begins[stages] = layers;
@@ -43783,7 +43775,7 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
 /* This rank's part of rows that are split. */
 static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
 {
-    return dtrain_split(rows, tp->size, tp->rank, NULL);
+    return dtrain__split(rows, tp->size, tp->rank, NULL);
 }
 
 /* Waits for what was begun, if anything was; an earlier error stays. */
@@ -43899,7 +43891,7 @@ static size_t dtrain__tp_part(size_t size, size_t blocks, size_t granule, int pa
     granule = granule > 0 ? granule : 1;
     if (!dtrain__mul_size(blocks, granule, &step) || size % step != 0)
         return 0;
-    return dtrain_split(size / step, parts, part, NULL) * step;
+    return dtrain__split(size / step, parts, part, NULL) * step;
 }
 
 static dtrain_status dtrain__tp_linear_cut(dtrain__tp_linear *l, const char *what, size_t size)
@@ -43987,7 +43979,7 @@ static void dtrain__tp_linear_weights(const dtrain__tp_linear *l, const float *x
 static void dtrain__tp_linear_columns(const dtrain__tp_linear *l, int rank, float *whole, float *part, int into)
 {
     size_t begin, block = l->layer->outputs / l->blocks;
-    size_t n = dtrain_split(block / l->granule, l->tp.size, rank, &begin) * l->granule;
+    size_t n = dtrain__split(block / l->granule, l->tp.size, rank, &begin) * l->granule;
     for (size_t r = 0; n > 0 && r < l->layer->rows; r++)
         for (size_t b = 0; b < l->blocks; b++, part += n) {
             float *at = whole + r * l->layer->outputs + b * block + begin * l->granule;
@@ -44356,7 +44348,7 @@ static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const c
     if (layer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
     status = dtrain__tp_begin(&e->tp, name, layer->group);
-    e->part = dtrain_split(layer->vocab, e->tp.size, e->tp.rank, &e->begin);
+    e->part = dtrain__split(layer->vocab, e->tp.size, e->tp.rank, &e->begin);
     e->splits = layer->sequence && e->tp.size > 1;
     e->out_rows = e->splits ? dtrain__tp_rows(&e->tp, layer->rows) : layer->rows;
     dtrain__tp_need(&e->tp, "the output in whole", e, layer->rows, layer->width, &status);
@@ -44442,7 +44434,7 @@ static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm
                                               const double *loss)
 {
     dtrain_status status = dtrain__tp_begin(&e->tp, "vocab_parallel_cross_entropy", group);
-    e->part = dtrain_split(vocab, e->tp.size, e->tp.rank, &e->begin);
+    e->part = dtrain__split(vocab, e->tp.size, e->tp.rank, &e->begin);
     dtrain__tp_need(&e->tp, "loss", loss, 1, 1, &status);
     dtrain__tp_need(&e->tp, "logits", e->logits, e->rows, e->part, &status);
     dtrain__tp_vocab_check(&e->tp, "targets", e->targets, e->rows, vocab, -1, &status);
@@ -47213,7 +47205,7 @@ static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, 
 static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
 {
     for (int r = 2; r <= ranks; r++) {
-        size_t part = dtrain_split(count, r, 0, NULL), shorter = dtrain_split(count, r, r - 1, NULL);
+        size_t part = dtrain__split(count, r, 0, NULL), shorter = dtrain__split(count, r, r - 1, NULL);
         size_t longer = count - shorter * (size_t)r; /* parts that have one more */
         size_t need[3];
         need[0] = longer * q->bytes(q, part) + ((size_t)r - longer) * q->bytes(q, shorter);
@@ -47229,7 +47221,7 @@ static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain
 {
     for (int r = 2; r <= ranks; r++) {
         size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE;
-        size_t piece = q != NULL ? q->bytes(q, dtrain_split(count, r, 0, NULL)) : dense * sizeof(float);
+        size_t piece = q != NULL ? q->bytes(q, dtrain__split(count, r, 0, NULL)) : dense * sizeof(float);
         size_t need = DTRAIN__ROUNDS_WAYS * (size_t)r * piece;
         sizes->rooms[1] = need > sizes->rooms[1] ? need : sizes->rooms[1];
     }
@@ -47602,7 +47594,7 @@ typedef struct dtrain__rounds_transfer {
 static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, size_t *begin)
 {
     if (t->pack != NULL)
-        return dtrain_split(t->f->count, t->n, (int)p, begin);
+        return dtrain__split(t->f->count, t->n, (int)p, begin);
     *begin = p * DTRAIN__ROUNDS_PIECE;
     return t->f->count - *begin < DTRAIN__ROUNDS_PIECE ? t->f->count - *begin : DTRAIN__ROUNDS_PIECE;
 }
@@ -50882,7 +50874,7 @@ static size_t dtrain__part_share(const dtrain__part_writer *part, const dtrain_p
         dtrain__xxh64_add(&hash, piece->suffix, strlen(piece->suffix));
     uint64_t turn = (dtrain__xxh64_end(&hash) % (uint64_t)copies + (uint64_t)piece->copy) % (uint64_t)copies;
     size_t grains = piece->count / DTRAIN__PART_GRAIN + (piece->count % DTRAIN__PART_GRAIN != 0), first;
-    size_t end = dtrain_split(grains, copies, (int)turn, &first) + first;
+    size_t end = dtrain__split(grains, copies, (int)turn, &first) + first;
     *begin = first * DTRAIN__PART_GRAIN;
     end = end == grains ? piece->count : end * DTRAIN__PART_GRAIN;
     *begin = *begin < end ? *begin : end;

@@ -38,11 +38,12 @@ enum { BLOCK_FIRST = LN1W, BLOCK_PARAMS = FCPB - LN1W + 1 };
 
 static inline size_t gpt_rows(const gpt_split *s, size_t *begin)
 {
-    int ranks = s->group != NULL ? dtrain_comm_size(s->group) : 1;
     size_t none;
     begin = begin != NULL ? begin : &none;
     *begin = 0;
-    return s->sequence ? dtrain_split(s->B * s->T, ranks, dtrain_comm_rank(s->group), begin) : s->B * s->T;
+    return s->sequence && s->group != NULL
+               ? dtrain_shard(s->group, s->B * s->T, dtrain_comm_rank(s->group), begin)
+               : s->B * s->T;
 }
 
 /* Lays out what a block saves, and its scratch; returns how many floats are saved. NULL memory only measures. */
@@ -323,9 +324,7 @@ static inline dtrain_status gpt_head_shape(void *user, const dtrain_tensor *inpu
     gpt_head head;
     (void)input;
     output->shape[0] = s->B * s->T;
-    output->shape[1] = s->group != NULL
-                           ? dtrain_shard(s->group, s->V, dtrain_comm_rank(s->group), NULL)
-                           : s->V;
+    output->shape[1] = s->group != NULL ? dtrain_shard(s->group, s->V, dtrain_comm_rank(s->group), NULL) : s->V;
     *saved_bytes = gpt_head_lay_out(s, &head, NULL) * sizeof(float);
     return DTRAIN_OK;
 }

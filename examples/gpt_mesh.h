@@ -178,8 +178,8 @@ static inline void gpt_mesh_sizes(gpt_mesh *m, const gpt_flags *flags)
     s->H = (size_t)flags->heads;
     s->D = s->C / s->H;
     s->B = (size_t)flags->batch;
-    s->heads = dtrain_split(s->H, m->sizes[GPT_TP], m->at[GPT_TP], NULL);
-    s->wide = dtrain_split(4 * s->C, m->sizes[GPT_TP], m->at[GPT_TP], NULL);
+    s->heads = dtrain_shard(s->group, s->H, m->at[GPT_TP], NULL);
+    s->wide = dtrain_shard(s->group, 4 * s->C, m->at[GPT_TP], NULL);
     s->sequence = flags->sequence;
     s->deferred = strcmp(flags->schedule, "zb") == 0;
     m->count = strcmp(flags->schedule, "interleaved") == 0 ? (int)flags->chunks : 1;

@@ -149,7 +149,11 @@ static void run_form(dtrain_comm *world, const form *f, net *n)
     desc.async = f->async;
     desc.compress = f->compression != DTRAIN_COMPRESS_DEFAULT ? &compress : NULL;
     net_open(n, (uint64_t)rank); /* the server's parameters are everyone's after dtrain_server_create */
-    n->count = dtrain_split(POINTS, ranks - f->async, rank - f->async, &n->first);
+    if (rank >= f->async) { /* this worker's share of the points */
+        int workers = ranks - f->async, worker = rank - f->async;
+        n->first = (size_t)(POINTS * worker / workers);
+        n->count = (size_t)(POINTS * (worker + 1) / workers) - n->first;
+    }
     n->slow = f->async && rank == ranks - 1;
     DTRAIN_CHECK(dtrain_server_create(&server, world, n->table, PARAMS, &desc));
     DTRAIN_CHECK(dtrain_optimizer_create(&optimizer, n->table, PARAMS, NULL, NULL));

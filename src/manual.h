@@ -73,7 +73,7 @@
  *     desc.rank = 1, desc.world_size = 4, desc.root = "10.0.0.1:29500", desc.token = secret;
  *     DTRAIN_CHECK(dtrain_comm_create(&world, &desc));
  *
- * OTHER DATA THAN GRADIENTS: parts are those of dtrain_split, or of the lengths that a program gives, as where each
+ * OTHER DATA THAN GRADIENTS: parts are those of dtrain_shard, or of the lengths that a program gives, as where each
  * token goes to the expert that it chose.
  *
  *     DTRAIN_CHECK(dtrain_gather(world, &one, all, (size_t)ranks, DTRAIN_I32, 0));

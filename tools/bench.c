@@ -254,19 +254,27 @@ static void bench_fold(bench *b, size_t begin, size_t n, int all)
     }
 }
 
+/* Part `part` of `parts` of count elements, as dtrain_shard cuts them. */
+static size_t bench_part(size_t count, int parts, int part, size_t *begin)
+{
+    size_t all = (size_t)parts, at = (size_t)part, longer = count % all;
+    *begin = at * (count / all) + (at < longer ? at : longer);
+    return count / all + (at < longer);
+}
+
 /* What thread t of the limit must load and store, once, without waiting for anybody. */
 static void bench_limit_large(bench *b, int t)
 {
-    size_t begin, n = dtrain_split(b->count, b->threads, t, &begin);
+    size_t begin, n = bench_part(b->count, b->threads, t, &begin);
     for (int r = t; r < b->ranks && (b->op == BROADCAST || b->op == ALL_GATHER); r += b->threads)
         for (int from = 0; from < b->ranks; from++) {
-            size_t low = 0, shard = b->op == BROADCAST ? b->count : dtrain_split(b->count, b->ranks, from, &low);
+            size_t low = 0, shard = b->op == BROADCAST ? b->count : bench_part(b->count, b->ranks, from, &low);
             if (from != r && (b->op == ALL_GATHER || from == 0))
                 memcpy(b->buffers[r] + low, b->buffers[from] + low, shard * sizeof(float));
         }
     for (int r = t; r < b->ranks && b->op == ALL_TO_ALL; r += b->threads)
         for (int from = 0; from < b->ranks; from++) {
-            size_t low, shard = dtrain_split(b->count, b->ranks, r, &low);
+            size_t low, shard = bench_part(b->count, b->ranks, r, &low);
             memcpy(b->others[r] + (size_t)from * shard, b->buffers[from] + low, shard * sizeof(float));
         }
     if (b->op == ALL_REDUCE || b->op == REDUCE_SCATTER || b->op == REDUCE)
@@ -295,7 +303,7 @@ static dtrain_status bench_fused(bench *b, dtrain_comm *world)
     float *data = b->buffers[dtrain_comm_rank(world)];
     dtrain_status status = dtrain_fuse_begin(world);
     for (int k = 0; status == DTRAIN_OK && k < BENCH_FUSED; k++) {
-        size_t begin, n = dtrain_split(b->count, BENCH_FUSED, k, &begin);
+        size_t begin, n = bench_part(b->count, BENCH_FUSED, k, &begin);
         status = dtrain_all_reduce(world, data + begin, data + begin, n, DTRAIN_F32, DTRAIN_SUM);
     }
     return status == DTRAIN_OK ? dtrain_fuse_end(world) : status;
@@ -306,7 +314,7 @@ static dtrain_status bench_call(bench *b, dtrain_comm *world)
     int rank = dtrain_comm_rank(world);
     float *data = b->buffers[rank];
     size_t begin;
-    dtrain_split(b->count, dtrain_comm_size(world), rank, &begin);
+    dtrain_shard(world, b->count, rank, &begin);
     switch (b->op) {
     case ALL_REDUCE: return dtrain_all_reduce(world, data, data, b->count, DTRAIN_F32, DTRAIN_SUM);
     case REDUCE_SCATTER: return dtrain_reduce_scatter(world, data, data + begin, b->count, DTRAIN_F32, DTRAIN_SUM);

@@ -98,7 +98,8 @@ static dtrain_status flags_run(dtrain_device *device, float **x, size_t count, s
         part.in = in;
         part.out = out;
         part.n = part.m = FLAGS_RANKS;
-        part.count = dtrain_split(count, FLAGS_RANKS, k, &part.begin);
+        part.begin = count * (size_t)k / FLAGS_RANKS;
+        part.count = count * (size_t)(k + 1) / FLAGS_RANKS - part.begin;
         status = dtrain__cuda_flags_make(device, &part, &args[k], &which);
     }
     if (status == DTRAIN_OK)

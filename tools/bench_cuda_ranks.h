@@ -66,7 +66,7 @@ static double ranks_now_us(void)
 static dtrain_status ranks_call(const ranks_rank *r, int kind, size_t count)
 {
     size_t begin;
-    dtrain_split(count, dtrain_comm_size(r->world), dtrain_comm_rank(r->world), &begin);
+    dtrain_shard(r->world, count, dtrain_comm_rank(r->world), &begin);
     switch (kind) {
     case RANKS_ALL_REDUCE:
         return dtrain_device_group_all_reduce(r->group, r->in, r->out, count, DTRAIN_F32, DTRAIN_SUM);

@@ -15,8 +15,8 @@ static void bench_ring(bench *b, dtrain_comm *world)
         for (int k = 0; k < 2 * (n - 1); k++) {
             int adds = k < n - 1, out = (rank - k + 2 * n) % n, in = (out + n - 1) % n;
             size_t from, to, out_count, in_count;
-            out_count = dtrain_split(whole, n, out, &from);
-            in_count = dtrain_split(whole, n, in, &to);
+            out_count = dtrain_shard(world, whole, out, &from);
+            in_count = dtrain_shard(world, whole, in, &to);
             DTRAIN_CHECK(dtrain_exchange(world, data + at + from, out_count, right, adds ? scratch : data + at + to,
                                          in_count, left, DTRAIN_F32));
             if (adds)

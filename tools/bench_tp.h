@@ -24,7 +24,7 @@ static float *tp_numbers(size_t count)
 
 static void tp_open(const bench *b, dtrain_comm *world, tp_model *m)
 {
-    size_t width = b->width, part = dtrain_split(32 * width, b->ranks, dtrain_comm_rank(world), NULL);
+    size_t width = b->width, part = dtrain_shard(world, 32 * width, dtrain_comm_rank(world), NULL);
     memset(m, 0, sizeof *m);
     m->count = width * width;
     m->x = tp_numbers(m->count);

@@ -51,6 +51,12 @@ typedef struct plan_stage {
 #define PLAN_STEP_FLOATS 12
 #define PLAN_BUCKET_BYTES 1048576.0 /* dtrain_fsdp_desc.bucket_bytes by default */
 
+/* The longest part of count elements that parts hold: see dtrain_shard. */
+static inline size_t plan_largest(size_t count, int parts)
+{
+    return (count + (size_t)parts - 1) / (size_t)parts;
+}
+
 static inline int plan_ranks(const plan_layout *l)
 {
     return l->dp * l->pp * l->tp;
@@ -143,7 +149,7 @@ static inline void plan_param(plan_stage *stage, const char *name, int unit, int
 
 static inline void plan_layer_params(const plan_input *in, const plan_layout *l, plan_stage *stage, int layers)
 {
-    size_t C = (size_t)in->width, part = C / (size_t)l->tp, wide = dtrain_split(4 * C, l->tp, 0, NULL);
+    size_t C = (size_t)in->width, part = C / (size_t)l->tp, wide = plan_largest(4 * C, l->tp);
     int unit = stage->units;
     plan_param(stage, "ln1w", unit, layers, C, 0);
     plan_param(stage, "ln1b", unit, layers, C, 0);
@@ -165,7 +171,7 @@ static inline void plan_layer_params(const plan_input *in, const plan_layout *l,
 static inline void plan_table(const plan_input *in, const plan_layout *l, plan_stage *stage, int layers, int first,
                               int last)
 {
-    size_t C = (size_t)in->width, vocab = dtrain_split((size_t)in->vocab, l->tp, 0, NULL);
+    size_t C = (size_t)in->width, vocab = plan_largest((size_t)in->vocab, l->tp);
     if (first) {
         plan_param(stage, "wte", 0, 0, vocab, C);
         plan_param(stage, "wpe", 0, 0, (size_t)in->context, C);
@@ -193,8 +199,8 @@ static inline plan_sizes plan_sizes_of(const plan_input *in, const plan_layout *
     s.rows = plan_rows(in);
     s.C = (double)in->width;
     s.part = s.C / l->tp;
-    s.wide = (double)dtrain_split(4 * (size_t)in->width, l->tp, 0, NULL);
-    s.vocab = (double)dtrain_split((size_t)in->vocab, l->tp, 0, NULL);
+    s.wide = (double)plan_largest(4 * (size_t)in->width, l->tp);
+    s.vocab = (double)plan_largest((size_t)in->vocab, l->tp);
     s.scores = (double)in->context * (double)(in->heads / l->tp);
     return s;
 }

@@ -132,7 +132,7 @@ static size_t dtrain__part_share(const dtrain__part_writer *part, const dtrain_p
         dtrain__xxh64_add(&hash, piece->suffix, strlen(piece->suffix));
     uint64_t turn = (dtrain__xxh64_end(&hash) % (uint64_t)copies + (uint64_t)piece->copy) % (uint64_t)copies;
     size_t grains = piece->count / DTRAIN__PART_GRAIN + (piece->count % DTRAIN__PART_GRAIN != 0), first;
-    size_t end = dtrain_split(grains, copies, (int)turn, &first) + first;
+    size_t end = dtrain__split(grains, copies, (int)turn, &first) + first;
     *begin = first * DTRAIN__PART_GRAIN;
     end = end == grains ? piece->count : end * DTRAIN__PART_GRAIN;
     *begin = *begin < end ? *begin : end;

@@ -7,7 +7,7 @@
 
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
 {
-    return dtrain_split(count, dtrain_comm_size(comm), comm != NULL ? rank : -1, begin);
+    return dtrain__split(count, dtrain_comm_size(comm), comm != NULL ? rank : -1, begin);
 }
 
 static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count,

@@ -242,11 +242,14 @@ DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
  * any thread, also while operations are under way; not after dtrain_comm_destroy */
 DTRAIN_API_MUST dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path);
 
-/* Returns how many of `count` elements are rank's, and where they begin: dtrain_split over the ranks of comm, by which
- * every collective cuts.
+/* Splits `count` elements over the ranks of `comm` and says which part is `rank`'s.
  *
- *   begin     out: index of the first; may be NULL
- *   returns   0 for a NULL comm, or a rank that it does not have
+ * Parts are contiguous, in rank order, and differ by at most one element: the first count % size ranks hold one more. A
+ * rank beyond `count` holds none. All that the library cuts over ranks is cut so.
+ *
+ *   rank      0 <= rank < size of comm
+ *   begin     out: index of the part's first element; may be NULL
+ *   returns   the number of elements in the part; 0 for a bad rank or a NULL comm
  *
  * any thread */
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin);

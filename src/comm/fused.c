@@ -345,7 +345,7 @@ static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op,
         return total;
     default: break;
     }
-    n = dtrain_split(op->count / line + 1, comm->size, comm->rank, begin);
+    n = dtrain__split(op->count / line + 1, comm->size, comm->rank, begin);
     end = (*begin + n) * line;
     *begin *= line;
     end = end < op->count ? end : op->count;

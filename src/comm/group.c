@@ -44,7 +44,7 @@ typedef struct dtrain__call {
     uint64_t root;
     uint64_t algorithm; /* and what else its steps depend on: see dtrain__op_way */
     uint64_t ranks;
-    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_split says */
+    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
     uint64_t group;
     uint64_t form;   /* 0: one call; DTRAIN__ON_DEVICE; else the number of calls that were fused */
     uint64_t first;  /* the count of the first of these, or of the call that this is a step of */

@@ -274,7 +274,7 @@ static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, co
     for (int rank = 0; rank < comm->size; rank++) {
         dtrain__extent *part = &parts[rank];
         if (counts == NULL) {
-            part->count = dtrain_split(op->count / row, comm->size, rank, &part->begin) * row;
+            part->count = dtrain__split(op->count / row, comm->size, rank, &part->begin) * row;
             part->begin *= row;
         } else {
             part->count = counts[rank];
@@ -349,7 +349,7 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
         begin = op->offsets != NULL ? op->offsets[comm->rank] : begin;
     } else {
         row = op->row > 0 ? op->row : 1;
-        part = dtrain_split(op->count / row, comm->size, comm->rank, &begin) * row;
+        part = dtrain__split(op->count / row, comm->size, comm->rank, &begin) * row;
         begin *= row;
     }
     switch (op->kind) {

@@ -145,7 +145,7 @@ DTRAIN_API_MUST dtrain_status dtrain_compressed_create(dtrain_compressed **compr
 
 /* Sums over all ranks what each sends of in and of its residual; the same bits on every rank.
  *
- * Packing compressors: each part of the vector (see dtrain_split) is packed and sent to its rank, which adds in the
+ * Packing compressors: each part of the vector (see dtrain_shard) is packed and sent to its rank, which adds in the
  * tree order as float32, packs the sum and sends it to all. What either packing lost is in the residuals afterwards, so
  * that the sum of out and of all ranks' residuals is that of all inputs, and residuals before, to rounding.
  *

@@ -34,7 +34,7 @@ static void dtrain__compressed_pack(dtrain_compressed *c, const float *from, flo
     const dtrain_compressor *q = &c->compressor;
     size_t *counts = c->numbers, *offsets = counts + c->ranks, at = 0;
     for (int r = 0; r < c->ranks; r++) {
-        size_t begin, part = dtrain_split(c->count, c->ranks, r, &begin);
+        size_t begin, part = dtrain__split(c->count, c->ranks, r, &begin);
         offsets[r] = at;
         counts[r] = q->bytes(q, part);
         q->pack(q, from + begin, part, c->out + at);
@@ -86,7 +86,7 @@ static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t par
     size_t all = 0, in = q->bytes(q, part), wide;
     dtrain_status status = DTRAIN_OK;
     for (int r = 0; r < c->ranks; r++)
-        if (!dtrain__add_size(all, q->bytes(q, dtrain_split(c->count, c->ranks, r, NULL)), &all))
+        if (!dtrain__add_size(all, q->bytes(q, dtrain__split(c->count, c->ranks, r, NULL)), &all))
             all = SIZE_MAX;
     if (!dtrain__mul_size(in, (size_t)c->ranks, &in))
         in = SIZE_MAX;
@@ -103,7 +103,7 @@ static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t par
 static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float *in, float *out)
 {
     const dtrain_compressor *q = &c->compressor;
-    size_t begin, part = dtrain_split(c->count, c->ranks, c->rank, &begin), n = (size_t)c->ranks;
+    size_t begin, part = dtrain__split(c->count, c->ranks, c->rank, &begin), n = (size_t)c->ranks;
     size_t *counts = c->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
     dtrain_status status = dtrain__compressed_reserve(c, part);
     if (status != DTRAIN_OK)
@@ -122,7 +122,7 @@ static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float 
     dtrain__compressed_pack_sum(c, c->rank, out + begin, begin, part);
     status = dtrain_all_gather_v(c->comm, c->out + offsets[c->rank], c->out, counts, offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < c->ranks; r++) {
-        size_t at, count = dtrain_split(c->count, c->ranks, r, &at);
+        size_t at, count = dtrain__split(c->count, c->ranks, r, &at);
         q->unpack(q, c->out + offsets[r], out + at, count);
     }
     return status;

@@ -77,11 +77,11 @@ static int dtrain__device_packed_bad(const dtrain_compressor *q, const unsigned 
  * and to twice a part. */
 static dtrain_status dtrain__device_packed_reserve(dtrain__device_vector *v, const dtrain_compressor *q, int ranks)
 {
-    size_t out = 0, in, wide, part = dtrain_split(v->count, ranks, 0, NULL); /* no other's is longer */
+    size_t out = 0, in, wide, part = dtrain__split(v->count, ranks, 0, NULL); /* no other's is longer */
     int good = dtrain__mul_size(q->bytes(q, part), (size_t)ranks, &in) &&
                dtrain__mul_size(part * sizeof(float), (size_t)(ranks > 2 ? ranks : 2), &wide);
     for (int r = 0; good && r < ranks; r++)
-        good = dtrain__add_size(out, q->bytes(q, dtrain_split(v->count, ranks, r, NULL)), &out);
+        good = dtrain__add_size(out, q->bytes(q, dtrain__split(v->count, ranks, r, NULL)), &out);
     if (!good)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to pack %zu elements for %d ranks", v->count, ranks);
     dtrain_status status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->out_here, out);
@@ -100,7 +100,7 @@ static void dtrain__device_packed_place(dtrain__device_packed *p)
     size_t at = 0;
     for (int r = 0; r < p->ranks; r++) {
         p->offsets[r] = at;
-        p->counts[r] = p->q->bytes(p->q, dtrain_split(p->v->count, p->ranks, r, NULL));
+        p->counts[r] = p->q->bytes(p->q, dtrain__split(p->v->count, p->ranks, r, NULL));
         at += p->counts[r];
         p->sent += r != p->rank ? p->counts[r] : 0;
         p->in_counts[r] = p->q->bytes(p->q, p->part);
@@ -119,7 +119,7 @@ static dtrain_status dtrain__device_packed_open(const dtrain__device_packed *p)
 {
     dtrain_status status = DTRAIN_OK;
     for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++) {
-        size_t begin, part = dtrain_split(p->v->count, p->ranks, r, &begin);
+        size_t begin, part = dtrain__split(p->v->count, p->ranks, r, &begin);
         status = dtrain__device_packed_unpack(p, p->v->out_there.data + p->offsets[r], p->v->out + begin, part);
     }
     return status;
@@ -135,7 +135,7 @@ static dtrain_status dtrain__device_packed_left(const dtrain__device_packed *p)
         status = dtrain_device_axpy(v->device, DTRAIN_F32, v->residual, -1.0, v->out, v->count);
     for (int r = 0; !bad && r < p->ranks; r++)
         bad = dtrain__device_packed_bad(p->q, v->out_here.data + p->offsets[r],
-                                        dtrain_split(v->count, p->ranks, r, NULL));
+                                        dtrain__split(v->count, p->ranks, r, NULL));
     if (status != DTRAIN_OK || !bad)
         return status;
     status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
@@ -153,7 +153,7 @@ static dtrain_status dtrain__device_packed_send(const dtrain__device_packed *p, 
     if (v->residual != NULL)
         status = dtrain_device_axpy(v->device, DTRAIN_F32, v->residual, 1.0, in, v->count);
     for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++) {
-        size_t begin, part = dtrain_split(v->count, p->ranks, r, &begin);
+        size_t begin, part = dtrain__split(v->count, p->ranks, r, &begin);
         status = dtrain__device_packed_pack(p, from + begin, part, p->offsets[r]);
     }
     if (status == DTRAIN_OK)
@@ -248,7 +248,7 @@ static dtrain_status dtrain__device_packed_reduce(dtrain__device_vector *v, cons
     p.offsets = numbers + p.ranks;
     p.in_counts = p.offsets + p.ranks;
     p.in_offsets = p.in_counts + p.ranks;
-    p.part = dtrain_split(v->count, p.ranks, p.rank, &p.begin);
+    p.part = dtrain__split(v->count, p.ranks, p.rank, &p.begin);
     p.sent = 0;
     dtrain__device_packed_place(&p);
     dtrain_status status = dtrain__device_packed_send(&p, in);

@@ -308,7 +308,7 @@ static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int r
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
     dtrain__sparse part;
     memset(&part, 0, sizeof part);
-    part.original_count = dtrain_split(x->count, x->ranks, rank, begin);
+    part.original_count = dtrain__split(x->count, x->ranks, rank, begin);
     part.indices = x->state->chosen.indices + bounds[rank];
     part.values = x->state->chosen.values + bounds[rank];
     part.count = bounds[rank + 1] - bounds[rank];
@@ -321,7 +321,7 @@ static void dtrain__selections_cut(dtrain__selections *x)
     const dtrain__sparse *chosen = &x->state->chosen;
     size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks, next = 0;
     for (int r = 0; r < x->ranks; r++) {
-        size_t begin, count = dtrain_split(x->count, x->ranks, r, &begin);
+        size_t begin, count = dtrain__split(x->count, x->ranks, r, &begin);
         bounds[r] = next;
         while (next < chosen->count && chosen->indices[next] < begin + count)
             next++;
@@ -436,7 +436,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     if (status == DTRAIN_OK) /* no value has less than 2 bytes */
         status = dtrain__selections_begin(x, total / 2 < x->count ? total / 2 : x->count);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
-        size_t begin, part = dtrain_split(x->count, x->ranks, r, &begin);
+        size_t begin, part = dtrain__split(x->count, x->ranks, r, &begin);
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], part, &state->pieces[0]);
         if (status == DTRAIN_OK)
             dtrain__selections_write(x, &state->pieces[0], begin);
@@ -446,7 +446,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
 
 static dtrain_status dtrain__selections_split(dtrain__selections *x)
 {
-    size_t begin, part = dtrain_split(x->count, x->ranks, x->rank, &begin);
+    size_t begin, part = dtrain__split(x->count, x->ranks, x->rank, &begin);
     dtrain__sparse *merged = NULL;
     dtrain_status status = dtrain__selections_scatter(x, part);
     if (status == DTRAIN_OK)

@@ -140,7 +140,7 @@ static dtrain_status dtrain__events_enter(dtrain_device_group *group, const dtra
 static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t width, size_t *begin)
 {
     size_t line = DTRAIN__EVENTS_LINE / width;
-    size_t lines = dtrain_split(count / line + 1, comm->size, comm->rank, begin);
+    size_t lines = dtrain__split(count / line + 1, comm->size, comm->rank, begin);
     size_t end = (*begin + lines) * line;
     *begin *= line;
     end = end < count ? end : count;

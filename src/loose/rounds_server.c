@@ -25,7 +25,7 @@ typedef struct dtrain__rounds_transfer {
 static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, size_t *begin)
 {
     if (t->pack != NULL)
-        return dtrain_split(t->f->count, t->n, (int)p, begin);
+        return dtrain__split(t->f->count, t->n, (int)p, begin);
     *begin = p * DTRAIN__ROUNDS_PIECE;
     return t->f->count - *begin < DTRAIN__ROUNDS_PIECE ? t->f->count - *begin : DTRAIN__ROUNDS_PIECE;
 }

@@ -179,7 +179,7 @@ static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, 
 static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
 {
     for (int r = 2; r <= ranks; r++) {
-        size_t part = dtrain_split(count, r, 0, NULL), shorter = dtrain_split(count, r, r - 1, NULL);
+        size_t part = dtrain__split(count, r, 0, NULL), shorter = dtrain__split(count, r, r - 1, NULL);
         size_t longer = count - shorter * (size_t)r; /* parts that have one more */
         size_t need[3];
         need[0] = longer * q->bytes(q, part) + ((size_t)r - longer) * q->bytes(q, shorter);
@@ -195,7 +195,7 @@ static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain
 {
     for (int r = 2; r <= ranks; r++) {
         size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE;
-        size_t piece = q != NULL ? q->bytes(q, dtrain_split(count, r, 0, NULL)) : dense * sizeof(float);
+        size_t piece = q != NULL ? q->bytes(q, dtrain__split(count, r, 0, NULL)) : dense * sizeof(float);
         size_t need = DTRAIN__ROUNDS_WAYS * (size_t)r * piece;
         sizes->rooms[1] = need > sizes->rooms[1] ? need : sizes->rooms[1];
     }

@@ -495,7 +495,7 @@ DTRAIN_API dtrain_status dtrain_split_stages(const double *costs, int layers, in
                             layers, stages, layers > 1 ? layers : 1);
     for (int s = 0; costs == NULL && s < stages; s++) {
         size_t begin;
-        dtrain_split((size_t)layers, stages, s, &begin);
+        dtrain__split((size_t)layers, stages, s, &begin);
         begins[s] = (int)begin;
     }
     begins[stages] = layers;

@@ -36,7 +36,7 @@ extern "C" {
 /* One rank's part of a linear layer: y[rows, outputs] = x[rows, inputs] W^T + bias. Zero what does not apply.
  *
  * A column layer is split by outputs, a row layer by inputs; part is what dtrain_param_cut leaves of that dimension:
- * with one block and granule a dtrain_split of it. */
+ * with one block and granule a dtrain_shard of it. */
 typedef struct dtrain_parallel_linear {
     dtrain_comm *group;     /* of the ranks that split the layer; NULL: this rank has all of it */
     size_t rows;            /* of x and y in whole: tokens */
@@ -49,7 +49,7 @@ typedef struct dtrain_parallel_linear {
     float *d_bias;     /* as bias, added to; of a row layer the same on every rank; NULL: not wanted */
     int by_inputs;     /* 1: weight is [inputs, outputs], cut likewise, as in x W */
     int gather_output; /* column: y, and dy, is [rows, outputs] on every rank */
-    int sequence;      /* 1: x of a column layer, y of a row layer is this rank's dtrain_split of the rows */
+    int sequence;      /* 1: x of a column layer, y of a row layer is this rank's dtrain_shard of the rows */
     int no_overlap;    /* 1: communicates while nothing is computed; the same bits */
 } dtrain_parallel_linear;
 
@@ -101,9 +101,9 @@ typedef struct dtrain_parallel_vocab {
     dtrain_comm *group;  /* of the ranks that split the table; NULL: this rank has all of it */
     size_t rows;         /* tokens */
     size_t vocab, width; /* of the whole table */
-    const float *table;  /* this rank's dtrain_split of the vocabulary: [part, width] */
+    const float *table;  /* this rank's dtrain_shard of the vocabulary: [part, width] */
     float *d_table;      /* likewise, added to; NULL: not wanted */
-    int sequence;        /* 1: the output, and its gradient, is this rank's dtrain_split of the rows */
+    int sequence;        /* 1: the output, and its gradient, is this rank's dtrain_shard of the rows */
 } dtrain_parallel_vocab;
 
 /* Looks tokens up in a table whose rows are split; the bits are those of the table.
@@ -126,7 +126,7 @@ DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_embedding_backward(const dtr
 /* Computes softmax cross-entropy over logits of which each rank has its part of the vocabulary, and their gradient.
  * Three numbers a row are communicated: no rank ever holds a whole row.
  *
- *   logits    [rows, this rank's dtrain_split of vocab]; overwritten by the gradient of the sum over rows, not divided
+ *   logits    [rows, this rank's dtrain_shard of vocab]; overwritten by the gradient of the sum over rows, not divided
  *   targets   rows of them, the same on every rank; -1: the row is left out, its gradient is 0, and nothing in it
  *             counts; another outside 0 .. vocab - 1 is an error
  *   loss      out: the sum of -log p(target) over the rows, the same bits on every rank and under any flags and
@@ -141,7 +141,7 @@ DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *g
 /* Attention of this rank's heads. */
 typedef struct dtrain_attention {
     size_t batch, positions;
-    size_t heads;    /* this rank's: its dtrain_split of all; may be 0 */
+    size_t heads;    /* this rank's: its dtrain_shard of all; may be 0 */
     size_t channels; /* of one head */
     int causal;      /* 1: a position sees itself and those before it */
 } dtrain_attention;

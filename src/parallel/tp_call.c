@@ -86,7 +86,7 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
 /* This rank's part of rows that are split. */
 static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
 {
-    return dtrain_split(rows, tp->size, tp->rank, NULL);
+    return dtrain__split(rows, tp->size, tp->rank, NULL);
 }
 
 /* Waits for what was begun, if anything was; an earlier error stays. */

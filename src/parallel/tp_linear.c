@@ -25,7 +25,7 @@ static size_t dtrain__tp_part(size_t size, size_t blocks, size_t granule, int pa
     granule = granule > 0 ? granule : 1;
     if (!dtrain__mul_size(blocks, granule, &step) || size % step != 0)
         return 0;
-    return dtrain_split(size / step, parts, part, NULL) * step;
+    return dtrain__split(size / step, parts, part, NULL) * step;
 }
 
 static dtrain_status dtrain__tp_linear_cut(dtrain__tp_linear *l, const char *what, size_t size)
@@ -113,7 +113,7 @@ static void dtrain__tp_linear_weights(const dtrain__tp_linear *l, const float *x
 static void dtrain__tp_linear_columns(const dtrain__tp_linear *l, int rank, float *whole, float *part, int into)
 {
     size_t begin, block = l->layer->outputs / l->blocks;
-    size_t n = dtrain_split(block / l->granule, l->tp.size, rank, &begin) * l->granule;
+    size_t n = dtrain__split(block / l->granule, l->tp.size, rank, &begin) * l->granule;
     for (size_t r = 0; n > 0 && r < l->layer->rows; r++)
         for (size_t b = 0; b < l->blocks; b++, part += n) {
             float *at = whole + r * l->layer->outputs + b * block + begin * l->granule;

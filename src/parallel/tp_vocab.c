@@ -33,7 +33,7 @@ static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const c
     if (layer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
     status = dtrain__tp_begin(&e->tp, name, layer->group);
-    e->part = dtrain_split(layer->vocab, e->tp.size, e->tp.rank, &e->begin);
+    e->part = dtrain__split(layer->vocab, e->tp.size, e->tp.rank, &e->begin);
     e->splits = layer->sequence && e->tp.size > 1;
     e->out_rows = e->splits ? dtrain__tp_rows(&e->tp, layer->rows) : layer->rows;
     dtrain__tp_need(&e->tp, "the output in whole", e, layer->rows, layer->width, &status);
@@ -119,7 +119,7 @@ static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm
                                               const double *loss)
 {
     dtrain_status status = dtrain__tp_begin(&e->tp, "vocab_parallel_cross_entropy", group);
-    e->part = dtrain_split(vocab, e->tp.size, e->tp.rank, &e->begin);
+    e->part = dtrain__split(vocab, e->tp.size, e->tp.rank, &e->begin);
     dtrain__tp_need(&e->tp, "loss", loss, 1, 1, &status);
     dtrain__tp_need(&e->tp, "logits", e->logits, e->rows, e->part, &status);
     dtrain__tp_vocab_check(&e->tp, "targets", e->targets, e->rows, vocab, -1, &status);

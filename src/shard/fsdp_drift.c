@@ -42,7 +42,7 @@ static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *h
     if (all == 0) /* other ranks of this copy have all that is trained */
         return DTRAIN_OK;
     parts = parts < most ? parts : most;
-    size_t end = dtrain_split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
+    size_t end = dtrain__split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
     end += begin;
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];

@@ -328,7 +328,7 @@ static void dtrain__layout_pack(dtrain__layout *layout, int number)
 static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__layout_cut *cut, int shard, size_t *own)
 {
     size_t low, high, begin = cut->begin, end = cut->begin + cut->count;
-    high = dtrain_split(layout->units[cut->unit].count, layout->shards, shard, &low);
+    high = dtrain__split(layout->units[cut->unit].count, layout->shards, shard, &low);
     high += low;
     low = low > begin ? low : begin;
     high = high < end ? high : end;

@@ -330,7 +330,7 @@ static uint64_t dtrain__reducer_selection_bytes(const dtrain_topk_desc *topk, si
 static uint64_t dtrain__reducer_topk_bytes(const dtrain_topk_desc *topk, size_t count, int ranks)
 {
     double ratio = topk->threshold > 0.0f ? 1.0 : topk->schedule.ratio == 0.0 ? 0.01 : topk->schedule.ratio;
-    size_t chosen = dtrain_topk_count(count, ratio), part = dtrain_split(count, ranks, 0, NULL), picked;
+    size_t chosen = dtrain_topk_count(count, ratio), part = dtrain__split(count, ranks, 0, NULL), picked;
     uint64_t others = (uint64_t)(ranks - 1), one = dtrain__reducer_selection_bytes(topk, chosen, count);
     uint64_t dense = dtrain__plan_sent_bytes(count, ranks), most = 8 * (uint64_t)count;
     if (topk->exchange == DTRAIN_EXCHANGE_GATHER || (topk->exchange == DTRAIN_EXCHANGE_AUTO && ranks <= 8)) {
@@ -351,7 +351,7 @@ static uint64_t dtrain__reducer_pack_bytes(const dtrain_compressor *q, size_t co
 {
     uint64_t bytes = 0;
     for (int r = 0; r < ranks; r++)
-        bytes += q->bytes(q, dtrain_split(count, ranks, r, NULL)) * (r == rank ? (uint64_t)(ranks - 1) : 1);
+        bytes += q->bytes(q, dtrain__split(count, ranks, r, NULL)) * (r == rank ? (uint64_t)(ranks - 1) : 1);
     return bytes;
 }
 

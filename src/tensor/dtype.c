@@ -49,7 +49,8 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
-DTRAIN_API DTRAIN__NOINLINE size_t dtrain_split(size_t count, int parts, int part, size_t *begin)
+/* Cuts count elements into parts, earlier ones one longer: see dtrain_shard. 0 for a bad part. */
+static DTRAIN__NOINLINE size_t dtrain__split(size_t count, int parts, int part, size_t *begin)
 {
     size_t n, p, each, longer;
     if (begin != NULL)

@@ -97,14 +97,6 @@ DTRAIN_API_MUST dtrain_status dtrain_convert(const void *in, dtrain_dtype from, 
 DTRAIN_API_MUST dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                                                         size_t count);
 
-/* The part of `count` elements that part number `part` of `parts` holds: earlier parts one longer.
- *
- *   begin     out: index of its first element; may be NULL
- *   returns   the number of elements; 0 for a bad part
- *
- * any thread */
-DTRAIN_API size_t dtrain_split(size_t count, int parts, int part, size_t *begin);
-
 /* A shape over memory, row-major. Fields are read freely and written by the functions below only. */
 typedef struct dtrain_tensor {
     dtrain_dtype dtype;

@@ -65,7 +65,7 @@ DTRAIN_API dtrain_status dtrain_param_cut(dtrain_param *param, dtrain_param_part
     if (status != DTRAIN_OK)
         return status;
     size_t block = param->shape[dim] / blocks, granules = block / granule + (block % granule != 0);
-    size_t end = dtrain_split(granules, parts, index, &first) + first;
+    size_t end = dtrain__split(granules, parts, index, &first) + first;
     dtrain__parts_begin(param, part);
     part->dim = dim;
     part->blocks = blocks;

@@ -90,7 +90,7 @@ static uint64_t dtrain__sampler_left(const dtrain_sampler *sampler, uint64_t ste
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first)
 {
     size_t begin = 0, micro_batches = (size_t)sampler->desc.micro_batches;
-    size_t share = dtrain_split(micro_batches, ranks, rank, &begin), stride = 1;
+    size_t share = dtrain__split(micro_batches, ranks, rank, &begin), stride = 1;
     uint64_t filled = dtrain__sampler_left(sampler, step % dtrain_sampler_steps(sampler));
     if (sampler->desc.strided && ranks > 0 && rank >= 0 && rank < ranks) {
         begin = (size_t)rank; /* the share is the same: earlier ranks have one more here too */
@@ -107,16 +107,12 @@ DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step
 DTRAIN_API size_t dtrain_sampler_batch(const dtrain_sampler *sampler, uint64_t step, int micro_batch,
                                        uint64_t *examples)
 {
-    if (micro_batch < 0 || micro_batch >= sampler->desc.micro_batches)
-        return 0;
-    uint64_t steps = dtrain_sampler_steps(sampler), parts = (uint64_t)sampler->desc.micro_batches;
-    uint64_t left = dtrain__sampler_left(sampler, step % steps), part = (uint64_t)micro_batch;
-    uint64_t longer = left % parts, count = left / parts + (part < longer);
-    uint64_t begin =
-        step % steps * dtrain__sampler_per_step(sampler) + left / parts * part + (part < longer ? part : longer);
-    for (uint64_t i = 0; i < count; i++)
-        examples[i] = dtrain__sampler_index(sampler, step / steps, begin + i);
-    return (size_t)count;
+    uint64_t steps = dtrain_sampler_steps(sampler), left = dtrain__sampler_left(sampler, step % steps);
+    size_t begin, count = dtrain__split((size_t)left, sampler->desc.micro_batches, micro_batch, &begin);
+    uint64_t first = step % steps * dtrain__sampler_per_step(sampler) + begin;
+    for (size_t i = 0; i < count; i++)
+        examples[i] = dtrain__sampler_index(sampler, step / steps, first + i);
+    return count;
 }
 
 #endif

@@ -78,7 +78,7 @@ DTRAIN_API size_t dtrain_param_elements(const dtrain_param *param);
  *   dim       to be cut, 0 to ndim - 1; of a stacked one above 0. One dimension can be cut, once
  *   blocks    the dimension is so many equal blocks, each cut alike: 3 for query, key and value in one; 0: 1
  *   granule   cuts are at its multiples, as at those of a head's size; 0: 1. The granules of a block are dealt by
- *             dtrain_split; a block's last may be short
+ *             dtrain_shard; a block's last may be short
  *   parts     of which this one is `index`, 0 to parts - 1; it has no elements where parts are more than granules
  *   errors    DTRAIN_ERR_INVALID  a bad number, or cut before; param is as it was
  *

@@ -62,7 +62,7 @@ static dtrain_status operate(const episode *e, dtrain_comm *world, int op, float
 {
     int rank = dtrain_comm_rank(world), kind = (int)(draw(e, 100 + 2 * (uint64_t)op) % 4);
     uint64_t salt = draw(e, 101 + 2 * (uint64_t)op);
-    size_t low, n = dtrain_split(count, dtrain_comm_size(world), rank, &low), step = count / 7 + 1;
+    size_t low, n = dtrain_shard(world, count, rank, &low), step = count / 7 + 1;
     dtrain_work *work;
     dtrain_status status;
     for (size_t i = 0; i < count; i++)

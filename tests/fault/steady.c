@@ -62,7 +62,7 @@ static dtrain_status operate(dtrain_comm *world, int k, float *x, float *y)
     dtrain_status status;
     if (k < 200) /* first what needs most memory */
         count = k % 2 ? MOST - 1 : (size_t)8192 << k / 2 % 3;
-    dtrain_split(count, dtrain_comm_size(world), dtrain_comm_rank(world), &low);
+    dtrain_shard(world, count, dtrain_comm_rank(world), &low);
     switch (dice / 32 % 7) {
     case 0: return dtrain_reduce_scatter(world, x, x + low, count, DTRAIN_F32, DTRAIN_SUM);
     case 1: return dtrain_all_gather(world, x + low, x, count, DTRAIN_F32);

@@ -164,7 +164,7 @@ static dtrain_status one_call(dtrain_comm *world, rank_of_run *r, int n, int64_t
 {
     static const size_t counts[] = {0, 1, 3, 100, 511, 2000, 9000};
     uint64_t dice = dtrain_random_u64(r->seed, (uint64_t)n);
-    size_t count = counts[dice % 7], low, mine = dtrain_split(count, dtrain_comm_size(world), r->rank, &low);
+    size_t count = counts[dice % 7], low, mine = dtrain_shard(world, count, r->rank, &low);
     int root = (int)(dice / 16 % (uint64_t)r->ranks), next = (r->rank + 1) % r->ranks;
     int left = (r->rank + r->ranks - 1) % r->ranks;
     dtrain_status status;
@@ -184,7 +184,7 @@ static dtrain_status one_call(dtrain_comm *world, rank_of_run *r, int n, int64_t
     case 1:
         status = dtrain_all_gather(world, in + low, out, count, DTRAIN_I64);
         for (int from = 0; from < r->ranks; from++) {
-            size_t begin, part = dtrain_split(count, dtrain_comm_size(world), from, &begin);
+            size_t begin, part = dtrain_shard(world, count, from, &begin);
             for (size_t i = begin; i < begin + part; i++)
                 *right = *right && out[i] == given(r->seed, n, from, i);
         }

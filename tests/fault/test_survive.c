@@ -221,7 +221,7 @@ static dtrain_status random_call(dtrain_comm *group, uint64_t dice, float *x)
     case 2: return dtrain_barrier(group);
     default: {
         size_t low;
-        dtrain_split(count, dtrain_comm_size(group), dtrain_comm_rank(group), &low);
+        dtrain_shard(group, count, dtrain_comm_rank(group), &low);
         return dtrain_all_gather(group, x + low, x, count, DTRAIN_F32);
     }
     }

@@ -19,7 +19,7 @@ static void holding_begin(holding *h, int ranks, int rank)
     h->pieces[0].dtype = h->pieces[1].dtype = DTRAIN_F32;
     h->pieces[0].ndim = h->pieces[1].ndim = 1;
     h->pieces[0].shape[0] = MANY;
-    h->pieces[0].count = dtrain_split(MANY, ranks, rank, &h->pieces[0].begin);
+    h->pieces[0].count = cut_of(MANY, ranks, rank, &h->pieces[0].begin);
     h->pieces[0].data = h->mine;
     h->pieces[1].name = "all";
     h->pieces[1].shape[0] = h->pieces[1].count = 500;

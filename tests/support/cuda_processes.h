@@ -156,7 +156,7 @@ typedef struct place {
 static int reduces(dtrain_comm *world, dtrain_device *device, dtrain_device_group *group, const place *p, size_t count)
 {
     float *from = p->a + p->offset, *to = p->in_place ? from : p->b + 3 - p->offset;
-    size_t begin, mine = dtrain_split(count, dtrain_comm_size(world), dtrain_comm_rank(world), &begin);
+    size_t begin, mine = dtrain_shard(world, count, dtrain_comm_rank(world), &begin);
     int wrong = 0;
     CHECK_OK(dtrain_device_copy(device, from, p->in, count * sizeof(float)));
     CHECK_OK(dtrain_device_group_all_reduce(group, from, to, count, DTRAIN_F32, DTRAIN_MEAN));
@@ -174,7 +174,7 @@ static int reduces(dtrain_comm *world, dtrain_device *device, dtrain_device_grou
 static int copies(dtrain_comm *world, dtrain_device *device, dtrain_device_group *group, const place *p, size_t count)
 {
     float *all = p->b + p->offset, *from = p->a + 3 - p->offset;
-    size_t begin, mine = dtrain_split(count, dtrain_comm_size(world), dtrain_comm_rank(world), &begin);
+    size_t begin, mine = dtrain_shard(world, count, dtrain_comm_rank(world), &begin);
     int wrong = 0, root = dtrain_comm_size(world) - 1;
     from = p->in_place ? all + begin : from;
     CHECK_OK(dtrain_device_copy(device, from, p->in, mine * sizeof(float)));

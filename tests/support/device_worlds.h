@@ -243,7 +243,7 @@ static void dg_pointers(const dg_rank *r, const dg_call *c, const dg_place *p, c
                         char **out)
 {
     size_t begin, width = dtrain_dtype_bits(c->dtype) / 8;
-    dtrain_split(c->count, dtrain_comm_size(r->comm), r->rank, &begin);
+    dtrain_shard(r->comm, c->count, r->rank, &begin);
     if (c->kind == DG_REDUCE_SCATTER_V || c->kind == DG_ALL_GATHER_V) {
         begin = 0;
         for (int rank = 0; rank < r->rank; rank++)

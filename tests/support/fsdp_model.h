@@ -121,7 +121,7 @@ static float summed(const trial *t, const float *x)
     float rounds[MOST_MICRO], copies[MOST_MICRO], narrow[MOST_MICRO];
     if (t->desc.keep_full_grads) { /* contiguous blocks are folded on their ranks first */
         for (int rank = 0; rank < t->ranks; rank++) {
-            size_t low, mine = dtrain_split((size_t)t->micro, t->ranks, rank, &low);
+            size_t low, mine = cut_of((size_t)t->micro, t->ranks, rank, &low);
             narrow[rank] = mine > 0 ? tree(x + low, (int)mine) : -0.0f;
         }
         return tree(narrow, t->ranks);
@@ -288,7 +288,7 @@ static dtrain_status one_step(dtrain_fsdp *fsdp, view *v, const trial *t, int ra
     double norm = 0;
     size_t low;
     if (t->desc.keep_full_grads) {
-        mine = (int)dtrain_split((size_t)t->micro, ranks, rank, &low);
+        mine = (int)cut_of((size_t)t->micro, ranks, rank, &low);
         first = (int)low;
         stride = 1;
     }

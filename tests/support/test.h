@@ -27,6 +27,15 @@ static int test_failures;
     }                                                                                                                  \
     static void test_body_##name(void)
 
+/* Part `part` of `parts` of count elements, as the manual of dtrain_shard says. */
+static inline size_t cut_of(size_t count, int parts, int part, size_t *begin)
+{
+    size_t all = (size_t)parts, at = (size_t)part, longer = count % all;
+    if (begin != NULL)
+        *begin = at * (count / all) + (at < longer ? at : longer);
+    return count / all + (at < longer);
+}
+
 #define TEST_FAIL(...)                                                                                                 \
     do {                                                                                                               \
         __atomic_add_fetch(&test_failures, 1, __ATOMIC_SEQ_CST);                                                       \

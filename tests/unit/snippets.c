@@ -337,7 +337,7 @@ static dtrain_status beside(dtrain_comm *world, void *user)
 {
     float params[COUNT], grads[COUNT];
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), one = rank, before = 0;
-    size_t count = COUNT, lo, n = dtrain_split(count, ranks, rank, &lo), bytes[1] = {sizeof params};
+    size_t count = COUNT, lo, n = dtrain_shard(world, count, rank, &lo), bytes[1] = {sizeof params};
     void *buffers[1] = {params};
     uint64_t step = (uint64_t)rank;
     dtrain_comm *group = NULL;

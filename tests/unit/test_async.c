@@ -15,7 +15,7 @@ static const size_t small_counts[MANY] = {1024, 1, 0, 7, 513, 300000, 64, 64, 3}
 static void mixture(dtrain_comm *world, float **in, float **out, int fused)
 {
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world), to = (rank + 1) % ranks;
-    size_t low, n = dtrain_split(small_counts[0], dtrain_comm_size(world), rank, &low);
+    size_t low, n = dtrain_shard(world, small_counts[0], rank, &low);
     if (fused)
         CHECK_EQ(dtrain_fuse_begin(world), DTRAIN_OK);
     for (int k = 0; k < MANY; k++) {

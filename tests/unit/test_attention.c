@@ -167,7 +167,7 @@ static void block_run(const block *b, dtrain_comm *group, int sequence, const fl
                       float *dx, float *db)
 {
     size_t c = b->channels, w = b->heads * c, first, heads;
-    heads = dtrain_split(b->heads, dtrain_comm_size(group), dtrain_comm_rank(group), &first);
+    heads = dtrain_shard(group, b->heads, dtrain_comm_rank(group), &first);
     size_t part = heads * c, inner = b->rows * part;
     float *qkv_w = draw(1, 3 * part * w), *qkv_b = draw(1, 3 * part), *out_w = draw(1, w * part);
     for (size_t s = 0; s < 3; s++)
@@ -219,7 +219,7 @@ static void blocks_of_heads(dtrain_comm *world)
 {
     block b = {11, 5, 4, draw(1, 220), draw(2, 1200), draw(3, 60), draw(4, 400), draw(5, 20), draw(6, 220)};
     float y[220], dx[220], whole_y[220], whole_dx[220], db[20] = {0}, whole_db[20] = {0}, twice[20] = {0};
-    size_t begin, rows = dtrain_split(11, dtrain_comm_size(world), dtrain_comm_rank(world), &begin) * 20;
+    size_t begin, rows = dtrain_shard(world, 11, dtrain_comm_rank(world), &begin) * 20;
     block_run(&b, NULL, 0, b.x, b.dy, whole_y, whole_dx, whole_db);
     block_run(&b, world, 0, b.x, b.dy, y, dx, db);
     CHECK(apart(y, whole_y, 220) < 1e-4f && apart(dx, whole_dx, 220) < 2e-3f && apart(db, whole_db, 20) == 0);

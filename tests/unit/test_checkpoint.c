@@ -181,8 +181,8 @@ static dtrain_piece box_of(const grid *g, int rank)
     piece.boxed = 1;
     if (rank >= g->columns * g->rows)
         return piece;
-    piece.box_size[0] = dtrain_split(ROWS, g->rows, rank / g->columns, &piece.box_begin[0]);
-    piece.box_size[1] = dtrain_split(COLUMNS, g->columns, rank % g->columns, &piece.box_begin[1]);
+    piece.box_size[0] = cut_of(ROWS, g->rows, rank / g->columns, &piece.box_begin[0]);
+    piece.box_size[1] = cut_of(COLUMNS, g->columns, rank % g->columns, &piece.box_begin[1]);
     piece.count = piece.box_size[0] * piece.box_size[1];
     return piece;
 }

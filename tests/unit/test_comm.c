@@ -53,7 +53,7 @@ static dtrain_status reductions(dtrain_comm *world, void *user)
     scenario *s = (scenario *)user;
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
     int (*equal)(const float *, const float *, size_t) = s->desc.algorithm == DTRAIN_ALGORITHM_RING ? close_to : same;
-    size_t count = s->count, low, n = dtrain_split(count, dtrain_comm_size(world), rank, &low);
+    size_t count = s->count, low, n = dtrain_shard(world, count, rank, &low);
     float *mine = floats(count), *out = floats(count), *sum = floats(count), *mean = floats(count);
     for (size_t i = 0; i < count; i++) {
         mine[i] = value(rank, i);

@@ -114,7 +114,7 @@ static void reference_dense(reference *ref, int ranks, int step)
     dtrain_compressor q = compressor_of(plan.kind);
     reference_add(ref, ranks, step);
     for (int owner = 0; owner < ranks; owner++) {
-        size_t begin, n = dtrain_split(plan.count, ranks, owner, &begin);
+        size_t begin, n = cut_of(plan.count, ranks, owner, &begin);
         for (int r = 0; r < ranks; r++) {
             reference_round(&q, ref->residual[r] + begin, ref->sent[r] + begin, n);
             for (size_t i = begin; i < begin + n; i++)
@@ -154,7 +154,7 @@ static void reference_topk(reference *ref, int ranks, int step)
         CHECK_EQ(dtrain_convert(ref->out, DTRAIN_F32, half, DTRAIN_BF16, plan.count), DTRAIN_OK);
         CHECK_EQ(dtrain_convert(half, DTRAIN_BF16, rounded, DTRAIN_F32, plan.count), DTRAIN_OK);
         for (int r = 0; r < ranks; r++) {
-            size_t begin, n = dtrain_split(plan.count, ranks, r, &begin);
+            size_t begin, n = cut_of(plan.count, ranks, r, &begin);
             for (size_t i = begin; i < begin + n; i++)
                 ref->residual[r][i] = ref->residual[r][i] + (ref->out[i] - rounded[i]);
         }

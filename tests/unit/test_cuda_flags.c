@@ -103,7 +103,7 @@ static unsigned char *out_of(const ranks *r, const call *c, int k)
 static part part_of(ranks *r, const call *c, int k)
 {
     part p;
-    size_t begin, mine = dtrain_split(c->count, r->n, k, &begin), width = width_of(c);
+    size_t begin, mine = cut_of(c->count, r->n, k, &begin), width = width_of(c);
     int copies = c->kind == ALL_GATHER || c->kind == BROADCAST;
     memset(&p, 0, sizeof p);
     p.flags.words = r->words;
@@ -307,14 +307,14 @@ static void compare(ranks *r, const call *c, int threads, uint64_t seed)
         CHECK_OK(dtrain_run_threads(r->n, reduce_on_cpu, &d, NULL));
     for (int k = 0; k < r->n; k++) {
         unsigned char *to = c->in_place ? r->in[k] : r->out[k];
-        size_t begin, mine = dtrain_split(c->count, r->n, k, &begin) * width, at = (size_t)(out_of(r, c, k) - to);
+        size_t begin, mine = cut_of(c->count, r->n, k, &begin) * width, at = (size_t)(out_of(r, c, k) - to);
         memset(expected, 0x5a, room);
         if (c->in_place)
             memcpy(expected + at, d.in[k], bytes);
         if (c->kind == REDUCE_SCATTER)
             memcpy(expected + at + begin * width, d.whole + begin * width, mine);
         for (int j = 0; j < r->n && c->kind == ALL_GATHER; j++) {
-            mine = dtrain_split(c->count, r->n, j, &begin) * width;
+            mine = cut_of(c->count, r->n, j, &begin) * width;
             memcpy(expected + at + begin * width, d.in[j] + begin * width, mine);
         }
         if (c->kind != REDUCE_SCATTER && c->kind != ALL_GATHER)
@@ -498,7 +498,7 @@ static int differ(const float *got, const float *expected, size_t count)
 static int calls(dtrain_comm *comm, dtrain_device *device, dtrain_device_group *group, float *at, size_t count)
 {
     int rank = dtrain_comm_rank(comm), size = dtrain_comm_size(comm), wrong = 0;
-    size_t begin, mine = dtrain_split(count, dtrain_comm_size(comm), rank, &begin);
+    size_t begin, mine = dtrain_shard(comm, count, rank, &begin);
     float *in = (float *)calloc(3 * (size_t)MOST, sizeof *in), *out = in + MOST, *got = out + MOST;
     for (size_t i = 0; i < count; i++)
         in[i] = dtrain_random_normal((uint64_t)rank + 1, i);

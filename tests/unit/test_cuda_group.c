@@ -23,7 +23,7 @@ static int calls(dtrain_comm *world, dtrain_device *device, dtrain_device_group 
                  size_t offset)
 {
     int rank = dtrain_comm_rank(world), wrong = 0;
-    size_t begin, mine = dtrain_split(count, dtrain_comm_size(world), rank, &begin);
+    size_t begin, mine = dtrain_shard(world, count, rank, &begin);
     float *in = (float *)malloc((3 * count + 1) * sizeof *in), *out = in + count, *got = out + count;
     float *at = there + offset;
     cuda_numbers(in, rank, count);

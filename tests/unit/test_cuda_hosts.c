@@ -109,7 +109,7 @@ static int differs(dtrain_comm *world, dtrain_device *device, dtrain_device_grou
                    size_t count, size_t offset, int in_place)
 {
     float *from = r->a + offset, *to = in_place ? from : r->b + 3 - offset;
-    size_t begin, mine = dtrain_split(count, dtrain_comm_size(world), dtrain_comm_rank(world), &begin), given = count,
+    size_t begin, mine = dtrain_shard(world, count, dtrain_comm_rank(world), &begin), given = count,
                   taken = count;
     int root = dtrain_comm_size(world) - 2;
     CHECK_OK(dtrain_device_copy(device, from, r->in, count * sizeof(float)));

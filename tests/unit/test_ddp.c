@@ -110,7 +110,7 @@ static dtrain_status ddp_rank(dtrain_comm *world, void *user)
     model *m = (model *)malloc(sizeof *m);
     dtrain_ddp *ddp;
     dtrain_ddp_desc desc;
-    size_t begin, share = dtrain_split((size_t)run->micro_batches, ranks, rank, &begin), warm = 0;
+    size_t begin, share = cut_of((size_t)run->micro_batches, ranks, rank, &begin), warm = 0;
     double weight = 0, total = 0, expected = 0;
     model_init(m);
     memset(&desc, 0, sizeof desc);

@@ -89,7 +89,7 @@ static dtrain_fsdp *make(dtrain_comm *world)
 /* The part of a unit's matrix that a shard has: the unit is cut into equal parts, of which the matrix comes first. */
 static size_t matrix_part(int shards, int shard, size_t *begin)
 {
-    size_t count = dtrain_split(UNIT, shards, shard, begin);
+    size_t count = cut_of(UNIT, shards, shard, begin);
     return *begin >= MATRIX ? 0 : *begin + count > MATRIX ? MATRIX - *begin : count;
 }
 

@@ -251,7 +251,7 @@ typedef struct shares {
 static dtrain_status sum_of_shares(dtrain_comm *world, void *user)
 {
     const shares *s = (const shares *)user;
-    size_t begin, count = dtrain_split(s->count, dtrain_comm_size(world), dtrain_comm_rank(world), &begin);
+    size_t begin, count = dtrain_shard(world, s->count, dtrain_comm_rank(world), &begin);
     dtrain__norm sum = exact_of(s->x + begin, count);
     CHECK_EQ(dtrain_all_reduce(world, sum.limbs, sum.limbs, DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM), DTRAIN_OK);
     CHECK(same_bits(dtrain__norm_value(&sum), s->value));

@@ -177,7 +177,7 @@ static cut random_cut(void)
 static dtrain_param part_of(const cut *c, int rank, dtrain_param_part *part)
 {
     dtrain_param param = c->param;
-    size_t first, count = dtrain_split(param.shape[0], c->stages, rank / c->tensor, &first);
+    size_t first, count = cut_of(param.shape[0], c->stages, rank / c->tensor, &first);
     if (param.stacked)
         CHECK_EQ(dtrain_param_layers(&param, part, first, count), DTRAIN_OK);
     CHECK_EQ(dtrain_param_cut(&param, part, c->dim, c->blocks, c->granule, c->tensor, rank % c->tensor), DTRAIN_OK);

@@ -240,7 +240,7 @@ static int same_element(const call *c, const unsigned char *a, const unsigned ch
     return memcmp(a, b, c->width) == 0 || (is_nan(c, a) && is_nan(c, b));
 }
 
-/* Parts of counts and offsets: as dtrain_split cuts, or drawn, some empty, with gaps. */
+/* Parts of counts and offsets: as dtrain_shard cuts, or drawn, some empty, with gaps. */
 static void draw_parts(call *c, int ranks)
 {
     size_t next = 0;
@@ -484,7 +484,7 @@ static dtrain_status calls_of_a_rank(dtrain_comm *w, void *user)
 static dtrain_status large_calls(dtrain_comm *w, void *user)
 {
     size_t count = ((size_t)1 << 31) + 4099, begin,
-           mine = dtrain_split(count, dtrain_comm_size(w), dtrain_comm_rank(w), &begin);
+           mine = dtrain_shard(w, count, dtrain_comm_rank(w), &begin);
     int rank = dtrain_comm_rank(w), ranks = dtrain_comm_size(w), rest = ranks * (ranks - 1) / 2;
     unsigned char *x = (unsigned char *)malloc(count);
     dtrain_status status = x != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;

@@ -34,7 +34,7 @@ static int many_collectives(dtrain_comm *world, uint64_t *hash)
                 CHECK_EQ(dtrain_convert(values, DTRAIN_F32, in, dtypes[d], count), DTRAIN_OK);
             bad |= dtrain_all_reduce(world, in, out, count, dtypes[d], op) != DTRAIN_OK;
             *hash = dtrain__xxh64_of(out, bytes, *hash);
-            n = dtrain_split(count, dtrain_comm_size(world), rank, &low);
+            n = dtrain_shard(world, count, rank, &low);
             bad |= dtrain_reduce_scatter(world, in, in + low * (bytes / (count > 0 ? count : 1)), count, dtypes[d],
                                          op) != DTRAIN_OK;
             bad |= dtrain_all_gather(world, in + low * (bytes / (count > 0 ? count : 1)), in, count, dtypes[d]) !=

@@ -255,17 +255,18 @@ TEST(names_and_widths_of_dtypes_agree_both_ways)
 TEST(a_split_covers_the_count_with_earlier_parts_one_longer)
 {
     size_t begin;
-    CHECK_EQ(dtrain_split(7, 3, 0, &begin), 3);
+    CHECK_EQ(dtrain__split(7, 3, 0, &begin), 3);
     CHECK_EQ(begin, 0);
-    CHECK_EQ(dtrain_split(7, 3, 1, &begin), 2);
+    CHECK_EQ(dtrain__split(7, 3, 1, &begin), 2);
     CHECK_EQ(begin, 3);
-    CHECK_EQ(dtrain_split(7, 3, 2, &begin), 2);
+    CHECK_EQ(dtrain__split(7, 3, 2, &begin), 2);
     CHECK_EQ(begin, 5);
-    CHECK_EQ(dtrain_split(2, 5, 4, &begin), 0);
+    CHECK_EQ(dtrain__split(2, 5, 4, &begin), 0);
     CHECK_EQ(begin, 2);
-    CHECK_EQ(dtrain_split(7, 3, 3, NULL), 0);
-    CHECK_EQ(dtrain_split(7, 0, 0, NULL), 0);
-    CHECK_EQ(dtrain_split(SIZE_MAX, 2, 0, NULL) == SIZE_MAX / 2 + 1, 1);
+    CHECK_EQ(dtrain__split(7, 3, 3, NULL), 0);
+    CHECK_EQ(dtrain__split(7, 0, 0, NULL), 0);
+    CHECK_EQ(dtrain__split(SIZE_MAX, 2, 0, NULL) == SIZE_MAX / 2 + 1, 1);
+    CHECK_EQ(dtrain_shard(NULL, 7, 0, &begin), 0);
 }
 
 /* ---- folds ---- */

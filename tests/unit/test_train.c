@@ -621,7 +621,7 @@ typedef struct line {
 static dtrain_status line_compute(void *user, double *weight)
 {
     line *l = (line *)user;
-    size_t begin, count = dtrain_split(5, dtrain_comm_size(l->world), dtrain_comm_rank(l->world), &begin);
+    size_t begin, count = dtrain_shard(l->world, 5, dtrain_comm_rank(l->world), &begin);
     if (l->fails)
         return DTRAIN_ERR_ABORTED;
     for (size_t i = begin; i < begin + count; i++) {

@@ -10,11 +10,11 @@
 static void one_embedding(dtrain_comm *world, size_t rows, size_t vocab, size_t width, int sequence, int number)
 {
     int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
-    size_t begin, first = 0, part = dtrain_split(vocab, ranks, rank, &begin), mine = rows;
+    size_t begin, first = 0, part = cut_of(vocab, ranks, rank, &begin), mine = rows;
     float *table = draw(1, vocab * width), *d_whole = draw(2, rows * width), *out, *d_table;
     int32_t *tokens = (int32_t *)malloc((rows + 1) * sizeof *tokens);
     if (sequence)
-        mine = dtrain_split(rows, ranks, rank, &first);
+        mine = cut_of(rows, ranks, rank, &first);
     out = (float *)malloc((mine * width + 1) * sizeof(float));
     d_table = (float *)calloc(part * width + 1, sizeof(float));
     for (size_t i = 0; i < vocab * width; i += 5)
@@ -89,7 +89,7 @@ static void entropy_open(entropy_test *t, dtrain_comm *world, size_t rows, size_
 {
     t->rows = rows;
     t->vocab = vocab;
-    t->part = dtrain_split(vocab, dtrain_comm_size(world), dtrain_comm_rank(world), &t->begin);
+    t->part = dtrain_shard(world, vocab, dtrain_comm_rank(world), &t->begin);
     t->whole = draw(9, rows * vocab);
     t->mine = (float *)malloc((rows * t->part + 1) * sizeof(float));
     t->targets = (int32_t *)malloc((rows + 1) * sizeof(int32_t));
