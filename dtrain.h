@@ -400,19 +400,20 @@
 extern "C" {
 #endif
 
-/* What a fallible call returns. Few codes, one for each thing a caller can do about it. */
+/* What a fallible call returns. Few codes, one for each thing a caller can do about it. The constants of all enums are
+ * disjoint, but for their zeroes, so that arguments that were swapped are refused. */
 typedef enum dtrain_status {
     DTRAIN_OK = 0,
-    DTRAIN_ERR_INVALID,     /* an argument is wrong: correct the call */
-    DTRAIN_ERR_MEMORY,      /* the allocator has no more to give */
-    DTRAIN_ERR_IO,          /* the system refused a file, thread or socket */
-    DTRAIN_ERR_TIMEOUT,     /* the deadline passed; the text says who was awaited */
-    DTRAIN_ERR_PEER_LOST,   /* another rank has left or died */
-    DTRAIN_ERR_MISMATCH,    /* ranks made different calls; the text quotes both */
-    DTRAIN_ERR_CORRUPT,     /* data from outside breaks its format */
-    DTRAIN_ERR_UNSUPPORTED, /* legal, but not on this build, system or transport */
-    DTRAIN_ERR_DENIED,      /* a peer did not prove that it belongs here */
-    DTRAIN_ERR_ABORTED      /* cancelled by a rank on purpose */
+    DTRAIN_ERR_INVALID = 31, /* an argument is wrong: correct the call */
+    DTRAIN_ERR_MEMORY,       /* the allocator has no more to give */
+    DTRAIN_ERR_IO,           /* the system refused a file, thread or socket */
+    DTRAIN_ERR_TIMEOUT,      /* the deadline passed; the text says who was awaited */
+    DTRAIN_ERR_PEER_LOST,    /* another rank has left or died */
+    DTRAIN_ERR_MISMATCH,     /* ranks made different calls; the text quotes both */
+    DTRAIN_ERR_CORRUPT,      /* data from outside breaks its format */
+    DTRAIN_ERR_UNSUPPORTED,  /* legal, but not on this build, system or transport */
+    DTRAIN_ERR_DENIED,       /* a peer did not prove that it belongs here */
+    DTRAIN_ERR_ABORTED       /* cancelled by a rank on purpose */
 } dtrain_status;
 
 /* Returns the constant's name without its prefix, "OK" or "ERR_TIMEOUT"; never NULL.
@@ -536,7 +537,7 @@ DTRAIN_API int dtrain__without(const char *what);
 extern "C" {
 #endif
 
-/* Element types: those of safetensors, narrowest first. Values are disjoint from every other enum here. */
+/* Element types: those of safetensors, narrowest first. */
 typedef enum dtrain_dtype {
     DTRAIN_BOOL = 1,
     DTRAIN_F4,
@@ -562,7 +563,7 @@ typedef enum dtrain_dtype {
     DTRAIN_U64
 } dtrain_dtype;
 
-/* How values of several ranks become one. Values are disjoint from every other enum here. */
+/* How values of several ranks become one. */
 typedef enum dtrain_op {
     DTRAIN_SUM = 101,
     DTRAIN_MEAN, /* the sum divided once; floats only */
@@ -5028,10 +5029,16 @@ static DTRAIN__NOINLINE dtrain_status dtrain__report(const dtrain__error *error)
     return error->status;
 }
 
+/* Whether a number that another rank has told is a status. */
+static int dtrain__status_known(uint64_t told)
+{
+    return told == DTRAIN_OK || (told >= DTRAIN_ERR_INVALID && told <= DTRAIN_ERR_ABORTED);
+}
+
 /* The status of another rank that is not DTRAIN_OK, as it has told it; a number that is none counts as CORRUPT. */
 static dtrain_status dtrain__status_told(uint64_t told)
 {
-    return told > DTRAIN_OK && told <= DTRAIN_ERR_ABORTED ? (dtrain_status)told : DTRAIN_ERR_CORRUPT;
+    return told != DTRAIN_OK && dtrain__status_known(told) ? (dtrain_status)told : DTRAIN_ERR_CORRUPT;
 }
 
 /* An error's text, to be quoted by who passes it on. Of a text that has been passed on too often to be quoted whole
@@ -5062,10 +5069,10 @@ DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *form
 DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 {
     static const char *const names[] = {
-        "OK",           "ERR_INVALID", "ERR_MEMORY",      "ERR_IO",     "ERR_TIMEOUT", "ERR_PEER_LOST",
-        "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED", "ERR_DENIED", "ERR_ABORTED"};
-    size_t index = (size_t)status;
-    return index < sizeof names / sizeof names[0] ? names[index] : "not a dtrain_status";
+        "ERR_INVALID",  "ERR_MEMORY",  "ERR_IO",          "ERR_TIMEOUT", "ERR_PEER_LOST",
+        "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED", "ERR_DENIED",  "ERR_ABORTED"};
+    size_t index = (size_t)status - DTRAIN_ERR_INVALID;
+    return status == DTRAIN_OK ? "OK" : index < sizeof names / sizeof names[0] ? names[index] : "not a dtrain_status";
 }
 
 #endif
@@ -12641,7 +12648,7 @@ static int dtrain__council_take_answer(dtrain__council *council, int from, dtrai
 {
     uint64_t group, id, status, found;
     if (council->rank == 0 || from != 0 || !dtrain__take(reader, &group, 8) || !dtrain__take(reader, &id, 4) ||
-        !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) || status > DTRAIN_ERR_ABORTED ||
+        !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) || !dtrain__status_known(status) ||
         found > 1 || reader->left > DTRAIN__STORE_VALUE_BYTES)
         return 0;
     dtrain__council_answered(council, group, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);
@@ -13058,7 +13065,7 @@ static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__read
                dtrain__take(reader, &frame->status, 2) && dtrain__take(reader, &frame->flags, 8) &&
                dtrain__take(reader, &frame->id, 8) && dtrain__take(reader, &frame->count, 4);
     frame->entries = reader->at;
-    return good && frame->decided <= 1 && frame->status <= DTRAIN_ERR_ABORTED &&
+    return good && frame->decided <= 1 && dtrain__status_known(frame->status) &&
            reader->left % DTRAIN__CONSENT_FRAME_BYTES == 0 &&
            frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
 }
@@ -16560,7 +16567,7 @@ static int dtrain__seal_holds(const dtrain__seal *seal)
 #ifndef DTRAIN__ADMISSION
 #define DTRAIN__ADMISSION
 
-#define DTRAIN__WIRE_VERSION 4u
+#define DTRAIN__WIRE_VERSION 5u
 #define DTRAIN__HELLO_BYTES 128 /* this and the next are the same in every version, so that each side can name both */
 #define DTRAIN__CHALLENGE_BYTES 80
 #define DTRAIN__PROOF_BYTES (40 + DTRAIN__JOB_BYTES + DTRAIN__NAME_BYTES)
@@ -16859,7 +16866,7 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
     if (verdict[0] != DTRAIN_OK) {
         handshake->verdict = verdict[0];
         dtrain__fail(&handshake->error,
-                     verdict[0] <= DTRAIN_ERR_ABORTED ? (dtrain_status)verdict[0] : DTRAIN_ERR_DENIED,
+                     dtrain__status_known(verdict[0]) ? (dtrain_status)verdict[0] : DTRAIN_ERR_DENIED,
                      "rank %d at %s sent this rank away: %s", handshake->peer, handshake->peer_name, text);
         dtrain__handshake_close(handshake);
     }
@@ -17936,7 +17943,7 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     char text[DTRAIN__ERROR_BYTES];
     dtrain__reason reason;
     if (!dtrain__take(reader, &reason.channel, 8) || !dtrain__take(reader, &about, 4) || about > INT_MAX ||
-        !dtrain__take(reader, &status, 2) || status > DTRAIN_ERR_ABORTED ||
+        !dtrain__take(reader, &status, 2) || !dtrain__status_known(status) ||
         !dtrain__take_text(reader, 2, text, sizeof text) || !dtrain__take(reader, &reason.calls, 8) ||
         !dtrain__take(reader, &count, 4) || count > (uint64_t)hub->size || reader->left != 4 * (size_t)count)
         return 0;

@@ -30,19 +30,20 @@
 extern "C" {
 #endif
 
-/* What a fallible call returns. Few codes, one for each thing a caller can do about it. */
+/* What a fallible call returns. Few codes, one for each thing a caller can do about it. The constants of all enums are
+ * disjoint, but for their zeroes, so that arguments that were swapped are refused. */
 typedef enum dtrain_status {
     DTRAIN_OK = 0,
-    DTRAIN_ERR_INVALID,     /* an argument is wrong: correct the call */
-    DTRAIN_ERR_MEMORY,      /* the allocator has no more to give */
-    DTRAIN_ERR_IO,          /* the system refused a file, thread or socket */
-    DTRAIN_ERR_TIMEOUT,     /* the deadline passed; the text says who was awaited */
-    DTRAIN_ERR_PEER_LOST,   /* another rank has left or died */
-    DTRAIN_ERR_MISMATCH,    /* ranks made different calls; the text quotes both */
-    DTRAIN_ERR_CORRUPT,     /* data from outside breaks its format */
-    DTRAIN_ERR_UNSUPPORTED, /* legal, but not on this build, system or transport */
-    DTRAIN_ERR_DENIED,      /* a peer did not prove that it belongs here */
-    DTRAIN_ERR_ABORTED      /* cancelled by a rank on purpose */
+    DTRAIN_ERR_INVALID = 31, /* an argument is wrong: correct the call */
+    DTRAIN_ERR_MEMORY,       /* the allocator has no more to give */
+    DTRAIN_ERR_IO,           /* the system refused a file, thread or socket */
+    DTRAIN_ERR_TIMEOUT,      /* the deadline passed; the text says who was awaited */
+    DTRAIN_ERR_PEER_LOST,    /* another rank has left or died */
+    DTRAIN_ERR_MISMATCH,     /* ranks made different calls; the text quotes both */
+    DTRAIN_ERR_CORRUPT,      /* data from outside breaks its format */
+    DTRAIN_ERR_UNSUPPORTED,  /* legal, but not on this build, system or transport */
+    DTRAIN_ERR_DENIED,       /* a peer did not prove that it belongs here */
+    DTRAIN_ERR_ABORTED       /* cancelled by a rank on purpose */
 } dtrain_status;
 
 /* Returns the constant's name without its prefix, "OK" or "ERR_TIMEOUT"; never NULL.

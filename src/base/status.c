@@ -127,10 +127,16 @@ static DTRAIN__NOINLINE dtrain_status dtrain__report(const dtrain__error *error)
     return error->status;
 }
 
+/* Whether a number that another rank has told is a status. */
+static int dtrain__status_known(uint64_t told)
+{
+    return told == DTRAIN_OK || (told >= DTRAIN_ERR_INVALID && told <= DTRAIN_ERR_ABORTED);
+}
+
 /* The status of another rank that is not DTRAIN_OK, as it has told it; a number that is none counts as CORRUPT. */
 static dtrain_status dtrain__status_told(uint64_t told)
 {
-    return told > DTRAIN_OK && told <= DTRAIN_ERR_ABORTED ? (dtrain_status)told : DTRAIN_ERR_CORRUPT;
+    return told != DTRAIN_OK && dtrain__status_known(told) ? (dtrain_status)told : DTRAIN_ERR_CORRUPT;
 }
 
 /* An error's text, to be quoted by who passes it on. Of a text that has been passed on too often to be quoted whole
@@ -161,10 +167,10 @@ DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *form
 DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 {
     static const char *const names[] = {
-        "OK",           "ERR_INVALID", "ERR_MEMORY",      "ERR_IO",     "ERR_TIMEOUT", "ERR_PEER_LOST",
-        "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED", "ERR_DENIED", "ERR_ABORTED"};
-    size_t index = (size_t)status;
-    return index < sizeof names / sizeof names[0] ? names[index] : "not a dtrain_status";
+        "ERR_INVALID",  "ERR_MEMORY",  "ERR_IO",          "ERR_TIMEOUT", "ERR_PEER_LOST",
+        "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED", "ERR_DENIED",  "ERR_ABORTED"};
+    size_t index = (size_t)status - DTRAIN_ERR_INVALID;
+    return status == DTRAIN_OK ? "OK" : index < sizeof names / sizeof names[0] ? names[index] : "not a dtrain_status";
 }
 
 #endif

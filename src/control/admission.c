@@ -22,7 +22,7 @@
 #include "../transport/net.c"
 #include "plane.c"
 
-#define DTRAIN__WIRE_VERSION 4u
+#define DTRAIN__WIRE_VERSION 5u
 #define DTRAIN__HELLO_BYTES 128 /* this and the next are the same in every version, so that each side can name both */
 #define DTRAIN__CHALLENGE_BYTES 80
 #define DTRAIN__PROOF_BYTES (40 + DTRAIN__JOB_BYTES + DTRAIN__NAME_BYTES)
@@ -321,7 +321,7 @@ static void dtrain__handshake_take_verdict(dtrain__handshake *handshake, const d
     if (verdict[0] != DTRAIN_OK) {
         handshake->verdict = verdict[0];
         dtrain__fail(&handshake->error,
-                     verdict[0] <= DTRAIN_ERR_ABORTED ? (dtrain_status)verdict[0] : DTRAIN_ERR_DENIED,
+                     dtrain__status_known(verdict[0]) ? (dtrain_status)verdict[0] : DTRAIN_ERR_DENIED,
                      "rank %d at %s sent this rank away: %s", handshake->peer, handshake->peer_name, text);
         dtrain__handshake_close(handshake);
     }

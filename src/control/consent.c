@@ -344,7 +344,7 @@ static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__read
                dtrain__take(reader, &frame->status, 2) && dtrain__take(reader, &frame->flags, 8) &&
                dtrain__take(reader, &frame->id, 8) && dtrain__take(reader, &frame->count, 4);
     frame->entries = reader->at;
-    return good && frame->decided <= 1 && frame->status <= DTRAIN_ERR_ABORTED &&
+    return good && frame->decided <= 1 && dtrain__status_known(frame->status) &&
            reader->left % DTRAIN__CONSENT_FRAME_BYTES == 0 &&
            frame->count == reader->left / DTRAIN__CONSENT_FRAME_BYTES;
 }

@@ -242,7 +242,7 @@ static int dtrain__take_reason(dtrain__hub *hub, int from, int type, dtrain__rea
     char text[DTRAIN__ERROR_BYTES];
     dtrain__reason reason;
     if (!dtrain__take(reader, &reason.channel, 8) || !dtrain__take(reader, &about, 4) || about > INT_MAX ||
-        !dtrain__take(reader, &status, 2) || status > DTRAIN_ERR_ABORTED ||
+        !dtrain__take(reader, &status, 2) || !dtrain__status_known(status) ||
         !dtrain__take_text(reader, 2, text, sizeof text) || !dtrain__take(reader, &reason.calls, 8) ||
         !dtrain__take(reader, &count, 4) || count > (uint64_t)hub->size || reader->left != 4 * (size_t)count)
         return 0;

@@ -236,7 +236,7 @@ static int dtrain__council_take_answer(dtrain__council *council, int from, dtrai
 {
     uint64_t group, id, status, found;
     if (council->rank == 0 || from != 0 || !dtrain__take(reader, &group, 8) || !dtrain__take(reader, &id, 4) ||
-        !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) || status > DTRAIN_ERR_ABORTED ||
+        !dtrain__take(reader, &status, 2) || !dtrain__take(reader, &found, 1) || !dtrain__status_known(status) ||
         found > 1 || reader->left > DTRAIN__STORE_VALUE_BYTES)
         return 0;
     dtrain__council_answered(council, group, (uint32_t)id, (dtrain_status)status, found != 0, reader->at, reader->left);

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-/* Element types: those of safetensors, narrowest first. Values are disjoint from every other enum here. */
+/* Element types: those of safetensors, narrowest first. */
 typedef enum dtrain_dtype {
     DTRAIN_BOOL = 1,
     DTRAIN_F4,
@@ -38,7 +38,7 @@ typedef enum dtrain_dtype {
     DTRAIN_U64
 } dtrain_dtype;
 
-/* How values of several ranks become one. Values are disjoint from every other enum here. */
+/* How values of several ranks become one. */
 typedef enum dtrain_op {
     DTRAIN_SUM = 101,
     DTRAIN_MEAN, /* the sum divided once; floats only */

@@ -601,10 +601,10 @@ TEST(the_program_reports_its_steps_and_writes_its_files)
     read_text(dir, "svg", svg, sizeof svg);
     CHECK(strncmp(svg, "<svg ", 5) == 0 && strcmp(svg + strlen(svg) - 7, "</svg>\n") == 0);
     CHECK_EQ(count_of(svg, "<polyline"), 1);
-    CHECK_CONTAINS(one.out, "\nnone ");
+    CHECK_CONTAINS(one.out, "\nddp ");
     CHECK_CONTAINS(one.out, " <- this run\n");
     CHECK_CONTAINS(one.out, "\nhybrid     not with --shard-size 2 on 1 ranks\n");
-    CHECK_CONTAINS(one.out, "\nmemory of none: ");
+    CHECK_CONTAINS(one.out, "\nmemory of ddp: ");
     two = run_program(SMALL "--ranks 2 --quiet", dir);
     CHECK_EQ(two.status, 0);
     CHECK(strncmp(two.out, "result weights_sha256=", 22) == 0 &&

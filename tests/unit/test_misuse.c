@@ -248,3 +248,29 @@ TEST(an_abort_beside_a_call_is_no_second_call)
     dtrain_comm_destroy(comms[0]);
     dtrain_comm_destroy(comms[1]);
 }
+
+TEST(constants_of_all_enums_are_disjoint)
+{
+    static const int first_last[][2] = {{DTRAIN_BOOL, DTRAIN_U64},
+                                        {DTRAIN_ERR_INVALID, DTRAIN_ERR_ABORTED},
+                                        {DTRAIN_SUM, DTRAIN_XOR},
+                                        {DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_DOUBLE_TREE},
+                                        {DTRAIN_PROGRESS_POLL, DTRAIN_PROGRESS_POLL},
+                                        {DTRAIN_ORDER_ANY, DTRAIN_ORDER_ANY},
+                                        {DTRAIN_SGD, DTRAIN_OPTIMIZER_NONE},
+                                        {DTRAIN_FULL_SHARD, DTRAIN_HYBRID_SHARD},
+                                        {DTRAIN_INDEX_U32, DTRAIN_INDEX_NONE},
+                                        {DTRAIN_EXCHANGE_GATHER, DTRAIN_EXCHANGE_SPLIT_TOPK},
+                                        {DTRAIN_COMPRESS_TOPK, DTRAIN_COMPRESS_OWN},
+                                        {DTRAIN_PIPELINE_GPIPE, DTRAIN_PIPELINE_ZB_H1},
+                                        {DTRAIN_PART_FORWARD, DTRAIN_PART_WEIGHTS},
+                                        {DTRAIN_MEMORY_DEVICE, DTRAIN_MEMORY_PINNED},
+                                        {DTRAIN_DEVICE_STAGED, DTRAIN_DEVICE_HOSTS},
+                                        {DTRAIN_LOG_INFO, DTRAIN_LOG_ERROR},
+                                        {DTRAIN_SCHEDULE_LINEAR, DTRAIN_SCHEDULE_COSINE}};
+    int count = (int)(sizeof first_last / sizeof first_last[0]);
+    for (int i = 0; i < count; i++)
+        for (int k = 0; k < i; k++)
+            CHECK(first_last[k][1] < first_last[i][0] || first_last[i][1] < first_last[k][0]);
+    CHECK_EQ(strcmp(dtrain_status_name((dtrain_status)DTRAIN_F32), "not a dtrain_status"), 0);
+}
