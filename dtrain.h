@@ -85,6 +85,12 @@
  *     DTRAIN_CHECK(dtrain_all_to_all(world, goes, comes, (size_t)ranks, DTRAIN_U64));
  *     DTRAIN_CHECK(dtrain_all_to_all_v(world, tokens, goes, NULL, taken, comes, NULL, DTRAIN_F32));
  *
+ * A few bytes under a name, from any rank to any:
+ *
+ *     DTRAIN_CHECK(dtrain_store_set(world, "address", "10.0.0.1:80", 12));
+ *     DTRAIN_CHECK(dtrain_store_wait(world, "address", address, sizeof address, &bytes));
+ *     DTRAIN_CHECK(dtrain_store_get(world, "nobody's", address, 0, &absent));      does not wait
+ *
  * BESIDE THE COMPUTATION: start a call, compute, and wait for it.
  *
  *     DTRAIN_CHECK(dtrain_reduce_scatter_async(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN, &work));
@@ -949,6 +955,10 @@ DTRAIN_API_MUST dtrain_status dtrain_device_clip(dtrain_device *device, const in
  *
  *     dtrain_pieces lists[3] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};
  *     lists[2].pieces = own;  lists[2].count = 2;
+ *     DTRAIN_CHECK(dtrain_pieces_each(lists, 3, ranks, rank, put, file));            to a file format of your own
+ *
+ * Others are dtrain_ddp_pieces(ddp), dtrain_params_pieces(table, count, optimizer), dtrain_schedule_pieces(&schedule)
+ * and dtrain_compressed_pieces(compressed).
  *
  * A list names its object and holds no state itself. It is asked again for every save and load, so that it is made
  * once, as soon as the object is there, and used until the object is destroyed. */
@@ -1154,16 +1164,6 @@ DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_tensor_at(const d
  * any thread */
 DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_find(const dtrain_safetensors *file, const char *name,
                                                                     size_t length);
-
-/* Returns the bytes before the data: 8 and the header with its padding.
- *
- * any thread */
-DTRAIN_API uint64_t dtrain_safetensors_header_bytes(const dtrain_safetensors *file);
-
-/* Returns how many bytes of data the reading calls have read of this file so far; the header is not counted.
- *
- * any thread */
-DTRAIN_API uint64_t dtrain_safetensors_bytes_read(const dtrain_safetensors *file);
 
 /* Reads elements begin to begin + count of a tensor, counted row by row.
  *
@@ -2915,13 +2915,6 @@ DTRAIN_API_MUST dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimiz
  * one thread per object; allocates nothing */
 DTRAIN_API_MUST dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
 
-/* Return and set the number of steps that the optimizer has made, by which AdamW corrects its averages: part of what is
- * saved and resumed.
- *
- * one thread per object */
-DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer);
-DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step);
-
 /* Lists a replicated table, as under DDP, and its optimizer's state, settings and number of steps. Parameters that are
  * parts give pieces of the whole tensors, as of dtrain_fsdp_pieces. Optimizer state is NAME@adam.m and NAME@adam.v, or
  * NAME@momentum, as many floats as the parameter has: memory of the table's device, to be read and written between
@@ -4604,6 +4597,12 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
  *     state.step = step;
  *     DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));                           or dtrain_checkpoint_save_async
  *
+ *     const char *note = dtrain_checkpoint_value(ckpt, "note", NULL);               of the one that was loaded
+ *     DTRAIN_CHECK(dtrain_checkpoint_verify("run"));                                every rule and hash of the newest
+ *     DTRAIN_CHECK(dtrain_checkpoint_export("run", "run.safetensors", 0));          its weights, whole, as one file
+ *     DTRAIN_CHECK(dtrain_params_load(table, count, "run.safetensors", 1));         into a table that is no run's
+ *     DTRAIN_CHECK(dtrain_params_save(table, count, "model.safetensors"));
+ *
  * A checkpoint is a directory: run/step-50/ has one safetensors file a rank, with the parts that this rank writes, a
  * file of hashes beside each, and index.json, which names every tensor's full shape and says which file has which range
  * of it. run/latest holds the name of the newest. What several ranks have alike is written once, its parts dealt to
@@ -4744,12 +4743,6 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, co
  */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt,
                                                            const dtrain_checkpoint_state *state);
-
-/* Says whether no asynchronous save is under way on this rank; 1 for NULL. Another rank may take longer: wait before
- * the next save rather than ask.
- *
- * one thread per object; never blocks */
-DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt);
 
 /* Waits until the last asynchronous save is visible, and returns how it went, also where it could not begin; again when
  * called again, until the next save. DTRAIN_OK where there was none. With local, this rank's part alone.
@@ -10381,12 +10374,14 @@ static const dtrain_safetensors_pair *dtrain__safetensors_metadata_find(const dt
     return &file->pairs[index];
 }
 
-DTRAIN_API uint64_t dtrain_safetensors_header_bytes(const dtrain_safetensors *file)
+/* The bytes before the data: 8 and the header with its padding. */
+static uint64_t dtrain__safetensors_header_bytes(const dtrain_safetensors *file)
 {
     return file != NULL ? file->header_bytes : 0;
 }
 
-DTRAIN_API uint64_t dtrain_safetensors_bytes_read(const dtrain_safetensors *file)
+/* How many bytes of data the reading calls have read of a file so far; the header is not counted. */
+static uint64_t dtrain__safetensors_bytes_read(const dtrain_safetensors *file)
 {
     return file != NULL ? __atomic_load_n(&file->read_bytes, __ATOMIC_RELAXED) : 0;
 }
@@ -34953,17 +34948,6 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     return status;
 }
 
-DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer)
-{
-    return optimizer != NULL ? optimizer->step : 0;
-}
-
-DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step)
-{
-    if (optimizer != NULL)
-        optimizer->step = step;
-}
-
 /* The state of a parameter, or of a layer of a stacked one, which begins at data; NULL: there is none. */
 static float *dtrain__optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
 {
@@ -52096,7 +52080,7 @@ static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int dir
         status = dtrain__verify_file_header(open, entry);
     if (status == DTRAIN_OK)
         status = dtrain__safetensors_open_fd(&open->file, open->fd, &desc);
-    if (status == DTRAIN_OK && dtrain_safetensors_header_bytes(open->file) != entry->header_bytes)
+    if (status == DTRAIN_OK && dtrain__safetensors_header_bytes(open->file) != entry->header_bytes)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "checkpoint file \"%s\": its header has another length than the "
                               "index says",
@@ -52998,7 +52982,7 @@ static dtrain_status dtrain__load_read_model(dtrain__load *load)
     }
     for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
         dtrain_safetensors *file = dtrain__huggingface_file(load->model, i);
-        load->reader.bytes_read += dtrain_safetensors_header_bytes(file) + dtrain_safetensors_bytes_read(file);
+        load->reader.bytes_read += dtrain__safetensors_header_bytes(file) + dtrain__safetensors_bytes_read(file);
     }
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
@@ -53879,11 +53863,17 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
     dtrain__free(allocator, ckpt);
 }
 
+/* Whether no asynchronous save is under way on this rank. */
+static int dtrain__checkpoint_done(dtrain_checkpoint *ckpt)
+{
+    return dtrain__worker_is_done(&ckpt->worker, ckpt->worker.posted);
+}
+
 /* Begins a save: whether one may begin now, and what this rank writes. */
 static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
 {
     ckpt->id.counter++;
-    if (dtrain_checkpoint_done(ckpt))
+    if (dtrain__checkpoint_done(ckpt))
         dtrain__checkpoint_join(ckpt);
     if (ckpt->worker.threaded)
         return dtrain__fail(
@@ -53994,11 +53984,6 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
     if (status != DTRAIN_OK && !ckpt->worker.threaded && ckpt->result.status == DTRAIN_OK)
         ckpt->result = ckpt->error; /* told, and told again by a wait */
     return status;
-}
-
-DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt)
-{
-    return ckpt == NULL || dtrain__worker_is_done(&ckpt->worker, ckpt->worker.posted);
 }
 
 DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)

@@ -85,6 +85,12 @@
  *     DTRAIN_CHECK(dtrain_all_to_all(world, goes, comes, (size_t)ranks, DTRAIN_U64));
  *     DTRAIN_CHECK(dtrain_all_to_all_v(world, tokens, goes, NULL, taken, comes, NULL, DTRAIN_F32));
  *
+ * A few bytes under a name, from any rank to any:
+ *
+ *     DTRAIN_CHECK(dtrain_store_set(world, "address", "10.0.0.1:80", 12));
+ *     DTRAIN_CHECK(dtrain_store_wait(world, "address", address, sizeof address, &bytes));
+ *     DTRAIN_CHECK(dtrain_store_get(world, "nobody's", address, 0, &absent));      does not wait
+ *
  * BESIDE THE COMPUTATION: start a call, compute, and wait for it.
  *
  *     DTRAIN_CHECK(dtrain_reduce_scatter_async(world, grads, grads + lo, count, DTRAIN_F32, DTRAIN_MEAN, &work));

@@ -262,11 +262,17 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
     dtrain__free(allocator, ckpt);
 }
 
+/* Whether no asynchronous save is under way on this rank. */
+static int dtrain__checkpoint_done(dtrain_checkpoint *ckpt)
+{
+    return dtrain__worker_is_done(&ckpt->worker, ckpt->worker.posted);
+}
+
 /* Begins a save: whether one may begin now, and what this rank writes. */
 static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
 {
     ckpt->id.counter++;
-    if (dtrain_checkpoint_done(ckpt))
+    if (dtrain__checkpoint_done(ckpt))
         dtrain__checkpoint_join(ckpt);
     if (ckpt->worker.threaded)
         return dtrain__fail(
@@ -377,11 +383,6 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
     if (status != DTRAIN_OK && !ckpt->worker.threaded && ckpt->result.status == DTRAIN_OK)
         ckpt->result = ckpt->error; /* told, and told again by a wait */
     return status;
-}
-
-DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt)
-{
-    return ckpt == NULL || dtrain__worker_is_done(&ckpt->worker, ckpt->worker.posted);
 }
 
 DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)

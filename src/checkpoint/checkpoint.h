@@ -10,6 +10,12 @@
  *     state.step = step;
  *     DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));                           or dtrain_checkpoint_save_async
  *
+ *     const char *note = dtrain_checkpoint_value(ckpt, "note", NULL);               of the one that was loaded
+ *     DTRAIN_CHECK(dtrain_checkpoint_verify("run"));                                every rule and hash of the newest
+ *     DTRAIN_CHECK(dtrain_checkpoint_export("run", "run.safetensors", 0));          its weights, whole, as one file
+ *     DTRAIN_CHECK(dtrain_params_load(table, count, "run.safetensors", 1));         into a table that is no run's
+ *     DTRAIN_CHECK(dtrain_params_save(table, count, "model.safetensors"));
+ *
  * A checkpoint is a directory: run/step-50/ has one safetensors file a rank, with the parts that this rank writes, a
  * file of hashes beside each, and index.json, which names every tensor's full shape and says which file has which range
  * of it. run/latest holds the name of the newest. What several ranks have alike is written once, its parts dealt to
@@ -154,12 +160,6 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, co
  */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt,
                                                            const dtrain_checkpoint_state *state);
-
-/* Says whether no asynchronous save is under way on this rank; 1 for NULL. Another rank may take longer: wait before
- * the next save rather than ask.
- *
- * one thread per object; never blocks */
-DTRAIN_API int dtrain_checkpoint_done(dtrain_checkpoint *ckpt);
 
 /* Waits until the last asynchronous save is visible, and returns how it went, also where it could not begin; again when
  * called again, until the next save. DTRAIN_OK where there was none. With local, this rank's part alone.

@@ -608,7 +608,7 @@ static dtrain_status dtrain__load_read_model(dtrain__load *load)
     }
     for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
         dtrain_safetensors *file = dtrain__huggingface_file(load->model, i);
-        load->reader.bytes_read += dtrain_safetensors_header_bytes(file) + dtrain_safetensors_bytes_read(file);
+        load->reader.bytes_read += dtrain__safetensors_header_bytes(file) + dtrain__safetensors_bytes_read(file);
     }
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }

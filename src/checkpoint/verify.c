@@ -77,7 +77,7 @@ static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int dir
         status = dtrain__verify_file_header(open, entry);
     if (status == DTRAIN_OK)
         status = dtrain__safetensors_open_fd(&open->file, open->fd, &desc);
-    if (status == DTRAIN_OK && dtrain_safetensors_header_bytes(open->file) != entry->header_bytes)
+    if (status == DTRAIN_OK && dtrain__safetensors_header_bytes(open->file) != entry->header_bytes)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "checkpoint file \"%s\": its header has another length than the "
                               "index says",

@@ -100,16 +100,6 @@ DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_tensor_at(const d
 DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_find(const dtrain_safetensors *file, const char *name,
                                                                     size_t length);
 
-/* Returns the bytes before the data: 8 and the header with its padding.
- *
- * any thread */
-DTRAIN_API uint64_t dtrain_safetensors_header_bytes(const dtrain_safetensors *file);
-
-/* Returns how many bytes of data the reading calls have read of this file so far; the header is not counted.
- *
- * any thread */
-DTRAIN_API uint64_t dtrain_safetensors_bytes_read(const dtrain_safetensors *file);
-
 /* Reads elements begin to begin + count of a tensor, counted row by row.
  *
  *   tensor   of this file

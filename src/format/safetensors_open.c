@@ -223,12 +223,14 @@ static const dtrain_safetensors_pair *dtrain__safetensors_metadata_find(const dt
     return &file->pairs[index];
 }
 
-DTRAIN_API uint64_t dtrain_safetensors_header_bytes(const dtrain_safetensors *file)
+/* The bytes before the data: 8 and the header with its padding. */
+static uint64_t dtrain__safetensors_header_bytes(const dtrain_safetensors *file)
 {
     return file != NULL ? file->header_bytes : 0;
 }
 
-DTRAIN_API uint64_t dtrain_safetensors_bytes_read(const dtrain_safetensors *file)
+/* How many bytes of data the reading calls have read of a file so far; the header is not counted. */
+static uint64_t dtrain__safetensors_bytes_read(const dtrain_safetensors *file)
 {
     return file != NULL ? __atomic_load_n(&file->read_bytes, __ATOMIC_RELAXED) : 0;
 }

@@ -4,6 +4,10 @@
  *
  *     dtrain_pieces lists[3] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};
  *     lists[2].pieces = own;  lists[2].count = 2;
+ *     DTRAIN_CHECK(dtrain_pieces_each(lists, 3, ranks, rank, put, file));            to a file format of your own
+ *
+ * Others are dtrain_ddp_pieces(ddp), dtrain_params_pieces(table, count, optimizer), dtrain_schedule_pieces(&schedule)
+ * and dtrain_compressed_pieces(compressed).
  *
  * A list names its object and holds no state itself. It is asked again for every save and load, so that it is made
  * once, as soon as the object is there, and used until the object is destroyed. */

@@ -287,17 +287,6 @@ DTRAIN_API dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, floa
     return status;
 }
 
-DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer)
-{
-    return optimizer != NULL ? optimizer->step : 0;
-}
-
-DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step)
-{
-    if (optimizer != NULL)
-        optimizer->step = step;
-}
-
 /* The state of a parameter, or of a layer of a stacked one, which begins at data; NULL: there is none. */
 static float *dtrain__optimizer_state(const dtrain_optimizer *optimizer, const void *data, int which)
 {

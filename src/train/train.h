@@ -283,13 +283,6 @@ DTRAIN_API_MUST dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimiz
  * one thread per object; allocates nothing */
 DTRAIN_API_MUST dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer, float lr);
 
-/* Return and set the number of steps that the optimizer has made, by which AdamW corrects its averages: part of what is
- * saved and resumed.
- *
- * one thread per object */
-DTRAIN_API uint64_t dtrain_optimizer_get_step(const dtrain_optimizer *optimizer);
-DTRAIN_API void dtrain_optimizer_set_step(dtrain_optimizer *optimizer, uint64_t step);
-
 /* Lists a replicated table, as under DDP, and its optimizer's state, settings and number of steps. Parameters that are
  * parts give pieces of the whole tensors, as of dtrain_fsdp_pieces. Optimizer state is NAME@adam.m and NAME@adam.v, or
  * NAME@momentum, as many floats as the parameter has: memory of the table's device, to be read and written between

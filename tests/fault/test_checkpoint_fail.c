@@ -224,7 +224,7 @@ TEST(a_second_save_while_one_is_written_is_refused_and_harms_neither)
     holding_fill(h, 21);
     __atomic_store_n(&gate, 1, __ATOMIC_SEQ_CST);
     CHECK_EQ(dtrain_checkpoint_save_async(ckpt, &h->state), DTRAIN_OK);
-    CHECK_EQ(dtrain_checkpoint_done(ckpt), 0);
+    CHECK_EQ(dtrain__checkpoint_done(ckpt), 0);
     holding_fill(h, 22);
     CHECK_EQ(dtrain_checkpoint_save_async(ckpt, &h->state), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "rank 0 still writes its part of step 21: call dtrain_checkpoint_wait");

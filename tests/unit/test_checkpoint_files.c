@@ -1,5 +1,6 @@
 /* What checkpoints are on the disk: what fits and what does not, damage, what is kept and what is cleared, disks that
  * are not shared, asynchronous saves. */
+#define DTRAIN_IMPLEMENTATION
 #include "dtrain.h"
 #include "test.h"
 #include "processes.h"
@@ -206,7 +207,7 @@ static dtrain_status two_optimizers(dtrain_comm *world, void *user)
     sharded.lists[1] = other.lists[0];
     state.list_count = 2;
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_OK);
-    dtrain_optimizer_set_step(whole.optimizer, 3);
+    whole.optimizer->step = 3;
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "a list of this rank has optimizer.step 3, and what came before it has 0");
     CHECK_EQ(dtrain_fsdp_set_step(sharded.fsdp, 3), DTRAIN_OK);
@@ -693,7 +694,7 @@ TEST(one_asynchronous_save_at_a_time_and_its_result_as_often_as_asked)
     alone p;
     alone_begin(&p, fresh("async"));
     CHECK_EQ(dtrain_checkpoint_wait(p.ckpt), DTRAIN_OK);
-    CHECK_EQ(dtrain_checkpoint_done(p.ckpt), 1);
+    CHECK_EQ(dtrain__checkpoint_done(p.ckpt), 1);
     alone_fill(&p, 11);
     p.state.step = 11;
     CHECK_EQ(dtrain_checkpoint_save_async(p.ckpt, &p.state), DTRAIN_OK);
@@ -723,7 +724,7 @@ TEST(one_asynchronous_save_at_a_time_and_its_result_as_often_as_asked)
     CHECK_CONTAINS(dtrain_last_error(), "step-13");
     CHECK_EQ(dtrain_checkpoint_wait(p.ckpt), DTRAIN_ERR_IO);
     CHECK_EQ(dtrain_checkpoint_save_async(p.ckpt, &p.state), DTRAIN_OK); /* wait has told */
-    while (!dtrain_checkpoint_done(p.ckpt))
+    while (!dtrain__checkpoint_done(p.ckpt))
         usleep(100);
     p.state.step = 14;
     CHECK_EQ(dtrain_checkpoint_save_async(p.ckpt, &p.state), DTRAIN_ERR_IO); /* nobody has */

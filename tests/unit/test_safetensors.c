@@ -336,7 +336,7 @@ TEST(every_dtype_comes_back_by_every_way)
     CHECK_EQ(lseek(fd, 0, SEEK_CUR), 77);
     close(fd);
     /* bits: F4 4; two of 6; 8 of 8; 4 of 16; 3 of 32; 4 of 64 */
-    CHECK_EQ(dtrain_safetensors_bytes_read(files[0]), 96 * (4 + 2 * 6 + 8 * 8 + 4 * 16 + 3 * 32 + 4 * 64) / 8);
+    CHECK_EQ(dtrain__safetensors_bytes_read(files[0]), 96 * (4 + 2 * 6 + 8 * 8 + 4 * 16 + 3 * 32 + 4 * 64) / 8);
     for (int k = 0; k < 4; k++)
         dtrain_safetensors_close(files[k]);
     free(memory);
@@ -462,7 +462,7 @@ TEST(boxes_are_what_picking_each_element_gives)
 /* Bytes that a box of a 1,000 x 4,000 tensor of float32 costs, whose elements are their own numbers. */
 static uint64_t cost(dtrain_safetensors *file, size_t row, size_t rows, size_t column, size_t columns, float *out)
 {
-    uint64_t before = dtrain_safetensors_bytes_read(file);
+    uint64_t before = dtrain__safetensors_bytes_read(file);
     size_t begin[2], size[2];
     begin[0] = row, begin[1] = column, size[0] = rows, size[1] = columns;
     CHECK_EQ(dtrain__safetensors_read_box(file, dtrain_safetensors_tensor_at(file, 0), begin, size, out, DTRAIN_F32),
@@ -472,7 +472,7 @@ static uint64_t cost(dtrain_safetensors *file, size_t row, size_t rows, size_t c
             TEST_FAIL("element %zu of %zu x %zu from %zu, %zu on is %g", i, rows, columns, row, column, (double)out[i]);
             break;
         }
-    return dtrain_safetensors_bytes_read(file) - before;
+    return dtrain__safetensors_bytes_read(file) - before;
 }
 
 TEST(a_box_reads_the_bytes_it_needs_and_small_gaps)
@@ -575,7 +575,7 @@ TEST(views_are_given_where_alignment_allows)
     CHECK(memcmp(view, bytes, 3) == 0);
     CHECK_EQ(dtrain_safetensors_view(file, dtrain_safetensors_find(file, "e", 1), &view), DTRAIN_OK);
     CHECK(view == NULL);
-    CHECK_EQ(dtrain_safetensors_bytes_read(file), 0);
+    CHECK_EQ(dtrain__safetensors_bytes_read(file), 0);
     dtrain_safetensors_close(file);
     CHECK_EQ(dtrain_safetensors_open(&file, files_path("view"), NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_safetensors_view(file, dtrain_safetensors_find(file, "f", 1), &view), DTRAIN_ERR_UNSUPPORTED);
@@ -606,7 +606,7 @@ TEST(metadata_are_listed_and_found)
     CHECK(dtrain__safetensors_metadata_find(file, "b", 1) == NULL);
     CHECK(strcmp(dtrain__safetensors_metadata_find(file, "", 0)->value, "\303\251") == 0);
     CHECK(dtrain__safetensors_metadata(file, 3) == NULL);
-    CHECK_EQ(dtrain_safetensors_header_bytes(file), bytes);
+    CHECK_EQ(dtrain__safetensors_header_bytes(file), bytes);
     dtrain_safetensors_close(file);
     free(made);
 }
@@ -832,7 +832,7 @@ TEST(any_number_of_threads_read_one_open_file)
     }
     for (size_t i = 0; i < 8; i++)
         pthread_join(threads[i], NULL);
-    CHECK_EQ(dtrain_safetensors_bytes_read(shared_file), expected);
+    CHECK_EQ(dtrain__safetensors_bytes_read(shared_file), expected);
     dtrain_safetensors_close(shared_file);
 }
 
