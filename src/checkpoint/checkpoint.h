@@ -13,8 +13,6 @@
  *     const char *note = dtrain_checkpoint_value(ckpt, "note", NULL);               of the one that was loaded
  *     DTRAIN_CHECK(dtrain_checkpoint_verify("run"));                                every rule and hash of the newest
  *     DTRAIN_CHECK(dtrain_checkpoint_export("run", "run.safetensors", 0));          its weights, whole, as one file
- *     DTRAIN_CHECK(dtrain_params_load(table, count, "run.safetensors", 1));         into a table that is no run's
- *     DTRAIN_CHECK(dtrain_params_save(table, count, "model.safetensors"));
  *
  * A checkpoint is a directory: run/step-50/ has one safetensors file a rank, with the parts that this rank writes, a
  * file of hashes beside each, and index.json, which names every tensor's full shape and says which file has which range
@@ -49,26 +47,6 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-/* Saves the data of a whole table of parameters as one file, under its names and shapes.
- *
- *   errors   of a bad table (see dtrain_param), and as dtrain_safetensors_save
- *            DTRAIN_ERR_UNSUPPORTED  a parameter on a device, which dtrain_checkpoint_save takes; or that is a part
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_params_save(const dtrain_param *table, size_t count, const char *path);
-
-/* Fills the data of a whole table of parameters from a file or model (see dtrain_safetensors_model_open), converting
- * floats to the table's dtypes.
- *
- *   strict   1: names and shapes must be those of the file, nothing more and nothing less; otherwise nothing is read,
- *            and the text lists what is missing, extra and of another shape. 0: what fits is read, the rest is logged
- *   errors   of a bad table (see dtrain_param), and as dtrain_safetensors_model_open and dtrain_safetensors_read
- *            DTRAIN_ERR_MISMATCH     strict, and the two differ
- *            DTRAIN_ERR_UNSUPPORTED  a parameter on a device, which dtrain_checkpoint_load takes, of such a file too
- *
- * any thread */
-DTRAIN_API_MUST dtrain_status dtrain_params_load(const dtrain_param *table, size_t count, const char *path, int strict);
 
 /* What is saved, and where it goes when it is loaded: any number of lists. A name stands for one tensor over all of
  * them and all ranks, of which each may have parts or nothing. Lists that many ranks share come in the same order on

@@ -86,15 +86,6 @@ static size_t dtrain__params_blocks(const dtrain_param *param)
     return param->part->blocks > 0 ? param->part->blocks : 1;
 }
 
-/* Says whether a parameter, which is checked, is all of its tensor. */
-static int dtrain__params_is_whole(const dtrain_param *param)
-{
-    int whole = 1;
-    for (int d = 0; param->part != NULL && d < dtrain__params_ndim(param); d++)
-        whole = whole && param->part->shape[d] == param->shape[d];
-    return whole;
-}
-
 /* Says what is wrong with the place of a part's blocks, or NULL. */
 static const char *dtrain__params_bad_blocks(const dtrain_param *param)
 {

@@ -550,14 +550,3 @@ TEST(ranks_with_parts_of_the_same_size_from_other_places_do_not_share_an_fsdp)
 {
     CHECK_EQ(dtrain_run_threads(2, strangers_body, NULL, NULL), DTRAIN_OK);
 }
-
-TEST(a_part_is_not_saved_as_if_it_were_whole)
-{
-    float data[8] = {0};
-    dtrain_param_part part;
-    dtrain_param param = whole("w", 0, 2, 4, 4, 0);
-    CHECK_EQ(dtrain_param_cut(&param, &part, 1, 0, 0, 2, 0), DTRAIN_OK);
-    param.data = data;
-    CHECK_EQ(dtrain_params_save(&param, 1, "/nowhere/at/all"), DTRAIN_ERR_UNSUPPORTED);
-    CHECK_CONTAINS(dtrain_last_error(), "parameter w is a part");
-}
