@@ -55,7 +55,7 @@ static void use_after_the_end(dtrain_comm *gone, dtrain_work *handle)
     is_gone(dtrain_send(gone, &x, 1, DTRAIN_F32, 1), "send");
     is_gone(dtrain_all_reduce_async(gone, &x, &x, 1, DTRAIN_F32, DTRAIN_SUM, &work), "all_reduce");
     CHECK(work == NULL);
-    is_gone(dtrain_comm_check_equal(gone, &x, 1, DTRAIN_F32), "comm_check_equal");
+    is_gone(dtrain_comm_check_equal(gone, &x, 1, DTRAIN_F32), "check_equal");
     is_gone(dtrain_comm_split(gone, 0, 0, &group), "comm_split");
     is_gone(dtrain_comm_shrink(gone, &group), "comm_shrink");
     is_gone(dtrain_comm_agree(gone, &flags), "comm_agree");
