@@ -438,7 +438,7 @@ TEST(rank_0_and_an_older_rank_both_name_both_wire_versions)
     s.desc.token = token;
     s.desc.timeout_ms = 1500;
     dtrain_set_log(quiet, NULL);
-    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "speaks wire version 2, this rank 4: build both");
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "speaks wire version 2, this rank 5: build both");
     CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
     for (;;) { /* until rank 0 listens */
         fd = socket(AF_INET, SOCK_STREAM, 0);
@@ -468,7 +468,7 @@ TEST(a_rank_and_an_older_rank_0_both_name_both_wire_versions)
     CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
     int listener = socket(AF_INET, SOCK_STREAM, 0);
     CHECK(bind(listener, &address.at.any, address.bytes) == 0 && listen(listener, 1) == 0);
-    pid_t one = start_refused(&s, 1, DTRAIN_ERR_MISMATCH, "speaks wire version 2, this rank 4: build both");
+    pid_t one = start_refused(&s, 1, DTRAIN_ERR_MISMATCH, "speaks wire version 2, this rank 5: build both");
     int fd = accept(listener, NULL, NULL);
     CHECK(whole(fd, hello, sizeof hello, 0)); /* all that the older rank 0 waits for */
     CHECK(memcmp(hello, "dtrain\r\n\4\0", 10) == 0);
