@@ -321,7 +321,8 @@ static dtrain_status save_body(dtrain_comm *world, void *user)
         h.fsdp[chunk]->loss_scale = 512.0f;
         h.fsdp[chunk]->good_steps = 3;
     }
-    h.optimizer->step = 41;
+    if (h.optimizer != NULL)
+        h.optimizer->step = 41;
     dtrain_status status = t->async ? dtrain_checkpoint_save_async(ckpt, &state) : dtrain_checkpoint_save(ckpt, &state);
     if (t->async && status == DTRAIN_OK)
         status = dtrain_checkpoint_wait(ckpt);
