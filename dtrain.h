@@ -14099,23 +14099,25 @@ static void dtrain__mux_left(dtrain__mux_lane *lane, int rank, uint64_t calls, c
     dtrain__membership_leave(&lane->members, rank);
 }
 
-/* A peer is lost. A lane that is bound to it ends; a lane that it was in does so when an operation needs it: it may
- * have done all that there was to do. */
+/* A peer is gone. Where it has not said so, that ends every lane that has it or is bound to it. */
 static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
 {
     dtrain__error cause;
-    int rank = dtrain__mux_rank(lane, peer), bound = 0;
+    int rank = dtrain__mux_rank(lane, peer), bound = 0, bye = lane->mux->peers[peer].bye;
     for (int i = 0; rank < 0 && i < lane->bound_count; i++)
         bound |= lane->bound[i] == peer;
-    if ((bound && lane->mux->peers[peer].bye) || (!bound && rank < 0))
+    if (rank < 0 ? !bound || bye : dtrain__membership_left(&lane->members, rank))
         return;
-    if (rank >= 0 && status == DTRAIN_ERR_PEER_LOST) {
+    if (bound)
+        dtrain__fail(&cause, status, "rank %d of the world, of another group of this mesh, is lost: %.400s", peer, why);
+    else if (lane->id == 0)
+        dtrain__fail(&cause, status, "rank %d is lost: %.400s", rank, why);
+    else
+        dtrain__fail(&cause, status, "rank %d (rank %d of the world) is lost: %.400s", rank, peer, why);
+    if (!bye)
+        dtrain__mux_end(lane, &cause); /* first: who sees that it has left finds the cause */
+    if (rank >= 0)
         dtrain__mux_left(lane, rank, UINT64_MAX, why, strlen(why));
-        return;
-    }
-    dtrain__fail(&cause, status, "rank %d of the world%s is lost: %.400s", peer,
-                 bound ? ", of another group of this mesh," : "", why);
-    dtrain__mux_end(lane, &cause);
 }
 
 /* The transport has said that the peer is lost, or that it is of no more use. The caller holds turn. */
@@ -14651,18 +14653,10 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
 static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
 {
     const dtrain__error *cause = dtrain__membership_cause(&lane->members);
-    const dtrain__departure *left = &lane->members.ranks[rank];
     dtrain__error lost;
-    int peer = lane->worlds[rank], with_error;
     if (cause != NULL)
         return dtrain__report(cause);
-    with_error = dtrain__membership_lost(&lane->members, rank, &lost);
-    if (with_error && left->calls == UINT64_MAX && lane->id == 0)
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d is lost: %.400s", rank, left->why);
-    else if (with_error && left->calls == UINT64_MAX)
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (rank %d of the world) is lost: %.400s", rank, peer,
-                     left->why);
-    if (with_error)
+    if (dtrain__membership_lost(&lane->members, rank, &lost))
         dtrain__mux_end(lane, &lost);
     return lost.status;
 }

@@ -185,18 +185,10 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
 static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
 {
     const dtrain__error *cause = dtrain__membership_cause(&lane->members);
-    const dtrain__departure *left = &lane->members.ranks[rank];
     dtrain__error lost;
-    int peer = lane->worlds[rank], with_error;
     if (cause != NULL)
         return dtrain__report(cause);
-    with_error = dtrain__membership_lost(&lane->members, rank, &lost);
-    if (with_error && left->calls == UINT64_MAX && lane->id == 0)
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d is lost: %.400s", rank, left->why);
-    else if (with_error && left->calls == UINT64_MAX)
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (rank %d of the world) is lost: %.400s", rank, peer,
-                     left->why);
-    if (with_error)
+    if (dtrain__membership_lost(&lane->members, rank, &lost))
         dtrain__mux_end(lane, &lost);
     return lost.status;
 }
