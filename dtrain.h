@@ -1395,7 +1395,13 @@ typedef struct dtrain_transfer {
  * Groups share the streams. The core sends in frames of up to 64 KiB that name their group, and sorts what comes: bytes
  * for the call that waits go to its memory, others are kept for their group, at most 64 MiB a peer. A call that waits
  * while its peer sends more than that to another group, of which nobody here receives, ends with DTRAIN_ERR_MEMORY: it
- * is best to receive from groups in the order in which peers send. */
+ * is best to receive from groups in the order in which peers send.
+ *
+ *   lanes      fills the table of a group's own streams: self, send, recv, and where wanted exchange and destroy. `group`
+ *              names it, the same on all members; ranks[i], of `size`, is the rank here of the group's rank i. It does
+ *              not wait for other members. The group's messages then go there, unsorted and without a copy, and nothing
+ *              is kept; who leaves and what fails is still told over this table. Provisional: it may change until the
+ *              library's own transports have used it */
 typedef struct dtrain_transport {
     void *self; /* given to every function */
     int rank;
@@ -1409,6 +1415,7 @@ typedef struct dtrain_transport {
     void (*fail)(void *self, dtrain_status why, const char *text);
     void (*leave)(void *self, const char *why);
     int (*alive)(void *self, int peer);
+    dtrain_status (*lanes)(void *self, uint64_t group, const int *ranks, int size, struct dtrain_transport *lane);
 } dtrain_transport;
 
 #ifdef __cplusplus
@@ -13917,7 +13924,9 @@ struct dtrain__mux_lane {
     int *bound, bound_count;     /* ranks of the world whose loss breaks it, members or not */
     uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
     int follows, forked;
-    int64_t stalled_ns;       /* since when its calls do not get on; 0: they do */
+    int64_t waits_ns;   /* since when these wait for a peer to have left, or for what it sent before; 0: they do not */
+    int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
+    dtrain_transport own;     /* streams of its own; send NULL: it has none */
     dtrain__store_call *asks; /* its call that waits for an answer of the store */
 };
 
@@ -14732,12 +14741,75 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
     return dtrain__mux_judge(lane, out, in, *moved || *others);
 }
 
+/* One call of a lane's own streams. On an error *lost is the peer whose stream has failed. */
+static dtrain_status dtrain__mux_own_call(const dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
+                                          int64_t until_ns, int *lost)
+{
+    const dtrain_transport *own = &lane->own;
+    dtrain_transfer *one = in != NULL ? in : out;
+    size_t moved = 0;
+    dtrain_status status;
+    *lost = one->peer;
+    dtrain__thread_error.status = DTRAIN_OK;
+    if (out != NULL && in != NULL) {
+        status = own->exchange(own->self, out, in, until_ns);
+        if (status == DTRAIN_OK || status == DTRAIN_ERR_TIMEOUT)
+            return status;
+        if (own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, 0, &moved) != status)
+            *lost = out->peer;
+    } else if (in != NULL) {
+        status = own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, until_ns, &moved);
+    } else {
+        status = own->send(own->self, out->peer, out->data + out->moved, out->bytes - out->moved, until_ns, &moved);
+    }
+    one->moved += moved;
+    return status;
+}
+
+/* The same as dtrain__mux_move for a lane that has streams of its own. When a peer leaves, the message that says so and
+ * the end of its stream come in any order: after the first the other is waited for a little. */
+static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
+                                          int64_t deadline_ns)
+{
+    dtrain__mux *mux = lane->mux;
+    for (;;) {
+        int64_t now = dtrain__os_now_ns(), until_ns = now + DTRAIN__MUX_SLICE_NS;
+        size_t before = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0);
+        int lost, moved;
+        dtrain_status status =
+            dtrain__mux_own_call(lane, out, in, deadline_ns < until_ns ? deadline_ns : until_ns, &lost);
+        if (status == DTRAIN_OK)
+            return status;
+        moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
+        dtrain__mux_enter(mux);
+        int left = dtrain__membership_left(&lane->members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
+        lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
+        int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
+        if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
+            dtrain__mux_lost(lane, lane->worlds[lost], status,
+                             dtrain__thread_error.status == status ? dtrain__thread_error.text
+                                                                   : "its end of the transport is closed");
+        else if (!moved)
+            dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
+        waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
+        status = waits && !dtrain__membership_broken(&lane->members) ? DTRAIN_ERR_TIMEOUT
+                                                                     : dtrain__mux_judge(lane, out, in, moved);
+        dtrain__mux_exit(mux);
+        if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
+            return status;
+        if (closed)
+            dtrain__mux_rest(mux, DTRAIN__MUX_SHORT_NS, deadline_ns);
+    }
+}
+
 /* Sends, receives or both for a lane, as the table's exchange. */
 static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
                                       int64_t deadline_ns)
 {
     dtrain__mux *mux = lane->mux;
     int moved, others = 0; /* of other lanes something moved: look again before waiting */
+    if (lane->own.send != NULL)
+        return dtrain__mux_own_move(lane, out, in, deadline_ns);
     for (;;) {
         dtrain__mux_enter(mux);
         int64_t now = dtrain__os_now_ns();
@@ -14756,6 +14828,8 @@ static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *o
 static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
 {
     dtrain_allocator *allocator = lane->mux->allocator;
+    if (lane->own.destroy != NULL)
+        lane->own.destroy(lane->own.self);
     for (int rank = 0; lane->members.ranks != NULL && rank < lane->size; rank++) {
         char *why = (char *)(uintptr_t)lane->members.ranks[rank].why;
         if (why != NULL)
@@ -15248,7 +15322,8 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.size = lane->size;
     end->transport.send = dtrain__mux_plane_send;
     end->transport.recv = dtrain__mux_plane_recv;
-    end->transport.exchange = table->exchange != NULL ? dtrain__mux_plane_exchange : NULL;
+    if ((lane->own.send != NULL ? lane->own.exchange : table->exchange) != NULL)
+        end->transport.exchange = dtrain__mux_plane_exchange;
     end->transport.poll = dtrain__mux_plane_poll;
     end->transport.wake = dtrain__mux_plane_wake;
     end->transport.fail = dtrain__mux_plane_fail;
@@ -15281,11 +15356,23 @@ static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_tra
 
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
 {
+    dtrain__mux *mux = ((dtrain__mux_lane *)self)->mux;
     dtrain__mux_lane *lane;
-    dtrain_status status =
-        dtrain__mux_attach(&lane, ((dtrain__mux_lane *)self)->mux, desc->id, desc->worlds, desc->size, desc->rank);
-    if (status == DTRAIN_OK)
+    dtrain_status status = dtrain__mux_attach(&lane, mux, desc->id, desc->worlds, desc->size, desc->rank);
+    if (status != DTRAIN_OK)
+        return status;
+    if (mux->table.lanes != NULL)
+        status = mux->table.lanes(mux->table.self, desc->id, desc->worlds, desc->size, &lane->own);
+    if (status == DTRAIN_OK) {
         dtrain__mux_plane_end(end, lane);
+        return status;
+    }
+    if (dtrain__thread_error.status != status)
+        dtrain__fail(NULL, status, "the transport has no lane for a group of %d ranks: it said %s", desc->size,
+                     dtrain_status_name(status));
+    memset(&lane->own, 0, sizeof lane->own);
+    dtrain__mux_plane_leave(lane, "");
+    dtrain__mux_detach(lane);
     return status;
 }
 

@@ -97,7 +97,9 @@ struct dtrain__mux_lane {
     int *bound, bound_count;     /* ranks of the world whose loss breaks it, members or not */
     uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
     int follows, forked;
-    int64_t stalled_ns;       /* since when its calls do not get on; 0: they do */
+    int64_t waits_ns;   /* since when these wait for a peer to have left, or for what it sent before; 0: they do not */
+    int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
+    dtrain_transport own;     /* streams of its own; send NULL: it has none */
     dtrain__store_call *asks; /* its call that waits for an answer of the store */
 };
 

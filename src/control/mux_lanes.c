@@ -264,12 +264,75 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
     return dtrain__mux_judge(lane, out, in, *moved || *others);
 }
 
+/* One call of a lane's own streams. On an error *lost is the peer whose stream has failed. */
+static dtrain_status dtrain__mux_own_call(const dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
+                                          int64_t until_ns, int *lost)
+{
+    const dtrain_transport *own = &lane->own;
+    dtrain_transfer *one = in != NULL ? in : out;
+    size_t moved = 0;
+    dtrain_status status;
+    *lost = one->peer;
+    dtrain__thread_error.status = DTRAIN_OK;
+    if (out != NULL && in != NULL) {
+        status = own->exchange(own->self, out, in, until_ns);
+        if (status == DTRAIN_OK || status == DTRAIN_ERR_TIMEOUT)
+            return status;
+        if (own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, 0, &moved) != status)
+            *lost = out->peer;
+    } else if (in != NULL) {
+        status = own->recv(own->self, in->peer, in->data + in->moved, in->bytes - in->moved, until_ns, &moved);
+    } else {
+        status = own->send(own->self, out->peer, out->data + out->moved, out->bytes - out->moved, until_ns, &moved);
+    }
+    one->moved += moved;
+    return status;
+}
+
+/* The same as dtrain__mux_move for a lane that has streams of its own. When a peer leaves, the message that says so and
+ * the end of its stream come in any order: after the first the other is waited for a little. */
+static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
+                                          int64_t deadline_ns)
+{
+    dtrain__mux *mux = lane->mux;
+    for (;;) {
+        int64_t now = dtrain__os_now_ns(), until_ns = now + DTRAIN__MUX_SLICE_NS;
+        size_t before = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0);
+        int lost, moved;
+        dtrain_status status =
+            dtrain__mux_own_call(lane, out, in, deadline_ns < until_ns ? deadline_ns : until_ns, &lost);
+        if (status == DTRAIN_OK)
+            return status;
+        moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
+        dtrain__mux_enter(mux);
+        int left = dtrain__membership_left(&lane->members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
+        lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
+        int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
+        if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
+            dtrain__mux_lost(lane, lane->worlds[lost], status,
+                             dtrain__thread_error.status == status ? dtrain__thread_error.text
+                                                                   : "its end of the transport is closed");
+        else if (!moved)
+            dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
+        waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
+        status = waits && !dtrain__membership_broken(&lane->members) ? DTRAIN_ERR_TIMEOUT
+                                                                     : dtrain__mux_judge(lane, out, in, moved);
+        dtrain__mux_exit(mux);
+        if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
+            return status;
+        if (closed)
+            dtrain__mux_rest(mux, DTRAIN__MUX_SHORT_NS, deadline_ns);
+    }
+}
+
 /* Sends, receives or both for a lane, as the table's exchange. */
 static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
                                       int64_t deadline_ns)
 {
     dtrain__mux *mux = lane->mux;
     int moved, others = 0; /* of other lanes something moved: look again before waiting */
+    if (lane->own.send != NULL)
+        return dtrain__mux_own_move(lane, out, in, deadline_ns);
     for (;;) {
         dtrain__mux_enter(mux);
         int64_t now = dtrain__os_now_ns();
@@ -288,6 +351,8 @@ static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *o
 static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
 {
     dtrain_allocator *allocator = lane->mux->allocator;
+    if (lane->own.destroy != NULL)
+        lane->own.destroy(lane->own.self);
     for (int rank = 0; lane->members.ranks != NULL && rank < lane->size; rank++) {
         char *why = (char *)(uintptr_t)lane->members.ranks[rank].why;
         if (why != NULL)

@@ -185,7 +185,8 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.size = lane->size;
     end->transport.send = dtrain__mux_plane_send;
     end->transport.recv = dtrain__mux_plane_recv;
-    end->transport.exchange = table->exchange != NULL ? dtrain__mux_plane_exchange : NULL;
+    if ((lane->own.send != NULL ? lane->own.exchange : table->exchange) != NULL)
+        end->transport.exchange = dtrain__mux_plane_exchange;
     end->transport.poll = dtrain__mux_plane_poll;
     end->transport.wake = dtrain__mux_plane_wake;
     end->transport.fail = dtrain__mux_plane_fail;
@@ -218,11 +219,23 @@ static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_tra
 
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
 {
+    dtrain__mux *mux = ((dtrain__mux_lane *)self)->mux;
     dtrain__mux_lane *lane;
-    dtrain_status status =
-        dtrain__mux_attach(&lane, ((dtrain__mux_lane *)self)->mux, desc->id, desc->worlds, desc->size, desc->rank);
-    if (status == DTRAIN_OK)
+    dtrain_status status = dtrain__mux_attach(&lane, mux, desc->id, desc->worlds, desc->size, desc->rank);
+    if (status != DTRAIN_OK)
+        return status;
+    if (mux->table.lanes != NULL)
+        status = mux->table.lanes(mux->table.self, desc->id, desc->worlds, desc->size, &lane->own);
+    if (status == DTRAIN_OK) {
         dtrain__mux_plane_end(end, lane);
+        return status;
+    }
+    if (dtrain__thread_error.status != status)
+        dtrain__fail(NULL, status, "the transport has no lane for a group of %d ranks: it said %s", desc->size,
+                     dtrain_status_name(status));
+    memset(&lane->own, 0, sizeof lane->own);
+    dtrain__mux_plane_leave(lane, "");
+    dtrain__mux_detach(lane);
     return status;
 }
 

@@ -49,7 +49,13 @@ typedef struct dtrain_transfer {
  * Groups share the streams. The core sends in frames of up to 64 KiB that name their group, and sorts what comes: bytes
  * for the call that waits go to its memory, others are kept for their group, at most 64 MiB a peer. A call that waits
  * while its peer sends more than that to another group, of which nobody here receives, ends with DTRAIN_ERR_MEMORY: it
- * is best to receive from groups in the order in which peers send. */
+ * is best to receive from groups in the order in which peers send.
+ *
+ *   lanes      fills the table of a group's own streams: self, send, recv, and where wanted exchange and destroy. `group`
+ *              names it, the same on all members; ranks[i], of `size`, is the rank here of the group's rank i. It does
+ *              not wait for other members. The group's messages then go there, unsorted and without a copy, and nothing
+ *              is kept; who leaves and what fails is still told over this table. Provisional: it may change until the
+ *              library's own transports have used it */
 typedef struct dtrain_transport {
     void *self; /* given to every function */
     int rank;
@@ -63,6 +69,7 @@ typedef struct dtrain_transport {
     void (*fail)(void *self, dtrain_status why, const char *text);
     void (*leave)(void *self, const char *why);
     int (*alive)(void *self, int peer);
+    dtrain_status (*lanes)(void *self, uint64_t group, const int *ranks, int size, struct dtrain_transport *lane);
 } dtrain_transport;
 
 #ifdef __cplusplus

@@ -72,6 +72,65 @@ static void pairs_die(pairs_end *end)
             shutdown(end->fds[peer], SHUT_RDWR);
 }
 
+/* Pairs for each group, which the first of two ranks to come makes for both. */
+typedef struct lane_pair {
+    uint64_t group;
+    int low, high, fds[2];
+} lane_pair;
+
+static struct {
+    pthread_mutex_t mutex;
+    lane_pair pairs[64];
+    int count, given;
+} lanes = {PTHREAD_MUTEX_INITIALIZER, {{0, 0, 0, {0, 0}}}, 0, 0};
+
+static void lane_destroy(void *self)
+{
+    pairs_end *end = (pairs_end *)self;
+    for (int peer = 0; peer < end->ranks; peer++)
+        if (peer != end->rank)
+            close(end->fds[peer]);
+    free(end);
+}
+
+static int lane_fd(uint64_t group, int rank, int peer)
+{
+    int low = rank < peer ? rank : peer, high = rank < peer ? peer : rank, at = 0;
+    while (at < lanes.count &&
+           (lanes.pairs[at].group != group || lanes.pairs[at].low != low || lanes.pairs[at].high != high))
+        at++;
+    if (at == lanes.count) {
+        lanes.pairs[at].group = group;
+        lanes.pairs[at].low = low;
+        lanes.pairs[at].high = high;
+        CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, lanes.pairs[at].fds), 0);
+        lanes.count++;
+    }
+    return lanes.pairs[at].fds[rank > peer];
+}
+
+static dtrain_status pairs_lanes(void *self, uint64_t group, const int *ranks, int size, dtrain_transport *lane)
+{
+    pairs_end *end = (pairs_end *)calloc(1, sizeof *end);
+    end->ranks = size;
+    pthread_mutex_lock(&lanes.mutex);
+    for (int rank = 0; rank < size; rank++)
+        if (ranks[rank] == ((pairs_end *)self)->rank)
+            end->rank = rank;
+    for (int peer = 0; peer < size; peer++)
+        if (peer != end->rank)
+            end->fds[peer] = lane_fd(group, ranks[end->rank], ranks[peer]);
+    lanes.given++;
+    pthread_mutex_unlock(&lanes.mutex);
+    lane->self = end;
+    lane->send = pairs_send;
+    lane->recv = pairs_recv;
+    lane->destroy = lane_destroy;
+    return DTRAIN_OK;
+}
+
+static int with_lanes; /* set before any rank is */
+
 static void *pairs_main(void *pointer)
 {
     pairs_end *end = (pairs_end *)pointer;
@@ -84,6 +143,7 @@ static void *pairs_main(void *pointer)
     transport.send = pairs_send;
     transport.recv = pairs_recv;
     transport.alive = end->dead != NULL ? pairs_alive : NULL;
+    transport.lanes = with_lanes ? pairs_lanes : NULL;
     CHECK_EQ(dtrain_comm_from_transport(&world, &transport, end->desc), DTRAIN_OK);
     end->body(world, end);
     dtrain_comm_destroy(world);
@@ -93,6 +153,7 @@ static void *pairs_main(void *pointer)
 static void on_pairs_with(int ranks, void (*body)(dtrain_comm *world, pairs_end *end), const dtrain_comm_desc *desc,
                           int *dead, pairs_end *ends)
 {
+    lanes.count = 0;
     memset(ends, 0, MOST * sizeof *ends);
     for (int a = 0; a < ranks; a++)
         for (int b = a + 1; b < ranks; b++) {
@@ -439,4 +500,25 @@ TEST(alive_tells_of_a_dead_peer_that_nothing_else_tells_of)
     pairs_end ends[MOST];
     int dead[MOST] = {0, 0, 0, 0};
     on_pairs_with(4, outlives_rank_2, NULL, dead, ends);
+}
+
+/* ---- lanes ---- */
+
+TEST(groups_with_streams_of_their_own_do_the_same)
+{
+    static void (*const bodies[])(dtrain_comm *, pairs_end *) = {makes_groups, has_two_threads, goes_early,
+                                                                 breaks_a_group, outlives_rank_2};
+    static const int ranks[] = {4, 3, 2, 4, 4};
+    pairs_end ours[MOST], threads[MOST];
+    with_lanes = 1;
+    for (int i = 0; i < 5; i++) {
+        lanes.given = 0;
+        on_pairs(ranks[i], bodies[i]);
+        CHECK(lanes.given > 0);
+    }
+    CHECK_EQ(dtrain_run_threads(4, meshes_on_threads, threads, NULL), DTRAIN_OK);
+    on_pairs_with(4, meshes, NULL, NULL, ours);
+    for (int rank = 0; rank < 4; rank++)
+        CHECK_EQ(memcmp(ours[rank].digest, threads[rank].digest, 32), 0);
+    with_lanes = 0;
 }
