@@ -13857,6 +13857,9 @@ static const dtrain__plane *dtrain__threads_plane_table(void)
 #define DTRAIN__MUX_SLICE_NS 10000000    /* of waiting for one peer */
 #define DTRAIN__MUX_SHORT_NS 1000000     /* the same where other threads or peers want something */
 #define DTRAIN__MUX_CROWDED_NS 50000000  /* after they last did */
+#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)    /* received of a peer before others are looked at */
+#define DTRAIN__MUX_POSTED ((size_t)16 << 20)  /* of the council's messages to a peer, which it does not receive */
+#define DTRAIN__MUX_AHEAD 1024                 /* of a peer, what is for lanes that are still to be made */
 #define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
 #define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
 #define DTRAIN__MUX_BYE_NS 1000000000    /* for the last messages of a rank that goes */
@@ -13881,6 +13884,7 @@ typedef struct dtrain__mux_inbox {
     dtrain__mux_block *first, *last;
     size_t bytes;
     int closed; /* the lane has ended here, and not at the peer: what comes is dropped */
+    int ended;  /* the peer's end has said that it leaves: nothing comes any more */
 } dtrain__mux_inbox;
 
 /* A control message: on its way to a peer, or for a lane that is still to be made. */
@@ -13899,6 +13903,7 @@ typedef struct dtrain__mux_peer {
     int to;                      /* this peer's rank there */
     size_t counted;              /* bytes of it that the owner's call has been told of */
     dtrain__mux_message *first, *last;
+    size_t posted; /* bytes of them; mutex guards it */
     unsigned char header[DTRAIN__MUX_HEADER]; /* of the frame that comes */
     size_t got, left;                         /* of the header; of its payload */
     uint64_t lane;
@@ -13944,8 +13949,8 @@ struct dtrain__mux {
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    dtrain__council
-        council;     /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    dtrain__council council; /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    char why[DTRAIN__ERROR_BYTES]; /* the lane that left last has left */
     int64_t idle_ns; /* how long the service thread rests between two looks */
 };
 
@@ -14011,7 +14016,7 @@ static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uin
 }
 
 /* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux
- * is driven. Any thread; never blocks. Returns 0 when there is no memory. */
+ * is driven. Any thread; never blocks. Returns 0 when there is no memory, or the peer receives none. */
 static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
                             const void *data, size_t bytes)
 {
@@ -14020,14 +14025,21 @@ static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind,
     if (post == NULL)
         return 0;
     pthread_mutex_lock(&mux->mutex);
-    if (p->last != NULL)
-        p->last->next = post;
-    else
-        p->first = post;
-    p->last = post;
+    int full = kind >= DTRAIN__MUX_OTHERS && p->posted > DTRAIN__MUX_POSTED;
+    if (!full) {
+        if (p->last != NULL)
+            p->last->next = post;
+        else
+            p->first = post;
+        p->last = post;
+        p->posted += post->bytes;
+    }
     pthread_mutex_unlock(&mux->mutex);
-    dtrain__mux_wake(mux);
-    return 1;
+    if (full)
+        dtrain__free(mux->allocator, post);
+    else
+        dtrain__mux_wake(mux);
+    return !full;
 }
 
 /* Posts to all other members that are there; where there is no memory, they find out by themselves. */
@@ -14050,6 +14062,7 @@ static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_pee
     if (post != NULL && (post->begin += sent) == post->bytes) {
         p->first = post->next;
         p->last = p->first != NULL ? p->last : NULL;
+        p->posted -= post->bytes;
         dtrain__free(mux->allocator, post);
         post = p->first;
     }
@@ -14250,6 +14263,7 @@ static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const u
     if (rank < 0 || bytes < 8)
         return;
     if (kind == DTRAIN__MUX_LEAVE) {
+        lane->inboxes[rank]->ended = 1;
         dtrain__mux_left(lane, rank, dtrain__get_le(data, 8), data + 8, bytes - 8);
         return;
     }
@@ -14257,6 +14271,22 @@ static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const u
     snprintf(cause.text, sizeof cause.text, "%.*s", (int)(bytes - 8), (const char *)data + 8);
     dtrain__status_clean(cause.text);
     dtrain__mux_break(lane, &cause);
+}
+
+/* Counts what a peer has sent for lanes that are still to be made, before it sends to one more. Members make a group
+ * together, so that none is far ahead. Returns 0 for a peer that sends to lanes which never were. */
+static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
+{
+    int ahead = 0;
+    for (const dtrain__mux_message *post = mux->early; post != NULL; post = post->next)
+        ahead += post->peer == peer;
+    for (const dtrain__mux_inbox *inbox = mux->peers[peer].inboxes; inbox != NULL; inbox = inbox->next)
+        ahead += !inbox->closed && dtrain__mux_lane_of(mux, inbox->lane) == NULL;
+    if (ahead < DTRAIN__MUX_AHEAD)
+        return 1;
+    dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d sends to %d groups that this rank has not made", peer, ahead);
+    dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+    return 0;
 }
 
 /* A whole control message has come. What is for a lane that is still to be made waits for it. */
@@ -14292,6 +14322,8 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     if (lane != NULL) {
         dtrain__mux_hear(lane, peer, p->kind, p->control, bytes);
     } else if (inbox == NULL || !inbox->closed) {
+        if (!dtrain__mux_may_be(mux, peer))
+            return;
         dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
         dtrain__mux_message **at = &mux->early;
         while (*at != NULL)
@@ -14320,7 +14352,10 @@ static void dtrain__mux_open(dtrain__mux *mux, int peer)
         dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
         return;
     }
-    p->inbox = kind == DTRAIN__MUX_DATA ? dtrain__mux_inbox_find(mux, peer, p->lane) : NULL;
+    for (p->inbox = p->inboxes; p->inbox != NULL && p->inbox->lane != p->lane;)
+        p->inbox = p->inbox->next;
+    if (kind == DTRAIN__MUX_DATA && p->left > 0 && p->inbox == NULL && dtrain__mux_may_be(mux, peer))
+        p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
     if (kind != DTRAIN__MUX_DATA && p->left == 0)
         dtrain__mux_deliver(mux, peer);
 }
@@ -14482,7 +14517,7 @@ static void dtrain__mux_park(dtrain__mux *mux, int peer)
 #ifndef DTRAIN__MUX_LANES
 #define DTRAIN__MUX_LANES
 
-static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved);
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved);
 static void dtrain__mux_convene(dtrain__mux *mux);
 
 /* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
@@ -14491,9 +14526,21 @@ static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_s
     dtrain__error kept = dtrain__thread_error;
     int moved;
     if (sending)
-        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, &moved);
+        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
     dtrain__thread_error = kept;
     dtrain__mux_gone(mux, peer, status);
+}
+
+/* Returns whether the table says that more has moved than was to; the peer's streams are of no more use then. */
+static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
+{
+    if (raw == NULL || raw->moved <= raw->bytes)
+        return 0;
+    dtrain__fail(NULL, DTRAIN_ERR_INVALID, "the transport says that %zu of %zu bytes to or from rank %d have moved",
+                 raw->moved, raw->bytes, raw->peer);
+    raw->moved = 0;
+    dtrain__mux_gone(mux, raw->peer, DTRAIN_ERR_INVALID);
+    return 1;
 }
 
 /* Receives. After a header raw->more bytes are likely to come, which are asked for with it, and kept ahead. */
@@ -14509,6 +14556,9 @@ static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, in
         p->ahead_at = p->ahead_end = 0;
         dtrain_status status =
             table->recv(table->self, raw->peer, p->ahead, raw->bytes + (size_t)raw->more, until_ns, &p->ahead_end);
+        raw->moved = p->ahead_end;
+        if (p->ahead_end > raw->bytes + (size_t)raw->more) /* it lies */
+            p->ahead_end = 0;
         if (p->ahead_end == 0) /* else what failed is met again when these are taken */
             return status;
     }
@@ -14537,19 +14587,23 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
         status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
     else
         status = dtrain__mux_recv(mux, raw_in, until_ns);
+    int lied = dtrain__mux_lied(mux, raw_out) | dtrain__mux_lied(mux, raw_in);
     if (raw_out != NULL)
         dtrain__mux_took_out(mux, raw_out);
     if (raw_in != NULL)
         dtrain__mux_took_in(mux, raw_in, in);
-    if (status == DTRAIN_OK)
-        return 1;
+    if (lied)
+        return 0;
+    if (status == DTRAIN_OK) /* which may be said too early */
+        return (raw_out != NULL && raw_out->moved == raw_out->bytes) ||
+               (raw_in != NULL && raw_in->moved == raw_in->bytes);
     if (status == DTRAIN_ERR_TIMEOUT) {
         dtrain__thread_error.status = DTRAIN_OK;
         return 0;
     }
     if (raw_out != NULL && raw_in != NULL) { /* whose end has failed? the receiver's is asked again */
         dtrain__error kept = dtrain__thread_error;
-        dtrain__mux_drain(mux, raw_in->peer, DTRAIN__MUX_KEPT, &sending);
+        dtrain__mux_drain(mux, raw_in->peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &sending);
         sending = mux->peers[raw_in->peer].gone == DTRAIN_OK;
         dtrain__thread_error = kept;
     }
@@ -14557,13 +14611,14 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
     return 0;
 }
 
-/* Receives what has come from a peer, to be kept. */
-static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved)
+/* Receives what has come from a peer, to be kept; no more than about `most` bytes, as it may send without end. */
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved)
 {
     dtrain_transfer raw;
     int more = 1;
     while (more && dtrain__mux_next_in(NULL, mux, peer, NULL, limit, &raw)) {
-        more = dtrain__mux_call(mux, NULL, &raw, NULL, 0);
+        more = dtrain__mux_call(mux, NULL, &raw, NULL, 0) && raw.moved < most;
+        most -= raw.moved < most ? raw.moved : most;
         *moved |= raw.moved > 0;
     }
 }
@@ -14578,7 +14633,7 @@ static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
         more = dtrain__mux_call(mux, &raw, NULL, NULL, 0);
         moved |= raw.moved > 0;
     }
-    dtrain__mux_drain(mux, peer, limit, &moved);
+    dtrain__mux_drain(mux, peer, limit, DTRAIN__MUX_DRAIN, &moved);
     if (mux->table.alive == NULL || p->gone != DTRAIN_OK || moved || p->kept >= limit)
         return moved;
     int64_t now = dtrain__os_now_ns();
@@ -14626,12 +14681,13 @@ static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
     }
 }
 
-/* Moves a call's bytes until one of its ways is complete, or nothing more moves until_ns. Returns whether one is. */
+/* Moves a call's bytes until one of its ways is complete, or nothing more moves until_ns, or other threads are to have
+ * a turn. Returns whether one is. */
 static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
                             int *moved)
 {
     dtrain__mux *mux = lane->mux;
-    for (;;) {
+    for (int64_t end_ns = dtrain__os_now_ns() + DTRAIN__MUX_SHORT_NS;;) {
         dtrain_transfer raw_out, raw_in;
         size_t before = in != NULL ? in->moved : 0;
         int sends, receives, more;
@@ -14649,7 +14705,7 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
             return 0;
         more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
         *moved |= (sends && raw_out.moved > 0) || (receives && raw_in.moved > 0);
-        if (!more)
+        if (!more || dtrain__os_now_ns() >= end_ns)
             break;
     }
     if (out != NULL)
@@ -14670,12 +14726,15 @@ static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
     return lost.status;
 }
 
-/* Says which group's bytes fill what is kept, if that has kept a call from going on for long. */
-static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane)
+/* Says which group's bytes fill what is kept of a call's peers, if that has kept it from going on for long. */
+static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain_transfer *out,
+                                      const dtrain_transfer *in)
 {
     const dtrain__mux *mux = lane->mux;
+    const dtrain_transfer *ways[] = {out, in};
     int64_t now = dtrain__os_now_ns();
-    for (int peer = 0; peer < mux->table.size; peer++) {
+    for (int way = 0; way < 2; way++) {
+        int peer = ways[way] != NULL ? lane->worlds[ways[way]->peer] : mux->table.rank;
         const dtrain__mux_peer *p = &mux->peers[peer];
         if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->id)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
@@ -14699,7 +14758,7 @@ static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_tran
         return dtrain__mux_needs(lane, in->peer);
     if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
         return dtrain__mux_needs(lane, out->peer);
-    return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane);
+    return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
 }
 
 /* Room for frames to a peer, before the first. */
@@ -14964,7 +15023,7 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
         int peer = lane->worlds[rank];
         dtrain__mux_peer *p = &mux->peers[peer];
         p->owner = p->owner == lane ? NULL : p->owner;
-        if (peer == mux->table.rank || dtrain__membership_left(&lane->members, rank))
+        if (peer == mux->table.rank || lane->inboxes[rank]->ended || p->gone != DTRAIN_OK)
             dtrain__mux_inbox_drop(mux, peer, lane->inboxes[rank]);
         else
             dtrain__mux_inbox_close(mux, p, lane->inboxes[rank]);
@@ -14983,7 +15042,8 @@ static void dtrain__mux_bye(dtrain__mux *mux)
         int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
         unsent = 0;
         for (int peer = 0; peer < mux->table.size; peer++)
-            unsent |= mux->peers[peer].frame > 0 || dtrain__mux_posted(mux, &mux->peers[peer], 0) != NULL;
+            unsent |= mux->peers[peer].gone == DTRAIN_OK &&
+                      (mux->peers[peer].frame > 0 || dtrain__mux_posted(mux, &mux->peers[peer], 0) != NULL);
         if (unsent && !moved)
             dtrain__mux_rest(mux, 100000, until_ns);
     }
@@ -15014,8 +15074,11 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
     dtrain__mux_lane_free(lane);
     if (!last)
         return;
-    if (!forked)
+    if (!forked) {
         dtrain__origin_stop(&mux->origin);
+        if (table.leave != NULL)
+            table.leave(table.self, mux->why);
+    }
     dtrain__mux_free(mux);
     if (table.destroy != NULL)
         table.destroy(table.self);
@@ -15230,11 +15293,10 @@ static void dtrain__mux_plane_leave(void *self, const char *why)
     if (!lane->forked) {
         dtrain__mux_enter(lane->mux);
         dtrain__council_leave(&lane->mux->council, lane->id);
+        snprintf(lane->mux->why, sizeof lane->mux->why, "%s", why);
         dtrain__mux_exit(lane->mux);
         dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->calls, why);
     }
-    if (lane->id == 0 && lane->mux->table.leave != NULL)
-        lane->mux->table.leave(lane->mux->table.self, why);
 }
 
 static void dtrain__mux_plane_destroy(void *self)
@@ -25449,12 +25511,16 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
     status = dtrain__create_check_desc(desc != NULL ? desc : &defaults);
     held = *transport;
     held.destroy = NULL;
+    held.leave = NULL;
     if (status == DTRAIN_OK)
         status = dtrain__mux_plane_create(&end, &held, desc != NULL ? desc->allocator : NULL);
     if (status == DTRAIN_OK)
         status = dtrain__create_end(comm, &end, desc != NULL ? desc : &defaults);
-    if (status == DTRAIN_OK) /* on an error the table stays the user's */
-        ((dtrain__mux_lane *)end.transport.self)->mux->table.destroy = transport->destroy;
+    if (status == DTRAIN_OK) { /* on an error the table stays the user's */
+        dtrain_transport *table = &((dtrain__mux_lane *)end.transport.self)->mux->table;
+        table->destroy = transport->destroy;
+        table->leave = transport->leave;
+    }
     return status;
 }
 

@@ -29,12 +29,16 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
     status = dtrain__create_check_desc(desc != NULL ? desc : &defaults);
     held = *transport;
     held.destroy = NULL;
+    held.leave = NULL;
     if (status == DTRAIN_OK)
         status = dtrain__mux_plane_create(&end, &held, desc != NULL ? desc->allocator : NULL);
     if (status == DTRAIN_OK)
         status = dtrain__create_end(comm, &end, desc != NULL ? desc : &defaults);
-    if (status == DTRAIN_OK) /* on an error the table stays the user's */
-        ((dtrain__mux_lane *)end.transport.self)->mux->table.destroy = transport->destroy;
+    if (status == DTRAIN_OK) { /* on an error the table stays the user's */
+        dtrain_transport *table = &((dtrain__mux_lane *)end.transport.self)->mux->table;
+        table->destroy = transport->destroy;
+        table->leave = transport->leave;
+    }
     return status;
 }
 

@@ -30,6 +30,9 @@
 #define DTRAIN__MUX_SLICE_NS 10000000    /* of waiting for one peer */
 #define DTRAIN__MUX_SHORT_NS 1000000     /* the same where other threads or peers want something */
 #define DTRAIN__MUX_CROWDED_NS 50000000  /* after they last did */
+#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)    /* received of a peer before others are looked at */
+#define DTRAIN__MUX_POSTED ((size_t)16 << 20)  /* of the council's messages to a peer, which it does not receive */
+#define DTRAIN__MUX_AHEAD 1024                 /* of a peer, what is for lanes that are still to be made */
 #define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
 #define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
 #define DTRAIN__MUX_BYE_NS 1000000000    /* for the last messages of a rank that goes */
@@ -54,6 +57,7 @@ typedef struct dtrain__mux_inbox {
     dtrain__mux_block *first, *last;
     size_t bytes;
     int closed; /* the lane has ended here, and not at the peer: what comes is dropped */
+    int ended;  /* the peer's end has said that it leaves: nothing comes any more */
 } dtrain__mux_inbox;
 
 /* A control message: on its way to a peer, or for a lane that is still to be made. */
@@ -72,6 +76,7 @@ typedef struct dtrain__mux_peer {
     int to;                      /* this peer's rank there */
     size_t counted;              /* bytes of it that the owner's call has been told of */
     dtrain__mux_message *first, *last;
+    size_t posted; /* bytes of them; mutex guards it */
     unsigned char header[DTRAIN__MUX_HEADER]; /* of the frame that comes */
     size_t got, left;                         /* of the header; of its payload */
     uint64_t lane;
@@ -117,8 +122,8 @@ struct dtrain__mux {
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    dtrain__council
-        council;     /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    dtrain__council council; /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    char why[DTRAIN__ERROR_BYTES]; /* the lane that left last has left */
     int64_t idle_ns; /* how long the service thread rests between two looks */
 };
 
@@ -184,7 +189,7 @@ static dtrain__mux_message *dtrain__mux_post_new(dtrain__mux *mux, int peer, uin
 }
 
 /* Copies a control message, a head and data of at most DTRAIN__MUX_CONTROL bytes, which goes to the peer when the mux
- * is driven. Any thread; never blocks. Returns 0 when there is no memory. */
+ * is driven. Any thread; never blocks. Returns 0 when there is no memory, or the peer receives none. */
 static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind, const void *head, size_t head_bytes,
                             const void *data, size_t bytes)
 {
@@ -193,14 +198,21 @@ static int dtrain__mux_post(dtrain__mux *mux, int peer, uint64_t lane, int kind,
     if (post == NULL)
         return 0;
     pthread_mutex_lock(&mux->mutex);
-    if (p->last != NULL)
-        p->last->next = post;
-    else
-        p->first = post;
-    p->last = post;
+    int full = kind >= DTRAIN__MUX_OTHERS && p->posted > DTRAIN__MUX_POSTED;
+    if (!full) {
+        if (p->last != NULL)
+            p->last->next = post;
+        else
+            p->first = post;
+        p->last = post;
+        p->posted += post->bytes;
+    }
     pthread_mutex_unlock(&mux->mutex);
-    dtrain__mux_wake(mux);
-    return 1;
+    if (full)
+        dtrain__free(mux->allocator, post);
+    else
+        dtrain__mux_wake(mux);
+    return !full;
 }
 
 /* Posts to all other members that are there; where there is no memory, they find out by themselves. */
@@ -223,6 +235,7 @@ static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_pee
     if (post != NULL && (post->begin += sent) == post->bytes) {
         p->first = post->next;
         p->last = p->first != NULL ? p->last : NULL;
+        p->posted -= post->bytes;
         dtrain__free(mux->allocator, post);
         post = p->first;
     }
@@ -423,6 +436,7 @@ static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const u
     if (rank < 0 || bytes < 8)
         return;
     if (kind == DTRAIN__MUX_LEAVE) {
+        lane->inboxes[rank]->ended = 1;
         dtrain__mux_left(lane, rank, dtrain__get_le(data, 8), data + 8, bytes - 8);
         return;
     }
@@ -430,6 +444,22 @@ static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const u
     snprintf(cause.text, sizeof cause.text, "%.*s", (int)(bytes - 8), (const char *)data + 8);
     dtrain__status_clean(cause.text);
     dtrain__mux_break(lane, &cause);
+}
+
+/* Counts what a peer has sent for lanes that are still to be made, before it sends to one more. Members make a group
+ * together, so that none is far ahead. Returns 0 for a peer that sends to lanes which never were. */
+static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
+{
+    int ahead = 0;
+    for (const dtrain__mux_message *post = mux->early; post != NULL; post = post->next)
+        ahead += post->peer == peer;
+    for (const dtrain__mux_inbox *inbox = mux->peers[peer].inboxes; inbox != NULL; inbox = inbox->next)
+        ahead += !inbox->closed && dtrain__mux_lane_of(mux, inbox->lane) == NULL;
+    if (ahead < DTRAIN__MUX_AHEAD)
+        return 1;
+    dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d sends to %d groups that this rank has not made", peer, ahead);
+    dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+    return 0;
 }
 
 /* A whole control message has come. What is for a lane that is still to be made waits for it. */
@@ -465,6 +495,8 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     if (lane != NULL) {
         dtrain__mux_hear(lane, peer, p->kind, p->control, bytes);
     } else if (inbox == NULL || !inbox->closed) {
+        if (!dtrain__mux_may_be(mux, peer))
+            return;
         dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
         dtrain__mux_message **at = &mux->early;
         while (*at != NULL)
@@ -493,7 +525,10 @@ static void dtrain__mux_open(dtrain__mux *mux, int peer)
         dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
         return;
     }
-    p->inbox = kind == DTRAIN__MUX_DATA ? dtrain__mux_inbox_find(mux, peer, p->lane) : NULL;
+    for (p->inbox = p->inboxes; p->inbox != NULL && p->inbox->lane != p->lane;)
+        p->inbox = p->inbox->next;
+    if (kind == DTRAIN__MUX_DATA && p->left > 0 && p->inbox == NULL && dtrain__mux_may_be(mux, peer))
+        p->inbox = dtrain__mux_inbox_find(mux, peer, p->lane);
     if (kind != DTRAIN__MUX_DATA && p->left == 0)
         dtrain__mux_deliver(mux, peer);
 }

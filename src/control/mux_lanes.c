@@ -5,7 +5,7 @@
 #define DTRAIN__MUX_LANES
 #include "mux.c"
 
-static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved);
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved);
 static void dtrain__mux_convene(dtrain__mux *mux);
 
 /* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
@@ -14,9 +14,21 @@ static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_s
     dtrain__error kept = dtrain__thread_error;
     int moved;
     if (sending)
-        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, &moved);
+        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
     dtrain__thread_error = kept;
     dtrain__mux_gone(mux, peer, status);
+}
+
+/* Returns whether the table says that more has moved than was to; the peer's streams are of no more use then. */
+static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
+{
+    if (raw == NULL || raw->moved <= raw->bytes)
+        return 0;
+    dtrain__fail(NULL, DTRAIN_ERR_INVALID, "the transport says that %zu of %zu bytes to or from rank %d have moved",
+                 raw->moved, raw->bytes, raw->peer);
+    raw->moved = 0;
+    dtrain__mux_gone(mux, raw->peer, DTRAIN_ERR_INVALID);
+    return 1;
 }
 
 /* Receives. After a header raw->more bytes are likely to come, which are asked for with it, and kept ahead. */
@@ -32,6 +44,9 @@ static dtrain_status dtrain__mux_recv(dtrain__mux *mux, dtrain_transfer *raw, in
         p->ahead_at = p->ahead_end = 0;
         dtrain_status status =
             table->recv(table->self, raw->peer, p->ahead, raw->bytes + (size_t)raw->more, until_ns, &p->ahead_end);
+        raw->moved = p->ahead_end;
+        if (p->ahead_end > raw->bytes + (size_t)raw->more) /* it lies */
+            p->ahead_end = 0;
         if (p->ahead_end == 0) /* else what failed is met again when these are taken */
             return status;
     }
@@ -60,19 +75,23 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
         status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
     else
         status = dtrain__mux_recv(mux, raw_in, until_ns);
+    int lied = dtrain__mux_lied(mux, raw_out) | dtrain__mux_lied(mux, raw_in);
     if (raw_out != NULL)
         dtrain__mux_took_out(mux, raw_out);
     if (raw_in != NULL)
         dtrain__mux_took_in(mux, raw_in, in);
-    if (status == DTRAIN_OK)
-        return 1;
+    if (lied)
+        return 0;
+    if (status == DTRAIN_OK) /* which may be said too early */
+        return (raw_out != NULL && raw_out->moved == raw_out->bytes) ||
+               (raw_in != NULL && raw_in->moved == raw_in->bytes);
     if (status == DTRAIN_ERR_TIMEOUT) {
         dtrain__thread_error.status = DTRAIN_OK;
         return 0;
     }
     if (raw_out != NULL && raw_in != NULL) { /* whose end has failed? the receiver's is asked again */
         dtrain__error kept = dtrain__thread_error;
-        dtrain__mux_drain(mux, raw_in->peer, DTRAIN__MUX_KEPT, &sending);
+        dtrain__mux_drain(mux, raw_in->peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &sending);
         sending = mux->peers[raw_in->peer].gone == DTRAIN_OK;
         dtrain__thread_error = kept;
     }
@@ -80,13 +99,14 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
     return 0;
 }
 
-/* Receives what has come from a peer, to be kept. */
-static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, int *moved)
+/* Receives what has come from a peer, to be kept; no more than about `most` bytes, as it may send without end. */
+static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t most, int *moved)
 {
     dtrain_transfer raw;
     int more = 1;
     while (more && dtrain__mux_next_in(NULL, mux, peer, NULL, limit, &raw)) {
-        more = dtrain__mux_call(mux, NULL, &raw, NULL, 0);
+        more = dtrain__mux_call(mux, NULL, &raw, NULL, 0) && raw.moved < most;
+        most -= raw.moved < most ? raw.moved : most;
         *moved |= raw.moved > 0;
     }
 }
@@ -101,7 +121,7 @@ static int dtrain__mux_tend(dtrain__mux *mux, int peer, size_t limit)
         more = dtrain__mux_call(mux, &raw, NULL, NULL, 0);
         moved |= raw.moved > 0;
     }
-    dtrain__mux_drain(mux, peer, limit, &moved);
+    dtrain__mux_drain(mux, peer, limit, DTRAIN__MUX_DRAIN, &moved);
     if (mux->table.alive == NULL || p->gone != DTRAIN_OK || moved || p->kept >= limit)
         return moved;
     int64_t now = dtrain__os_now_ns();
@@ -149,12 +169,13 @@ static int dtrain__mux_drive(dtrain__mux *mux, int64_t until_ns)
     }
 }
 
-/* Moves a call's bytes until one of its ways is complete, or nothing more moves until_ns. Returns whether one is. */
+/* Moves a call's bytes until one of its ways is complete, or nothing more moves until_ns, or other threads are to have
+ * a turn. Returns whether one is. */
 static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in, int64_t until_ns,
                             int *moved)
 {
     dtrain__mux *mux = lane->mux;
-    for (;;) {
+    for (int64_t end_ns = dtrain__os_now_ns() + DTRAIN__MUX_SHORT_NS;;) {
         dtrain_transfer raw_out, raw_in;
         size_t before = in != NULL ? in->moved : 0;
         int sends, receives, more;
@@ -172,7 +193,7 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
             return 0;
         more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
         *moved |= (sends && raw_out.moved > 0) || (receives && raw_in.moved > 0);
-        if (!more)
+        if (!more || dtrain__os_now_ns() >= end_ns)
             break;
     }
     if (out != NULL)
@@ -193,12 +214,15 @@ static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
     return lost.status;
 }
 
-/* Says which group's bytes fill what is kept, if that has kept a call from going on for long. */
-static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane)
+/* Says which group's bytes fill what is kept of a call's peers, if that has kept it from going on for long. */
+static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain_transfer *out,
+                                      const dtrain_transfer *in)
 {
     const dtrain__mux *mux = lane->mux;
+    const dtrain_transfer *ways[] = {out, in};
     int64_t now = dtrain__os_now_ns();
-    for (int peer = 0; peer < mux->table.size; peer++) {
+    for (int way = 0; way < 2; way++) {
+        int peer = ways[way] != NULL ? lane->worlds[ways[way]->peer] : mux->table.rank;
         const dtrain__mux_peer *p = &mux->peers[peer];
         if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->id)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
@@ -222,7 +246,7 @@ static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_tran
         return dtrain__mux_needs(lane, in->peer);
     if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
         return dtrain__mux_needs(lane, out->peer);
-    return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane);
+    return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
 }
 
 /* Room for frames to a peer, before the first. */
@@ -487,7 +511,7 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
         int peer = lane->worlds[rank];
         dtrain__mux_peer *p = &mux->peers[peer];
         p->owner = p->owner == lane ? NULL : p->owner;
-        if (peer == mux->table.rank || dtrain__membership_left(&lane->members, rank))
+        if (peer == mux->table.rank || lane->inboxes[rank]->ended || p->gone != DTRAIN_OK)
             dtrain__mux_inbox_drop(mux, peer, lane->inboxes[rank]);
         else
             dtrain__mux_inbox_close(mux, p, lane->inboxes[rank]);
@@ -506,7 +530,8 @@ static void dtrain__mux_bye(dtrain__mux *mux)
         int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_EARLY);
         unsent = 0;
         for (int peer = 0; peer < mux->table.size; peer++)
-            unsent |= mux->peers[peer].frame > 0 || dtrain__mux_posted(mux, &mux->peers[peer], 0) != NULL;
+            unsent |= mux->peers[peer].gone == DTRAIN_OK &&
+                      (mux->peers[peer].frame > 0 || dtrain__mux_posted(mux, &mux->peers[peer], 0) != NULL);
         if (unsent && !moved)
             dtrain__mux_rest(mux, 100000, until_ns);
     }
@@ -537,8 +562,11 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
     dtrain__mux_lane_free(lane);
     if (!last)
         return;
-    if (!forked)
+    if (!forked) {
         dtrain__origin_stop(&mux->origin);
+        if (table.leave != NULL)
+            table.leave(table.self, mux->why);
+    }
     dtrain__mux_free(mux);
     if (table.destroy != NULL)
         table.destroy(table.self);

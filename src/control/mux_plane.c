@@ -93,11 +93,10 @@ static void dtrain__mux_plane_leave(void *self, const char *why)
     if (!lane->forked) {
         dtrain__mux_enter(lane->mux);
         dtrain__council_leave(&lane->mux->council, lane->id);
+        snprintf(lane->mux->why, sizeof lane->mux->why, "%s", why);
         dtrain__mux_exit(lane->mux);
         dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->calls, why);
     }
-    if (lane->id == 0 && lane->mux->table.leave != NULL)
-        lane->mux->table.leave(lane->mux->table.self, why);
 }
 
 static void dtrain__mux_plane_destroy(void *self)

@@ -402,6 +402,32 @@ TEST(more_than_64_mib_for_another_group_is_an_error_that_says_so)
     on_pairs(2, sends_too_much);
 }
 
+/* Rank 0 waits for rank 2, which computes, while rank 1 sends more to another group than is kept. */
+static void waits_for_another(dtrain_comm *world, pairs_end *end)
+{
+    size_t bytes = 80 * MIB;
+    unsigned char *data = (unsigned char *)calloc(bytes, 1);
+    dtrain_comm *group = NULL;
+    CHECK_EQ(dtrain_comm_split(world, 0, 0, &group), DTRAIN_OK);
+    if (end->rank == 1)
+        CHECK_EQ(dtrain_send(group, data, bytes, DTRAIN_U8, 0), DTRAIN_OK);
+    if (end->rank == 2) {
+        sleep(2);
+        CHECK_EQ(dtrain_send(world, data, 1, DTRAIN_U8, 0), DTRAIN_OK);
+    }
+    if (end->rank == 0) {
+        CHECK_EQ(dtrain_recv(world, data, 1, DTRAIN_U8, 2), DTRAIN_OK);
+        CHECK_EQ(dtrain_recv(group, data, bytes, DTRAIN_U8, 1), DTRAIN_OK);
+    }
+    dtrain_comm_destroy(group);
+    free(data);
+}
+
+TEST(what_one_peer_sends_ends_no_wait_for_another)
+{
+    on_pairs(3, waits_for_another);
+}
+
 /* ---- ends ---- */
 
 static void goes_early(dtrain_comm *world, pairs_end *end)
