@@ -50076,14 +50076,6 @@ static dtrain_status dtrain__index_size(dtrain__index_parser *parser, size_t *va
     return status;
 }
 
-static dtrain_status dtrain__index_flag(dtrain__index_parser *parser, int *value)
-{
-    uint64_t number = 0;
-    dtrain_status status = dtrain__index_u64(parser, 1, &number);
-    *value = (int)number;
-    return status;
-}
-
 /* Keeps the text of a STRING or KEY; zero bytes are refused where it is a name. */
 static dtrain_status dtrain__index_keep(dtrain__index_parser *parser, const dtrain__json_token *token, int is_name,
                                         size_t *at, size_t *length)
