@@ -4839,6 +4839,7 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
  *   work      a call in the queue of its group, whose caller may hold a handle of it
  *   hub       the control plane of one process of several; one rank's hub, the leader's, relays for the others
  *   channel   a group's share of a hub; it has a peer for each member, and lanes, the connections to that
+ *   mux       what shares a transport of the user's own between groups; a group's share of it is a lane; see >>mux
  *   council   one process's part in the store of its world and in votes, whatever carries the messages; see >>council
  *   consent   a vote of the ranks of a group that are left, and what was decided */
 

@@ -481,12 +481,12 @@ static dtrain_status until_it_breaks(dg_rank *r, several *s, int rounds)
     return status;
 }
 
-enum { CALLERS_CALL, OWN_CALL, OWN_TURN, WAYS };
+enum { CALLERS_CALL, OWN_CALL, OWN_TURN, HOWS };
 
 static void one_breaks(dg_rank *r)
 {
     several s;
-    int64_t how = r->world->number % WAYS, n = r->world->number / WAYS;
+    int64_t how = r->world->number % HOWS, n = r->world->number / HOWS;
     several_begin(r, &s, 70000);
     if (r->rank == VICTIM) {
         r->fake.fail_call = how == CALLERS_CALL ? n : 0;
@@ -519,19 +519,19 @@ static void check_broken(const dg_world *w, int n)
         CHECK_CONTAINS(w->text[rank], "rank 1");
     }
     if (test_failures != before)
-        TEST_FAIL("mode %d, way %d, %d: %s", (int)w->desc.mode, (int)(w->number % WAYS), n, w->text[0]);
+        TEST_FAIL("mode %d, way %d, %d: %s", (int)w->desc.mode, (int)(w->number % HOWS), n, w->text[0]);
 }
 
 TEST(a_device_that_breaks_with_works_under_way_ends_the_group_everywhere)
 {
     for (int i = 0; i < 2; i++)
-        for (int how = 0; how < WAYS; how++)
+        for (int how = 0; how < HOWS; how++)
             for (int n = 1 + how % 2; n <= 40; n += 2) {
                 dg_world w = async_world(3, modes[i], one_breaks);
                 w.alone = 1;
                 w.delay_us = 20;
                 w.seed = (uint64_t)n;
-                w.number = n * WAYS + how;
+                w.number = n * HOWS + how;
                 int before = test_failures;
                 dg_on_threads(&w);
                 check_broken(&w, n);
