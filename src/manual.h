@@ -279,15 +279,15 @@
  * the whole takes to compile.
  *
  *     DTRAIN_NO_   text KB  time  leaves out
- *     SOCKETS           97  13 %  ranks that are processes, on one host or many
- *     TRANSPORT         14   2 %  dtrain_comm_from_transport
- *     DEVICE            52   4 %  collectives on memory of devices, with FSDP over several ranks there
- *     COMPRESS          85   7 %  top-k, quantisers, PowerSGD, compress and quantise_... of descs
- *     TRAIN             37   3 %  parameter table, optimizers, sampler, schedules, clipping, aggregators
- *     SHARD            113  10 %  FSDP and DDP; needs TRAIN
- *     PARALLEL          82   6 %  modules, pipelines, tensor parallelism; needs SHARD
- *     LOOSE             67   6 %  parameter server, local SGD; needs TRAIN and COMPRESS
- *     SAFETENSORS       59   5 %  files of tensors, Hugging Face models
- *     CHECKPOINT       113  11 %  checkpoints; needs TRAIN and SAFETENSORS
- *     what is left     272  26 %  collectives of threads, tensors, queues of devices
+ *     SOCKETS           88  10 %  ranks that are processes, on one host or many
+ *     TRANSPORT         33   2 %  dtrain_comm_from_transport
+ *     DEVICE            48   6 %  collectives on memory of devices, with FSDP over several ranks there
+ *     COMPRESS          82  12 %  top-k, quantisers, PowerSGD, compress and quantise_... of descs
+ *     TRAIN             52   7 %  parameter table, optimizers, sampler, schedules, clipping, aggregators, matrix product
+ *     SHARD            100  12 %  FSDP and DDP; needs TRAIN
+ *     PARALLEL          70   7 %  modules, pipelines, tensor parallelism; needs SHARD
+ *     LOOSE             59   6 %  parameter server, local SGD; needs TRAIN and COMPRESS
+ *     SAFETENSORS       51   5 %  files of tensors, Hugging Face models
+ *     CHECKPOINT        94  10 %  checkpoints; needs TRAIN and SAFETENSORS
+ *     what is left     185  21 %  collectives of threads, tensors, queues of devices
  */
