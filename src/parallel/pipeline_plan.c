@@ -8,6 +8,7 @@
 #include "../base/status.c"
 #include "../base/memory.c"
 #include "../base/os.c"
+#include "../tensor/dtype.c"
 
 #define DTRAIN__PIPELINE_MOST 1000000 /* ranks, micro-batches, chunks */
 

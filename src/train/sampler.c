@@ -6,6 +6,7 @@
 #define DTRAIN__SAMPLER
 #include "train.h"
 #include "../base/memory.c"
+#include "../tensor/dtype.c"
 
 /* Fewer leave the orders of short epochs uneven. */
 #define DTRAIN__SAMPLER_ROUNDS 8
