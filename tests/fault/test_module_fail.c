@@ -59,12 +59,12 @@ static void fail_in(int layer, const char *what, const char *text)
 
 TEST(a_callback_that_fails_on_one_rank_drops_the_step_on_all)
 {
-    fail_in(FIRST, "forward", "layer first: forward returned ERR_IO (3)");
-    fail_in(DEEP_2, "forward", "layer deep 2: forward returned ERR_IO (3)");
-    fail_in(UNSCALE, "backward", "layer unscale: backward returned ERR_IO (3)");
-    fail_in(DEEP_1, "backward", "layer deep 1: backward returned ERR_IO (3)");
-    fail_in(FIRST, "backward_weights", "layer first: backward_weights returned ERR_IO (3)");
-    fail_in(LAST, "shape", "layer last: shape returned ERR_IO (3)");
+    fail_in(FIRST, "forward", "layer first: forward returned ERR_IO (33)");
+    fail_in(DEEP_2, "forward", "layer deep 2: forward returned ERR_IO (33)");
+    fail_in(UNSCALE, "backward", "layer unscale: backward returned ERR_IO (33)");
+    fail_in(DEEP_1, "backward", "layer deep 1: backward returned ERR_IO (33)");
+    fail_in(FIRST, "backward_weights", "layer first: backward_weights returned ERR_IO (33)");
+    fail_in(LAST, "shape", "layer last: shape returned ERR_IO (33)");
 }
 
 static dtrain_status fails_to_evaluate(dtrain_comm *world, void *user)
@@ -82,7 +82,7 @@ static dtrain_status fails_to_evaluate(dtrain_comm *world, void *user)
     CHECK_EQ(dtrain_fsdp_forward(fsdp, m->module, DTRAIN_EVALUATE, &b.input, b.target, &output),
              rank == 1 ? DTRAIN_ERR_IO : DTRAIN_OK);
     if (rank == 1)
-        CHECK_CONTAINS(dtrain_last_error(), "dtrain_fsdp_forward on rank 1: layer deep 1: forward returned ERR_IO (3)");
+        CHECK_CONTAINS(dtrain_last_error(), "dtrain_fsdp_forward on rank 1: layer deep 1: forward returned ERR_IO (33)");
     CHECK((((float *)output.data)[0] == 0.0f) == (rank == 1));
     CHECK_EQ(dtrain_fsdp_forward(fsdp, m->module, 0, &b.input, b.target, &output), DTRAIN_OK);
     CHECK((((float *)output.data)[0] == 0.0f) == (rank == 1)); /* the step will tell */
@@ -108,7 +108,7 @@ TEST(without_fsdp_a_callback_s_status_is_returned_and_nothing_else_is_called)
     batch_init(&b, 0);
     m->users[FIRST].fails_in = "forward";
     CHECK_EQ(forward(NULL, m, 0, &b, NULL), DTRAIN_ERR_IO);
-    CHECK_CONTAINS(dtrain_last_error(), "layer first: forward returned ERR_IO (3)");
+    CHECK_CONTAINS(dtrain_last_error(), "layer first: forward returned ERR_IO (33)");
     CHECK_CONTAINS(dtrain_last_error(), "layer first: forward");
     CHECK_EQ(m->users[DEEP_1].forwards, 0);
     CHECK_EQ(dtrain_fsdp_backward(NULL, m->module, 0, NULL, NULL), DTRAIN_ERR_INVALID);

@@ -37,7 +37,7 @@ static void check_told(const failure *f, const rank_of_pipeline *r, int ranks, c
     CHECK_EQ(dtrain_split_stages(NULL, PAIRS, ranks * r->chunks, begins), DTRAIN_OK);
     snprintf(who, sizeof who, ranks > 1 ? "the pipeline could not go on: rank %d: ERR_IO: " : "could not go on: ERR_IO: ",
              f->rank);
-    snprintf(why, sizeof why, "layer w%d: %s returned ERR_IO (3)", pair_of(f, begins[f->chunk * ranks + f->rank]),
+    snprintf(why, sizeof why, "layer w%d: %s returned ERR_IO (33)", pair_of(f, begins[f->chunk * ranks + f->rank]),
              f->in);
     CHECK_CONTAINS(told, who);
     CHECK_CONTAINS(told, why);
@@ -105,7 +105,7 @@ static dtrain_status loses_its_mate(dtrain_comm *world, void *user)
         }
         CHECK_EQ(rank_step(r), DTRAIN_ERR_PEER_LOST);
         CHECK_CONTAINS(dtrain_last_error(), "the pipeline could not go on: rank 1: ERR_PEER_LOST");
-        CHECK_CONTAINS(dtrain_last_error(), "returned ERR_PEER_LOST (5): barrier #1 on rank 0: rank 1");
+        CHECK_CONTAINS(dtrain_last_error(), "returned ERR_PEER_LOST (35): barrier #1 on rank 0: rank 1");
         rank_clear(r);
         CHECK_EQ(rank_step(r), DTRAIN_OK);
         rank_check(r, reference_of(r->micro));
@@ -156,7 +156,7 @@ static dtrain_status fails_sharded(dtrain_comm *world, void *user)
             if (!bad)
                 CHECK_EQ(dtrain_fsdp_drop(r->fsdps[c]), DTRAIN_OK);
             else
-                CHECK_CONTAINS(dtrain_last_error(), "returned ERR_IO (3)");
+                CHECK_CONTAINS(dtrain_last_error(), "returned ERR_IO (33)");
         }
     }
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
@@ -243,7 +243,7 @@ static dtrain_status wrong_inputs(dtrain_comm *world, void *user)
         r->stages[0]->fails_pair = r->stages[0]->first;
     }
     CHECK_EQ(rank_agree(r), DTRAIN_ERR_ABORTED);
-    CHECK_CONTAINS(dtrain_last_error(), "shape returned ERR_IO (3)");
+    CHECK_CONTAINS(dtrain_last_error(), "shape returned ERR_IO (33)");
     r->inputs[1].ndim = 9;
     CHECK_EQ(rank_agree(r), DTRAIN_ERR_ABORTED);
     CHECK_CONTAINS(dtrain_last_error(), "9 dimensions");

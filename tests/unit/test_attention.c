@@ -167,7 +167,7 @@ static void block_run(const block *b, dtrain_comm *group, int sequence, const fl
                       float *dx, float *db)
 {
     size_t c = b->channels, w = b->heads * c, first, heads;
-    heads = dtrain_shard(group, b->heads, dtrain_comm_rank(group), &first);
+    heads = cut_of(b->heads, dtrain_comm_size(group), dtrain_comm_rank(group), &first);
     size_t part = heads * c, inner = b->rows * part;
     float *qkv_w = draw(1, 3 * part * w), *qkv_b = draw(1, 3 * part), *out_w = draw(1, w * part);
     for (size_t s = 0; s < 3; s++)

@@ -336,7 +336,7 @@ TEST(a_half_that_fails_on_one_rank_drops_the_step_on_all)
     for (int i = 0; i < 3; i++)
         for (int strategy = DTRAIN_FULL_SHARD; strategy <= DTRAIN_DDP; strategy++) {
             char text[64];
-            snprintf(text, sizeof text, "layer deep 1: %s returned ERR_IO (3)", names[i]);
+            snprintf(text, sizeof text, "layer deep 1: %s returned ERR_IO (33)", names[i]);
             r.text = text;
             r.fails_in = names[i];
             r.desc.strategy = (dtrain_strategy)strategy;

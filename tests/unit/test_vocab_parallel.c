@@ -89,7 +89,7 @@ static void entropy_open(entropy_test *t, dtrain_comm *world, size_t rows, size_
 {
     t->rows = rows;
     t->vocab = vocab;
-    t->part = dtrain_shard(world, vocab, dtrain_comm_rank(world), &t->begin);
+    t->part = cut_of(vocab, dtrain_comm_size(world), dtrain_comm_rank(world), &t->begin);
     t->whole = draw(9, rows * vocab);
     t->mine = (float *)malloc((rows * t->part + 1) * sizeof(float));
     t->targets = (int32_t *)malloc((rows + 1) * sizeof(int32_t));
