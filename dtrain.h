@@ -30436,7 +30436,7 @@ static dtrain_status dtrain__topk_reserve(dtrain__sparse *sparse, size_t count)
     return DTRAIN_OK;
 }
 
-DTRAIN_API void dtrain__sparse_destroy(dtrain__sparse *sparse)
+static void dtrain__sparse_destroy(dtrain__sparse *sparse)
 {
     dtrain_allocator heap;
     if (sparse == NULL)
