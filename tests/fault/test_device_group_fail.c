@@ -203,37 +203,48 @@ typedef struct difference {
 
 #define BIG 1000000
 
-static const difference differences[] = {
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 101, 0, NULL}},
-     {"f32 x 100)", "f32 x 101)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 0, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 1, 0, NULL}},
-     {"f32 x 0)", "f32 x 1)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0, NULL}},
-     {"f32 x 1000000)", "f32 x 1000001)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 65536, 0, NULL}},
-     {"f32 x 1000000)", "f32 x 65536)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_I32, DTRAIN_SUM, 100, 0, NULL}},
-     {"f32 x 100", "i32 x 100"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_MAX, 100, 0, NULL}},
-     {"sum, f32", "max, f32"}},
-    {{{DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL},
-      {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_MEAN, 100, 0, NULL}},
-     {"sum, f32", "mean, f32"}},
-    {{{DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL},
-      {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0, NULL}},
-     {"f32 x 1000000)", "f32 x 1000001)"}},
-    {{{DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL}, {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, BIG + 3, 0, NULL}},
-     {"f32 x 1000000)", "f32 x 1000003)"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}},
-     {"all_reduce", "all_gather"}},
-    {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}},
-     {"all_reduce", "reduce_scatter"}},
-    {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}},
-     {"broadcast", "all_gather"}},
-    {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 2, NULL}},
-     {"root 0", "root 2"}},
-    {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL}, {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0, NULL}},
-     {"f32 x 1000000, root", "f32 x 1000001, root"}}};
+static const difference differences[] = {{{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                           {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 101, 0, NULL, NULL}},
+                                          {"f32 x 100)", "f32 x 101)"}},
+                                         {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 0, 0, NULL, NULL},
+                                           {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 1, 0, NULL, NULL}},
+                                          {"f32 x 0)", "f32 x 1)"}},
+                                         {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL, NULL},
+                                           {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0, NULL, NULL}},
+                                          {"f32 x 1000000)", "f32 x 1000001)"}},
+                                         {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL, NULL},
+                                           {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 65536, 0, NULL, NULL}},
+                                          {"f32 x 1000000)", "f32 x 65536)"}},
+                                         {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                           {DG_ALL_REDUCE, DTRAIN_I32, DTRAIN_SUM, 100, 0, NULL, NULL}},
+                                          {"f32 x 100", "i32 x 100"}},
+                                         {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                           {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_MAX, 100, 0, NULL, NULL}},
+                                          {"sum, f32", "max, f32"}},
+                                         {{{DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                           {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_MEAN, 100, 0, NULL, NULL}},
+                                          {"sum, f32", "mean, f32"}},
+                                         {{{DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL, NULL},
+                                           {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0, NULL, NULL}},
+                                          {"f32 x 1000000)", "f32 x 1000001)"}},
+                                         {{{DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL, NULL},
+                                           {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, BIG + 3, 0, NULL, NULL}},
+                                          {"f32 x 1000000)", "f32 x 1000003)"}},
+                                         {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                           {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL}},
+                                          {"all_reduce", "all_gather"}},
+                                         {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                           {DG_REDUCE_SCATTER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL}},
+                                          {"all_reduce", "reduce_scatter"}},
+                                         {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                           {DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL}},
+                                          {"broadcast", "all_gather"}},
+                                         {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                           {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 2, NULL, NULL}},
+                                          {"root 0", "root 2"}},
+                                         {{{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, BIG, 0, NULL, NULL},
+                                           {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, BIG + 1, 0, NULL, NULL}},
+                                          {"f32 x 1000000, root", "f32 x 1000001, root"}}};
 
 enum { DIFFERENCES = sizeof differences / sizeof *differences };
 
@@ -446,7 +457,8 @@ static void bad_arguments(dg_rank *r)
     CHECK_EQ(dtrain_device_group_broadcast(r->group, x, 1, DTRAIN_F32, r->size), DTRAIN_ERR_INVALID);
     CHECK(dtrain_device_group_all_reduce(r->group, x, x, 1, DTRAIN_I64, DTRAIN_MEAN) != DTRAIN_OK);
     CHECK(dtrain_device_group_all_gather(r->group, x, x + 32, 4, DTRAIN_F4) != DTRAIN_OK);
-    CHECK_EQ(dtrain_device_group_reduce_scatter_v(r->group, x, x, NULL, NULL, DTRAIN_F32, DTRAIN_SUM), DTRAIN_ERR_INVALID);
+    CHECK_EQ(dtrain_device_group_reduce_scatter_v(r->group, x, x, NULL, NULL, DTRAIN_F32, DTRAIN_SUM),
+             DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "counts");
     CHECK_EQ(dtrain_device_group_all_gather_v(NULL, x, x, NULL, NULL, DTRAIN_F32), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_device_group_all_reduce_async(r->group, x, x, 1, DTRAIN_F32, DTRAIN_SUM, &work),

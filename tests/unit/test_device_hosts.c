@@ -325,12 +325,16 @@ TEST(a_device_that_breaks_at_any_call_or_operation_ends_the_group_on_all_hosts)
 
 static void calls_differ(dg_rank *r)
 {
-    static const dg_call calls[][2] = {
-        {{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 101, 0, NULL}},
-        {{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_BF16, DTRAIN_SUM, 100, 0, NULL}},
-        {{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_MEAN, 100, 0, NULL}},
-        {{DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}},
-        {{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL}, {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 3, NULL}}};
+    static const dg_call calls[][2] = {{{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                        {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 101, 0, NULL, NULL}},
+                                       {{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                        {DG_ALL_REDUCE, DTRAIN_BF16, DTRAIN_SUM, 100, 0, NULL, NULL}},
+                                       {{DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                        {DG_ALL_REDUCE, DTRAIN_F32, DTRAIN_MEAN, 100, 0, NULL, NULL}},
+                                       {{DG_ALL_GATHER, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                        {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL}},
+                                       {{DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 0, NULL, NULL},
+                                        {DG_BROADCAST, DTRAIN_F32, DTRAIN_SUM, 100, 3, NULL, NULL}}};
     char *x = dg_alloc(r, 404), *y = dg_alloc(r, 404);
     keep(r, dg_do(r->comm, r->group, &calls[r->world->number][r->rank >= 2], x, y));
     dg_free(r, x);
@@ -382,7 +386,7 @@ static void warm(dg_rank *r)
     long before = 0, events = 0, allocations = 0;
     for (int i = 0; i < 40; i++) {
         dg_call c = {i % DG_KINDS, DTRAIN_F32, DTRAIN_MEAN, i < 4 ? 70001 : (size_t)(1 + i * 997 % 70001),
-                     i % r->size,  NULL, NULL};
+                     i % r->size,  NULL,       NULL};
         if (i == 4) {
             CHECK_EQ(dtrain_barrier(r->comm), DTRAIN_OK);
             before = __atomic_load_n(&resizes, __ATOMIC_SEQ_CST);
