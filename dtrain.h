@@ -5047,9 +5047,9 @@ DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *form
 
 DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 {
-    static const char *const names[] = {
-        "ERR_INVALID",  "ERR_MEMORY",  "ERR_IO",          "ERR_TIMEOUT", "ERR_PEER_LOST",
-        "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED", "ERR_DENIED",  "ERR_ABORTED"};
+    static const char *const names[] = {"ERR_INVALID",   "ERR_MEMORY",   "ERR_IO",      "ERR_TIMEOUT",
+                                        "ERR_PEER_LOST", "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED",
+                                        "ERR_DENIED",    "ERR_ABORTED"};
     size_t index = (size_t)status - DTRAIN_ERR_INVALID;
     return status == DTRAIN_OK ? "OK" : index < sizeof names / sizeof names[0] ? names[index] : "not a dtrain_status";
 }
@@ -5692,7 +5692,7 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
         dtrain__resize(allocator, pointer, 0);
 }
 
-/* Allocates an object that has an allocator of its own at `own`, for where none is given; *used: which of them it is. */
+/* Allocates an object that has an allocator of its own at `own`, for where none is given; *used: which it has. */
 static void *dtrain__memory_owner(dtrain_allocator *given, size_t bytes, size_t own, dtrain_allocator **used)
 {
     dtrain_allocator first = {NULL, NULL, 0, 0};
@@ -5717,7 +5717,8 @@ static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, v
 }
 
 /* Makes room for `more` elements of `size` bytes after `count`; returns the array, which doubles, or NULL. */
-static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count, size_t more)
+static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count,
+                                                  size_t more)
 {
     size_t bytes = dtrain__memory_bytes(array), need;
     if (!dtrain__add_size(count, more, &need) || !dtrain__mul_size(need, size, &need) || need > SIZE_MAX / 2)
@@ -9665,8 +9666,8 @@ static dtrain_status dtrain__safetensors_memory(const dtrain_safetensors *file)
 }
 
 /* Reports a rule of the JSON, at an offset of the header. */
-static DTRAIN__NOINLINE dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule, size_t offset,
-                                             const char *text)
+static DTRAIN__NOINLINE dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule,
+                                                              size_t offset, const char *text)
 {
     return dtrain__safetensors_broken(parser->file, rule, offset + 8,
                                       parser->entry != NULL ? &parser->entry->tensor : NULL, "%s", text);
@@ -10513,9 +10514,8 @@ static dtrain_status dtrain__safetensors_reading_bad(const dtrain__safetensors_r
                         dtrain_dtype_name(reading->tensor->dtype), what, count, begin, limit);
 }
 
-DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file,
-                                                       const dtrain_safetensors_tensor *tensor, size_t begin,
-                                                       size_t count, void *out, dtrain_dtype dtype)
+DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
+                                                 size_t begin, size_t count, void *out, dtrain_dtype dtype)
 {
     dtrain__safetensors_reading reading;
     dtrain_status status = dtrain__safetensors_reading_begin(&reading, file, tensor, out, dtype);
@@ -13855,16 +13855,16 @@ static const dtrain__plane *dtrain__threads_plane_table(void)
 #ifndef DTRAIN__MUX_KEPT
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
 #endif
-#define DTRAIN__MUX_SLICE_NS 10000000    /* of waiting for one peer */
-#define DTRAIN__MUX_SHORT_NS 1000000     /* the same where other threads or peers want something */
-#define DTRAIN__MUX_CROWDED_NS 50000000  /* after they last did */
-#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)    /* received of a peer before others are looked at */
-#define DTRAIN__MUX_POSTED ((size_t)16 << 20)  /* of the council's messages to a peer, which it does not receive */
-#define DTRAIN__MUX_AHEAD 1024                 /* of a peer, what is for lanes that are still to be made */
-#define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
-#define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
-#define DTRAIN__MUX_BYE_NS 1000000000    /* for the last messages of a rank that goes */
-#define DTRAIN__MUX_ALIVE_NS 50000000    /* between two questions whether a peer is there */
+#define DTRAIN__MUX_SLICE_NS 10000000         /* of waiting for one peer */
+#define DTRAIN__MUX_SHORT_NS 1000000          /* the same where other threads or peers want something */
+#define DTRAIN__MUX_CROWDED_NS 50000000       /* after they last did */
+#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)   /* received of a peer before others are looked at */
+#define DTRAIN__MUX_POSTED ((size_t)16 << 20) /* of the council's messages to a peer, which it does not receive */
+#define DTRAIN__MUX_AHEAD 1024                /* of a peer, what is for lanes that are still to be made */
+#define DTRAIN__MUX_PATIENCE_NS 10000000      /* without progress; then up to DTRAIN__MUX_KEPT is kept */
+#define DTRAIN__MUX_FULL_NS 1000000000        /* for a call that cannot go on as so much is kept */
+#define DTRAIN__MUX_BYE_NS 1000000000         /* for the last messages of a rank that goes */
+#define DTRAIN__MUX_ALIVE_NS 50000000         /* between two questions whether a peer is there */
 
 /* LEAVE: of a lane. BYE: of the last one. */
 enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_BYE, DTRAIN__MUX_OTHERS };
@@ -13904,7 +13904,7 @@ typedef struct dtrain__mux_peer {
     int to;                      /* this peer's rank there */
     size_t counted;              /* bytes of it that the owner's call has been told of */
     dtrain__mux_message *first, *last;
-    size_t posted; /* bytes of them; mutex guards it */
+    size_t posted;                            /* bytes of them; mutex guards it */
     unsigned char header[DTRAIN__MUX_HEADER]; /* of the frame that comes */
     size_t got, left;                         /* of the header; of its payload */
     uint64_t lane;
@@ -13950,9 +13950,9 @@ struct dtrain__mux {
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    dtrain__council council; /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    dtrain__council council; /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
     char why[DTRAIN__ERROR_BYTES]; /* the lane that left last has left */
-    int64_t idle_ns; /* how long the service thread rests between two looks */
+    int64_t idle_ns;               /* how long the service thread rests between two looks */
 };
 
 static void dtrain__mux_enter(dtrain__mux *mux)
@@ -16792,7 +16792,8 @@ static void dtrain__handshake_mac(const dtrain__keys *keys, const dtrain__handsh
     dtrain__sha256_hmac_finish(&hmac, mac);
 }
 
-static DTRAIN__NOINLINE void dtrain__handshake_say(dtrain__handshake *handshake, const unsigned char *message, size_t bytes)
+static DTRAIN__NOINLINE void dtrain__handshake_say(dtrain__handshake *handshake, const unsigned char *message,
+                                                   size_t bytes)
 {
     memcpy(handshake->out, message, bytes);
     handshake->out_bytes = bytes;
@@ -17475,7 +17476,8 @@ static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const voi
     frame->bytes += bytes;
 }
 
-static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes, const char *text)
+static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes,
+                                               const char *text)
 {
     dtrain__give(hub, frame, strlen(text), length_bytes);
     dtrain__give_bytes(hub, frame, text, strlen(text));
@@ -17620,7 +17622,8 @@ static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status,
 }
 
 /* Ends the channel on all its members. */
-static DTRAIN__NOINLINE void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status, const char *text)
+static DTRAIN__NOINLINE void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status,
+                                                 const char *text)
 {
     dtrain__reason reason = {DTRAIN__FRAME_END, channel->id, about, status, text, 0};
     if (dtrain__channel_break(channel, status, text))
@@ -17966,7 +17969,8 @@ static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason 
         return 0;
     dtrain__council_list(&hub->council);
     for (size_t i = 0; dtrain__take(&list, &rank, 4); i++) {
-        if (!dtrain__council_list_add(&hub->council, rank) || (channel != NULL && rank != (uint64_t)channel->peers[i].world))
+        if (!dtrain__council_list_add(&hub->council, rank) ||
+            (channel != NULL && rank != (uint64_t)channel->peers[i].world))
             return 0;
         among |= (int)rank == from;
         about = i == (size_t)reason->about ? rank : about;
@@ -20413,9 +20417,9 @@ struct dtrain_comm {
     dtrain__origin *origin;
     dtrain__membership *members;
     dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
-    int forming;                 /* the group is not complete yet */
-    int checks;                  /* messages carry a checksum of their data */
-    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: not so regular */
+    int forming;            /* the group is not complete yet */
+    int checks;             /* messages carry a checksum of their data */
+    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
     pid_t process;         /* that made it */
@@ -20424,9 +20428,9 @@ struct dtrain_comm {
     dtrain_allocator *allocator;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
-    dtrain__error broken;           /* by a message operation */
-    uint64_t number;                /* of the last collective */
-    uint64_t turn;                  /* of the last fused one */
+    dtrain__error broken; /* by a message operation */
+    uint64_t number;      /* of the last collective */
+    uint64_t turn;        /* of the last fused one */
     dtrain__recorder *recorder;
     int published;             /* the transport owns it */
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
@@ -24887,7 +24891,8 @@ static dtrain_status dtrain__work_abortable(const dtrain_comm *comm)
         return DTRAIN_ERR_INVALID;
     if (comm->process != getpid())
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_abort: process %ld made this group, and this is its forked child", (long)comm->process);
+                            "comm_abort: process %ld made this group, and this is its forked child",
+                            (long)comm->process);
     return DTRAIN_OK;
 }
 
@@ -26040,10 +26045,10 @@ DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
 #endif
 
 /* ---- >>alike ----
- * How a collective create, load or save ends well on all ranks or on none: ranks hear whether all can go on, and compare
- * what they were given. Where all is well that is one small all-reduce. Else they exchange more, until each can say who
- * failed and why, or who differs, in what. What is compared are lines of text, so that nothing is compared that cannot
- * be named. */
+ * How a collective create, load or save ends well on all ranks or on none: ranks hear whether all can go on, and
+ * compare what they were given. Where all is well that is one small all-reduce. Else they exchange more, until each can
+ * say who failed and why, or who differs, in what. What is compared are lines of text, so that nothing is compared that
+ * cannot be named. */
 #ifndef DTRAIN__ALIKE
 #define DTRAIN__ALIKE
 
@@ -26325,8 +26330,8 @@ static dtrain_status dtrain__alike_refused(dtrain_comm *comm, dtrain__alike *ali
                         rank, dtrain_comm_size(comm), DTRAIN__STATUS_CAUSE_BYTES - 1, why);
 }
 
-/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read. A rank
- * to which another is lost counts as the first that cannot: that is why others cannot.
+/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read. A
+ * rank to which another is lost counts as the first that cannot: that is why others cannot.
  *
  *   errors   mine; DTRAIN_ERR_ABORTED another rank cannot, with its text; told: that rank's; DTRAIN_ERR_MISMATCH;
  *            DTRAIN_ERR_INVALID the group is fusing; those of dtrain_all_reduce */
@@ -27155,7 +27160,7 @@ typedef struct dtrain__flags_state dtrain__flags_state; /* see >>device_flags */
 
 /* What a rank tells the others while the group is made, in whole 64-bit words. */
 typedef struct dtrain__device_note {
-    uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
+    uint64_t status;          /* how it fared so far; not DTRAIN_OK: text says why */
     uint64_t host;            /* equal on ranks of one */
     uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
     dtrain_device_event *events[2] __attribute__((aligned(8))); /* see >>device_events */
@@ -31042,7 +31047,8 @@ static size_t dtrain__sparse_read_indices(dtrain__sparse *sparse, const dtrain__
  *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
  *                                range, out of order or twice. The text says which; sparse has count 0
  *            DTRAIN_ERR_MEMORY */
-static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *data, size_t bytes, size_t original_count)
+static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *data, size_t bytes,
+                                           size_t original_count)
 {
     const unsigned char *from = (const unsigned char *)data;
     dtrain__sparse_header header;
@@ -31354,8 +31360,7 @@ static void dtrain__quantise_destroy(dtrain_compressor *compressor)
 /* Says whether a table can be used, own or not. */
 static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *compressor, const char *call)
 {
-    int blocks =
-        compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;
+    int blocks = compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;
     if (compressor->reduce == NULL &&
         (compressor->bytes == NULL || compressor->pack == NULL || compressor->unpack == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a compressor needs bytes, pack and unpack, or reduce", call);
@@ -31381,7 +31386,7 @@ typedef struct dtrain__device_selection {
     dtrain_allocator heap;
     dtrain_device *device;
     dtrain_device_selection *made; /* the device's; NULL: the CPU's */
-    dtrain__sparse sparse;          /* the CPU's */
+    dtrain__sparse sparse;         /* the CPU's */
     size_t count, k;
 } dtrain__device_selection;
 
@@ -31722,7 +31727,8 @@ typedef struct dtrain__device_vector {
 } dtrain__device_vector;
 
 /* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
-static DTRAIN__NOINLINE dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device, dtrain_status status)
+static DTRAIN__NOINLINE dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device,
+                                                                   dtrain_status status)
 {
     return status == DTRAIN_OK ? status : dtrain__feedback_abort(comm, status, dtrain_device_name(device));
 }
@@ -32041,7 +32047,7 @@ typedef struct dtrain__selections_state {
     float step[2]; /* see >>feedback */
     int ranks;
     dtrain__sparse chosen, picked;
-    dtrain__sparse *pieces;   /* 2 * ranks: a level of the tree, and the next */
+    dtrain__sparse *pieces;  /* 2 * ranks: a level of the tree, and the next */
     uint64_t *sizes;         /* 2 * ranks: to each rank, from each rank */
     size_t *numbers;         /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
     unsigned char *out, *in; /* what goes out and what comes in; they grow */
@@ -32413,7 +32419,8 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
 }
 
 /* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
-static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin, size_t quota)
+static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin,
+                                               size_t quota)
 {
     dtrain__selections_state *state = x->state;
     dtrain__sparse *picked = &state->picked;
@@ -35628,11 +35635,9 @@ static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_d
         desc.topk.values = given->topk.values != 0 ? given->topk.values : DTRAIN_F32;
     }
     desc.own = desc.kind == DTRAIN_COMPRESS_OWN ? given->own : NULL;
-    int blocks = desc.kind == DTRAIN_COMPRESS_INT8 || desc.kind == DTRAIN_COMPRESS_FP8 ||
-                 desc.kind == DTRAIN_COMPRESS_SIGN;
-    desc.block = blocks             ? dtrain_compressor_of(desc.kind, given->block).block
-                 : desc.own != NULL ? desc.own->block
-                                    : 0;
+    int blocks =
+        desc.kind == DTRAIN_COMPRESS_INT8 || desc.kind == DTRAIN_COMPRESS_FP8 || desc.kind == DTRAIN_COMPRESS_SIGN;
+    desc.block = blocks ? dtrain_compressor_of(desc.kind, given->block).block : desc.own != NULL ? desc.own->block : 0;
     desc.rank = desc.feedback.no_masking = 0;
     desc.least_count = given->least_count > 0 ? given->least_count : DTRAIN__COMPRESSION_LEAST;
     return desc;
@@ -36774,7 +36779,7 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
 #define DTRAIN__FSDP
 
 #define DTRAIN__FSDP_LEVELS 32
-#define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
+#define DTRAIN__FSDP_CHUNK 2048  /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
@@ -36964,7 +36969,8 @@ static int dtrain__fsdp_rank(const dtrain_fsdp *fsdp)
     return dtrain_comm_rank(fsdp->comm);
 }
 
-static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns, int64_t end_ns)
+static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns,
+                                                 int64_t end_ns)
 {
     if (fsdp->desc.trace_events == 0 || end_ns <= begin_ns)
         return;
@@ -37065,8 +37071,8 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
         return dtrain__report(&fsdp->broken);
     fsdp->call = call;
     if (unit < 0 || unit >= fsdp->layout.unit_count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d",
-                            call, unit, fsdp->layout.unit_count - 1);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d", call,
+                            unit, fsdp->layout.unit_count - 1);
     if (fsdp->left_ns != 0)
         dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_COMPUTE, fsdp->last, fsdp->left_ns, dtrain__os_now_ns());
     return DTRAIN_OK;
@@ -38004,7 +38010,8 @@ static size_t dtrain__fsdp_place_floats(const dtrain__layout *layout, int number
 }
 
 /* Says whether a unit shares its place. */
-static DTRAIN__NOINLINE int dtrain__fsdp_place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
+static DTRAIN__NOINLINE int dtrain__fsdp_place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
+                                                      int number, int grads)
 {
     return !layout->units[number].tied &&
            !(grads ? desc->no_overlap : layout->resident || desc->no_reshard_after_forward);
@@ -38484,8 +38491,8 @@ static dtrain_status dtrain__fsdp_code_reduce(dtrain_fsdp *fsdp, size_t index)
     }
     dtrain__fpmode_restore(mode);
     return dtrain__all_to_all_v(fsdp->reduces, dtrain__fsdp_code_out(fsdp, cut), out, out + n,
-                                     dtrain__fsdp_code_in(fsdp, cut), out + 2 * n, out + 3 * n, DTRAIN_U8,
-                                     &fsdp->reducing[index]);
+                                dtrain__fsdp_code_in(fsdp, cut), out + 2 * n, out + 3 * n, DTRAIN_U8,
+                                &fsdp->reducing[index]);
 }
 
 /* Adds up this rank's part of a range, tile by tile. */
@@ -39064,12 +39071,11 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
         return dtrain__fsdp_code_gather(fsdp, index);
     if (dtype == DTRAIN_F32)
         return dtrain__all_gather_v(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
-                                         &fsdp->gathering[index]);
+                                    &fsdp->gathering[index]);
     dtrain__fsdp_narrow(fsdp->masters + cut->weight, half + 2 * cut->own, cut->own_count, dtype);
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
-    return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype,
-                                     &fsdp->gathering[index]);
+    return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype, &fsdp->gathering[index]);
 }
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
@@ -39105,7 +39111,7 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
                                          stage + (cut->stage + cut->own) * width, dtype, cut->own_count));
     }
     return dtrain__all_gather_v(fsdp->gathers, stage + begin * width, stage, counts, NULL, dtype,
-                                     &fsdp->gathering[first]);
+                                &fsdp->gathering[first]);
 }
 
 static dtrain_status dtrain__fsdp_cpu_gather(dtrain_fsdp *fsdp, int number)
@@ -41074,8 +41080,7 @@ static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, con
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
                             name != NULL ? name : "NULL");
     if (fsdp->layout.table[*param].dtype != DTRAIN_F32)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call,
-                            name);
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call, name);
     if (root < lowest || root >= dtrain_comm_size(fsdp->comm))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
                             dtrain_comm_size(fsdp->comm) - 1);
@@ -41089,8 +41094,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name, root);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name,
+                            root);
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
 }
 
@@ -41111,8 +41116,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, fl
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && (root < 0 || root == dtrain__fsdp_rank(fsdp)))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_get: value is NULL on rank %d, which gets %s", dtrain__fsdp_rank(fsdp), name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_get: value is NULL on rank %d, which gets %s",
+                            dtrain__fsdp_rank(fsdp), name);
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++)
         if (fsdp->layout.cuts[i].param == param)
             status = dtrain__fsdp_get_cut(fsdp, i, value, root);
@@ -43864,8 +43869,8 @@ static float *dtrain__tp_floats(dtrain__tp *tp, size_t rows, size_t columns, dtr
 }
 
 /* Refuses a matrix whose bytes are more than memory has, and one that is missing; does nothing after an error. */
-static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows, size_t columns,
-                            dtrain_status *status)
+static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows,
+                                             size_t columns, dtrain_status *status)
 {
     size_t count;
     if (*status != DTRAIN_OK)
@@ -45717,8 +45722,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
     if (status != DTRAIN_OK)
         return status;
     dtrain_allocator *memory;
-    dtrain_pipeline *made = (dtrain_pipeline *)dtrain__memory_owner(desc->allocator, sizeof *made,
-                                                                    offsetof(dtrain_pipeline, own), &memory);
+    dtrain_pipeline *made =
+        (dtrain_pipeline *)dtrain__memory_owner(desc->allocator, sizeof *made, offsetof(dtrain_pipeline, own), &memory);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu bytes", sizeof *made);
     made->allocator = memory;
@@ -47765,8 +47770,7 @@ static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, si
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? t->pack->in + t->pack->numbers[t->n + (int)p]
-                           : (unsigned char *)(t->local->sum + begin);
+    return t->pack != NULL ? t->pack->in + t->pack->numbers[t->n + (int)p] : (unsigned char *)(t->local->sum + begin);
 }
 
 static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
@@ -47981,8 +47985,9 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__train_kernels_get()->divide(local->sum, local->sum, (float)total, f->count);
         dtrain__fpmode_restore(mode);
-        dtrain__optimizer_sgd(local->outer + f->begin, local->sum, local->velocity != NULL ? local->velocity + f->begin : NULL,
-                   f->count, &outer, local->desc.outer_lr);
+        dtrain__optimizer_sgd(local->outer + f->begin, local->sum,
+                              local->velocity != NULL ? local->velocity + f->begin : NULL, f->count, &outer,
+                              local->desc.outer_lr);
     }
     local->counters[1 + fragment]++;
     local->stats.members = 0;

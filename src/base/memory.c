@@ -114,7 +114,7 @@ static DTRAIN__NOINLINE void dtrain__free(dtrain_allocator *allocator, void *poi
         dtrain__resize(allocator, pointer, 0);
 }
 
-/* Allocates an object that has an allocator of its own at `own`, for where none is given; *used: which of them it is. */
+/* Allocates an object that has an allocator of its own at `own`, for where none is given; *used: which it has. */
 static void *dtrain__memory_owner(dtrain_allocator *given, size_t bytes, size_t own, dtrain_allocator **used)
 {
     dtrain_allocator first = {NULL, NULL, 0, 0};
@@ -139,7 +139,8 @@ static DTRAIN__NOINLINE void *dtrain__memory_room(dtrain_allocator *allocator, v
 }
 
 /* Makes room for `more` elements of `size` bytes after `count`; returns the array, which doubles, or NULL. */
-static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count, size_t more)
+static DTRAIN__NOINLINE void *dtrain__memory_grow(dtrain_allocator *allocator, void *array, size_t size, size_t count,
+                                                  size_t more)
 {
     size_t bytes = dtrain__memory_bytes(array), need;
     if (!dtrain__add_size(count, more, &need) || !dtrain__mul_size(need, size, &need) || need > SIZE_MAX / 2)

@@ -166,9 +166,9 @@ DTRAIN_API dtrain_status dtrain_error_set(dtrain_status status, const char *form
 
 DTRAIN_API const char *dtrain_status_name(dtrain_status status)
 {
-    static const char *const names[] = {
-        "ERR_INVALID",  "ERR_MEMORY",  "ERR_IO",          "ERR_TIMEOUT", "ERR_PEER_LOST",
-        "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED", "ERR_DENIED",  "ERR_ABORTED"};
+    static const char *const names[] = {"ERR_INVALID",   "ERR_MEMORY",   "ERR_IO",      "ERR_TIMEOUT",
+                                        "ERR_PEER_LOST", "ERR_MISMATCH", "ERR_CORRUPT", "ERR_UNSUPPORTED",
+                                        "ERR_DENIED",    "ERR_ABORTED"};
     size_t index = (size_t)status - DTRAIN_ERR_INVALID;
     return status == DTRAIN_OK ? "OK" : index < sizeof names / sizeof names[0] ? names[index] : "not a dtrain_status";
 }

@@ -1,8 +1,8 @@
 /* ---- >>alike ----
- * How a collective create, load or save ends well on all ranks or on none: ranks hear whether all can go on, and compare
- * what they were given. Where all is well that is one small all-reduce. Else they exchange more, until each can say who
- * failed and why, or who differs, in what. What is compared are lines of text, so that nothing is compared that cannot
- * be named. */
+ * How a collective create, load or save ends well on all ranks or on none: ranks hear whether all can go on, and
+ * compare what they were given. Where all is well that is one small all-reduce. Else they exchange more, until each can
+ * say who failed and why, or who differs, in what. What is compared are lines of text, so that nothing is compared that
+ * cannot be named. */
 #ifndef DTRAIN__ALIKE
 #define DTRAIN__ALIKE
 #include "collectives.c"
@@ -287,8 +287,8 @@ static dtrain_status dtrain__alike_refused(dtrain_comm *comm, dtrain__alike *ali
                         rank, dtrain_comm_size(comm), DTRAIN__STATUS_CAUSE_BYTES - 1, why);
 }
 
-/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read. A rank
- * to which another is lost counts as the first that cannot: that is why others cannot.
+/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read. A
+ * rank to which another is lost counts as the first that cannot: that is why others cannot.
  *
  *   errors   mine; DTRAIN_ERR_ABORTED another rank cannot, with its text; told: that rank's; DTRAIN_ERR_MISMATCH;
  *            DTRAIN_ERR_INVALID the group is fusing; those of dtrain_all_reduce */

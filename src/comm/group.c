@@ -151,9 +151,9 @@ struct dtrain_comm {
     dtrain__origin *origin;
     dtrain__membership *members;
     dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
-    int forming;                 /* the group is not complete yet */
-    int checks;                  /* messages carry a checksum of their data */
-    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: not so regular */
+    int forming;            /* the group is not complete yet */
+    int checks;             /* messages carry a checksum of their data */
+    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
     int64_t started_ns, form_deadline_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
     pid_t process;         /* that made it */
@@ -162,9 +162,9 @@ struct dtrain_comm {
     dtrain_allocator *allocator;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
-    dtrain__error broken;           /* by a message operation */
-    uint64_t number;                /* of the last collective */
-    uint64_t turn;                  /* of the last fused one */
+    dtrain__error broken; /* by a message operation */
+    uint64_t number;      /* of the last collective */
+    uint64_t turn;        /* of the last fused one */
     dtrain__recorder *recorder;
     int published;             /* the transport owns it */
     uint64_t *sent, *received; /* numbers of the last messages to and from each rank */

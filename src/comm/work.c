@@ -237,7 +237,8 @@ static dtrain_status dtrain__work_abortable(const dtrain_comm *comm)
         return DTRAIN_ERR_INVALID;
     if (comm->process != getpid())
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_abort: process %ld made this group, and this is its forked child", (long)comm->process);
+                            "comm_abort: process %ld made this group, and this is its forked child",
+                            (long)comm->process);
     return DTRAIN_OK;
 }
 

@@ -15,7 +15,7 @@ typedef struct dtrain__device_selection {
     dtrain_allocator heap;
     dtrain_device *device;
     dtrain_device_selection *made; /* the device's; NULL: the CPU's */
-    dtrain__sparse sparse;          /* the CPU's */
+    dtrain__sparse sparse;         /* the CPU's */
     size_t count, k;
 } dtrain__device_selection;
 

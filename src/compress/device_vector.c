@@ -42,7 +42,8 @@ typedef struct dtrain__device_vector {
 } dtrain__device_vector;
 
 /* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
-static DTRAIN__NOINLINE dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device, dtrain_status status)
+static DTRAIN__NOINLINE dtrain_status dtrain__device_vector_broken(dtrain_comm *comm, const dtrain_device *device,
+                                                                   dtrain_status status)
 {
     return status == DTRAIN_OK ? status : dtrain__feedback_abort(comm, status, dtrain_device_name(device));
 }

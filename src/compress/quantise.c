@@ -282,8 +282,7 @@ static void dtrain__quantise_destroy(dtrain_compressor *compressor)
 /* Says whether a table can be used, own or not. */
 static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *compressor, const char *call)
 {
-    int blocks =
-        compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;
+    int blocks = compressor->bytes == dtrain__quantise_byte_bytes || compressor->bytes == dtrain__quantise_sign_bytes;
     if (compressor->reduce == NULL &&
         (compressor->bytes == NULL || compressor->pack == NULL || compressor->unpack == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a compressor needs bytes, pack and unpack, or reduce", call);

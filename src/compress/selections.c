@@ -19,7 +19,7 @@ typedef struct dtrain__selections_state {
     float step[2]; /* see >>feedback */
     int ranks;
     dtrain__sparse chosen, picked;
-    dtrain__sparse *pieces;   /* 2 * ranks: a level of the tree, and the next */
+    dtrain__sparse *pieces;  /* 2 * ranks: a level of the tree, and the next */
     uint64_t *sizes;         /* 2 * ranks: to each rank, from each rank */
     size_t *numbers;         /* 5 * ranks + 1: the same as counts and offsets, and the bounds of parts */
     unsigned char *out, *in; /* what goes out and what comes in; they grow */
@@ -391,7 +391,8 @@ static void dtrain__selections_keep(dtrain__selections *x, size_t index, float l
 }
 
 /* Of the part's sums, passes on the ratio's share, and leaves the others and what rounding loses in the residual. */
-static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin, size_t quota)
+static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sparse *merged, size_t begin,
+                                               size_t quota)
 {
     dtrain__selections_state *state = x->state;
     dtrain__sparse *picked = &state->picked;

@@ -281,7 +281,8 @@ static size_t dtrain__sparse_read_indices(dtrain__sparse *sparse, const dtrain__
  *   errors   DTRAIN_ERR_CORRUPT  the bytes are no packed vector of so many elements: another length, an index out of
  *                                range, out of order or twice. The text says which; sparse has count 0
  *            DTRAIN_ERR_MEMORY */
-static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *data, size_t bytes, size_t original_count)
+static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *data, size_t bytes,
+                                           size_t original_count)
 {
     const unsigned char *from = (const unsigned char *)data;
     dtrain__sparse_header header;

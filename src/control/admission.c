@@ -130,7 +130,8 @@ static void dtrain__handshake_mac(const dtrain__keys *keys, const dtrain__handsh
     dtrain__sha256_hmac_finish(&hmac, mac);
 }
 
-static DTRAIN__NOINLINE void dtrain__handshake_say(dtrain__handshake *handshake, const unsigned char *message, size_t bytes)
+static DTRAIN__NOINLINE void dtrain__handshake_say(dtrain__handshake *handshake, const unsigned char *message,
+                                                   size_t bytes)
 {
     memcpy(handshake->out, message, bytes);
     handshake->out_bytes = bytes;

@@ -148,7 +148,8 @@ static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason 
         return 0;
     dtrain__council_list(&hub->council);
     for (size_t i = 0; dtrain__take(&list, &rank, 4); i++) {
-        if (!dtrain__council_list_add(&hub->council, rank) || (channel != NULL && rank != (uint64_t)channel->peers[i].world))
+        if (!dtrain__council_list_add(&hub->council, rank) ||
+            (channel != NULL && rank != (uint64_t)channel->peers[i].world))
             return 0;
         among |= (int)rank == from;
         about = i == (size_t)reason->about ? rank : about;

@@ -196,7 +196,8 @@ static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const voi
     frame->bytes += bytes;
 }
 
-static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes, const char *text)
+static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes,
+                                               const char *text)
 {
     dtrain__give(hub, frame, strlen(text), length_bytes);
     dtrain__give_bytes(hub, frame, text, strlen(text));
@@ -341,7 +342,8 @@ static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status,
 }
 
 /* Ends the channel on all its members. */
-static DTRAIN__NOINLINE void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status, const char *text)
+static DTRAIN__NOINLINE void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status,
+                                                 const char *text)
 {
     dtrain__reason reason = {DTRAIN__FRAME_END, channel->id, about, status, text, 0};
     if (dtrain__channel_break(channel, status, text))

@@ -27,16 +27,16 @@
 #ifndef DTRAIN__MUX_KEPT
 #define DTRAIN__MUX_KEPT ((size_t)64 << 20) /* and at most */
 #endif
-#define DTRAIN__MUX_SLICE_NS 10000000    /* of waiting for one peer */
-#define DTRAIN__MUX_SHORT_NS 1000000     /* the same where other threads or peers want something */
-#define DTRAIN__MUX_CROWDED_NS 50000000  /* after they last did */
-#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)    /* received of a peer before others are looked at */
-#define DTRAIN__MUX_POSTED ((size_t)16 << 20)  /* of the council's messages to a peer, which it does not receive */
-#define DTRAIN__MUX_AHEAD 1024                 /* of a peer, what is for lanes that are still to be made */
-#define DTRAIN__MUX_PATIENCE_NS 10000000 /* without progress; then up to DTRAIN__MUX_KEPT is kept */
-#define DTRAIN__MUX_FULL_NS 1000000000   /* for a call that cannot go on as so much is kept */
-#define DTRAIN__MUX_BYE_NS 1000000000    /* for the last messages of a rank that goes */
-#define DTRAIN__MUX_ALIVE_NS 50000000    /* between two questions whether a peer is there */
+#define DTRAIN__MUX_SLICE_NS 10000000         /* of waiting for one peer */
+#define DTRAIN__MUX_SHORT_NS 1000000          /* the same where other threads or peers want something */
+#define DTRAIN__MUX_CROWDED_NS 50000000       /* after they last did */
+#define DTRAIN__MUX_DRAIN ((size_t)1 << 20)   /* received of a peer before others are looked at */
+#define DTRAIN__MUX_POSTED ((size_t)16 << 20) /* of the council's messages to a peer, which it does not receive */
+#define DTRAIN__MUX_AHEAD 1024                /* of a peer, what is for lanes that are still to be made */
+#define DTRAIN__MUX_PATIENCE_NS 10000000      /* without progress; then up to DTRAIN__MUX_KEPT is kept */
+#define DTRAIN__MUX_FULL_NS 1000000000        /* for a call that cannot go on as so much is kept */
+#define DTRAIN__MUX_BYE_NS 1000000000         /* for the last messages of a rank that goes */
+#define DTRAIN__MUX_ALIVE_NS 50000000         /* between two questions whether a peer is there */
 
 /* LEAVE: of a lane. BYE: of the last one. */
 enum { DTRAIN__MUX_DATA = 0, DTRAIN__MUX_LEAVE, DTRAIN__MUX_FAIL, DTRAIN__MUX_BYE, DTRAIN__MUX_OTHERS };
@@ -76,7 +76,7 @@ typedef struct dtrain__mux_peer {
     int to;                      /* this peer's rank there */
     size_t counted;              /* bytes of it that the owner's call has been told of */
     dtrain__mux_message *first, *last;
-    size_t posted; /* bytes of them; mutex guards it */
+    size_t posted;                            /* bytes of them; mutex guards it */
     unsigned char header[DTRAIN__MUX_HEADER]; /* of the frame that comes */
     size_t got, left;                         /* of the header; of its payload */
     uint64_t lane;
@@ -122,9 +122,9 @@ struct dtrain__mux {
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    dtrain__council council; /* which gets the control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    dtrain__council council; /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
     char why[DTRAIN__ERROR_BYTES]; /* the lane that left last has left */
-    int64_t idle_ns; /* how long the service thread rests between two looks */
+    int64_t idle_ns;               /* how long the service thread rests between two looks */
 };
 
 static void dtrain__mux_enter(dtrain__mux *mux)

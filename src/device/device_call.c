@@ -17,7 +17,7 @@ typedef struct dtrain__flags_state dtrain__flags_state; /* see >>device_flags */
 
 /* What a rank tells the others while the group is made, in whole 64-bit words. */
 typedef struct dtrain__device_note {
-    uint64_t status; /* how it fared so far; not DTRAIN_OK: text says why */
+    uint64_t status;          /* how it fared so far; not DTRAIN_OK: text says why */
     uint64_t host;            /* equal on ranks of one */
     uint64_t has_device, ops; /* ops: where the device's table is, 0 where it lacks what EVENTS needs */
     dtrain_device_event *events[2] __attribute__((aligned(8))); /* see >>device_events */

@@ -98,8 +98,8 @@ static dtrain_status dtrain__safetensors_memory(const dtrain_safetensors *file)
 }
 
 /* Reports a rule of the JSON, at an offset of the header. */
-static DTRAIN__NOINLINE dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule, size_t offset,
-                                             const char *text)
+static DTRAIN__NOINLINE dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule,
+                                                              size_t offset, const char *text)
 {
     return dtrain__safetensors_broken(parser->file, rule, offset + 8,
                                       parser->entry != NULL ? &parser->entry->tensor : NULL, "%s", text);

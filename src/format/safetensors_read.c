@@ -139,9 +139,8 @@ static dtrain_status dtrain__safetensors_reading_bad(const dtrain__safetensors_r
                         dtrain_dtype_name(reading->tensor->dtype), what, count, begin, limit);
 }
 
-DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file,
-                                                       const dtrain_safetensors_tensor *tensor, size_t begin,
-                                                       size_t count, void *out, dtrain_dtype dtype)
+DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
+                                                 size_t begin, size_t count, void *out, dtrain_dtype dtype)
 {
     dtrain__safetensors_reading reading;
     dtrain_status status = dtrain__safetensors_reading_begin(&reading, file, tensor, out, dtype);

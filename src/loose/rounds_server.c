@@ -88,8 +88,7 @@ static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, si
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? t->pack->in + t->pack->numbers[t->n + (int)p]
-                           : (unsigned char *)(t->local->sum + begin);
+    return t->pack != NULL ? t->pack->in + t->pack->numbers[t->n + (int)p] : (unsigned char *)(t->local->sum + begin);
 }
 
 static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)

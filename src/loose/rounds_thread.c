@@ -30,8 +30,9 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
         uint64_t mode = dtrain__fpmode_enter();
         dtrain__train_kernels_get()->divide(local->sum, local->sum, (float)total, f->count);
         dtrain__fpmode_restore(mode);
-        dtrain__optimizer_sgd(local->outer + f->begin, local->sum, local->velocity != NULL ? local->velocity + f->begin : NULL,
-                   f->count, &outer, local->desc.outer_lr);
+        dtrain__optimizer_sgd(local->outer + f->begin, local->sum,
+                              local->velocity != NULL ? local->velocity + f->begin : NULL, f->count, &outer,
+                              local->desc.outer_lr);
     }
     local->counters[1 + fragment]++;
     local->stats.members = 0;

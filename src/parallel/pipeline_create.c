@@ -111,8 +111,8 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
     if (status != DTRAIN_OK)
         return status;
     dtrain_allocator *memory;
-    dtrain_pipeline *made = (dtrain_pipeline *)dtrain__memory_owner(desc->allocator, sizeof *made,
-                                                                    offsetof(dtrain_pipeline, own), &memory);
+    dtrain_pipeline *made =
+        (dtrain_pipeline *)dtrain__memory_owner(desc->allocator, sizeof *made, offsetof(dtrain_pipeline, own), &memory);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu bytes", sizeof *made);
     made->allocator = memory;

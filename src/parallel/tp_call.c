@@ -67,8 +67,8 @@ static float *dtrain__tp_floats(dtrain__tp *tp, size_t rows, size_t columns, dtr
 }
 
 /* Refuses a matrix whose bytes are more than memory has, and one that is missing; does nothing after an error. */
-static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows, size_t columns,
-                            dtrain_status *status)
+static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *what, const void *data, size_t rows,
+                                             size_t columns, dtrain_status *status)
 {
     size_t count;
     if (*status != DTRAIN_OK)

@@ -16,7 +16,7 @@
 #include "../device/device_group.c"
 
 #define DTRAIN__FSDP_LEVELS 32
-#define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
+#define DTRAIN__FSDP_CHUNK 2048  /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
@@ -206,7 +206,8 @@ static int dtrain__fsdp_rank(const dtrain_fsdp *fsdp)
     return dtrain_comm_rank(fsdp->comm);
 }
 
-static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns, int64_t end_ns)
+static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, int unit, int64_t begin_ns,
+                                                 int64_t end_ns)
 {
     if (fsdp->desc.trace_events == 0 || end_ns <= begin_ns)
         return;
@@ -307,8 +308,8 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
         return dtrain__report(&fsdp->broken);
     fsdp->call = call;
     if (unit < 0 || unit >= fsdp->layout.unit_count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d",
-                            call, unit, fsdp->layout.unit_count - 1);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: there is no unit %d: the table has units 0 to %d", call,
+                            unit, fsdp->layout.unit_count - 1);
     if (fsdp->left_ns != 0)
         dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_COMPUTE, fsdp->last, fsdp->left_ns, dtrain__os_now_ns());
     return DTRAIN_OK;

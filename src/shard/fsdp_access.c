@@ -180,8 +180,7 @@ static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, con
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
                             name != NULL ? name : "NULL");
     if (fsdp->layout.table[*param].dtype != DTRAIN_F32)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call,
-                            name);
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call, name);
     if (root < lowest || root >= dtrain_comm_size(fsdp->comm))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
                             dtrain_comm_size(fsdp->comm) - 1);
@@ -195,8 +194,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name, root);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name,
+                            root);
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
 }
 
@@ -217,8 +216,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, fl
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && (root < 0 || root == dtrain__fsdp_rank(fsdp)))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_get: value is NULL on rank %d, which gets %s", dtrain__fsdp_rank(fsdp), name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_get: value is NULL on rank %d, which gets %s",
+                            dtrain__fsdp_rank(fsdp), name);
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++)
         if (fsdp->layout.cuts[i].param == param)
             status = dtrain__fsdp_get_cut(fsdp, i, value, root);

@@ -89,7 +89,8 @@ static size_t dtrain__fsdp_place_floats(const dtrain__layout *layout, int number
 }
 
 /* Says whether a unit shares its place. */
-static DTRAIN__NOINLINE int dtrain__fsdp_place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
+static DTRAIN__NOINLINE int dtrain__fsdp_place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
+                                                      int number, int grads)
 {
     return !layout->units[number].tied &&
            !(grads ? desc->no_overlap : layout->resident || desc->no_reshard_after_forward);

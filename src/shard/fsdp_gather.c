@@ -24,12 +24,11 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
         return dtrain__fsdp_code_gather(fsdp, index);
     if (dtype == DTRAIN_F32)
         return dtrain__all_gather_v(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
-                                         &fsdp->gathering[index]);
+                                    &fsdp->gathering[index]);
     dtrain__fsdp_narrow(fsdp->masters + cut->weight, half + 2 * cut->own, cut->own_count, dtype);
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
-    return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype,
-                                     &fsdp->gathering[index]);
+    return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype, &fsdp->gathering[index]);
 }
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
@@ -65,7 +64,7 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
                                          stage + (cut->stage + cut->own) * width, dtype, cut->own_count));
     }
     return dtrain__all_gather_v(fsdp->gathers, stage + begin * width, stage, counts, NULL, dtype,
-                                     &fsdp->gathering[first]);
+                                &fsdp->gathering[first]);
 }
 
 static dtrain_status dtrain__fsdp_cpu_gather(dtrain_fsdp *fsdp, int number)

@@ -123,8 +123,8 @@ static dtrain_status dtrain__fsdp_code_reduce(dtrain_fsdp *fsdp, size_t index)
     }
     dtrain__fpmode_restore(mode);
     return dtrain__all_to_all_v(fsdp->reduces, dtrain__fsdp_code_out(fsdp, cut), out, out + n,
-                                     dtrain__fsdp_code_in(fsdp, cut), out + 2 * n, out + 3 * n, DTRAIN_U8,
-                                     &fsdp->reducing[index]);
+                                dtrain__fsdp_code_in(fsdp, cut), out + 2 * n, out + 3 * n, DTRAIN_U8,
+                                &fsdp->reducing[index]);
 }
 
 /* Adds up this rank's part of a range, tile by tile. */

@@ -85,11 +85,9 @@ static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_d
         desc.topk.values = given->topk.values != 0 ? given->topk.values : DTRAIN_F32;
     }
     desc.own = desc.kind == DTRAIN_COMPRESS_OWN ? given->own : NULL;
-    int blocks = desc.kind == DTRAIN_COMPRESS_INT8 || desc.kind == DTRAIN_COMPRESS_FP8 ||
-                 desc.kind == DTRAIN_COMPRESS_SIGN;
-    desc.block = blocks             ? dtrain_compressor_of(desc.kind, given->block).block
-                 : desc.own != NULL ? desc.own->block
-                                    : 0;
+    int blocks =
+        desc.kind == DTRAIN_COMPRESS_INT8 || desc.kind == DTRAIN_COMPRESS_FP8 || desc.kind == DTRAIN_COMPRESS_SIGN;
+    desc.block = blocks ? dtrain_compressor_of(desc.kind, given->block).block : desc.own != NULL ? desc.own->block : 0;
     desc.rank = desc.feedback.no_masking = 0;
     desc.least_count = given->least_count > 0 ? given->least_count : DTRAIN__COMPRESSION_LEAST;
     return desc;
