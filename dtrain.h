@@ -43297,159 +43297,119 @@ static dtrain_status dtrain__module_backward_weights(dtrain_fsdp *fsdp, dtrain_m
 
 /* ---- >>pipeline-plan ----
  * Cutting layers into stages, orders of tasks, and the time that they take. An order is written down by its schedule's
- * rule; one and the same walk over all ranks then finds when each task runs, or which one never can. A plan can be had
- * as text and as a picture. */
+ * rule; a walk over all ranks then finds when each task runs, or which one never can. */
 #ifndef DTRAIN__PIPELINE_PLAN
 #define DTRAIN__PIPELINE_PLAN
 
 #define DTRAIN__PIPELINE_MOST 1000000 /* ranks, micro-batches, chunks */
 
-/* ---- orders ---- */
+/* ---- the order of tasks ---- */
 
-static void dtrain__pipeline_add(dtrain_pipeline_plan *plan, int rank, size_t *n, dtrain_pipeline_part part,
-                                 int micro_batch, int chunk)
-{
-    dtrain_pipeline_task *task = &plan->tasks[(size_t)rank * plan->rank_tasks + *n];
-    if (micro_batch >= plan->desc.micro_batches)
-        return; /* made up, see dtrain__pipeline_interleave */
-    task->part = part;
-    task->micro_batch = micro_batch;
-    task->chunk = chunk;
-    ++*n;
-}
-
-static void dtrain__pipeline_gpipe(dtrain_pipeline_plan *plan, int rank)
-{
-    size_t n = 0;
-    for (int i = 0; i < plan->desc.micro_batches; i++)
-        dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_FORWARD, i, 0);
-    for (int i = 0; i < plan->desc.micro_batches; i++)
-        dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_BACKWARD, i, 0);
-}
-
-/* The i-th forward or backward of the interleaved order: groups of as many micro-batches as ranks go through all
- * chunks, backward from the last. The last group is filled up with micro-batches that are left out; what is left
- * still fits together, as nothing depends on them. */
-static void dtrain__pipeline_interleave(dtrain_pipeline_plan *plan, int rank, size_t *n, dtrain_pipeline_part part,
-                                        size_t i)
+/* Adds a part of the i-th micro-batch and chunk of a rank; none where there is no such one. Groups of as many
+ * micro-batches as ranks go through all chunks, backward from the last. The last group is filled up with micro-batches
+ * that are left out; what is left still fits together, as nothing depends on them. */
+static void dtrain__pipeline_add(const dtrain_pipeline_plan *plan, dtrain_pipeline_task **next,
+                                 dtrain_pipeline_part part, size_t i)
 {
     size_t ranks = (size_t)plan->desc.ranks, group = ranks * (size_t)plan->desc.chunks;
-    int micro_batch = (int)(i / group * ranks + i % ranks), chunk = (int)(i % group / ranks);
-    dtrain__pipeline_add(plan, rank, n, part, micro_batch,
-                         part == DTRAIN_PART_FORWARD ? chunk : plan->desc.chunks - 1 - chunk);
+    size_t micro_batch = i / group * ranks + i % ranks;
+    int chunk = (int)(i % group / ranks);
+    if (micro_batch >= (size_t)plan->desc.micro_batches)
+        return;
+    (*next)->part = part;
+    (*next)->micro_batch = (int)micro_batch;
+    (*next)->chunk = part == DTRAIN_PART_FORWARD ? chunk : plan->desc.chunks - 1 - chunk;
+    ++*next;
 }
 
-/* 1F1B, of one chunk or of several. */
-static void dtrain__pipeline_one_by_one(dtrain_pipeline_plan *plan, int rank)
+/* Every schedule is 1F1B with its own number of forward passes ahead of the backward ones: GPipe has all. The weight
+ * gradients of ZB-H1 are `rank` micro-batches behind those of the input: later ranks hold as many as the first, and
+ * have work left when it is the only one that still waits. Numbers before the first wrap around, and are none. */
+static void dtrain__pipeline_order(const dtrain_pipeline_plan *plan, int rank)
 {
-    size_t ranks = (size_t)plan->desc.ranks, chunks = (size_t)plan->desc.chunks, after = ranks - (size_t)rank - 1;
-    size_t groups = ((size_t)plan->desc.micro_batches + ranks - 1) / ranks, n = 0;
-    size_t all = chunks > 1 ? groups * ranks * chunks : (size_t)plan->desc.micro_batches;
-    size_t ahead = chunks > 1 ? 2 * after + (chunks - 1) * ranks : after;
-    ahead = ahead < all ? ahead : all;
-    for (size_t i = 0; i < all + ahead; i++) {
-        if (i < all)
-            dtrain__pipeline_interleave(plan, rank, &n, DTRAIN_PART_FORWARD, i);
-        if (i >= ahead)
-            dtrain__pipeline_interleave(plan, rank, &n, DTRAIN_PART_BACKWARD, i - ahead);
-    }
-}
-
-/* As 1F1B, with weight gradients rank micro-batches behind those of the input: later ranks hold as many as the first,
- * and have work left when it is the only one that still waits. */
-static void dtrain__pipeline_zero_bubble(dtrain_pipeline_plan *plan, int rank)
-{
-    int count = plan->desc.micro_batches, forwards = plan->desc.ranks - rank;
-    size_t n = 0;
-    forwards = forwards < count ? forwards : count;
-    for (int i = 0; i < forwards; i++)
-        dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_FORWARD, i, 0);
-    for (int i = 0; i < count + rank; i++) {
-        if (i < count)
-            dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_INPUT, i, 0);
-        if (i >= rank)
-            dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_WEIGHTS, i - rank, 0);
-        if (forwards < count)
-            dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_FORWARD, forwards++, 0);
+    dtrain_pipeline_task *next = &plan->tasks[(size_t)rank * plan->rank_tasks], *end = next + plan->rank_tasks;
+    size_t ranks = (size_t)plan->desc.ranks, chunks = (size_t)plan->desc.chunks, ahead = ranks - (size_t)rank - 1;
+    int halves = plan->desc.schedule == DTRAIN_PIPELINE_ZB_H1;
+    if (plan->desc.schedule == DTRAIN_PIPELINE_GPIPE)
+        ahead = (size_t)plan->desc.micro_batches;
+    else if (chunks > 1)
+        ahead = 2 * ahead + (chunks - 1) * ranks;
+    for (size_t i = 0; next < end; i++) {
+        dtrain__pipeline_add(plan, &next, DTRAIN_PART_FORWARD, i);
+        dtrain__pipeline_add(plan, &next, halves ? DTRAIN_PART_INPUT : DTRAIN_PART_BACKWARD, i - ahead);
+        if (halves)
+            dtrain__pipeline_add(plan, &next, DTRAIN_PART_WEIGHTS, i - ahead - (size_t)rank);
     }
 }
 
 /* ---- the walk ---- */
 
-/* Which part of which chunk of which micro-batch, on a rank: AHEAD is the forward pass, whose result goes to the next
- * rank; BACK the gradients of the input, which go to the one before; HERE those of the weights. */
-enum { DTRAIN__PIPELINE_AHEAD, DTRAIN__PIPELINE_BACK, DTRAIN__PIPELINE_HERE, DTRAIN__PIPELINE_WAYS };
-
-typedef struct dtrain__pipeline_mark {
-    int done;
-    double end;
-} dtrain__pipeline_mark;
+/* Results of forward passes go AHEAD to the next rank, gradients of the input BACK to the one before. */
+enum { DTRAIN__PIPELINE_AHEAD, DTRAIN__PIPELINE_BACK, DTRAIN__PIPELINE_WAYS };
 
 typedef struct dtrain__pipeline_rank {
-    size_t next;                                              /* task */
-    double free;                                              /* since when */
-    int held;                                                 /* chunks of micro-batches */
-    int sends;                                                /* a way whose result has no room yet; -1: none */
-    const dtrain__pipeline_mark *result;                      /* that */
-    const dtrain__pipeline_mark *sent[DTRAIN__PIPELINE_HERE]; /* and what the neighbour has not taken; NULL: nothing */
+    size_t next;                               /* task */
+    double free;                               /* since when */
+    int held;                                  /* chunks of micro-batches */
+    const double *result;                      /* of the last task, for which there is no room yet; NULL: none */
+    const double *sent[DTRAIN__PIPELINE_WAYS]; /* what the neighbour has not taken; NULL: nothing */
 } dtrain__pipeline_rank;
 
 typedef struct dtrain__pipeline_walk {
     dtrain_pipeline_plan *plan;
-    dtrain__pipeline_mark *marks;
-    size_t mark_count;
+    double *ends; /* of each rank's forward passes and gradients of inputs; -1: not yet */
     dtrain__pipeline_rank *ranks;
 } dtrain__pipeline_walk;
 
-static dtrain__pipeline_mark *dtrain__pipeline_at(const dtrain__pipeline_walk *walk, int rank, int way, int chunk,
-                                                  int micro_batch)
+static double *dtrain__pipeline_end(const dtrain__pipeline_walk *walk, int rank, int way, int chunk, int micro_batch)
 {
     size_t chunks = (size_t)walk->plan->desc.chunks, count = (size_t)walk->plan->desc.micro_batches;
     size_t row = ((size_t)rank * DTRAIN__PIPELINE_WAYS + (size_t)way) * chunks + (size_t)chunk;
-    return &walk->marks[row * count + (size_t)micro_batch];
+    return &walk->ends[row * count + (size_t)micro_batch];
 }
 
-/* The rank that is a step ahead (1) or back (-1), and in *chunk the chunk there; -1: there is none. */
-static int dtrain__pipeline_neighbour(const dtrain_pipeline_plan *plan, int rank, int step, int *chunk)
+/* The way of a task's input and result. */
+static int dtrain__pipeline_way(const dtrain_pipeline_task *task)
 {
-    int ranks = plan->desc.ranks, next = rank + step;
+    return task->part == DTRAIN_PART_FORWARD ? DTRAIN__PIPELINE_AHEAD : DTRAIN__PIPELINE_BACK;
+}
+
+/* The rank that takes a task's result (to: 1), or gives its input (0), and in *chunk the chunk there; -1: there is
+ * none.
+ */
+static int dtrain__pipeline_peer(const dtrain_pipeline_plan *plan, int rank, const dtrain_pipeline_task *task, int to,
+                                 int *chunk)
+{
+    int ranks = plan->desc.ranks, step = to == (task->part == DTRAIN_PART_FORWARD) ? 1 : -1, next = rank + step;
+    *chunk = task->chunk;
+    if (task->part == DTRAIN_PART_WEIGHTS)
+        return -1;
     if (next >= 0 && next < ranks)
         return next;
     *chunk += step;
     return *chunk >= 0 && *chunk < plan->desc.chunks ? (next + ranks) % ranks : -1;
 }
 
-/* AHEAD, BACK or HERE; of no part, BACK. */
-static int dtrain__pipeline_way(dtrain_pipeline_part part)
+/* Takes what a task needs, if it is there, and says since when. */
+static int dtrain__pipeline_take_input(const dtrain__pipeline_walk *walk, int rank, const dtrain_pipeline_task *task,
+                                       double *since)
 {
-    return part == DTRAIN_PART_FORWARD   ? DTRAIN__PIPELINE_AHEAD
-           : part == DTRAIN_PART_WEIGHTS ? DTRAIN__PIPELINE_HERE
-                                         : DTRAIN__PIPELINE_BACK;
-}
-
-/* Whether what a task needs is there, and since when; *from: the rank that sent it, or -1. */
-static int dtrain__pipeline_ready(const dtrain__pipeline_walk *walk, int rank, const dtrain_pipeline_task *task,
-                                  double *since, int *from)
-{
-    int ahead = task->part == DTRAIN_PART_FORWARD, chunk = task->chunk, micro = task->micro_batch;
+    int chunk, way = dtrain__pipeline_way(task), from = dtrain__pipeline_peer(walk->plan, rank, task, 0, &chunk);
+    int before = task->part == DTRAIN_PART_WEIGHTS ? DTRAIN__PIPELINE_BACK : DTRAIN__PIPELINE_AHEAD;
     *since = 0.0;
-    *from = -1;
-    if (task->part == DTRAIN_PART_WEIGHTS)
-        return dtrain__pipeline_at(walk, rank, DTRAIN__PIPELINE_BACK, chunk, micro)->done;
-    if (!ahead && !dtrain__pipeline_at(walk, rank, DTRAIN__PIPELINE_AHEAD, chunk, micro)->done)
+    if (task->part != DTRAIN_PART_FORWARD &&
+        *dtrain__pipeline_end(walk, rank, before, task->chunk, task->micro_batch) < 0.0)
         return 0;
-    int other = dtrain__pipeline_neighbour(walk->plan, rank, ahead ? -1 : 1, &chunk);
-    if (other < 0)
+    if (from < 0)
         return 1;
-    int way = ahead ? DTRAIN__PIPELINE_AHEAD : DTRAIN__PIPELINE_BACK;
-    const dtrain__pipeline_mark *mark = dtrain__pipeline_at(walk, other, way, chunk, micro);
-    if (other == rank) {
-        *since = mark->end;
-        return mark->done;
-    }
-    *since = mark->end + walk->plan->desc.transfer;
-    *from = other;
-    return walk->ranks[other].sent[way] == mark;
+    const double *input = dtrain__pipeline_end(walk, from, way, chunk, task->micro_batch);
+    *since = *input + (from != rank ? walk->plan->desc.transfer : 0.0);
+    if (from == rank)
+        return *input >= 0.0;
+    if (walk->ranks[from].sent[way] != input)
+        return 0;
+    walk->ranks[from].sent[way] = NULL;
+    return 1;
 }
 
 static double dtrain__pipeline_cost(const dtrain_pipeline_plan *plan, int rank, const dtrain_pipeline_task *task)
@@ -43467,117 +43427,57 @@ static void dtrain__pipeline_run(dtrain__pipeline_walk *walk, int rank, dtrain_p
 {
     dtrain_pipeline_plan *plan = walk->plan;
     dtrain__pipeline_rank *me = &walk->ranks[rank];
-    int way = dtrain__pipeline_way(task->part), chunk = task->chunk;
-    dtrain__pipeline_mark *mark = dtrain__pipeline_at(walk, rank, way, chunk, task->micro_batch);
+    int chunk, to = dtrain__pipeline_peer(plan, rank, task, 1, &chunk);
     task->begin = since > me->free ? since : me->free;
-    task->end = me->free = mark->end = task->begin + dtrain__pipeline_cost(plan, rank, task);
-    mark->done = 1;
-    if (task->part == DTRAIN_PART_BACKWARD)
-        dtrain__pipeline_at(walk, rank, DTRAIN__PIPELINE_HERE, chunk, task->micro_batch)->done = 1;
+    task->end = me->free = task->begin + dtrain__pipeline_cost(plan, rank, task);
     me->held += task->part == DTRAIN_PART_FORWARD;
     plan->peak[rank] = me->held > plan->peak[rank] ? me->held : plan->peak[rank];
     me->held -= task->part == DTRAIN_PART_BACKWARD || task->part == DTRAIN_PART_WEIGHTS;
-    int to = way != DTRAIN__PIPELINE_HERE
-                 ? dtrain__pipeline_neighbour(plan, rank, way == DTRAIN__PIPELINE_AHEAD ? 1 : -1, &chunk)
-                 : -1;
-    me->sends = to >= 0 && to != rank ? way : -1;
-    me->result = mark;
     me->next++;
+    if (task->part == DTRAIN_PART_WEIGHTS)
+        return;
+    double *end = dtrain__pipeline_end(walk, rank, dtrain__pipeline_way(task), task->chunk, task->micro_batch);
+    *end = task->end;
+    me->result = to >= 0 && to != rank ? end : NULL;
 }
 
 /* Lets a rank send or run what comes next, if it can; returns whether anything has moved. */
 static int dtrain__pipeline_advance(dtrain__pipeline_walk *walk, int rank)
 {
     dtrain__pipeline_rank *me = &walk->ranks[rank];
-    int from;
+    dtrain_pipeline_task *task = &walk->plan->tasks[(size_t)rank * walk->plan->rank_tasks + me->next];
     double since;
-    if (me->sends >= 0) {
-        if (me->sent[me->sends] != NULL)
+    if (me->result != NULL) {
+        const double **room = &me->sent[dtrain__pipeline_way(task - 1)];
+        if (*room != NULL)
             return 0;
-        me->sent[me->sends] = me->result;
-        me->sends = -1;
+        *room = me->result;
+        me->result = NULL;
         return 1;
     }
-    if (me->next == walk->plan->rank_tasks)
+    if (me->next == walk->plan->rank_tasks || !dtrain__pipeline_take_input(walk, rank, task, &since))
         return 0;
-    dtrain_pipeline_task *task = &walk->plan->tasks[(size_t)rank * walk->plan->rank_tasks + me->next];
-    if (!dtrain__pipeline_ready(walk, rank, task, &since, &from))
-        return 0;
-    if (from >= 0)
-        walk->ranks[from].sent[task->part == DTRAIN_PART_FORWARD ? DTRAIN__PIPELINE_AHEAD : DTRAIN__PIPELINE_BACK] =
-            NULL;
     dtrain__pipeline_run(walk, rank, task, since);
     return 1;
 }
 
-/* ---- what is wrong with an order ---- */
-
-typedef struct dtrain__pipeline_name {
-    char text[64];
-} dtrain__pipeline_name;
-
-static dtrain__pipeline_name dtrain__pipeline_task_name(const dtrain_pipeline_plan *plan,
-                                                        const dtrain_pipeline_task *task)
-{
-    static const char letters[] = {'F', 'B', 'I', 'W'};
-    dtrain__pipeline_name name;
-    int at = (int)task->part - (int)DTRAIN_PART_FORWARD;
-    char letter = '?';
-    if (at >= 0 && at < 4)
-        letter = letters[at];
-    if (plan->desc.chunks > 1)
-        snprintf(name.text, sizeof name.text, "%c%d.%d", letter, task->micro_batch, task->chunk);
-    else
-        snprintf(name.text, sizeof name.text, "%c%d", letter, task->micro_batch);
-    return name;
-}
-
-/* Every task is one, and none is there twice; walk->marks are zero again afterwards. */
-static dtrain_status dtrain__pipeline_check_tasks(dtrain__pipeline_walk *walk)
+/* Says where a walk has come to a stop before its end: of the ranks, the one whose next task would be the earliest. */
+static dtrain_status dtrain__pipeline_check_end(const dtrain__pipeline_walk *walk)
 {
     const dtrain_pipeline_plan *plan = walk->plan;
-    size_t missing = walk->mark_count;
-    for (size_t i = 0; i < plan->rank_tasks * (size_t)plan->desc.ranks; i++) {
-        const dtrain_pipeline_task *task = &plan->tasks[i];
-        int rank = (int)(i / plan->rank_tasks), bad = 1, way = dtrain__pipeline_way(task->part);
-        if (task->part >= DTRAIN_PART_FORWARD && task->part <= DTRAIN_PART_WEIGHTS && task->micro_batch >= 0 &&
-            task->micro_batch < plan->desc.micro_batches && task->chunk >= 0 && task->chunk < plan->desc.chunks) {
-            bad = dtrain__pipeline_at(walk, rank, way, task->chunk, task->micro_batch)->done++;
-            missing--;
-            if (task->part == DTRAIN_PART_BACKWARD) {
-                bad |= dtrain__pipeline_at(walk, rank, DTRAIN__PIPELINE_HERE, task->chunk, task->micro_batch)->done++;
-                missing--;
-            }
-        }
-        if (bad)
-            return dtrain__fail(
-                NULL, DTRAIN_ERR_INVALID,
-                "pipeline_plan: task %zu of rank %d, %s, is there twice, or is none of %d micro-batches "
-                "and %d chunks",
-                i % plan->rank_tasks, rank, dtrain__pipeline_task_name(plan, task).text, plan->desc.micro_batches,
-                plan->desc.chunks);
-    }
-    if (missing > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pipeline_plan: %zu parts of micro-batches are missing", missing);
-    memset(walk->marks, 0, walk->mark_count * sizeof *walk->marks);
-    return DTRAIN_OK;
-}
-
-/* Says where a walk has come to a stop: of the ranks, the one whose next task would be the earliest. */
-static dtrain_status dtrain__pipeline_stuck(const dtrain__pipeline_walk *walk)
-{
-    const dtrain_pipeline_plan *plan = walk->plan;
-    int rank = -1;
-    for (int r = 0; r < plan->desc.ranks; r++)
-        if ((walk->ranks[r].next < plan->rank_tasks || walk->ranks[r].sends >= 0) &&
-            (rank < 0 || walk->ranks[r].free < walk->ranks[rank].free))
-            rank = r;
-    const dtrain__pipeline_rank *me = &walk->ranks[rank];
-    size_t at = me->next - (me->sends >= 0);
+    const dtrain__pipeline_rank *me, *first = NULL;
+    for (me = walk->ranks; me < walk->ranks + plan->desc.ranks; me++)
+        if ((me->next < plan->rank_tasks || me->result != NULL) && (first == NULL || me->free < first->free))
+            first = me;
+    if (first == NULL)
+        return DTRAIN_OK;
+    size_t rank = (size_t)(first - walk->ranks), at = first->next - (first->result != NULL);
+    const dtrain_pipeline_task *task = &plan->tasks[rank * plan->rank_tasks + at];
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "pipeline_plan: rank %d stops at its task %zu, %s, %s; put it in another order", rank, at,
-                        dtrain__pipeline_task_name(plan, &plan->tasks[(size_t)rank * plan->rank_tasks + at]).text,
-                        me->sends >= 0 ? "whose result is not taken by the next rank" : "whose input is never there");
+                        "pipeline_plan: rank %zu stops at its task %zu, %c%d of chunk %d, %s; put it in another order",
+                        rank, at, "FBIW"[task->part - DTRAIN_PART_FORWARD], task -> micro_batch, task -> chunk,
+                        first -> result != NULL ? "whose result is not taken by the next rank"
+                                                : "whose input is never there");
 }
 
 /* Span, and what of it ranks idle. */
@@ -43592,44 +43492,34 @@ static void dtrain__pipeline_sum_up(dtrain_pipeline_plan *plan)
     plan->bubble = plan->span > 0.0 ? 1.0 - busy / (plan->span * plan->desc.ranks) : 0.0;
 }
 
-static dtrain_status dtrain__pipeline_walk_all(dtrain__pipeline_walk *walk)
-{
-    dtrain_pipeline_plan *plan = walk->plan;
-    int moved = 1;
-    dtrain_status status = dtrain__pipeline_check_tasks(walk);
-    if (status != DTRAIN_OK)
-        return status;
-    for (int rank = 0; rank < plan->desc.ranks; rank++)
-        walk->ranks[rank].sends = -1;
-    memset(plan->peak, 0, (size_t)plan->desc.ranks * sizeof *plan->peak);
-    while (moved) {
-        moved = 0;
-        for (int rank = 0; rank < plan->desc.ranks; rank++)
-            while (dtrain__pipeline_advance(walk, rank))
-                moved = 1;
-    }
-    for (int rank = 0; rank < plan->desc.ranks; rank++)
-        if (walk->ranks[rank].next < plan->rank_tasks || walk->ranks[rank].sends >= 0)
-            return dtrain__pipeline_stuck(walk);
-    dtrain__pipeline_sum_up(plan);
-    return DTRAIN_OK;
-}
-
+/* Finds when each task runs; an order in which one never can is an error. */
 static dtrain_status dtrain__pipeline_plan_check(dtrain_pipeline_plan *plan)
 {
-    dtrain__pipeline_walk walk;
     size_t ranks = (size_t)plan->desc.ranks;
-    memset(&walk, 0, sizeof walk);
+    size_t ends = ranks * DTRAIN__PIPELINE_WAYS * (size_t)plan->desc.chunks * (size_t)plan->desc.micro_batches;
+    dtrain__pipeline_walk walk;
+    dtrain_status status = DTRAIN_ERR_MEMORY;
     walk.plan = plan;
-    walk.mark_count =
-        ranks * DTRAIN__PIPELINE_WAYS * (size_t)plan->desc.chunks * (size_t)plan->desc.micro_batches; /* as the tasks */
-    walk.marks = (dtrain__pipeline_mark *)dtrain__alloc(plan->allocator, walk.mark_count * sizeof *walk.marks);
+    walk.ends = (double *)dtrain__alloc(plan->allocator, ends * sizeof *walk.ends);
     walk.ranks = (dtrain__pipeline_rank *)dtrain__alloc(plan->allocator, ranks * sizeof *walk.ranks);
-    dtrain_status status =
-        walk.marks != NULL && walk.ranks != NULL
-            ? dtrain__pipeline_walk_all(&walk)
-            : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "pipeline_plan: no memory for %zu tasks", ranks * plan->rank_tasks);
-    dtrain__free(plan->allocator, walk.marks);
+    if (walk.ends == NULL || walk.ranks == NULL) {
+        dtrain__fail(NULL, status, "pipeline_plan: no memory for %zu tasks", ranks * plan->rank_tasks);
+        goto done;
+    }
+    for (size_t i = 0; i < ends; i++)
+        walk.ends[i] = -1.0;
+    memset(plan->peak, 0, ranks * sizeof *plan->peak);
+    for (int moved = 1; moved;) {
+        moved = 0;
+        for (int rank = 0; rank < plan->desc.ranks; rank++)
+            while (dtrain__pipeline_advance(&walk, rank))
+                moved = 1;
+    }
+    status = dtrain__pipeline_check_end(&walk);
+    if (status == DTRAIN_OK)
+        dtrain__pipeline_sum_up(plan);
+done:
+    dtrain__free(plan->allocator, walk.ends);
     dtrain__free(plan->allocator, walk.ranks);
     return status;
 }
@@ -43679,16 +43569,15 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     return dtrain__pipeline_check_times(desc);
 }
 
-/* Takes the memory of a plan; marks are no more than six words a task. */
+/* Takes the memory of a plan; what the walk needs is less. */
 static int dtrain__pipeline_reserve(dtrain_pipeline_plan *plan)
 {
     const dtrain_pipeline_plan_desc *desc = &plan->desc;
     size_t bytes, ranks = (size_t)desc->ranks, parts = desc->schedule == DTRAIN_PIPELINE_ZB_H1 ? 3 : 2;
     if (!dtrain__mul_size(parts * (size_t)desc->micro_batches, (size_t)desc->chunks, &plan->rank_tasks) ||
-        !dtrain__mul_size(plan->rank_tasks, ranks, &bytes) || !dtrain__mul_size(bytes, 64, &bytes))
+        !dtrain__mul_size(plan->rank_tasks, ranks, &bytes) || !dtrain__mul_size(bytes, sizeof *plan->tasks, &bytes))
         return 0;
-    plan->tasks =
-        (dtrain_pipeline_task *)dtrain__alloc(plan->allocator, plan->rank_tasks * ranks * sizeof *plan->tasks);
+    plan->tasks = (dtrain_pipeline_task *)dtrain__alloc(plan->allocator, bytes);
     plan->peak = (int *)dtrain__alloc(plan->allocator, ranks * sizeof *plan->peak);
     return plan->tasks != NULL && plan->peak != NULL;
 }
@@ -43719,11 +43608,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
                             full.micro_batches, full.chunks, full.ranks);
     }
     for (int rank = 0; rank < full.ranks; rank++)
-        switch (full.schedule) {
-        case DTRAIN_PIPELINE_GPIPE: dtrain__pipeline_gpipe(made, rank); break;
-        case DTRAIN_PIPELINE_ZB_H1: dtrain__pipeline_zero_bubble(made, rank); break;
-        default: dtrain__pipeline_one_by_one(made, rank);
-        }
+        dtrain__pipeline_order(made, rank);
     status = dtrain__pipeline_plan_check(made);
     if (status != DTRAIN_OK) {
         dtrain_pipeline_plan_destroy(made);
@@ -44851,6 +44736,7 @@ struct dtrain_pipeline {
     dtrain_comm *group;
     dtrain_pipeline_plan *plan;
     int rank, ranks, chunks, micro_batches;
+    int before, after; /* ranks; the last is before the first */
     dtrain_module **modules;
     dtrain_fsdp **fsdps;
     const dtrain_pipeline_task *tasks; /* of this rank */
@@ -44875,11 +44761,9 @@ struct dtrain_pipeline {
 typedef struct dtrain__pipeline_router {
     dtrain_pipeline *pipeline;
     size_t *tasks;   /* the task of a way, chunk and micro-batch: [way * cells + chunk * micro_batches + i] */
-    size_t *arrives; /* of both neighbours: the tasks that use what they send, in its order */
-    size_t *known;   /* of a task: 1 + where it is in arrives; 0: its input does not travel */
-    char *busy;      /* slots */
-    size_t cells, count[2];
-    int peers[2];
+    ptrdiff_t *last; /* the move that used a place last */
+    char *busy;      /* places, then slots */
+    size_t cells;
 } dtrain__pipeline_router;
 
 static size_t dtrain__pipeline_cell(const dtrain_pipeline *pipeline, int chunk, int micro_batch)
@@ -44887,54 +44771,52 @@ static size_t dtrain__pipeline_cell(const dtrain_pipeline *pipeline, int chunk, 
     return (size_t)chunk * (size_t)pipeline->micro_batches + (size_t)micro_batch;
 }
 
-/* Lists the results of a neighbour's tasks that are sent to this rank. */
-static void dtrain__pipeline_list(dtrain__pipeline_router *router, int which)
+/* Where the task is that a way's input of a chunk's micro-batch is for. */
+static size_t *dtrain__pipeline_user(const dtrain__pipeline_router *router, int way, int chunk, int micro_batch)
 {
-    const dtrain_pipeline *pipeline = router->pipeline;
+    return &router->tasks[(size_t)way * router->cells + dtrain__pipeline_cell(router->pipeline, chunk, micro_batch)];
+}
+
+/* Adds the next of a neighbour's results that are sent to this rank; *at: the neighbour's tasks that were looked at. */
+static void dtrain__pipeline_add_message(dtrain__pipeline_router *router, int peer, size_t *at, size_t when)
+{
+    dtrain_pipeline *pipeline = router->pipeline;
     const dtrain_pipeline_plan *plan = pipeline->plan;
-    int peer = router->peers[which];
-    for (size_t i = 0; i < pipeline->task_count; i++) {
-        const dtrain_pipeline_task *task = &plan->tasks[(size_t)peer * plan->rank_tasks + i];
-        int way = dtrain__pipeline_way(task->part), chunk = task->chunk;
-        if (way == DTRAIN__PIPELINE_HERE ||
-            dtrain__pipeline_neighbour(plan, peer, way == DTRAIN__PIPELINE_AHEAD ? 1 : -1, &chunk) != pipeline->rank)
-            continue;
-        size_t at = (size_t)which * 2 * router->cells + router->count[which]++;
-        size_t user =
-            router->tasks[(size_t)way * router->cells + dtrain__pipeline_cell(pipeline, chunk, task->micro_batch)];
-        router->arrives[at] = user;
-        router->known[user] = at + 1;
-    }
+    const dtrain_pipeline_task *task = &plan->tasks[(size_t)peer * plan->rank_tasks + *at];
+    dtrain__pipeline_message *message = &pipeline->messages[pipeline->message_count];
+    int chunk;
+    for (; dtrain__pipeline_peer(plan, peer, task, 1, &chunk) != pipeline->rank; ++*at)
+        task++;
+    ++*at;
+    message->task = *dtrain__pipeline_user(router, dtrain__pipeline_way(task), chunk, task->micro_batch);
+    message->when = when;
+    message->peer = peer;
+    pipeline->moves[message->task].message = (ptrdiff_t)pipeline->message_count++;
 }
 
 /* Puts messages in the order in which they are asked for, one task ahead. */
 static void dtrain__pipeline_order_messages(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
-    size_t asked[2] = {0, 0};
+    size_t looked[2] = {0, 0}; /* of the rank before, and of the one after, where that is another */
     for (size_t t = 0; t < pipeline->task_count; t++) {
-        if (router->known[t] == 0)
+        int chunk, from = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, &pipeline->tasks[t], 0, &chunk);
+        if (from < 0 || from == pipeline->rank)
             continue;
-        size_t at = router->known[t] - 1, which = at / (2 * router->cells), place = at % (2 * router->cells);
-        for (; asked[which] <= place; asked[which]++) {
-            dtrain__pipeline_message *message = &pipeline->messages[pipeline->message_count];
-            message->task = router->arrives[which * 2 * router->cells + asked[which]];
-            message->when = t > 0 ? t - 1 : 0;
-            message->peer = router->peers[which];
-            pipeline->moves[message->task].message = (ptrdiff_t)pipeline->message_count++;
-        }
+        while (pipeline->moves[t].message < 0)
+            dtrain__pipeline_add_message(router, from, &looked[from != pipeline->before], t > 0 ? t - 1 : 0);
     }
 }
 
-static int dtrain__pipeline_take(dtrain__pipeline_router *router)
+/* Takes the first that is free; returns its number. */
+static int dtrain__pipeline_take(char *busy, int *most)
 {
-    int slot = 0;
-    while (router->busy[slot])
-        slot++;
-    router->busy[slot] = 1;
-    if (slot >= router->pipeline->slots)
-        router->pipeline->slots = slot + 1;
-    return slot;
+    int i = 0;
+    while (busy[i])
+        i++;
+    busy[i] = 1;
+    *most = i >= *most ? i + 1 : *most;
+    return i;
 }
 
 /* Gives what is received, and what one chunk hands to another of the same rank, memory for as long as it is needed. */
@@ -44942,17 +44824,19 @@ static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
     size_t asked = 0;
+    memset(router->busy, 0, 4 * router->cells + 1);
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
         dtrain__pipeline_move *move = &pipeline->moves[t];
+        int chunk, to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, task, 1, &chunk);
         for (; asked < pipeline->message_count && pipeline->messages[asked].when <= t; asked++) {
-            pipeline->messages[asked].slot = dtrain__pipeline_take(router);
+            pipeline->messages[asked].slot = dtrain__pipeline_take(router->busy, &pipeline->slots);
             pipeline->moves[pipeline->messages[asked].task].in = pipeline->messages[asked].slot;
         }
-        if (pipeline->ranks == 1 && dtrain__pipeline_way(task->part) == DTRAIN__PIPELINE_BACK && task->chunk > 0) {
-            size_t user = router->tasks[DTRAIN__PIPELINE_BACK * router->cells +
-                                        dtrain__pipeline_cell(pipeline, task->chunk - 1, task->micro_batch)];
-            move->out = pipeline->moves[user].in = dtrain__pipeline_take(router);
+        if (to == pipeline->rank && task->part != DTRAIN_PART_FORWARD) {
+            move->out = dtrain__pipeline_take(router->busy, &pipeline->slots);
+            pipeline->moves[*dtrain__pipeline_user(router, DTRAIN__PIPELINE_BACK, chunk, task->micro_batch)].in =
+                move->out;
         }
         if (move->in >= 0)
             router->busy[move->in] = 0;
@@ -44960,21 +44844,16 @@ static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
 }
 
 /* Says where results go, and what must have left their memory before. Activations are sent from the module. */
-static void dtrain__pipeline_results(dtrain__pipeline_router *router)
+static void dtrain__pipeline_results(dtrain_pipeline *pipeline)
 {
-    dtrain_pipeline *pipeline = router->pipeline;
     ptrdiff_t sent[DTRAIN__PIPELINE_SENDS] = {-1, -1};
-    int next = 0, gradients = pipeline->slots;
+    int chunk, next = 0, gradients = pipeline->slots;
     for (size_t t = 0; t < pipeline->task_count; t++) {
-        const dtrain_pipeline_task *task = &pipeline->tasks[t];
         dtrain__pipeline_move *move = &pipeline->moves[t];
-        int way = dtrain__pipeline_way(task->part), chunk = task->chunk;
-        if (way == DTRAIN__PIPELINE_HERE)
-            continue;
-        move->to =
-            dtrain__pipeline_neighbour(pipeline->plan, pipeline->rank, way == DTRAIN__PIPELINE_AHEAD ? 1 : -1, &chunk);
-        move->to = move->to == pipeline->rank ? -1 : move->to;
-        if (way == DTRAIN__PIPELINE_AHEAD || move->to < 0)
+        move->to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, &pipeline->tasks[t], 1, &chunk);
+        if (move->to == pipeline->rank)
+            move->to = -1;
+        if (pipeline->tasks[t].part == DTRAIN_PART_FORWARD || move->to < 0)
             continue;
         move->out = gradients + next;
         move->after = sent[next];
@@ -44985,30 +44864,27 @@ static void dtrain__pipeline_results(dtrain__pipeline_router *router)
 }
 
 /* Gives every micro-batch a place of its chunk's module, from its forward pass until its gradients are complete.
- * Returns how many of a chunk's are in use at once; last[place]: the move that used it last. */
-static int dtrain__pipeline_set_places(dtrain_pipeline *pipeline, int chunk, char *busy, ptrdiff_t *last)
+ * Returns how many of a chunk's are in use at once. */
+static int dtrain__pipeline_set_places(dtrain__pipeline_router *router, int chunk)
 {
-    int most = 0, place;
-    memset(busy, 0, (size_t)pipeline->micro_batches);
+    dtrain_pipeline *pipeline = router->pipeline;
+    int most = 0;
+    memset(router->busy, 0, (size_t)pipeline->micro_batches);
     for (int i = 0; i < pipeline->micro_batches; i++)
-        last[i] = -1;
+        router->last[i] = -1;
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
         int *own = &pipeline->places[dtrain__pipeline_cell(pipeline, chunk, task->micro_batch)];
         if (task->chunk != chunk)
             continue;
         if (task->part == DTRAIN_PART_FORWARD) {
-            for (place = 0; busy[place];)
-                place++;
-            most = place >= most ? place + 1 : most;
-            busy[place] = 1;
-            *own = place;
-            pipeline->moves[t].after = last[place];
-            last[place] = (ptrdiff_t)t;
+            *own = dtrain__pipeline_take(router->busy, &most);
+            pipeline->moves[t].after = router->last[*own];
+            router->last[*own] = (ptrdiff_t)t;
         }
         pipeline->moves[t].place = *own;
         if (task->part == DTRAIN_PART_BACKWARD || task->part == DTRAIN_PART_WEIGHTS)
-            busy[*own] = 0;
+            router->busy[*own] = 0;
     }
     return most;
 }
@@ -45019,16 +44895,14 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
     dtrain_pipeline *pipeline = router->pipeline;
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
-        int way = dtrain__pipeline_way(task->part);
         dtrain__pipeline_move *move = &pipeline->moves[t];
-        move->in = move->out = move->to = -1;
+        move->in = move->out = -1;
         move->after = move->message = -1;
-        router->tasks[(size_t)way * router->cells + dtrain__pipeline_cell(pipeline, task->chunk, task->micro_batch)] =
-            t;
+        if (task->part != DTRAIN_PART_WEIGHTS)
+            *dtrain__pipeline_user(router, dtrain__pipeline_way(task), task->chunk, task->micro_batch) = t;
     }
     for (int c = 0; c < pipeline->chunks; c++) {
-        int need = dtrain__pipeline_set_places(pipeline, c, router->busy, (ptrdiff_t *)(void *)router->arrives);
-        int have = pipeline->modules[c]->place_count - 1;
+        int need = dtrain__pipeline_set_places(router, c), have = pipeline->modules[c]->place_count - 1;
         if (have < need)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_INVALID,
@@ -45036,15 +44910,9 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
                 "in flight, the schedule needs %d: set micro_batches of its desc to at least that",
                 c, pipeline->rank, have, need);
     }
-    memset(router->busy, 0, 4 * router->cells + 1);
-    router->peers[0] = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
-    router->peers[1] = (pipeline->rank + 1) % pipeline->ranks;
-    for (int which = 0; which < 2 && pipeline->ranks > 1; which++)
-        if (which == 0 || router->peers[1] != router->peers[0])
-            dtrain__pipeline_list(router, which);
     dtrain__pipeline_order_messages(router);
     dtrain__pipeline_slots(router);
-    dtrain__pipeline_results(router);
+    dtrain__pipeline_results(pipeline);
     return DTRAIN_OK;
 }
 
@@ -45208,18 +45076,17 @@ static void dtrain__pipeline_stage_shapes(dtrain_pipeline *pipeline, int chunk)
 static dtrain_status dtrain__pipeline_pass_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     size_t words = (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS;
-    int before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
-    int after = (pipeline->rank + 1) % pipeline->ranks, last = pipeline->rank == pipeline->ranks - 1;
+    int last = pipeline->rank == pipeline->ranks - 1;
     dtrain_status status = DTRAIN_OK;
     for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++) {
         if (c == 0 && pipeline->rank == 0)
             dtrain__pipeline_first_shapes(pipeline, inputs);
         else if (pipeline->ranks > 1)
-            status = dtrain_recv(pipeline->group, pipeline->shapes, words, DTRAIN_U64, before);
+            status = dtrain_recv(pipeline->group, pipeline->shapes, words, DTRAIN_U64, pipeline->before);
         if (status == DTRAIN_OK)
             dtrain__pipeline_stage_shapes(pipeline, c);
         if (status == DTRAIN_OK && pipeline->ranks > 1 && !(last && c == pipeline->chunks - 1))
-            status = dtrain_send(pipeline->group, pipeline->shapes, words, DTRAIN_U64, after);
+            status = dtrain_send(pipeline->group, pipeline->shapes, words, DTRAIN_U64, pipeline->after);
     }
     return status;
 }
@@ -45500,49 +45367,41 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
 
 /* ---- evaluation ---- */
 
-/* Sees to it that there is room for an input to evaluate. */
-static int dtrain__pipeline_evaluate_room(dtrain_pipeline *pipeline, size_t bytes)
-{
-    void *room = dtrain__memory_room(pipeline->allocator, pipeline->evaluated, bytes);
-    pipeline->evaluated = room != NULL ? (unsigned char *)room : pipeline->evaluated;
-    return room != NULL;
-}
-
 /* Receives a stage's input, which says its shape first and comes when there is room for it; without dtype where a rank
  * before could not make it, or there is none. */
 static dtrain_status dtrain__pipeline_evaluate_receive(dtrain_pipeline *pipeline, dtrain_tensor *input)
 {
-    uint64_t words[DTRAIN__PIPELINE_WORDS], room;
+    uint64_t words[DTRAIN__PIPELINE_WORDS], fits;
     char why[DTRAIN__PIPELINE_WHY];
-    int before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
-    dtrain_status status = dtrain_recv(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, before);
+    dtrain_status status = dtrain_recv(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, pipeline->before);
     if (status != DTRAIN_OK || !dtrain__pipeline_read_shape(words, input))
         return status;
-    room = (uint64_t)dtrain__pipeline_evaluate_room(pipeline, input->bytes);
-    status = dtrain_send(pipeline->group, &room, 1, DTRAIN_U64, before);
-    if (!room) {
+    void *room = dtrain__memory_room(pipeline->allocator, pipeline->evaluated, input->bytes);
+    fits = room != NULL;
+    status = dtrain_send(pipeline->group, &fits, 1, DTRAIN_U64, pipeline->before);
+    if (room == NULL) {
         snprintf(why, sizeof why, "no memory for %.48s to evaluate", dtrain__tensor_text(input).text);
         dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, why);
         memset(input, 0, sizeof *input);
-    }
-    if (status != DTRAIN_OK || !room)
         return status;
-    input->data = pipeline->evaluated;
-    return dtrain_recv(pipeline->group, input->data, input->count, input->dtype, before);
+    }
+    input->data = pipeline->evaluated = (unsigned char *)room;
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain_recv(pipeline->group, input->data, input->count, input->dtype, pipeline->before);
 }
 
 static dtrain_status dtrain__pipeline_evaluate_send(dtrain_pipeline *pipeline, const dtrain_tensor *output)
 {
     uint64_t words[DTRAIN__PIPELINE_WORDS], room = 0;
-    int after = (pipeline->rank + 1) % pipeline->ranks;
     dtrain__pipeline_write_shape(words, output);
-    dtrain_status status = dtrain_send(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, after);
+    dtrain_status status = dtrain_send(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, pipeline->after);
     if (status != DTRAIN_OK || output->dtype == 0)
         return status;
-    status = dtrain_recv(pipeline->group, &room, 1, DTRAIN_U64, after);
+    status = dtrain_recv(pipeline->group, &room, 1, DTRAIN_U64, pipeline->after);
     if (status != DTRAIN_OK || !room)
         return status;
-    return dtrain_send(pipeline->group, output->data, output->count, output->dtype, after);
+    return dtrain_send(pipeline->group, output->data, output->count, output->dtype, pipeline->after);
 }
 
 /* Runs one stage; output is without dtype where it could not be made. */
@@ -45615,23 +45474,6 @@ DTRAIN_API dtrain_status dtrain_pipeline_evaluate(dtrain_pipeline *pipeline, con
 #ifndef DTRAIN__PIPELINE_CREATE
 #define DTRAIN__PIPELINE_CREATE
 
-static dtrain_status dtrain__pipeline_check(dtrain_comm *group, const dtrain_pipeline_desc *desc, int chunks)
-{
-    for (int c = 0; group != NULL && desc != NULL && desc->modules != NULL && c < chunks; c++)
-        if (desc->modules[c] == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "dtrain_pipeline_create: the module of chunk %d is NULL: each of the %d chunks of a "
-                                "rank needs one",
-                                c, chunks);
-    if (group == NULL || desc == NULL || desc->modules == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_pipeline_create: %s is NULL: expected a group, and a desc with a module a chunk",
-                            group == NULL  ? "group"
-                            : desc == NULL ? "desc"
-                                           : "modules");
-    return DTRAIN_OK;
-}
-
 /* Every array but what travels, whose size is not known yet. */
 static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
 {
@@ -45652,22 +45494,22 @@ static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
 
 static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
 {
+    dtrain_allocator *memory = pipeline->allocator;
     dtrain__pipeline_router router;
     memset(&router, 0, sizeof router);
     router.pipeline = pipeline;
     router.cells = (size_t)pipeline->chunks * (size_t)pipeline->micro_batches;
-    size_t words = (DTRAIN__PIPELINE_WAYS + 4) * router.cells + pipeline->task_count, busy = 4 * router.cells + 1;
-    size_t *block = (size_t *)dtrain__alloc(pipeline->allocator, words * sizeof *block);
-    router.busy = (char *)dtrain__alloc(pipeline->allocator, busy);
-    router.tasks = block;
-    router.arrives = block != NULL ? block + DTRAIN__PIPELINE_WAYS * router.cells : NULL;
-    router.known = block != NULL ? router.arrives + 4 * router.cells : NULL;
-    dtrain_status status = block != NULL && router.busy != NULL
-                               ? dtrain__pipeline_route(&router)
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                                              "dtrain_pipeline_create: no memory for %zu tasks", pipeline->task_count);
-    dtrain__free(pipeline->allocator, block);
-    dtrain__free(pipeline->allocator, router.busy);
+    dtrain_status status = DTRAIN_ERR_MEMORY;
+    router.tasks = (size_t *)dtrain__alloc(memory, DTRAIN__PIPELINE_WAYS * router.cells * sizeof *router.tasks);
+    router.last = (ptrdiff_t *)dtrain__alloc(memory, (size_t)pipeline->micro_batches * sizeof *router.last);
+    router.busy = (char *)dtrain__alloc(memory, 4 * router.cells + 1);
+    if (router.tasks != NULL && router.last != NULL && router.busy != NULL)
+        status = dtrain__pipeline_route(&router);
+    else
+        dtrain__fail(NULL, status, "dtrain_pipeline_create: no memory for %zu tasks", pipeline->task_count);
+    dtrain__free(memory, router.tasks);
+    dtrain__free(memory, router.last);
+    dtrain__free(memory, router.busy);
     return status;
 }
 
@@ -45675,6 +45517,11 @@ static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
 static dtrain_status dtrain__pipeline_take_chunk(dtrain_pipeline *pipeline, const dtrain_pipeline_desc *desc, int chunk)
 {
     dtrain__module_run run;
+    if (desc->modules[chunk] == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_pipeline_create: the module of chunk %d is NULL: each of the %d chunks of a "
+                            "rank needs one",
+                            chunk, pipeline->chunks);
     memset(&run, 0, sizeof run);
     run.call = "dtrain_pipeline_create";
     run.module = pipeline->modules[chunk] = desc->modules[chunk];
@@ -45697,6 +45544,8 @@ static dtrain_status dtrain__pipeline_set_up(dtrain_pipeline *pipeline, dtrain_c
     pipeline->group = group;
     pipeline->rank = dtrain_comm_rank(group);
     pipeline->ranks = plan->desc.ranks;
+    pipeline->before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
+    pipeline->after = (pipeline->rank + 1) % pipeline->ranks;
     pipeline->chunks = plan->desc.chunks;
     pipeline->micro_batches = plan->desc.micro_batches;
     pipeline->task_count = plan->rank_tasks;
@@ -45704,7 +45553,7 @@ static dtrain_status dtrain__pipeline_set_up(dtrain_pipeline *pipeline, dtrain_c
     if (!dtrain__pipeline_allocate(pipeline))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu tasks",
                             pipeline->task_count);
-    dtrain_status status = dtrain__pipeline_check(group, desc, pipeline->chunks);
+    dtrain_status status = DTRAIN_OK;
     for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++)
         status = dtrain__pipeline_take_chunk(pipeline, desc, c);
     return status == DTRAIN_OK ? dtrain__pipeline_make_route(pipeline) : status;
@@ -45718,9 +45567,12 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
     if (pipeline == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_pipeline_create: pipeline is NULL: nowhere to put it");
     *pipeline = NULL;
-    dtrain_status status = dtrain__pipeline_check(group, desc, 0);
-    if (status != DTRAIN_OK)
-        return status;
+    if (group == NULL || desc == NULL || desc->modules == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_pipeline_create: %s is NULL: expected a group, and a desc with a module a chunk",
+                            group == NULL  ? "group"
+                            : desc == NULL ? "desc"
+                                           : "modules");
     dtrain_allocator *memory;
     dtrain_pipeline *made =
         (dtrain_pipeline *)dtrain__memory_owner(desc->allocator, sizeof *made, offsetof(dtrain_pipeline, own), &memory);
@@ -45731,7 +45583,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
     plan.ranks = dtrain_comm_size(group);
     plan.micro_batches = desc->micro_batches;
     plan.chunks = desc->chunks;
-    status = dtrain_pipeline_plan_create(&made->plan, &plan, made->allocator);
+    dtrain_status status = dtrain_pipeline_plan_create(&made->plan, &plan, made->allocator);
     if (status == DTRAIN_OK)
         status = dtrain__pipeline_set_up(made, group, desc);
     if (status == DTRAIN_OK)

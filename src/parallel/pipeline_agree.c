@@ -158,18 +158,17 @@ static void dtrain__pipeline_stage_shapes(dtrain_pipeline *pipeline, int chunk)
 static dtrain_status dtrain__pipeline_pass_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
     size_t words = (size_t)pipeline->micro_batches * DTRAIN__PIPELINE_WORDS;
-    int before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
-    int after = (pipeline->rank + 1) % pipeline->ranks, last = pipeline->rank == pipeline->ranks - 1;
+    int last = pipeline->rank == pipeline->ranks - 1;
     dtrain_status status = DTRAIN_OK;
     for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++) {
         if (c == 0 && pipeline->rank == 0)
             dtrain__pipeline_first_shapes(pipeline, inputs);
         else if (pipeline->ranks > 1)
-            status = dtrain_recv(pipeline->group, pipeline->shapes, words, DTRAIN_U64, before);
+            status = dtrain_recv(pipeline->group, pipeline->shapes, words, DTRAIN_U64, pipeline->before);
         if (status == DTRAIN_OK)
             dtrain__pipeline_stage_shapes(pipeline, c);
         if (status == DTRAIN_OK && pipeline->ranks > 1 && !(last && c == pipeline->chunks - 1))
-            status = dtrain_send(pipeline->group, pipeline->shapes, words, DTRAIN_U64, after);
+            status = dtrain_send(pipeline->group, pipeline->shapes, words, DTRAIN_U64, pipeline->after);
     }
     return status;
 }

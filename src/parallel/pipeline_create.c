@@ -4,23 +4,6 @@
 #define DTRAIN__PIPELINE_CREATE
 #include "pipeline_run.c"
 
-static dtrain_status dtrain__pipeline_check(dtrain_comm *group, const dtrain_pipeline_desc *desc, int chunks)
-{
-    for (int c = 0; group != NULL && desc != NULL && desc->modules != NULL && c < chunks; c++)
-        if (desc->modules[c] == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "dtrain_pipeline_create: the module of chunk %d is NULL: each of the %d chunks of a "
-                                "rank needs one",
-                                c, chunks);
-    if (group == NULL || desc == NULL || desc->modules == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_pipeline_create: %s is NULL: expected a group, and a desc with a module a chunk",
-                            group == NULL  ? "group"
-                            : desc == NULL ? "desc"
-                                           : "modules");
-    return DTRAIN_OK;
-}
-
 /* Every array but what travels, whose size is not known yet. */
 static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
 {
@@ -41,22 +24,22 @@ static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
 
 static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
 {
+    dtrain_allocator *memory = pipeline->allocator;
     dtrain__pipeline_router router;
     memset(&router, 0, sizeof router);
     router.pipeline = pipeline;
     router.cells = (size_t)pipeline->chunks * (size_t)pipeline->micro_batches;
-    size_t words = (DTRAIN__PIPELINE_WAYS + 4) * router.cells + pipeline->task_count, busy = 4 * router.cells + 1;
-    size_t *block = (size_t *)dtrain__alloc(pipeline->allocator, words * sizeof *block);
-    router.busy = (char *)dtrain__alloc(pipeline->allocator, busy);
-    router.tasks = block;
-    router.arrives = block != NULL ? block + DTRAIN__PIPELINE_WAYS * router.cells : NULL;
-    router.known = block != NULL ? router.arrives + 4 * router.cells : NULL;
-    dtrain_status status = block != NULL && router.busy != NULL
-                               ? dtrain__pipeline_route(&router)
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                                              "dtrain_pipeline_create: no memory for %zu tasks", pipeline->task_count);
-    dtrain__free(pipeline->allocator, block);
-    dtrain__free(pipeline->allocator, router.busy);
+    dtrain_status status = DTRAIN_ERR_MEMORY;
+    router.tasks = (size_t *)dtrain__alloc(memory, DTRAIN__PIPELINE_WAYS * router.cells * sizeof *router.tasks);
+    router.last = (ptrdiff_t *)dtrain__alloc(memory, (size_t)pipeline->micro_batches * sizeof *router.last);
+    router.busy = (char *)dtrain__alloc(memory, 4 * router.cells + 1);
+    if (router.tasks != NULL && router.last != NULL && router.busy != NULL)
+        status = dtrain__pipeline_route(&router);
+    else
+        dtrain__fail(NULL, status, "dtrain_pipeline_create: no memory for %zu tasks", pipeline->task_count);
+    dtrain__free(memory, router.tasks);
+    dtrain__free(memory, router.last);
+    dtrain__free(memory, router.busy);
     return status;
 }
 
@@ -64,6 +47,11 @@ static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
 static dtrain_status dtrain__pipeline_take_chunk(dtrain_pipeline *pipeline, const dtrain_pipeline_desc *desc, int chunk)
 {
     dtrain__module_run run;
+    if (desc->modules[chunk] == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_pipeline_create: the module of chunk %d is NULL: each of the %d chunks of a "
+                            "rank needs one",
+                            chunk, pipeline->chunks);
     memset(&run, 0, sizeof run);
     run.call = "dtrain_pipeline_create";
     run.module = pipeline->modules[chunk] = desc->modules[chunk];
@@ -86,6 +74,8 @@ static dtrain_status dtrain__pipeline_set_up(dtrain_pipeline *pipeline, dtrain_c
     pipeline->group = group;
     pipeline->rank = dtrain_comm_rank(group);
     pipeline->ranks = plan->desc.ranks;
+    pipeline->before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
+    pipeline->after = (pipeline->rank + 1) % pipeline->ranks;
     pipeline->chunks = plan->desc.chunks;
     pipeline->micro_batches = plan->desc.micro_batches;
     pipeline->task_count = plan->rank_tasks;
@@ -93,7 +83,7 @@ static dtrain_status dtrain__pipeline_set_up(dtrain_pipeline *pipeline, dtrain_c
     if (!dtrain__pipeline_allocate(pipeline))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_pipeline_create: no memory for %zu tasks",
                             pipeline->task_count);
-    dtrain_status status = dtrain__pipeline_check(group, desc, pipeline->chunks);
+    dtrain_status status = DTRAIN_OK;
     for (int c = 0; status == DTRAIN_OK && c < pipeline->chunks; c++)
         status = dtrain__pipeline_take_chunk(pipeline, desc, c);
     return status == DTRAIN_OK ? dtrain__pipeline_make_route(pipeline) : status;
@@ -107,9 +97,12 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
     if (pipeline == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_pipeline_create: pipeline is NULL: nowhere to put it");
     *pipeline = NULL;
-    dtrain_status status = dtrain__pipeline_check(group, desc, 0);
-    if (status != DTRAIN_OK)
-        return status;
+    if (group == NULL || desc == NULL || desc->modules == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_pipeline_create: %s is NULL: expected a group, and a desc with a module a chunk",
+                            group == NULL  ? "group"
+                            : desc == NULL ? "desc"
+                                           : "modules");
     dtrain_allocator *memory;
     dtrain_pipeline *made =
         (dtrain_pipeline *)dtrain__memory_owner(desc->allocator, sizeof *made, offsetof(dtrain_pipeline, own), &memory);
@@ -120,7 +113,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtra
     plan.ranks = dtrain_comm_size(group);
     plan.micro_batches = desc->micro_batches;
     plan.chunks = desc->chunks;
-    status = dtrain_pipeline_plan_create(&made->plan, &plan, made->allocator);
+    dtrain_status status = dtrain_pipeline_plan_create(&made->plan, &plan, made->allocator);
     if (status == DTRAIN_OK)
         status = dtrain__pipeline_set_up(made, group, desc);
     if (status == DTRAIN_OK)

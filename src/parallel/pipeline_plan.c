@@ -1,7 +1,6 @@
 /* ---- >>pipeline-plan ----
  * Cutting layers into stages, orders of tasks, and the time that they take. An order is written down by its schedule's
- * rule; one and the same walk over all ranks then finds when each task runs, or which one never can. A plan can be had
- * as text and as a picture. */
+ * rule; a walk over all ranks then finds when each task runs, or which one never can. */
 #ifndef DTRAIN__PIPELINE_PLAN
 #define DTRAIN__PIPELINE_PLAN
 #include "pipeline.h"
@@ -12,152 +11,113 @@
 
 #define DTRAIN__PIPELINE_MOST 1000000 /* ranks, micro-batches, chunks */
 
-/* ---- orders ---- */
+/* ---- the order of tasks ---- */
 
-static void dtrain__pipeline_add(dtrain_pipeline_plan *plan, int rank, size_t *n, dtrain_pipeline_part part,
-                                 int micro_batch, int chunk)
-{
-    dtrain_pipeline_task *task = &plan->tasks[(size_t)rank * plan->rank_tasks + *n];
-    if (micro_batch >= plan->desc.micro_batches)
-        return; /* made up, see dtrain__pipeline_interleave */
-    task->part = part;
-    task->micro_batch = micro_batch;
-    task->chunk = chunk;
-    ++*n;
-}
-
-static void dtrain__pipeline_gpipe(dtrain_pipeline_plan *plan, int rank)
-{
-    size_t n = 0;
-    for (int i = 0; i < plan->desc.micro_batches; i++)
-        dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_FORWARD, i, 0);
-    for (int i = 0; i < plan->desc.micro_batches; i++)
-        dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_BACKWARD, i, 0);
-}
-
-/* The i-th forward or backward of the interleaved order: groups of as many micro-batches as ranks go through all
- * chunks, backward from the last. The last group is filled up with micro-batches that are left out; what is left
- * still fits together, as nothing depends on them. */
-static void dtrain__pipeline_interleave(dtrain_pipeline_plan *plan, int rank, size_t *n, dtrain_pipeline_part part,
-                                        size_t i)
+/* Adds a part of the i-th micro-batch and chunk of a rank; none where there is no such one. Groups of as many
+ * micro-batches as ranks go through all chunks, backward from the last. The last group is filled up with micro-batches
+ * that are left out; what is left still fits together, as nothing depends on them. */
+static void dtrain__pipeline_add(const dtrain_pipeline_plan *plan, dtrain_pipeline_task **next,
+                                 dtrain_pipeline_part part, size_t i)
 {
     size_t ranks = (size_t)plan->desc.ranks, group = ranks * (size_t)plan->desc.chunks;
-    int micro_batch = (int)(i / group * ranks + i % ranks), chunk = (int)(i % group / ranks);
-    dtrain__pipeline_add(plan, rank, n, part, micro_batch,
-                         part == DTRAIN_PART_FORWARD ? chunk : plan->desc.chunks - 1 - chunk);
+    size_t micro_batch = i / group * ranks + i % ranks;
+    int chunk = (int)(i % group / ranks);
+    if (micro_batch >= (size_t)plan->desc.micro_batches)
+        return;
+    (*next)->part = part;
+    (*next)->micro_batch = (int)micro_batch;
+    (*next)->chunk = part == DTRAIN_PART_FORWARD ? chunk : plan->desc.chunks - 1 - chunk;
+    ++*next;
 }
 
-/* 1F1B, of one chunk or of several. */
-static void dtrain__pipeline_one_by_one(dtrain_pipeline_plan *plan, int rank)
+/* Every schedule is 1F1B with its own number of forward passes ahead of the backward ones: GPipe has all. The weight
+ * gradients of ZB-H1 are `rank` micro-batches behind those of the input: later ranks hold as many as the first, and
+ * have work left when it is the only one that still waits. Numbers before the first wrap around, and are none. */
+static void dtrain__pipeline_order(const dtrain_pipeline_plan *plan, int rank)
 {
-    size_t ranks = (size_t)plan->desc.ranks, chunks = (size_t)plan->desc.chunks, after = ranks - (size_t)rank - 1;
-    size_t groups = ((size_t)plan->desc.micro_batches + ranks - 1) / ranks, n = 0;
-    size_t all = chunks > 1 ? groups * ranks * chunks : (size_t)plan->desc.micro_batches;
-    size_t ahead = chunks > 1 ? 2 * after + (chunks - 1) * ranks : after;
-    ahead = ahead < all ? ahead : all;
-    for (size_t i = 0; i < all + ahead; i++) {
-        if (i < all)
-            dtrain__pipeline_interleave(plan, rank, &n, DTRAIN_PART_FORWARD, i);
-        if (i >= ahead)
-            dtrain__pipeline_interleave(plan, rank, &n, DTRAIN_PART_BACKWARD, i - ahead);
-    }
-}
-
-/* As 1F1B, with weight gradients rank micro-batches behind those of the input: later ranks hold as many as the first,
- * and have work left when it is the only one that still waits. */
-static void dtrain__pipeline_zero_bubble(dtrain_pipeline_plan *plan, int rank)
-{
-    int count = plan->desc.micro_batches, forwards = plan->desc.ranks - rank;
-    size_t n = 0;
-    forwards = forwards < count ? forwards : count;
-    for (int i = 0; i < forwards; i++)
-        dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_FORWARD, i, 0);
-    for (int i = 0; i < count + rank; i++) {
-        if (i < count)
-            dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_INPUT, i, 0);
-        if (i >= rank)
-            dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_WEIGHTS, i - rank, 0);
-        if (forwards < count)
-            dtrain__pipeline_add(plan, rank, &n, DTRAIN_PART_FORWARD, forwards++, 0);
+    dtrain_pipeline_task *next = &plan->tasks[(size_t)rank * plan->rank_tasks], *end = next + plan->rank_tasks;
+    size_t ranks = (size_t)plan->desc.ranks, chunks = (size_t)plan->desc.chunks, ahead = ranks - (size_t)rank - 1;
+    int halves = plan->desc.schedule == DTRAIN_PIPELINE_ZB_H1;
+    if (plan->desc.schedule == DTRAIN_PIPELINE_GPIPE)
+        ahead = (size_t)plan->desc.micro_batches;
+    else if (chunks > 1)
+        ahead = 2 * ahead + (chunks - 1) * ranks;
+    for (size_t i = 0; next < end; i++) {
+        dtrain__pipeline_add(plan, &next, DTRAIN_PART_FORWARD, i);
+        dtrain__pipeline_add(plan, &next, halves ? DTRAIN_PART_INPUT : DTRAIN_PART_BACKWARD, i - ahead);
+        if (halves)
+            dtrain__pipeline_add(plan, &next, DTRAIN_PART_WEIGHTS, i - ahead - (size_t)rank);
     }
 }
 
 /* ---- the walk ---- */
 
-/* Which part of which chunk of which micro-batch, on a rank: AHEAD is the forward pass, whose result goes to the next
- * rank; BACK the gradients of the input, which go to the one before; HERE those of the weights. */
-enum { DTRAIN__PIPELINE_AHEAD, DTRAIN__PIPELINE_BACK, DTRAIN__PIPELINE_HERE, DTRAIN__PIPELINE_WAYS };
-
-typedef struct dtrain__pipeline_mark {
-    int done;
-    double end;
-} dtrain__pipeline_mark;
+/* Results of forward passes go AHEAD to the next rank, gradients of the input BACK to the one before. */
+enum { DTRAIN__PIPELINE_AHEAD, DTRAIN__PIPELINE_BACK, DTRAIN__PIPELINE_WAYS };
 
 typedef struct dtrain__pipeline_rank {
-    size_t next;                                              /* task */
-    double free;                                              /* since when */
-    int held;                                                 /* chunks of micro-batches */
-    int sends;                                                /* a way whose result has no room yet; -1: none */
-    const dtrain__pipeline_mark *result;                      /* that */
-    const dtrain__pipeline_mark *sent[DTRAIN__PIPELINE_HERE]; /* and what the neighbour has not taken; NULL: nothing */
+    size_t next;                               /* task */
+    double free;                               /* since when */
+    int held;                                  /* chunks of micro-batches */
+    const double *result;                      /* of the last task, for which there is no room yet; NULL: none */
+    const double *sent[DTRAIN__PIPELINE_WAYS]; /* what the neighbour has not taken; NULL: nothing */
 } dtrain__pipeline_rank;
 
 typedef struct dtrain__pipeline_walk {
     dtrain_pipeline_plan *plan;
-    dtrain__pipeline_mark *marks;
-    size_t mark_count;
+    double *ends; /* of each rank's forward passes and gradients of inputs; -1: not yet */
     dtrain__pipeline_rank *ranks;
 } dtrain__pipeline_walk;
 
-static dtrain__pipeline_mark *dtrain__pipeline_at(const dtrain__pipeline_walk *walk, int rank, int way, int chunk,
-                                                  int micro_batch)
+static double *dtrain__pipeline_end(const dtrain__pipeline_walk *walk, int rank, int way, int chunk, int micro_batch)
 {
     size_t chunks = (size_t)walk->plan->desc.chunks, count = (size_t)walk->plan->desc.micro_batches;
     size_t row = ((size_t)rank * DTRAIN__PIPELINE_WAYS + (size_t)way) * chunks + (size_t)chunk;
-    return &walk->marks[row * count + (size_t)micro_batch];
+    return &walk->ends[row * count + (size_t)micro_batch];
 }
 
-/* The rank that is a step ahead (1) or back (-1), and in *chunk the chunk there; -1: there is none. */
-static int dtrain__pipeline_neighbour(const dtrain_pipeline_plan *plan, int rank, int step, int *chunk)
+/* The way of a task's input and result. */
+static int dtrain__pipeline_way(const dtrain_pipeline_task *task)
 {
-    int ranks = plan->desc.ranks, next = rank + step;
+    return task->part == DTRAIN_PART_FORWARD ? DTRAIN__PIPELINE_AHEAD : DTRAIN__PIPELINE_BACK;
+}
+
+/* The rank that takes a task's result (to: 1), or gives its input (0), and in *chunk the chunk there; -1: there is
+ * none.
+ */
+static int dtrain__pipeline_peer(const dtrain_pipeline_plan *plan, int rank, const dtrain_pipeline_task *task, int to,
+                                 int *chunk)
+{
+    int ranks = plan->desc.ranks, step = to == (task->part == DTRAIN_PART_FORWARD) ? 1 : -1, next = rank + step;
+    *chunk = task->chunk;
+    if (task->part == DTRAIN_PART_WEIGHTS)
+        return -1;
     if (next >= 0 && next < ranks)
         return next;
     *chunk += step;
     return *chunk >= 0 && *chunk < plan->desc.chunks ? (next + ranks) % ranks : -1;
 }
 
-/* AHEAD, BACK or HERE; of no part, BACK. */
-static int dtrain__pipeline_way(dtrain_pipeline_part part)
+/* Takes what a task needs, if it is there, and says since when. */
+static int dtrain__pipeline_take_input(const dtrain__pipeline_walk *walk, int rank, const dtrain_pipeline_task *task,
+                                       double *since)
 {
-    return part == DTRAIN_PART_FORWARD   ? DTRAIN__PIPELINE_AHEAD
-           : part == DTRAIN_PART_WEIGHTS ? DTRAIN__PIPELINE_HERE
-                                         : DTRAIN__PIPELINE_BACK;
-}
-
-/* Whether what a task needs is there, and since when; *from: the rank that sent it, or -1. */
-static int dtrain__pipeline_ready(const dtrain__pipeline_walk *walk, int rank, const dtrain_pipeline_task *task,
-                                  double *since, int *from)
-{
-    int ahead = task->part == DTRAIN_PART_FORWARD, chunk = task->chunk, micro = task->micro_batch;
+    int chunk, way = dtrain__pipeline_way(task), from = dtrain__pipeline_peer(walk->plan, rank, task, 0, &chunk);
+    int before = task->part == DTRAIN_PART_WEIGHTS ? DTRAIN__PIPELINE_BACK : DTRAIN__PIPELINE_AHEAD;
     *since = 0.0;
-    *from = -1;
-    if (task->part == DTRAIN_PART_WEIGHTS)
-        return dtrain__pipeline_at(walk, rank, DTRAIN__PIPELINE_BACK, chunk, micro)->done;
-    if (!ahead && !dtrain__pipeline_at(walk, rank, DTRAIN__PIPELINE_AHEAD, chunk, micro)->done)
+    if (task->part != DTRAIN_PART_FORWARD &&
+        *dtrain__pipeline_end(walk, rank, before, task->chunk, task->micro_batch) < 0.0)
         return 0;
-    int other = dtrain__pipeline_neighbour(walk->plan, rank, ahead ? -1 : 1, &chunk);
-    if (other < 0)
+    if (from < 0)
         return 1;
-    int way = ahead ? DTRAIN__PIPELINE_AHEAD : DTRAIN__PIPELINE_BACK;
-    const dtrain__pipeline_mark *mark = dtrain__pipeline_at(walk, other, way, chunk, micro);
-    if (other == rank) {
-        *since = mark->end;
-        return mark->done;
-    }
-    *since = mark->end + walk->plan->desc.transfer;
-    *from = other;
-    return walk->ranks[other].sent[way] == mark;
+    const double *input = dtrain__pipeline_end(walk, from, way, chunk, task->micro_batch);
+    *since = *input + (from != rank ? walk->plan->desc.transfer : 0.0);
+    if (from == rank)
+        return *input >= 0.0;
+    if (walk->ranks[from].sent[way] != input)
+        return 0;
+    walk->ranks[from].sent[way] = NULL;
+    return 1;
 }
 
 static double dtrain__pipeline_cost(const dtrain_pipeline_plan *plan, int rank, const dtrain_pipeline_task *task)
@@ -175,117 +135,57 @@ static void dtrain__pipeline_run(dtrain__pipeline_walk *walk, int rank, dtrain_p
 {
     dtrain_pipeline_plan *plan = walk->plan;
     dtrain__pipeline_rank *me = &walk->ranks[rank];
-    int way = dtrain__pipeline_way(task->part), chunk = task->chunk;
-    dtrain__pipeline_mark *mark = dtrain__pipeline_at(walk, rank, way, chunk, task->micro_batch);
+    int chunk, to = dtrain__pipeline_peer(plan, rank, task, 1, &chunk);
     task->begin = since > me->free ? since : me->free;
-    task->end = me->free = mark->end = task->begin + dtrain__pipeline_cost(plan, rank, task);
-    mark->done = 1;
-    if (task->part == DTRAIN_PART_BACKWARD)
-        dtrain__pipeline_at(walk, rank, DTRAIN__PIPELINE_HERE, chunk, task->micro_batch)->done = 1;
+    task->end = me->free = task->begin + dtrain__pipeline_cost(plan, rank, task);
     me->held += task->part == DTRAIN_PART_FORWARD;
     plan->peak[rank] = me->held > plan->peak[rank] ? me->held : plan->peak[rank];
     me->held -= task->part == DTRAIN_PART_BACKWARD || task->part == DTRAIN_PART_WEIGHTS;
-    int to = way != DTRAIN__PIPELINE_HERE
-                 ? dtrain__pipeline_neighbour(plan, rank, way == DTRAIN__PIPELINE_AHEAD ? 1 : -1, &chunk)
-                 : -1;
-    me->sends = to >= 0 && to != rank ? way : -1;
-    me->result = mark;
     me->next++;
+    if (task->part == DTRAIN_PART_WEIGHTS)
+        return;
+    double *end = dtrain__pipeline_end(walk, rank, dtrain__pipeline_way(task), task->chunk, task->micro_batch);
+    *end = task->end;
+    me->result = to >= 0 && to != rank ? end : NULL;
 }
 
 /* Lets a rank send or run what comes next, if it can; returns whether anything has moved. */
 static int dtrain__pipeline_advance(dtrain__pipeline_walk *walk, int rank)
 {
     dtrain__pipeline_rank *me = &walk->ranks[rank];
-    int from;
+    dtrain_pipeline_task *task = &walk->plan->tasks[(size_t)rank * walk->plan->rank_tasks + me->next];
     double since;
-    if (me->sends >= 0) {
-        if (me->sent[me->sends] != NULL)
+    if (me->result != NULL) {
+        const double **room = &me->sent[dtrain__pipeline_way(task - 1)];
+        if (*room != NULL)
             return 0;
-        me->sent[me->sends] = me->result;
-        me->sends = -1;
+        *room = me->result;
+        me->result = NULL;
         return 1;
     }
-    if (me->next == walk->plan->rank_tasks)
+    if (me->next == walk->plan->rank_tasks || !dtrain__pipeline_take_input(walk, rank, task, &since))
         return 0;
-    dtrain_pipeline_task *task = &walk->plan->tasks[(size_t)rank * walk->plan->rank_tasks + me->next];
-    if (!dtrain__pipeline_ready(walk, rank, task, &since, &from))
-        return 0;
-    if (from >= 0)
-        walk->ranks[from].sent[task->part == DTRAIN_PART_FORWARD ? DTRAIN__PIPELINE_AHEAD : DTRAIN__PIPELINE_BACK] =
-            NULL;
     dtrain__pipeline_run(walk, rank, task, since);
     return 1;
 }
 
-/* ---- what is wrong with an order ---- */
-
-typedef struct dtrain__pipeline_name {
-    char text[64];
-} dtrain__pipeline_name;
-
-static dtrain__pipeline_name dtrain__pipeline_task_name(const dtrain_pipeline_plan *plan,
-                                                        const dtrain_pipeline_task *task)
-{
-    static const char letters[] = {'F', 'B', 'I', 'W'};
-    dtrain__pipeline_name name;
-    int at = (int)task->part - (int)DTRAIN_PART_FORWARD;
-    char letter = '?';
-    if (at >= 0 && at < 4)
-        letter = letters[at];
-    if (plan->desc.chunks > 1)
-        snprintf(name.text, sizeof name.text, "%c%d.%d", letter, task->micro_batch, task->chunk);
-    else
-        snprintf(name.text, sizeof name.text, "%c%d", letter, task->micro_batch);
-    return name;
-}
-
-/* Every task is one, and none is there twice; walk->marks are zero again afterwards. */
-static dtrain_status dtrain__pipeline_check_tasks(dtrain__pipeline_walk *walk)
+/* Says where a walk has come to a stop before its end: of the ranks, the one whose next task would be the earliest. */
+static dtrain_status dtrain__pipeline_check_end(const dtrain__pipeline_walk *walk)
 {
     const dtrain_pipeline_plan *plan = walk->plan;
-    size_t missing = walk->mark_count;
-    for (size_t i = 0; i < plan->rank_tasks * (size_t)plan->desc.ranks; i++) {
-        const dtrain_pipeline_task *task = &plan->tasks[i];
-        int rank = (int)(i / plan->rank_tasks), bad = 1, way = dtrain__pipeline_way(task->part);
-        if (task->part >= DTRAIN_PART_FORWARD && task->part <= DTRAIN_PART_WEIGHTS && task->micro_batch >= 0 &&
-            task->micro_batch < plan->desc.micro_batches && task->chunk >= 0 && task->chunk < plan->desc.chunks) {
-            bad = dtrain__pipeline_at(walk, rank, way, task->chunk, task->micro_batch)->done++;
-            missing--;
-            if (task->part == DTRAIN_PART_BACKWARD) {
-                bad |= dtrain__pipeline_at(walk, rank, DTRAIN__PIPELINE_HERE, task->chunk, task->micro_batch)->done++;
-                missing--;
-            }
-        }
-        if (bad)
-            return dtrain__fail(
-                NULL, DTRAIN_ERR_INVALID,
-                "pipeline_plan: task %zu of rank %d, %s, is there twice, or is none of %d micro-batches "
-                "and %d chunks",
-                i % plan->rank_tasks, rank, dtrain__pipeline_task_name(plan, task).text, plan->desc.micro_batches,
-                plan->desc.chunks);
-    }
-    if (missing > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pipeline_plan: %zu parts of micro-batches are missing", missing);
-    memset(walk->marks, 0, walk->mark_count * sizeof *walk->marks);
-    return DTRAIN_OK;
-}
-
-/* Says where a walk has come to a stop: of the ranks, the one whose next task would be the earliest. */
-static dtrain_status dtrain__pipeline_stuck(const dtrain__pipeline_walk *walk)
-{
-    const dtrain_pipeline_plan *plan = walk->plan;
-    int rank = -1;
-    for (int r = 0; r < plan->desc.ranks; r++)
-        if ((walk->ranks[r].next < plan->rank_tasks || walk->ranks[r].sends >= 0) &&
-            (rank < 0 || walk->ranks[r].free < walk->ranks[rank].free))
-            rank = r;
-    const dtrain__pipeline_rank *me = &walk->ranks[rank];
-    size_t at = me->next - (me->sends >= 0);
+    const dtrain__pipeline_rank *me, *first = NULL;
+    for (me = walk->ranks; me < walk->ranks + plan->desc.ranks; me++)
+        if ((me->next < plan->rank_tasks || me->result != NULL) && (first == NULL || me->free < first->free))
+            first = me;
+    if (first == NULL)
+        return DTRAIN_OK;
+    size_t rank = (size_t)(first - walk->ranks), at = first->next - (first->result != NULL);
+    const dtrain_pipeline_task *task = &plan->tasks[rank * plan->rank_tasks + at];
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "pipeline_plan: rank %d stops at its task %zu, %s, %s; put it in another order", rank, at,
-                        dtrain__pipeline_task_name(plan, &plan->tasks[(size_t)rank * plan->rank_tasks + at]).text,
-                        me->sends >= 0 ? "whose result is not taken by the next rank" : "whose input is never there");
+                        "pipeline_plan: rank %zu stops at its task %zu, %c%d of chunk %d, %s; put it in another order",
+                        rank, at, "FBIW"[task->part - DTRAIN_PART_FORWARD], task -> micro_batch, task -> chunk,
+                        first -> result != NULL ? "whose result is not taken by the next rank"
+                                                : "whose input is never there");
 }
 
 /* Span, and what of it ranks idle. */
@@ -300,44 +200,34 @@ static void dtrain__pipeline_sum_up(dtrain_pipeline_plan *plan)
     plan->bubble = plan->span > 0.0 ? 1.0 - busy / (plan->span * plan->desc.ranks) : 0.0;
 }
 
-static dtrain_status dtrain__pipeline_walk_all(dtrain__pipeline_walk *walk)
-{
-    dtrain_pipeline_plan *plan = walk->plan;
-    int moved = 1;
-    dtrain_status status = dtrain__pipeline_check_tasks(walk);
-    if (status != DTRAIN_OK)
-        return status;
-    for (int rank = 0; rank < plan->desc.ranks; rank++)
-        walk->ranks[rank].sends = -1;
-    memset(plan->peak, 0, (size_t)plan->desc.ranks * sizeof *plan->peak);
-    while (moved) {
-        moved = 0;
-        for (int rank = 0; rank < plan->desc.ranks; rank++)
-            while (dtrain__pipeline_advance(walk, rank))
-                moved = 1;
-    }
-    for (int rank = 0; rank < plan->desc.ranks; rank++)
-        if (walk->ranks[rank].next < plan->rank_tasks || walk->ranks[rank].sends >= 0)
-            return dtrain__pipeline_stuck(walk);
-    dtrain__pipeline_sum_up(plan);
-    return DTRAIN_OK;
-}
-
+/* Finds when each task runs; an order in which one never can is an error. */
 static dtrain_status dtrain__pipeline_plan_check(dtrain_pipeline_plan *plan)
 {
-    dtrain__pipeline_walk walk;
     size_t ranks = (size_t)plan->desc.ranks;
-    memset(&walk, 0, sizeof walk);
+    size_t ends = ranks * DTRAIN__PIPELINE_WAYS * (size_t)plan->desc.chunks * (size_t)plan->desc.micro_batches;
+    dtrain__pipeline_walk walk;
+    dtrain_status status = DTRAIN_ERR_MEMORY;
     walk.plan = plan;
-    walk.mark_count =
-        ranks * DTRAIN__PIPELINE_WAYS * (size_t)plan->desc.chunks * (size_t)plan->desc.micro_batches; /* as the tasks */
-    walk.marks = (dtrain__pipeline_mark *)dtrain__alloc(plan->allocator, walk.mark_count * sizeof *walk.marks);
+    walk.ends = (double *)dtrain__alloc(plan->allocator, ends * sizeof *walk.ends);
     walk.ranks = (dtrain__pipeline_rank *)dtrain__alloc(plan->allocator, ranks * sizeof *walk.ranks);
-    dtrain_status status =
-        walk.marks != NULL && walk.ranks != NULL
-            ? dtrain__pipeline_walk_all(&walk)
-            : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "pipeline_plan: no memory for %zu tasks", ranks * plan->rank_tasks);
-    dtrain__free(plan->allocator, walk.marks);
+    if (walk.ends == NULL || walk.ranks == NULL) {
+        dtrain__fail(NULL, status, "pipeline_plan: no memory for %zu tasks", ranks * plan->rank_tasks);
+        goto done;
+    }
+    for (size_t i = 0; i < ends; i++)
+        walk.ends[i] = -1.0;
+    memset(plan->peak, 0, ranks * sizeof *plan->peak);
+    for (int moved = 1; moved;) {
+        moved = 0;
+        for (int rank = 0; rank < plan->desc.ranks; rank++)
+            while (dtrain__pipeline_advance(&walk, rank))
+                moved = 1;
+    }
+    status = dtrain__pipeline_check_end(&walk);
+    if (status == DTRAIN_OK)
+        dtrain__pipeline_sum_up(plan);
+done:
+    dtrain__free(plan->allocator, walk.ends);
     dtrain__free(plan->allocator, walk.ranks);
     return status;
 }
@@ -387,16 +277,15 @@ static dtrain_status dtrain__pipeline_fill(dtrain_pipeline_plan_desc *desc)
     return dtrain__pipeline_check_times(desc);
 }
 
-/* Takes the memory of a plan; marks are no more than six words a task. */
+/* Takes the memory of a plan; what the walk needs is less. */
 static int dtrain__pipeline_reserve(dtrain_pipeline_plan *plan)
 {
     const dtrain_pipeline_plan_desc *desc = &plan->desc;
     size_t bytes, ranks = (size_t)desc->ranks, parts = desc->schedule == DTRAIN_PIPELINE_ZB_H1 ? 3 : 2;
     if (!dtrain__mul_size(parts * (size_t)desc->micro_batches, (size_t)desc->chunks, &plan->rank_tasks) ||
-        !dtrain__mul_size(plan->rank_tasks, ranks, &bytes) || !dtrain__mul_size(bytes, 64, &bytes))
+        !dtrain__mul_size(plan->rank_tasks, ranks, &bytes) || !dtrain__mul_size(bytes, sizeof *plan->tasks, &bytes))
         return 0;
-    plan->tasks =
-        (dtrain_pipeline_task *)dtrain__alloc(plan->allocator, plan->rank_tasks * ranks * sizeof *plan->tasks);
+    plan->tasks = (dtrain_pipeline_task *)dtrain__alloc(plan->allocator, bytes);
     plan->peak = (int *)dtrain__alloc(plan->allocator, ranks * sizeof *plan->peak);
     return plan->tasks != NULL && plan->peak != NULL;
 }
@@ -427,11 +316,7 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
                             full.micro_batches, full.chunks, full.ranks);
     }
     for (int rank = 0; rank < full.ranks; rank++)
-        switch (full.schedule) {
-        case DTRAIN_PIPELINE_GPIPE: dtrain__pipeline_gpipe(made, rank); break;
-        case DTRAIN_PIPELINE_ZB_H1: dtrain__pipeline_zero_bubble(made, rank); break;
-        default: dtrain__pipeline_one_by_one(made, rank);
-        }
+        dtrain__pipeline_order(made, rank);
     status = dtrain__pipeline_plan_check(made);
     if (status != DTRAIN_OK) {
         dtrain_pipeline_plan_destroy(made);

@@ -39,6 +39,7 @@ struct dtrain_pipeline {
     dtrain_comm *group;
     dtrain_pipeline_plan *plan;
     int rank, ranks, chunks, micro_batches;
+    int before, after; /* ranks; the last is before the first */
     dtrain_module **modules;
     dtrain_fsdp **fsdps;
     const dtrain_pipeline_task *tasks; /* of this rank */
@@ -63,11 +64,9 @@ struct dtrain_pipeline {
 typedef struct dtrain__pipeline_router {
     dtrain_pipeline *pipeline;
     size_t *tasks;   /* the task of a way, chunk and micro-batch: [way * cells + chunk * micro_batches + i] */
-    size_t *arrives; /* of both neighbours: the tasks that use what they send, in its order */
-    size_t *known;   /* of a task: 1 + where it is in arrives; 0: its input does not travel */
-    char *busy;      /* slots */
-    size_t cells, count[2];
-    int peers[2];
+    ptrdiff_t *last; /* the move that used a place last */
+    char *busy;      /* places, then slots */
+    size_t cells;
 } dtrain__pipeline_router;
 
 static size_t dtrain__pipeline_cell(const dtrain_pipeline *pipeline, int chunk, int micro_batch)
@@ -75,54 +74,52 @@ static size_t dtrain__pipeline_cell(const dtrain_pipeline *pipeline, int chunk, 
     return (size_t)chunk * (size_t)pipeline->micro_batches + (size_t)micro_batch;
 }
 
-/* Lists the results of a neighbour's tasks that are sent to this rank. */
-static void dtrain__pipeline_list(dtrain__pipeline_router *router, int which)
+/* Where the task is that a way's input of a chunk's micro-batch is for. */
+static size_t *dtrain__pipeline_user(const dtrain__pipeline_router *router, int way, int chunk, int micro_batch)
 {
-    const dtrain_pipeline *pipeline = router->pipeline;
+    return &router->tasks[(size_t)way * router->cells + dtrain__pipeline_cell(router->pipeline, chunk, micro_batch)];
+}
+
+/* Adds the next of a neighbour's results that are sent to this rank; *at: the neighbour's tasks that were looked at. */
+static void dtrain__pipeline_add_message(dtrain__pipeline_router *router, int peer, size_t *at, size_t when)
+{
+    dtrain_pipeline *pipeline = router->pipeline;
     const dtrain_pipeline_plan *plan = pipeline->plan;
-    int peer = router->peers[which];
-    for (size_t i = 0; i < pipeline->task_count; i++) {
-        const dtrain_pipeline_task *task = &plan->tasks[(size_t)peer * plan->rank_tasks + i];
-        int way = dtrain__pipeline_way(task->part), chunk = task->chunk;
-        if (way == DTRAIN__PIPELINE_HERE ||
-            dtrain__pipeline_neighbour(plan, peer, way == DTRAIN__PIPELINE_AHEAD ? 1 : -1, &chunk) != pipeline->rank)
-            continue;
-        size_t at = (size_t)which * 2 * router->cells + router->count[which]++;
-        size_t user =
-            router->tasks[(size_t)way * router->cells + dtrain__pipeline_cell(pipeline, chunk, task->micro_batch)];
-        router->arrives[at] = user;
-        router->known[user] = at + 1;
-    }
+    const dtrain_pipeline_task *task = &plan->tasks[(size_t)peer * plan->rank_tasks + *at];
+    dtrain__pipeline_message *message = &pipeline->messages[pipeline->message_count];
+    int chunk;
+    for (; dtrain__pipeline_peer(plan, peer, task, 1, &chunk) != pipeline->rank; ++*at)
+        task++;
+    ++*at;
+    message->task = *dtrain__pipeline_user(router, dtrain__pipeline_way(task), chunk, task->micro_batch);
+    message->when = when;
+    message->peer = peer;
+    pipeline->moves[message->task].message = (ptrdiff_t)pipeline->message_count++;
 }
 
 /* Puts messages in the order in which they are asked for, one task ahead. */
 static void dtrain__pipeline_order_messages(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
-    size_t asked[2] = {0, 0};
+    size_t looked[2] = {0, 0}; /* of the rank before, and of the one after, where that is another */
     for (size_t t = 0; t < pipeline->task_count; t++) {
-        if (router->known[t] == 0)
+        int chunk, from = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, &pipeline->tasks[t], 0, &chunk);
+        if (from < 0 || from == pipeline->rank)
             continue;
-        size_t at = router->known[t] - 1, which = at / (2 * router->cells), place = at % (2 * router->cells);
-        for (; asked[which] <= place; asked[which]++) {
-            dtrain__pipeline_message *message = &pipeline->messages[pipeline->message_count];
-            message->task = router->arrives[which * 2 * router->cells + asked[which]];
-            message->when = t > 0 ? t - 1 : 0;
-            message->peer = router->peers[which];
-            pipeline->moves[message->task].message = (ptrdiff_t)pipeline->message_count++;
-        }
+        while (pipeline->moves[t].message < 0)
+            dtrain__pipeline_add_message(router, from, &looked[from != pipeline->before], t > 0 ? t - 1 : 0);
     }
 }
 
-static int dtrain__pipeline_take(dtrain__pipeline_router *router)
+/* Takes the first that is free; returns its number. */
+static int dtrain__pipeline_take(char *busy, int *most)
 {
-    int slot = 0;
-    while (router->busy[slot])
-        slot++;
-    router->busy[slot] = 1;
-    if (slot >= router->pipeline->slots)
-        router->pipeline->slots = slot + 1;
-    return slot;
+    int i = 0;
+    while (busy[i])
+        i++;
+    busy[i] = 1;
+    *most = i >= *most ? i + 1 : *most;
+    return i;
 }
 
 /* Gives what is received, and what one chunk hands to another of the same rank, memory for as long as it is needed. */
@@ -130,17 +127,19 @@ static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
     size_t asked = 0;
+    memset(router->busy, 0, 4 * router->cells + 1);
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
         dtrain__pipeline_move *move = &pipeline->moves[t];
+        int chunk, to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, task, 1, &chunk);
         for (; asked < pipeline->message_count && pipeline->messages[asked].when <= t; asked++) {
-            pipeline->messages[asked].slot = dtrain__pipeline_take(router);
+            pipeline->messages[asked].slot = dtrain__pipeline_take(router->busy, &pipeline->slots);
             pipeline->moves[pipeline->messages[asked].task].in = pipeline->messages[asked].slot;
         }
-        if (pipeline->ranks == 1 && dtrain__pipeline_way(task->part) == DTRAIN__PIPELINE_BACK && task->chunk > 0) {
-            size_t user = router->tasks[DTRAIN__PIPELINE_BACK * router->cells +
-                                        dtrain__pipeline_cell(pipeline, task->chunk - 1, task->micro_batch)];
-            move->out = pipeline->moves[user].in = dtrain__pipeline_take(router);
+        if (to == pipeline->rank && task->part != DTRAIN_PART_FORWARD) {
+            move->out = dtrain__pipeline_take(router->busy, &pipeline->slots);
+            pipeline->moves[*dtrain__pipeline_user(router, DTRAIN__PIPELINE_BACK, chunk, task->micro_batch)].in =
+                move->out;
         }
         if (move->in >= 0)
             router->busy[move->in] = 0;
@@ -148,21 +147,16 @@ static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
 }
 
 /* Says where results go, and what must have left their memory before. Activations are sent from the module. */
-static void dtrain__pipeline_results(dtrain__pipeline_router *router)
+static void dtrain__pipeline_results(dtrain_pipeline *pipeline)
 {
-    dtrain_pipeline *pipeline = router->pipeline;
     ptrdiff_t sent[DTRAIN__PIPELINE_SENDS] = {-1, -1};
-    int next = 0, gradients = pipeline->slots;
+    int chunk, next = 0, gradients = pipeline->slots;
     for (size_t t = 0; t < pipeline->task_count; t++) {
-        const dtrain_pipeline_task *task = &pipeline->tasks[t];
         dtrain__pipeline_move *move = &pipeline->moves[t];
-        int way = dtrain__pipeline_way(task->part), chunk = task->chunk;
-        if (way == DTRAIN__PIPELINE_HERE)
-            continue;
-        move->to =
-            dtrain__pipeline_neighbour(pipeline->plan, pipeline->rank, way == DTRAIN__PIPELINE_AHEAD ? 1 : -1, &chunk);
-        move->to = move->to == pipeline->rank ? -1 : move->to;
-        if (way == DTRAIN__PIPELINE_AHEAD || move->to < 0)
+        move->to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, &pipeline->tasks[t], 1, &chunk);
+        if (move->to == pipeline->rank)
+            move->to = -1;
+        if (pipeline->tasks[t].part == DTRAIN_PART_FORWARD || move->to < 0)
             continue;
         move->out = gradients + next;
         move->after = sent[next];
@@ -173,30 +167,27 @@ static void dtrain__pipeline_results(dtrain__pipeline_router *router)
 }
 
 /* Gives every micro-batch a place of its chunk's module, from its forward pass until its gradients are complete.
- * Returns how many of a chunk's are in use at once; last[place]: the move that used it last. */
-static int dtrain__pipeline_set_places(dtrain_pipeline *pipeline, int chunk, char *busy, ptrdiff_t *last)
+ * Returns how many of a chunk's are in use at once. */
+static int dtrain__pipeline_set_places(dtrain__pipeline_router *router, int chunk)
 {
-    int most = 0, place;
-    memset(busy, 0, (size_t)pipeline->micro_batches);
+    dtrain_pipeline *pipeline = router->pipeline;
+    int most = 0;
+    memset(router->busy, 0, (size_t)pipeline->micro_batches);
     for (int i = 0; i < pipeline->micro_batches; i++)
-        last[i] = -1;
+        router->last[i] = -1;
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
         int *own = &pipeline->places[dtrain__pipeline_cell(pipeline, chunk, task->micro_batch)];
         if (task->chunk != chunk)
             continue;
         if (task->part == DTRAIN_PART_FORWARD) {
-            for (place = 0; busy[place];)
-                place++;
-            most = place >= most ? place + 1 : most;
-            busy[place] = 1;
-            *own = place;
-            pipeline->moves[t].after = last[place];
-            last[place] = (ptrdiff_t)t;
+            *own = dtrain__pipeline_take(router->busy, &most);
+            pipeline->moves[t].after = router->last[*own];
+            router->last[*own] = (ptrdiff_t)t;
         }
         pipeline->moves[t].place = *own;
         if (task->part == DTRAIN_PART_BACKWARD || task->part == DTRAIN_PART_WEIGHTS)
-            busy[*own] = 0;
+            router->busy[*own] = 0;
     }
     return most;
 }
@@ -207,16 +198,14 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
     dtrain_pipeline *pipeline = router->pipeline;
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
-        int way = dtrain__pipeline_way(task->part);
         dtrain__pipeline_move *move = &pipeline->moves[t];
-        move->in = move->out = move->to = -1;
+        move->in = move->out = -1;
         move->after = move->message = -1;
-        router->tasks[(size_t)way * router->cells + dtrain__pipeline_cell(pipeline, task->chunk, task->micro_batch)] =
-            t;
+        if (task->part != DTRAIN_PART_WEIGHTS)
+            *dtrain__pipeline_user(router, dtrain__pipeline_way(task), task->chunk, task->micro_batch) = t;
     }
     for (int c = 0; c < pipeline->chunks; c++) {
-        int need = dtrain__pipeline_set_places(pipeline, c, router->busy, (ptrdiff_t *)(void *)router->arrives);
-        int have = pipeline->modules[c]->place_count - 1;
+        int need = dtrain__pipeline_set_places(router, c), have = pipeline->modules[c]->place_count - 1;
         if (have < need)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_INVALID,
@@ -224,15 +213,9 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
                 "in flight, the schedule needs %d: set micro_batches of its desc to at least that",
                 c, pipeline->rank, have, need);
     }
-    memset(router->busy, 0, 4 * router->cells + 1);
-    router->peers[0] = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
-    router->peers[1] = (pipeline->rank + 1) % pipeline->ranks;
-    for (int which = 0; which < 2 && pipeline->ranks > 1; which++)
-        if (which == 0 || router->peers[1] != router->peers[0])
-            dtrain__pipeline_list(router, which);
     dtrain__pipeline_order_messages(router);
     dtrain__pipeline_slots(router);
-    dtrain__pipeline_results(router);
+    dtrain__pipeline_results(pipeline);
     return DTRAIN_OK;
 }
 

@@ -205,49 +205,41 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
 
 /* ---- evaluation ---- */
 
-/* Sees to it that there is room for an input to evaluate. */
-static int dtrain__pipeline_evaluate_room(dtrain_pipeline *pipeline, size_t bytes)
-{
-    void *room = dtrain__memory_room(pipeline->allocator, pipeline->evaluated, bytes);
-    pipeline->evaluated = room != NULL ? (unsigned char *)room : pipeline->evaluated;
-    return room != NULL;
-}
-
 /* Receives a stage's input, which says its shape first and comes when there is room for it; without dtype where a rank
  * before could not make it, or there is none. */
 static dtrain_status dtrain__pipeline_evaluate_receive(dtrain_pipeline *pipeline, dtrain_tensor *input)
 {
-    uint64_t words[DTRAIN__PIPELINE_WORDS], room;
+    uint64_t words[DTRAIN__PIPELINE_WORDS], fits;
     char why[DTRAIN__PIPELINE_WHY];
-    int before = (pipeline->rank + pipeline->ranks - 1) % pipeline->ranks;
-    dtrain_status status = dtrain_recv(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, before);
+    dtrain_status status = dtrain_recv(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, pipeline->before);
     if (status != DTRAIN_OK || !dtrain__pipeline_read_shape(words, input))
         return status;
-    room = (uint64_t)dtrain__pipeline_evaluate_room(pipeline, input->bytes);
-    status = dtrain_send(pipeline->group, &room, 1, DTRAIN_U64, before);
-    if (!room) {
+    void *room = dtrain__memory_room(pipeline->allocator, pipeline->evaluated, input->bytes);
+    fits = room != NULL;
+    status = dtrain_send(pipeline->group, &fits, 1, DTRAIN_U64, pipeline->before);
+    if (room == NULL) {
         snprintf(why, sizeof why, "no memory for %.48s to evaluate", dtrain__tensor_text(input).text);
         dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, why);
         memset(input, 0, sizeof *input);
-    }
-    if (status != DTRAIN_OK || !room)
         return status;
-    input->data = pipeline->evaluated;
-    return dtrain_recv(pipeline->group, input->data, input->count, input->dtype, before);
+    }
+    input->data = pipeline->evaluated = (unsigned char *)room;
+    if (status != DTRAIN_OK)
+        return status;
+    return dtrain_recv(pipeline->group, input->data, input->count, input->dtype, pipeline->before);
 }
 
 static dtrain_status dtrain__pipeline_evaluate_send(dtrain_pipeline *pipeline, const dtrain_tensor *output)
 {
     uint64_t words[DTRAIN__PIPELINE_WORDS], room = 0;
-    int after = (pipeline->rank + 1) % pipeline->ranks;
     dtrain__pipeline_write_shape(words, output);
-    dtrain_status status = dtrain_send(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, after);
+    dtrain_status status = dtrain_send(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, pipeline->after);
     if (status != DTRAIN_OK || output->dtype == 0)
         return status;
-    status = dtrain_recv(pipeline->group, &room, 1, DTRAIN_U64, after);
+    status = dtrain_recv(pipeline->group, &room, 1, DTRAIN_U64, pipeline->after);
     if (status != DTRAIN_OK || !room)
         return status;
-    return dtrain_send(pipeline->group, output->data, output->count, output->dtype, after);
+    return dtrain_send(pipeline->group, output->data, output->count, output->dtype, pipeline->after);
 }
 
 /* Runs one stage; output is without dtype where it could not be made. */

@@ -140,16 +140,17 @@ TEST(schedules_are_those_of_the_papers)
     text_is(DTRAIN_PIPELINE_DEFAULT, 0, 0, 0, "0: F0 B0\n");
 }
 
-/* When a part of a chunk's micro-batch ends on a rank; NAN: never. */
+/* When a part of a chunk's micro-batch ends on a rank, which it does once; NAN: never, or again. */
 static double end_of(const dtrain_pipeline_plan *plan, int rank, int forward, int chunk, int micro_batch)
 {
+    double end = NAN;
     for (size_t i = 0; i < plan->rank_tasks; i++) {
         const dtrain_pipeline_task *task = &plan->tasks[(size_t)rank * plan->rank_tasks + i];
         if (task->chunk == chunk && task->micro_batch == micro_batch && task->part != DTRAIN_PART_WEIGHTS &&
             (task->part == DTRAIN_PART_FORWARD) == forward)
-            return task->end;
+            end = isnan(end) ? task->end : NAN;
     }
-    return NAN;
+    return end;
 }
 
 /* A task begins when the one before has ended, and what it needs of its own and of the other rank. */
@@ -162,6 +163,7 @@ static void dependencies_hold(const dtrain_pipeline_plan *plan)
             const dtrain_pipeline_task *t = &plan->tasks[(size_t)rank * plan->rank_tasks + i];
             int stage = t->chunk * ranks + rank, m = t->micro_batch;
             CHECK(t->begin >= before && t->end > t->begin);
+            CHECK(m >= 0 && m < plan->desc.micro_batches && t->chunk >= 0 && t->chunk < chunks);
             before = t->end;
             if (t->part == DTRAIN_PART_FORWARD && stage > 0)
                 CHECK(t->begin >= end_of(plan, (stage - 1) % ranks, 1, (stage - 1) / ranks, m));
@@ -172,6 +174,9 @@ static void dependencies_hold(const dtrain_pipeline_plan *plan)
             if (t->part == DTRAIN_PART_WEIGHTS)
                 CHECK(t->begin >= end_of(plan, rank, 0, t->chunk, m));
         }
+        for (int m = 0; m < plan->desc.micro_batches * chunks; m++) /* nothing is left out */
+            for (int forward = 0; forward < 2; forward++)
+                CHECK(!isnan(end_of(plan, rank, forward, m % chunks, m / chunks)));
     }
 }
 
@@ -270,25 +275,14 @@ TEST(orders_that_cannot_run_are_found)
     double span = plan->span;
     swap(plan, 4, 5);
     CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "rank 1 stops at its task 0, B0, whose input is never there");
+    CHECK_CONTAINS(dtrain_last_error(), "rank 1 stops at its task 0, B0 of chunk 0, whose input is never there");
     swap(plan, 4, 5);
     swap(plan, 4, 6); /* rank 0 sends F0 first, rank 1 awaits F1 first */
     CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "rank 1 stops at its task 0, F1");
     swap(plan, 4, 6);
-    plan->tasks[6] = plan->tasks[4];
-    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "task 2 of rank 1, F0, is there twice");
-    plan->tasks[6].micro_batch = 1;
     CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_OK);
     CHECK(plan->span == span);
-    plan->tasks[0].micro_batch = 2;
-    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "F2, is there twice, or is none of 2 micro-batches");
-    plan->tasks[0].micro_batch = 0;
-    plan->tasks[2].part = DTRAIN_PART_INPUT; /* its weights are nowhere */
-    CHECK_EQ(dtrain__pipeline_plan_check(plan), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "1 parts of micro-batches are missing");
     dtrain_pipeline_plan_destroy(plan);
     plan = plan_of(DTRAIN_PIPELINE_ZB_H1, 2, 3, 0); /* 0: F0 F1 I0 W0 ... */
     swap(plan, 2, 3);
