@@ -36021,6 +36021,7 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 
 #define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
 #define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
+#define DTRAIN__LAYOUT_LINE 64   /* floats, at whose multiples a unit begins on a device */
 #define DTRAIN__LAYOUT_LITTLE 32 /* part of two units that all small ranges of a table may be */
 /* Elements of a part that is worth whole pages of its own. */
 #define DTRAIN__LAYOUT_HOME DTRAIN__TUNED(layout_home, (size_t)64 << 10)
@@ -36051,15 +36052,17 @@ typedef struct dtrain__layout_unit {
     size_t trained;          /* of them, with a gradient */
     size_t grad, grad_count; /* this rank's gradients */
     size_t full_grad;
-    size_t packed, packed_grads; /* elements of small ranges, and of those trained */
+    size_t packed, packed_grads; /* elements of small ranges, and of those trained; on a device of all */
     int tied;
+    /* on a device, of its weights and of its gradients: */
+    size_t place[2], floats[2]; /* where those lie that have no memory of the caller's, in how much; 0: all have */
+    int shares[2];              /* with all units of even, or of odd numbers */
+    int whole[2];               /* no range has memory of the caller's */
 } dtrain__layout_unit;
 
 typedef struct dtrain__layout {
-    dtrain_param *table; /* a copy, with names and parts of its own */
-    size_t table_count, names_bytes, part_count;
-    char *names;
-    dtrain_param_part *parts;
+    dtrain_param *table; /* a copy, with names and parts of its own; all tables are in its block */
+    size_t table_count, bytes;
     dtrain__layout_cut *cuts;
     size_t cut_count;
     dtrain__layout_unit *units;
@@ -36067,16 +36070,28 @@ typedef struct dtrain__layout {
     dtrain_device *device;                 /* of all parameters; NULL: the CPU */
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
-    size_t stage;                          /* the most elements that one unit's small ranges have */
+    size_t stage;                          /* the most elements that one unit's small ranges have; on a device what a
+                                            * stage has, if anything travels by way of one */
+    size_t place_floats[2];                /* of all places: see dtrain__layout_unit */
     size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
     size_t code_stage, code_out, code_in; /* bytes: the most that one unit's quantised ranges have */
     size_t *offsets;                      /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
 } dtrain__layout;
 
-static dtrain_strategy dtrain__layout_strategy(const dtrain_fsdp_desc *desc)
+/* A desc, which may be NULL, with its defaults filled in. */
+static dtrain_fsdp_desc dtrain__layout_desc(const dtrain_fsdp_desc *given)
 {
-    return desc->strategy == DTRAIN_STRATEGY_DEFAULT ? DTRAIN_FULL_SHARD : desc->strategy;
+    dtrain_fsdp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (given != NULL)
+        desc = *given;
+    desc.strategy = desc.strategy == DTRAIN_STRATEGY_DEFAULT ? DTRAIN_FULL_SHARD : desc.strategy;
+    desc.gather_dtype = desc.gather_dtype == 0 ? DTRAIN_F32 : desc.gather_dtype;
+    desc.reduce_dtype = desc.reduce_dtype == 0 ? DTRAIN_F32 : desc.reduce_dtype;
+    desc.bucket_bytes = desc.bucket_bytes == 0 ? (size_t)1 << 20 : desc.bucket_bytes;
+    desc.keep_full_grads |= desc.compress != NULL;
+    return desc;
 }
 
 static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
@@ -36095,11 +36110,11 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
 {
     const dtrain_compress_desc *compress = desc->compress;
     dtrain_optimizer_kind kind = desc->optimizer.kind;
-    if (compress == NULL || !compress->adam)
+    if (!compress->adam)
         return DTRAIN_OK;
     if (kind == DTRAIN_OPTIMIZER_NONE)
         return dtrain__params_no_adam(compress, "fsdp without an optimizer");
-    if (dtrain__layout_strategy(desc) != DTRAIN_DDP || device != NULL)
+    if (desc->strategy != DTRAIN_DDP || device != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "fsdp: compress.adam needs all of m and v in each rank's memory, on the CPU: use "
                             "DTRAIN_DDP there; sharded or on %s, leave it 0",
@@ -36114,9 +36129,12 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
 }
 
 /* Says whether sums can travel compressed: from whole sums to whole sums, in the same units step after step. */
-static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
+static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc, const dtrain_device *device)
 {
-    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    dtrain_strategy strategy = desc->strategy;
+    dtrain_status status = dtrain__layout_check_adam(desc, device);
+    if (status != DTRAIN_OK)
+        return status;
     if (strategy != DTRAIN_DDP && strategy != DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: compress needs copies between which sums travel: use DTRAIN_DDP or "
@@ -36125,7 +36143,7 @@ static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: PowerSGD needs whole matrices, of which hybrid sharding leaves a rank slices: use "
                             "DTRAIN_DDP, or another compressor");
-    if ((desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32) || desc->loss_scale != 0.0f)
+    if (desc->reduce_dtype != DTRAIN_F32 || desc->loss_scale != 0.0f)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: compress with reduce_dtype %d and loss_scale %g: what is not sent is kept in float32 "
@@ -36137,7 +36155,7 @@ static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
 /* Says whether parameters and gradients can travel quantised. */
 static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
 {
-    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    dtrain_strategy strategy = desc->strategy;
     size_t gather = desc->quantise_gather, reduce = desc->quantise_reduce;
     if (gather % 8 != 0 || gather > 65536 || reduce % 8 != 0 || reduce > 65536)
         return dtrain__fail(
@@ -36154,7 +36172,7 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: quantise_reduce needs gradients that are sharded: without, use compress, which keeps "
             "what is lost for the next step");
-    if (reduce > 0 && desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32)
+    if (reduce > 0 && desc->reduce_dtype != DTRAIN_F32)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: quantise_reduce with reduce_dtype %d: gradients are added as float32, leave it 0",
                             (int)desc->reduce_dtype);
@@ -36163,9 +36181,8 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
 
 static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world, const dtrain_device *device)
 {
-    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    dtrain_strategy strategy = desc->strategy;
     dtrain_dtype dtypes[2] = {desc->gather_dtype, desc->reduce_dtype};
-    dtrain_status status;
     if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
@@ -36177,17 +36194,15 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
                             "that divides the number of ranks",
                             desc->shard_size, world);
     for (int i = 0; i < 2; i++)
-        if (dtypes[i] != 0 && dtypes[i] != DTRAIN_F32 && !dtrain__layout_is_16_bit(dtypes[i]))
+        if (dtypes[i] != DTRAIN_F32 && !dtrain__layout_is_16_bit(dtypes[i]))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                 "fsdp: %s is %d, expected DTRAIN_F32, DTRAIN_BF16 or "
                                 "DTRAIN_F16",
                                 i == 0 ? "gather_dtype" : "reduce_dtype", (int)dtypes[i]);
-    status = dtrain__layout_check_quantise(desc);
+    dtrain_status status = dtrain__layout_check_quantise(desc);
+    if (status == DTRAIN_OK && desc->compress != NULL)
+        status = dtrain__layout_check_compress(desc, device);
     if (status != DTRAIN_OK)
-        return status;
-    if ((status = dtrain__layout_check_adam(desc, device)) != DTRAIN_OK)
-        return status;
-    if (desc->compress != NULL && (status = dtrain__layout_check_compress(desc)) != DTRAIN_OK)
         return status;
     if (device != NULL && (desc->quantise_gather > 0 || desc->quantise_reduce > 0))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -36223,44 +36238,55 @@ static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_
 static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *allocator)
 {
     dtrain__free(allocator, layout->table);
-    dtrain__free(allocator, layout->names);
-    dtrain__free(allocator, layout->parts);
-    dtrain__free(allocator, layout->cuts);
-    dtrain__free(allocator, layout->units);
-    dtrain__free(allocator, layout->offsets);
     memset(layout, 0, sizeof *layout);
 }
 
+/* Takes a table of so many elements from a block of zeros, of which *used bytes are taken; NULL: it counts them only.
+ */
+static DTRAIN__NOINLINE void *dtrain__layout_take(unsigned char *block, size_t *used, size_t count, size_t bytes)
+{
+    void *taken = block != NULL ? block + *used : NULL;
+    *used += (count * bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+    return taken;
+}
+
+/* Copies the table, with the names and parts that it points to, and makes room for what is cut of it. */
 static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                          dtrain_allocator *allocator)
 {
-    size_t used = 0, parts = 0;
+    size_t names_bytes = 0, part_count = 0;
+    unsigned char *block = NULL;
+    char *names = NULL;
+    dtrain_param_part *parts = NULL;
     layout->table_count = count;
     layout->unit_count = dtrain_params_units(table, count);
     for (size_t i = 0; i < count; i++) {
-        layout->names_bytes += strlen(table[i].name) + 1;
-        layout->part_count += table[i].part != NULL;
+        names_bytes += strlen(table[i].name) + 1;
+        part_count += table[i].part != NULL;
         layout->cut_count += dtrain__params_layers(&table[i]);
     }
-    layout->table = (dtrain_param *)dtrain__alloc(allocator, count * sizeof(dtrain_param));
-    layout->names = (char *)dtrain__alloc(allocator, layout->names_bytes);
-    layout->parts = (dtrain_param_part *)dtrain__alloc(allocator, layout->part_count * sizeof(dtrain_param_part));
-    layout->offsets = (size_t *)dtrain__alloc(allocator, count * sizeof(size_t));
-    layout->cuts = (dtrain__layout_cut *)dtrain__alloc(allocator, layout->cut_count * sizeof(dtrain__layout_cut));
-    layout->units =
-        (dtrain__layout_unit *)dtrain__alloc(allocator, (size_t)layout->unit_count * sizeof(dtrain__layout_unit));
-    if (layout->table == NULL || layout->names == NULL || layout->offsets == NULL || layout->cuts == NULL ||
-        layout->units == NULL || layout->parts == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "fsdp: no memory for a table of %zu parameters", count);
+    for (int pass = 0; pass < 2; pass++) {
+        block = pass > 0 ? (unsigned char *)dtrain__alloc(allocator, layout->bytes) : NULL;
+        if (pass > 0 && block == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "fsdp: no memory for a table of %zu parameters", count);
+        layout->bytes = 0;
+        layout->table = (dtrain_param *)dtrain__layout_take(block, &layout->bytes, count, sizeof *layout->table);
+        names = (char *)dtrain__layout_take(block, &layout->bytes, names_bytes, 1);
+        parts = (dtrain_param_part *)dtrain__layout_take(block, &layout->bytes, part_count, sizeof *parts);
+        layout->offsets = (size_t *)dtrain__layout_take(block, &layout->bytes, count, sizeof *layout->offsets);
+        layout->cuts =
+            (dtrain__layout_cut *)dtrain__layout_take(block, &layout->bytes, layout->cut_count, sizeof *layout->cuts);
+        layout->units = (dtrain__layout_unit *)dtrain__layout_take(block, &layout->bytes, (size_t)layout->unit_count,
+                                                                   sizeof *layout->units);
+    }
     memcpy(layout->table, table, count * sizeof(dtrain_param));
     for (size_t i = 0; i < count; i++) {
         size_t bytes = strlen(table[i].name) + 1;
-        memcpy(layout->names + used, table[i].name, bytes);
-        layout->table[i].name = layout->names + used;
-        used += bytes;
+        layout->table[i].name = (const char *)memcpy(names, table[i].name, bytes);
+        names += bytes;
         if (table[i].part != NULL) {
-            layout->parts[parts] = *table[i].part;
-            layout->table[i].part = &layout->parts[parts++];
+            *parts = *table[i].part;
+            layout->table[i].part = parts++;
         }
         layout->offsets[i] = layout->reserved;
         if (table[i].dtype == DTRAIN_F32)
@@ -36298,16 +36324,65 @@ static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
 /* On a device all ranges of a unit travel as one, each after the one before it. */
 static void dtrain__layout_line_up(dtrain__layout *layout, int number)
 {
-    const dtrain__layout_unit *unit = &layout->units[number];
-    size_t grads = 0;
+    dtrain__layout_unit *unit = &layout->units[number];
     for (size_t i = unit->first; i < unit->end; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
         cut->packed = 1;
         cut->stage = cut->begin;
-        cut->grad_stage = grads;
-        grads += cut->trained ? cut->count : 0;
+        cut->grad_stage = unit->packed_grads;
+        unit->packed_grads += cut->trained ? cut->count : 0;
     }
+    unit->packed = unit->count;
     layout->stage = unit->count > layout->stage ? unit->count : layout->stage;
+}
+
+static size_t dtrain__layout_line(size_t floats)
+{
+    return (floats + DTRAIN__LAYOUT_LINE - 1) / DTRAIN__LAYOUT_LINE * DTRAIN__LAYOUT_LINE;
+}
+
+/* Finds the places of units on a device: first the two that units share, then those of units that have their own.
+ * grads: of their gradients; stays: none shares. */
+static void dtrain__layout_place(dtrain__layout *layout, int grads, int stays)
+{
+    size_t shared[2] = {0, 0}, own;
+    for (int number = 0; number < layout->unit_count; number++) {
+        dtrain__layout_unit *unit = &layout->units[number];
+        unit->whole[grads] = 1;
+        for (size_t i = unit->first; i < unit->end; i++) {
+            const dtrain__layout_cut *cut = &layout->cuts[i];
+            const dtrain_param *param = &layout->table[cut->param];
+            if (cut->count == 0 || (grads && !cut->trained))
+                continue;
+            if ((grads ? param->grad : param->data) != NULL)
+                unit->whole[grads] = 0;
+            else
+                unit->floats[grads] = dtrain__layout_line(grads ? unit->trained : unit->count);
+        }
+        unit->shares[grads] = !unit->tied && !stays && (!grads || unit->floats[grads] > 0);
+        if (unit->shares[grads] && unit->floats[grads] > shared[number & 1])
+            shared[number & 1] = unit->floats[grads];
+    }
+    own = shared[0] + shared[1];
+    for (int number = 0; number < layout->unit_count; number++) {
+        dtrain__layout_unit *unit = &layout->units[number];
+        unit->place[grads] = !unit->shares[grads] ? own : number & 1 ? shared[0] : 0;
+        own += unit->shares[grads] ? 0 : unit->floats[grads];
+    }
+    layout->place_floats[grads] = own;
+}
+
+/* The same for both, and whether there are stages: not where nothing travels by way of one. */
+static void dtrain__layout_place_all(dtrain__layout *layout, const dtrain_fsdp_desc *desc)
+{
+    int gathers = layout->apart || layout->shards > 1, scatters = layout->shards > 1;
+    int needed = (gathers && dtrain__layout_is_16_bit(desc->gather_dtype)) ||
+                 (scatters && dtrain__layout_is_16_bit(desc->reduce_dtype));
+    dtrain__layout_place(layout, 0, layout->resident || desc->no_reshard_after_forward);
+    dtrain__layout_place(layout, 1, desc->no_overlap);
+    for (int i = 0; i < layout->unit_count; i++)
+        needed |= (gathers && !layout->units[i].whole[0]) || (scatters && !layout->units[i].whole[1]);
+    layout->stage = needed ? dtrain__layout_line(layout->stage) : 0;
 }
 
 /* Says which ranges of a unit travel together: small ones, where there are several. What a rank has of them is in one
@@ -36414,7 +36489,6 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
                                            const dtrain_fsdp_desc *desc, int world, int rank,
                                            dtrain_allocator *allocator)
 {
-    dtrain_strategy strategy = dtrain__layout_strategy(desc);
     memset(layout, 0, sizeof *layout);
     dtrain_device *device = count > 0 && table != NULL ? table[0].device : NULL;
     dtrain_status status = dtrain__layout_check_desc(desc, world, device);
@@ -36427,10 +36501,12 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         return status;
     }
     layout->device = device;
-    layout->shards = strategy == DTRAIN_DDP ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
+    layout->shards = desc->strategy == DTRAIN_DDP            ? 1
+                     : desc->strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size
+                                                             : world;
     layout->copies = world / layout->shards;
     layout->shard = rank % layout->shards;
-    layout->resident = strategy == DTRAIN_SHARD_GRAD_OP || layout->shards == 1;
+    layout->resident = desc->strategy == DTRAIN_SHARD_GRAD_OP || layout->shards == 1;
     layout->apart = !layout->resident || dtrain__layout_is_16_bit(desc->gather_dtype);
     for (size_t at = 0, number = 0; number < (size_t)layout->unit_count; number++) {
         dtrain__layout_unit *unit = &layout->units[number];
@@ -36459,6 +36535,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
     }
     if (device == NULL)
         dtrain__layout_stay(layout);
+    else
+        dtrain__layout_place_all(layout, desc);
     return DTRAIN_OK;
 }
 
@@ -36782,8 +36860,7 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
 #define DTRAIN__FSDP_CHUNK 2048  /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
 #define DTRAIN__FSDP_WHY 104
-#define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
-#define DTRAIN__FSDP_BUCKET ((size_t)1 << 20)
+#define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, tied ones apart */
 #define DTRAIN__FSDP_GRACE_NS 1000000000 /* for what is under way when an object is destroyed */
 #define DTRAIN__FSDP_STAGES 3            /* of small ranges: of units with even numbers, with odd ones, of gradients */
 
@@ -36822,13 +36899,6 @@ typedef struct dtrain__fsdp_unit {
     uint64_t job; /* of such a unit: what the reducer was given, or 1; 0: nothing that was not waited for */
 } dtrain__fsdp_unit;
 
-/* On a device: where a unit's ranges lie that have no memory of the caller's, one after another. */
-typedef struct dtrain__fsdp_place {
-    float *weights, *grads;   /* NULL: they all have */
-    int shares, shares_grads; /* units of even, or of odd numbers rotate; their gradients lie in one place */
-    int whole, whole_grads;   /* all ranges of the unit are there */
-} dtrain__fsdp_place;
-
 enum { DTRAIN__FSDP_GATHERS, DTRAIN__FSDP_REDUCES, DTRAIN__FSDP_COPIES, DTRAIN__FSDP_WAYS };
 
 /* What an object over memory of a device has besides; see >>fsdp-device. */
@@ -36837,15 +36907,11 @@ typedef struct dtrain__fsdp_device {
     dtrain_comm *comms[DTRAIN__FSDP_WAYS];
     dtrain_device_group *groups[DTRAIN__FSDP_WAYS];
     dtrain_device_work **works[DTRAIN__FSDP_WAYS]; /* of a unit, of a bucket's lowest */
-    dtrain__fsdp_place *places;                    /* of a unit */
     float *blocks[2];                              /* where places are: of weights, of gradients */
-    size_t block_floats[2];
-    unsigned char *stages; /* three: of units with even numbers, with odd ones, of gradients */
-    size_t stage_bytes;
-    uint16_t *halves;     /* this rank's part of sums that travel in 16 bits */
-    int64_t *limbs;       /* of the exact sum of squares; then the norm */
-    int64_t *drift;       /* of that of a part of the weights */
-    int64_t *drift_heard; /* the same in pinned memory, once drift_event has passed */
+    uint16_t *halves;                              /* this rank's part of sums that travel in 16 bits */
+    int64_t *limbs;                                /* of the exact sum of squares; then the norm */
+    int64_t *drift;                                /* of that of a part of the weights */
+    int64_t *drift_heard;                          /* the same in pinned memory, once drift_event has passed */
     dtrain_device_event *drift_event;
     int drift_queued; /* the sum is on its way, or here; -1: there is none on this device */
     dtrain__norm drift_sum;
@@ -36872,24 +36938,12 @@ typedef struct dtrain__fsdp_note {
 
 /* What differs between memory of the CPU and of a device. A unit is given by its number. */
 typedef struct dtrain__fsdp_backend {
-    int queues; /* work is put into a queue: the CPU does not see when it has been done */
-    void *(*alloc)(dtrain_fsdp *fsdp, size_t bytes);
-    void (*release)(dtrain_fsdp *fsdp, void *memory);
     dtrain_status (*reserve)(dtrain_fsdp *fsdp); /* memory for units in full */
     dtrain_status (*broadcast)(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype);
     dtrain_status (*get)(dtrain_fsdp *fsdp, size_t cut, const float *own, float *out, int root);
-    void (*round)(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage);
-    void (*divide)(dtrain_fsdp *fsdp, float *x, double divisor, size_t count);
     dtrain_status (*make_room)(dtrain_fsdp *fsdp, int unit, int *room);
-    dtrain_status (*gather)(dtrain_fsdp *fsdp, int unit); /* starts to */
-    dtrain_status (*gathered)(dtrain_fsdp *fsdp, int unit);
-    dtrain_status (*reduce)(dtrain_fsdp *fsdp, int unit, float *sum);              /* starts to: this rank's part */
-    dtrain_status (*add)(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count); /* starts to, over the copies */
-    dtrain_status (*wait)(dtrain_fsdp *fsdp, int way, int lowest, int unit);       /* for a reduction, or an addition */
-    void (*narrow)(dtrain_fsdp *fsdp, int unit, float *sum);                       /* to what travels between copies */
-    void (*widen)(dtrain_fsdp *fsdp, int unit, float *sum);
-    dtrain_status (*squares)(dtrain_fsdp *fsdp); /* of all gradients of a copy, into fsdp->sum */
-    uint64_t (*hash)(dtrain_fsdp *fsdp);         /* of a part of the weights; 0: it is not here yet */
+    dtrain_status (*wait)(dtrain_fsdp *fsdp, int way, int lowest, int unit); /* for what is under way of a unit */
+    uint64_t (*hash)(dtrain_fsdp *fsdp); /* of a part of the weights; 0: it is not here yet */
 } dtrain__fsdp_backend;
 
 struct dtrain_fsdp {
@@ -36905,12 +36959,13 @@ struct dtrain_fsdp {
     dtrain_optimizer_desc optimizer;
     dtrain__layout layout;
     dtrain__pages weight_pages, grad_pages;
+    unsigned char *tables; /* the block of what follows that has one element a unit, cut, parameter, shard or rank */
     dtrain__fsdp_unit *units;
     unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
     float *lr_factors, *decays;          /* of a parameter */
     size_t *counts;                      /* of a cut: every rank's part */
     size_t *packed_counts;               /* of a unit: every rank's part of its small ranges, then of those trained */
-    float *stages;                       /* where small ranges are packed */
+    float *stages;                       /* where small ranges are packed, on a device whole units */
     int staged[2];                       /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* of a cut */
     dtrain_work **copying;               /* of a unit */
@@ -37212,9 +37267,8 @@ static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 /* Says whether two units lie in one place of a device: those of even numbers do, and those of odd ones. */
 static int dtrain__fsdp_share_place(const dtrain_fsdp *fsdp, int a, int b, int grads)
 {
-    const dtrain__fsdp_place *places = fsdp->device.places;
-    return places != NULL && a % 2 == b % 2 &&
-           (grads ? places[a].shares_grads && places[b].shares_grads : places[a].shares && places[b].shares);
+    const dtrain__layout_unit *units = fsdp->layout.units;
+    return a % 2 == b % 2 && units[a].shares[grads] && units[b].shares[grads];
 }
 
 static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take);
@@ -37931,28 +37985,30 @@ static void dtrain__fsdp_debug_compare_all(dtrain_fsdp *fsdp)
 #ifndef DTRAIN__FSDP_DEVICE
 #define DTRAIN__FSDP_DEVICE
 
-#define DTRAIN__FSDP_LINE 64 /* floats, at whose multiples units begin */
+/* ---- memory and arithmetic, wherever the parameters are ---- */
 
-/* ---- memory, which counts as the object's ---- */
-
-static void *dtrain__fsdp_device_alloc(dtrain_fsdp *fsdp, size_t bytes)
+/* Returns zeros, which count as the object's memory; NULL where there is none. */
+static void *dtrain__fsdp_alloc(dtrain_fsdp *fsdp, size_t bytes)
 {
     dtrain_device *queue = fsdp->device.queue;
     const unsigned char zero = 0;
     void *made = NULL;
+    if (queue == NULL)
+        return dtrain__alloc(&fsdp->memory, bytes);
     if (dtrain_device_alloc(queue, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &made) != DTRAIN_OK)
         return NULL;
     if (bytes > 0)
         dtrain__fsdp_queued(fsdp, dtrain_device_fill(queue, made, &zero, 1, bytes));
-    fsdp->memory.bytes += bytes;
-    if (fsdp->memory.peak_bytes < fsdp->memory.bytes)
-        fsdp->memory.peak_bytes = fsdp->memory.bytes;
+    dtrain__memory_count(&fsdp->memory, bytes);
     return made;
 }
 
-static void dtrain__fsdp_device_release(dtrain_fsdp *fsdp, void *memory)
+static void dtrain__fsdp_release(dtrain_fsdp *fsdp, void *memory)
 {
-    dtrain_device_free(fsdp->device.queue, DTRAIN_MEMORY_DEVICE, memory);
+    if (fsdp->device.queue == NULL)
+        dtrain__free(&fsdp->memory, memory);
+    else
+        dtrain_device_free(fsdp->device.queue, DTRAIN_MEMORY_DEVICE, memory);
 }
 
 static DTRAIN__NOINLINE void dtrain__fsdp_copy(dtrain_fsdp *fsdp, float *to, const float *from, size_t count)
@@ -37983,89 +38039,70 @@ static void dtrain__fsdp_add(dtrain_fsdp *fsdp, float *out, const float *a, cons
                         dtrain_device_reduce(fsdp->device.queue, DTRAIN_F32, DTRAIN_SUM, in, 2, outs, 1, 0, count));
 }
 
-static void dtrain__fsdp_device_divide(dtrain_fsdp *fsdp, float *x, double divisor, size_t count)
+static void dtrain__fsdp_divide_by(dtrain_fsdp *fsdp, float *x, double divisor, size_t count)
 {
     dtrain_device *queue = fsdp->device.queue;
     const void *in[1];
     void *out[1];
     in[0] = out[0] = x;
-    if (count > 0)
+    if (queue == NULL)
+        dtrain__fold_finish(DTRAIN_F32, DTRAIN_MEAN, divisor, x, x, count);
+    else if (count > 0)
         dtrain__fsdp_queued(fsdp, queue->ops->reduce(queue, DTRAIN_F32, DTRAIN_MEAN, divisor, in, 1, out, 1, 0, count));
+}
+
+/* Rounds count numbers to a dtype of 16 bits: on a device by way of a stage in which nothing may be under way. */
+static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage)
+{
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    int queues = fsdp->device.queue != NULL;
+    void *narrow = queues ? (void *)dtrain__fsdp_stage(fsdp, stage) : (void *)chunk;
+    size_t most = queues ? count : DTRAIN__FSDP_CHUNK;
+    for (size_t i = 0; i < count && dtype != DTRAIN_F32; i += most) {
+        size_t n = count - i < most ? count - i : most;
+        dtrain__fsdp_convert(fsdp, x + i, DTRAIN_F32, narrow, dtype, n);
+        dtrain__fsdp_convert(fsdp, narrow, dtype, x + i, DTRAIN_F32, n);
+    }
+}
+
+/* What is added between copies of a unit's sum: the sum, or where it waits as numbers of 16 bits. */
+static void *dtrain__fsdp_part(const dtrain_fsdp *fsdp, int number, float *sum)
+{
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+    if (fsdp->desc.reduce_dtype == DTRAIN_F32)
+        return sum;
+    return fsdp->device.queue != NULL ? (void *)(fsdp->device.halves + unit->grad)
+                                      : (void *)dtrain__fsdp_half(sum, unit->grad_count);
+}
+
+/* Narrows a unit's sum to that, or widens it again. */
+static void dtrain__fsdp_narrow_sum(dtrain_fsdp *fsdp, int number, float *sum)
+{
+    size_t count = fsdp->layout.units[number].grad_count;
+    void *part = dtrain__fsdp_part(fsdp, number, sum);
+    if (fsdp->device.queue != NULL) {
+        dtrain__fsdp_convert(fsdp, sum, DTRAIN_F32, part, fsdp->desc.reduce_dtype, count);
+        return;
+    }
+    dtrain__fsdp_narrow(sum, (unsigned char *)sum, count, fsdp->desc.reduce_dtype);
+    memmove(part, sum, 2 * count);
+}
+
+static void dtrain__fsdp_widen_sum(dtrain_fsdp *fsdp, int number, float *sum)
+{
+    size_t count = fsdp->layout.units[number].grad_count;
+    if (fsdp->device.queue == NULL)
+        dtrain__fsdp_widen(sum, count, fsdp->desc.reduce_dtype);
+    else
+        dtrain__fsdp_convert(fsdp, dtrain__fsdp_part(fsdp, number, sum), fsdp->desc.reduce_dtype, sum, DTRAIN_F32,
+                             count);
 }
 
 /* ---- where units lie ---- */
 
-/* Floats of a place for one unit's weights, or gradients; 0 where it has all of them from the caller. */
-static size_t dtrain__fsdp_place_floats(const dtrain__layout *layout, int number, int grads)
-{
-    const dtrain__layout_unit *unit = &layout->units[number];
-    int reserved = 0;
-    for (size_t i = unit->first; i < unit->end; i++) {
-        const dtrain__layout_cut *cut = &layout->cuts[i];
-        const dtrain_param *param = &layout->table[cut->param];
-        reserved |= cut->count > 0 && (grads ? cut->trained && param->grad == NULL : param->data == NULL);
-    }
-    size_t floats = reserved ? (grads ? unit->trained : unit->count) : 0;
-    return (floats + DTRAIN__FSDP_LINE - 1) / DTRAIN__FSDP_LINE * DTRAIN__FSDP_LINE;
-}
-
-/* Says whether a unit shares its place. */
-static DTRAIN__NOINLINE int dtrain__fsdp_place_shares(const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
-                                                      int number, int grads)
-{
-    return !layout->units[number].tied &&
-           !(grads ? desc->no_overlap : layout->resident || desc->no_reshard_after_forward);
-}
-
-/* Floats of all places: the shared two first, then those of units that have their own; *at: where `number`'s is. */
-static size_t dtrain__fsdp_place_all(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int grads, int number,
-                                     size_t *at)
-{
-    size_t shared[2] = {0, 0}, own = 0;
-    for (int i = 0; i < layout->unit_count; i++) {
-        size_t floats = dtrain__fsdp_place_floats(layout, i, grads);
-        if (dtrain__fsdp_place_shares(layout, desc, i, grads))
-            shared[i & 1] = floats > shared[i & 1] ? floats : shared[i & 1];
-    }
-    *at = number & 1 ? shared[0] : 0;
-    for (int i = 0; i < layout->unit_count; i++) {
-        if (dtrain__fsdp_place_shares(layout, desc, i, grads))
-            continue;
-        if (i == number)
-            *at = shared[0] + shared[1] + own;
-        own += dtrain__fsdp_place_floats(layout, i, grads);
-    }
-    return shared[0] + shared[1] + own;
-}
-
-/* Says whether all ranges of a unit lie in memory of the library's. */
-static int dtrain__fsdp_place_is_whole(const dtrain__layout *layout, int number, int grads)
-{
-    int whole = 1;
-    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
-        const dtrain__layout_cut *cut = &layout->cuts[i];
-        const dtrain_param *param = &layout->table[cut->param];
-        if (cut->count > 0 && (!grads || cut->trained))
-            whole &= (grads ? param->grad : param->data) == NULL;
-    }
-    return whole;
-}
-
-/* Bytes of one stage: none where nothing is copied to one. */
-static size_t dtrain__fsdp_place_stage(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
-{
-    int gathers = layout->apart || layout->shards > 1, needed = 0;
-    for (int i = 0; i < layout->unit_count; i++)
-        needed |= (gathers && !dtrain__fsdp_place_is_whole(layout, i, 0)) ||
-                  (layout->shards > 1 && !dtrain__fsdp_place_is_whole(layout, i, 1));
-    needed |= gathers && dtrain__layout_is_16_bit(desc->gather_dtype);
-    needed |= layout->shards > 1 && dtrain__layout_is_16_bit(desc->reduce_dtype);
-    return needed ? (layout->stage + DTRAIN__FSDP_LINE - 1) / DTRAIN__FSDP_LINE * DTRAIN__FSDP_LINE * sizeof(float) : 0;
-}
-
 static size_t dtrain__fsdp_place_half_bytes(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
-    int narrow = dtrain__layout_is_16_bit(desc->reduce_dtype) && (layout->shards == 1 || layout->copies > 1);
+    int narrow = desc->reduce_dtype != DTRAIN_F32 && (layout->shards == 1 || layout->copies > 1);
     return narrow ? layout->grads * sizeof(uint16_t) : 0;
 }
 
@@ -38092,44 +38129,23 @@ static dtrain_status dtrain__fsdp_device_reserve(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
     const dtrain__layout *layout = &fsdp->layout;
-    size_t units = (size_t)layout->unit_count, at;
-    d->places = (dtrain__fsdp_place *)dtrain__alloc(&fsdp->memory, units * sizeof *d->places);
-    d->works[0] =
-        (dtrain_device_work **)dtrain__alloc(&fsdp->memory, DTRAIN__FSDP_WAYS * units * sizeof(dtrain_device_work *));
-    for (int grads = 0; grads < 2; grads++) {
-        d->block_floats[grads] = dtrain__fsdp_place_all(layout, &fsdp->desc, grads, 0, &at);
-        d->blocks[grads] = (float *)dtrain__fsdp_device_alloc(fsdp, d->block_floats[grads] * sizeof(float));
-    }
-    d->stage_bytes = dtrain__fsdp_place_stage(layout, &fsdp->desc);
-    d->stages = (unsigned char *)dtrain__fsdp_device_alloc(fsdp, DTRAIN__FSDP_STAGES * d->stage_bytes);
-    d->halves = (uint16_t *)dtrain__fsdp_device_alloc(fsdp, dtrain__fsdp_place_half_bytes(layout, &fsdp->desc));
-    d->limbs = (int64_t *)dtrain__fsdp_device_alloc(fsdp, DTRAIN__FSDP_PLACE_SUM_BYTES);
-    if (d->places == NULL || d->works[0] == NULL || d->blocks[0] == NULL || d->blocks[1] == NULL || d->stages == NULL ||
-        d->halves == NULL || d->limbs == NULL)
+    for (int grads = 0; grads < 2; grads++)
+        d->blocks[grads] = (float *)dtrain__fsdp_alloc(fsdp, layout->place_floats[grads] * sizeof(float));
+    d->halves = (uint16_t *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_place_half_bytes(layout, &fsdp->desc));
+    d->limbs = (int64_t *)dtrain__fsdp_alloc(fsdp, DTRAIN__FSDP_PLACE_SUM_BYTES);
+    if (d->blocks[0] == NULL || d->blocks[1] == NULL || d->halves == NULL || d->limbs == NULL)
         return dtrain__fail(
             NULL, DTRAIN_ERR_MEMORY,
             "%s: no memory on rank %d's %s for units in full: %zu bytes of weights and %zu of gradients", fsdp->call,
-            dtrain__fsdp_rank(fsdp), dtrain_device_name(d->queue), d->block_floats[0] * sizeof(float),
-            d->block_floats[1] * sizeof(float));
-    d->works[1] = d->works[0] + units;
-    d->works[2] = d->works[1] + units;
-    for (int i = 0; i < layout->unit_count; i++) {
-        dtrain__fsdp_place *place = &d->places[i];
-        dtrain__fsdp_place_all(layout, &fsdp->desc, 0, i, &at);
-        place->weights = dtrain__fsdp_place_floats(layout, i, 0) > 0 ? d->blocks[0] + at : NULL;
-        dtrain__fsdp_place_all(layout, &fsdp->desc, 1, i, &at);
-        place->grads = dtrain__fsdp_place_floats(layout, i, 1) > 0 ? d->blocks[1] + at : NULL;
-        place->shares = dtrain__fsdp_place_shares(layout, &fsdp->desc, i, 0);
-        place->shares_grads = place->grads != NULL && dtrain__fsdp_place_shares(layout, &fsdp->desc, i, 1);
-        place->whole = dtrain__fsdp_place_is_whole(layout, i, 0);
-        place->whole_grads = dtrain__fsdp_place_is_whole(layout, i, 1);
-        for (size_t k = layout->units[i].first; k < layout->units[i].end; k++) {
-            dtrain__layout_cut *cut = &layout->cuts[k];
-            if (place->weights != NULL && (fsdp->reserved[cut->param] & 1))
-                cut->data = place->weights + cut->stage;
-            if (place->grads != NULL && (fsdp->reserved[cut->param] & 2))
-                cut->grads = place->grads + cut->grad_stage;
-        }
+            dtrain__fsdp_rank(fsdp), dtrain_device_name(d->queue), layout->place_floats[0] * sizeof(float),
+            layout->place_floats[1] * sizeof(float));
+    for (size_t i = 0; i < layout->cut_count; i++) {
+        dtrain__layout_cut *cut = &layout->cuts[i];
+        const dtrain__layout_unit *unit = &layout->units[cut->unit];
+        if (unit->floats[0] > 0 && (fsdp->reserved[cut->param] & 1))
+            cut->data = d->blocks[0] + unit->place[0] + cut->stage;
+        if (unit->floats[1] > 0 && (fsdp->reserved[cut->param] & 2))
+            cut->grads = d->blocks[1] + unit->place[1] + cut->grad_stage;
     }
     return dtrain__fsdp_make_drift(fsdp);
 }
@@ -38157,13 +38173,10 @@ static dtrain_status dtrain__fsdp_make_device_groups(dtrain_fsdp *fsdp)
 static void dtrain__fsdp_free_places(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
-    dtrain__free(&fsdp->memory, d->places);
-    dtrain__free(&fsdp->memory, d->works[0]);
-    dtrain__fsdp_device_release(fsdp, d->blocks[0]);
-    dtrain__fsdp_device_release(fsdp, d->blocks[1]);
-    dtrain__fsdp_device_release(fsdp, d->stages);
-    dtrain__fsdp_device_release(fsdp, d->halves);
-    dtrain__fsdp_device_release(fsdp, d->limbs);
+    dtrain__fsdp_release(fsdp, d->blocks[0]);
+    dtrain__fsdp_release(fsdp, d->blocks[1]);
+    dtrain__fsdp_release(fsdp, d->halves);
+    dtrain__fsdp_release(fsdp, d->limbs);
     dtrain_device_free(d->queue, DTRAIN_MEMORY_PINNED, d->drift_heard);
     if (d->drift_event != NULL)
         dtrain__device_event_destroy(d->queue, d->drift_event);
@@ -38187,123 +38200,6 @@ static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lo
     dtrain__fsdp_waited(fsdp, unit, begin, ended - began);
     dtrain__fsdp_record(fsdp, gathers ? DTRAIN__FSDP_LANE_GATHER : DTRAIN__FSDP_LANE_REDUCE, unit, began, ended);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, gathers ? "gathering" : "reducing", unit);
-}
-
-static unsigned char *dtrain__fsdp_device_stage(const dtrain_fsdp *fsdp, int number)
-{
-    return fsdp->device.stages + (size_t)number * fsdp->device.stage_bytes;
-}
-
-/* Starts to gather a unit, into its place where that is all of it and as wide as what travels. */
-static dtrain_status dtrain__fsdp_device_gather(dtrain_fsdp *fsdp, int number)
-{
-    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    const dtrain__fsdp_place *place = &fsdp->device.places[number];
-    dtrain_dtype dtype = fsdp->desc.gather_dtype;
-    size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin;
-    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
-    int straight = place->whole && dtype == DTRAIN_F32;
-    unsigned char *all = straight ? (unsigned char *)place->weights : dtrain__fsdp_device_stage(fsdp, number & 1);
-    const void *mine;
-    if (unit->count == 0)
-        return DTRAIN_OK;
-    mine = all + begin * width;
-    if (straight && fsdp->layout.apart)
-        mine = fsdp->masters + fsdp->layout.cuts[unit->first].weight;
-    for (size_t i = unit->first; !straight && i < unit->end; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        dtrain__fsdp_convert(fsdp, dtrain__fsdp_own(fsdp, cut), DTRAIN_F32, all + (cut->stage + cut->own) * width,
-                             dtype, cut->own_count);
-    }
-    if (fsdp->gathers == NULL)
-        return DTRAIN_OK;
-    return dtrain__async_all_gather_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
-                                      &fsdp->device.works[DTRAIN__FSDP_GATHERS][number]);
-}
-
-/* Ends it. */
-static dtrain_status dtrain__fsdp_device_gathered(dtrain_fsdp *fsdp, int number)
-{
-    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    dtrain_dtype dtype = fsdp->desc.gather_dtype;
-    size_t width = dtype == DTRAIN_F32 ? 4 : 2;
-    const unsigned char *stage = dtrain__fsdp_device_stage(fsdp, number & 1);
-    dtrain_status status = dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_GATHERS, number, number);
-    if (status != DTRAIN_OK || (fsdp->device.places[number].whole && dtype == DTRAIN_F32))
-        return status;
-    for (size_t i = unit->first; i < unit->end; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        dtrain__fsdp_convert(fsdp, stage + cut->stage * width, dtype, cut->data, DTRAIN_F32, cut->count);
-    }
-    return DTRAIN_OK;
-}
-
-/* What is added between copies: this rank's part of a unit's sum, or that rounded to what travels. */
-static DTRAIN__NOINLINE void *dtrain__fsdp_device_part(const dtrain_fsdp *fsdp, int number, float *sum)
-{
-    return fsdp->desc.reduce_dtype == DTRAIN_F32 ? (void *)sum
-                                                 : (void *)(fsdp->device.halves + fsdp->layout.units[number].grad);
-}
-
-/* Rounds count numbers, by way of a stage in which nothing may be under way. */
-static void dtrain__fsdp_device_round(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage)
-{
-    unsigned char *narrow = dtrain__fsdp_device_stage(fsdp, stage);
-    if (dtype == DTRAIN_F32)
-        return;
-    dtrain__fsdp_convert(fsdp, x, DTRAIN_F32, narrow, dtype, count);
-    dtrain__fsdp_convert(fsdp, narrow, dtype, x, DTRAIN_F32, count);
-}
-
-/* The sum of a unit as it travels between copies, and back. */
-static void dtrain__fsdp_device_narrow(dtrain_fsdp *fsdp, int number, float *sum)
-{
-    dtrain__fsdp_convert(fsdp, sum, DTRAIN_F32, dtrain__fsdp_device_part(fsdp, number, sum), fsdp->desc.reduce_dtype,
-                         fsdp->layout.units[number].grad_count);
-}
-
-static void dtrain__fsdp_device_widen(dtrain_fsdp *fsdp, int number, float *sum)
-{
-    dtrain__fsdp_convert(fsdp, dtrain__fsdp_device_part(fsdp, number, sum), fsdp->desc.reduce_dtype, sum, DTRAIN_F32,
-                         fsdp->layout.units[number].grad_count);
-}
-
-/* Starts to reduce a unit; `sum` is where this rank's part goes. */
-static dtrain_status dtrain__fsdp_device_reduce(dtrain_fsdp *fsdp, int number, float *sum)
-{
-    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    const dtrain__fsdp_place *place = &fsdp->device.places[number];
-    dtrain_dtype dtype = fsdp->reduces != NULL ? DTRAIN_F32 : fsdp->desc.reduce_dtype;
-    size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin;
-    const size_t *counts = dtrain__fsdp_packed(fsdp, number, 1, &begin);
-    unsigned char *out =
-        fsdp->reduces != NULL ? (unsigned char *)sum : (unsigned char *)dtrain__fsdp_device_part(fsdp, number, sum);
-    unsigned char *in = out;
-    int straight = fsdp->reduces != NULL && place->whole_grads;
-    for (size_t i = unit->first; fsdp->reduces != NULL && i < unit->end; i++) /* as the CPU's that travel in 16 bits */
-        if (fsdp->layout.cuts[i].trained)
-            dtrain__fsdp_device_round(fsdp, fsdp->layout.cuts[i].grads, fsdp->layout.cuts[i].count,
-                                      fsdp->desc.reduce_dtype, DTRAIN__FSDP_STAGES - 1);
-    if (fsdp->reduces != NULL)
-        in = straight ? (unsigned char *)place->grads : dtrain__fsdp_device_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
-    for (size_t i = unit->first; !straight && i < unit->end; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        if (cut->trained)
-            dtrain__fsdp_convert(fsdp, cut->grads, DTRAIN_F32, in + cut->grad_stage * width, dtype, cut->count);
-    }
-    if (fsdp->reduces == NULL)
-        return DTRAIN_OK;
-    return dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, out, counts, dtype, DTRAIN_SUM,
-                                          &fsdp->device.works[DTRAIN__FSDP_REDUCES][number]);
-}
-
-/* Starts to add count numbers of a bucket over the copies. */
-static dtrain_status dtrain__fsdp_device_add(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count)
-{
-    void *data = dtrain__fsdp_device_part(fsdp, lowest, sum);
-    return dtrain_device_group_all_reduce_async(fsdp->device.groups[DTRAIN__FSDP_COPIES], data, data, count,
-                                                fsdp->desc.reduce_dtype, DTRAIN_SUM,
-                                                &fsdp->device.works[DTRAIN__FSDP_COPIES][lowest]);
 }
 
 /* Gives every rank rank 0's values: first those that have its part of other copies, then each copy's. */
@@ -38333,11 +38229,11 @@ static dtrain_status dtrain__fsdp_device_get(dtrain_fsdp *fsdp, size_t index, co
 
 /* ---- the norm ---- */
 
-/* Queues the sum of squares of all gradients of a copy, each element once, which stays on the device. */
-static dtrain_status dtrain__fsdp_device_queue_squares(dtrain_fsdp *fsdp)
+/* Queues the sum of squares of all gradients of a copy, each element once, but for parameters that another rank of the
+ * model counts; limbs: where the parameters are. */
+static dtrain_status dtrain__fsdp_queue_squares(dtrain_fsdp *fsdp, int64_t *limbs)
 {
     dtrain_device *queue = fsdp->device.queue;
-    int64_t *limbs = fsdp->device.limbs;
     const int64_t zero = 0;
     dtrain_status status = dtrain_device_fill(queue, limbs, &zero, sizeof zero, DTRAIN__NORM_LIMBS);
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++) {
@@ -38346,20 +38242,27 @@ static dtrain_status dtrain__fsdp_device_queue_squares(dtrain_fsdp *fsdp)
         if (cut->trained && cut->own_count > 0 && (part == NULL || part->copy == 0))
             status = dtrain_device_squares(queue, fsdp->slices[i].grads, cut->own_count, limbs);
     }
-    if (status == DTRAIN_OK && fsdp->reduces != NULL)
-        status = dtrain_device_group_all_reduce(fsdp->device.groups[DTRAIN__FSDP_REDUCES], limbs, limbs,
-                                                DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM);
-    return status;
+    if (status != DTRAIN_OK || fsdp->reduces == NULL)
+        return status;
+    return queue != NULL ? dtrain_device_group_all_reduce(fsdp->device.groups[DTRAIN__FSDP_REDUCES], limbs, limbs,
+                                                          DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM)
+                         : dtrain_all_reduce(fsdp->reduces, limbs, limbs, DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM);
 }
 
-/* The same, for which the CPU waits. */
-static dtrain_status dtrain__fsdp_device_squares(dtrain_fsdp *fsdp)
+/* The same into fsdp->sum, unless it is there: the CPU waits for a device's. */
+static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
 {
-    dtrain_status status = dtrain__fsdp_device_queue_squares(fsdp);
-    if (status == DTRAIN_OK)
-        status = dtrain_device_copy(fsdp->device.queue, fsdp->sum.limbs, fsdp->device.limbs, sizeof fsdp->sum.limbs);
+    int64_t *limbs = fsdp->device.queue != NULL ? fsdp->device.limbs : fsdp->sum.limbs;
+    if (fsdp->summed)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_queue_squares(fsdp, limbs);
+    if (status == DTRAIN_OK && limbs != fsdp->sum.limbs)
+        status = dtrain_device_copy(fsdp->device.queue, fsdp->sum.limbs, limbs, sizeof fsdp->sum.limbs);
+    if (status != DTRAIN_OK)
+        return dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
     dtrain__norm_carry(&fsdp->sum);
-    return status;
+    fsdp->summed = 1;
+    return DTRAIN_OK;
 }
 
 #endif
@@ -38404,8 +38307,8 @@ static size_t *dtrain__fsdp_code_counts(const dtrain_fsdp *fsdp, size_t index)
     return fsdp->code_counts + 5 * index * (size_t)fsdp->layout.shards;
 }
 
-/* Takes the stages, and fills in what each rank sends of each range: bytes of parameters; of gradients, where they
- * begin, what comes in return and where. */
+/* Parts what it has of memory, and fills in what each rank sends of each range: bytes of parameters; of gradients,
+ * where they begin, what comes in return and where. */
 static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -38413,10 +38316,6 @@ static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
     size_t n = (size_t)layout->shards;
     if (desc->quantise_gather == 0 && desc->quantise_reduce == 0)
         return DTRAIN_OK;
-    size_t bytes = dtrain__fsdp_code_memory(layout, desc);
-    fsdp->code_counts = (size_t *)dtrain__alloc(&fsdp->memory, bytes);
-    if (fsdp->code_counts == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of quantised ranges", bytes);
     fsdp->code_scratch = (float *)(void *)(fsdp->code_counts + 5 * layout->cut_count * n);
     fsdp->code_stages = (unsigned char *)fsdp->code_scratch + dtrain__fsdp_code_scratch(layout, desc);
     for (size_t i = 0; i < layout->cut_count; i++) {
@@ -39085,7 +38984,7 @@ static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
 {
     int other = fsdp->staged[number % 2];
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->layout.units[number].packed == 0 && fsdp->layout.code_stage == 0 && fsdp->device.stage_bytes == 0)
+    if ((fsdp->layout.units[number].packed == 0 || fsdp->layout.stage == 0) && fsdp->layout.code_stage == 0)
         return DTRAIN_OK;
     if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
         status = dtrain__fsdp_gather_finish(fsdp, other);
@@ -39093,34 +38992,40 @@ static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Starts to gather the small ranges of a unit as one. */
+/* Says whether a unit is gathered to where it lies: on a device, where that is one place of as wide numbers. */
+static int dtrain__fsdp_gathers_straight(const dtrain_fsdp *fsdp, int number)
+{
+    return fsdp->layout.units[number].whole[0] && fsdp->desc.gather_dtype == DTRAIN_F32;
+}
+
+/* Starts to gather the small ranges of a unit as one, on a device all. */
 static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin, first = unit->end;
     const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
-    unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
+    int straight = dtrain__fsdp_gathers_straight(fsdp, number);
+    unsigned char *all =
+        straight ? (unsigned char *)(fsdp->device.blocks[0] + unit->place[0]) : dtrain__fsdp_stage(fsdp, number % 2);
     if (unit->packed == 0)
         return DTRAIN_OK;
-    for (size_t i = unit->end; i-- > unit->first;) {
+    const void *mine = straight && fsdp->layout.apart ? fsdp->masters + fsdp->layout.cuts[unit->first].weight
+                                                      : (const void *)(all + begin * width);
+    for (size_t i = unit->end; i-- > unit->first && !straight;) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        first = cut->packed ? i : first;
-        if (cut->packed && cut->own_count > 0)
-            DTRAIN_IGNORE(dtrain_convert(dtrain__fsdp_own(fsdp, cut), DTRAIN_F32,
-                                         stage + (cut->stage + cut->own) * width, dtype, cut->own_count));
+        if (!cut->packed)
+            continue;
+        first = i;
+        dtrain__fsdp_convert(fsdp, dtrain__fsdp_own(fsdp, cut), DTRAIN_F32, all + (cut->stage + cut->own) * width,
+                             dtype, cut->own_count);
     }
-    return dtrain__all_gather_v(fsdp->gathers, stage + begin * width, stage, counts, NULL, dtype,
-                                &fsdp->gathering[first]);
-}
-
-static dtrain_status dtrain__fsdp_cpu_gather(dtrain_fsdp *fsdp, int number)
-{
-    dtrain_status status = dtrain__fsdp_gather_packed(fsdp, number);
-    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
-        if (!fsdp->layout.cuts[i].packed)
-            status = dtrain__fsdp_gather_cut(fsdp, i);
-    return status;
+    if (fsdp->gathers == NULL)
+        return DTRAIN_OK;
+    return fsdp->device.queue != NULL
+               ? dtrain__async_all_gather_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
+                                            &fsdp->device.works[DTRAIN__FSDP_GATHERS][number])
+               : dtrain__all_gather_v(fsdp->gathers, mine, all, counts, NULL, dtype, &fsdp->gathering[first]);
 }
 
 static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
@@ -39130,33 +39035,31 @@ static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
     fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_GATHERING;
     dtrain_status status = dtrain__fsdp_gather_stage(fsdp, number);
     if (status == DTRAIN_OK)
-        status = fsdp->backend->gather(fsdp, number);
+        status = dtrain__fsdp_gather_packed(fsdp, number);
+    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
+        if (!fsdp->layout.cuts[i].packed)
+            status = dtrain__fsdp_gather_cut(fsdp, i);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "starting to gather", number);
 }
 
-static dtrain_status dtrain__fsdp_cpu_gathered(dtrain_fsdp *fsdp, int number)
+static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
 {
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
     const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     size_t width = dtype == DTRAIN_F32 ? 4 : 2;
-    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, number);
-    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++) {
+    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_GATHERS, number, number);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = unit->first; i < unit->end && !dtrain__fsdp_gathers_straight(fsdp, number); i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->packed)
-            DTRAIN_IGNORE(dtrain_convert(stage + cut->stage * width, dtype, cut->data, DTRAIN_F32, cut->count));
+            dtrain__fsdp_convert(fsdp, stage + cut->stage * width, dtype, cut->data, DTRAIN_F32, cut->count);
         else if (cut->codes)
             dtrain__fsdp_code_gathered(fsdp, i);
         else if (dtype != DTRAIN_F32)
             dtrain__fsdp_widen(cut->data, cut->count, dtype);
     }
-    return status;
-}
-
-static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
-{
-    dtrain_status status = fsdp->backend->gathered(fsdp, number);
-    if (status != DTRAIN_OK)
-        return status;
     fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_READY;
     fsdp->units[number].stale = 0;
     if (!fsdp->units[number].held && !dtrain__fsdp_debug_stays(fsdp))
@@ -39283,9 +39186,9 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
 /* Says whether a unit can be gathered while others are held. */
 static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__fsdp_place *places = fsdp->device.places;
-    for (int i = 0; places != NULL && places[number].weights != NULL && i < fsdp->layout.unit_count; i++)
-        if (i != number && dtrain__fsdp_share_place(fsdp, i, number, 0) && places[i].weights != NULL &&
+    const dtrain__layout_unit *units = fsdp->layout.units;
+    for (int i = 0; units[number].floats[0] > 0 && i < fsdp->layout.unit_count; i++)
+        if (i != number && dtrain__fsdp_share_place(fsdp, i, number, 0) && units[i].floats[0] > 0 &&
             fsdp->units[i].held && fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_INVALID,
@@ -39375,16 +39278,11 @@ static int dtrain__fsdp_trailing_ones(unsigned number)
     return ones;
 }
 
-static int dtrain__fsdp_narrows_grads(const dtrain_fsdp *fsdp)
-{
-    return fsdp->desc.reduce_dtype != DTRAIN_F32;
-}
-
 /* Says whether a unit's part of the reduction waits in 16 bits: what travels between copies does, and what a rank that
  * shares its parameters with no other rounds as if it travelled. */
 static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 {
-    return dtrain__fsdp_narrows_grads(fsdp) && (fsdp->reduces == NULL || fsdp->copies != NULL);
+    return fsdp->desc.reduce_dtype != DTRAIN_F32 && (fsdp->reduces == NULL || fsdp->copies != NULL);
 }
 
 /* Where a unit's part of the reduction goes that is under way. */
@@ -39397,24 +39295,12 @@ static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
 {
     if (*level == NULL)
-        *level = (float *)fsdp->backend->alloc(fsdp, count * sizeof(float));
+        *level = (float *)dtrain__fsdp_alloc(fsdp, count * sizeof(float));
     if (*level != NULL)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                         "no memory on %s for %zu bytes of gradient sums: use fewer micro-batches",
                         dtrain_device_name(fsdp->device.queue), count * sizeof(float));
-}
-
-static void dtrain__fsdp_cpu_widen(dtrain_fsdp *fsdp, int number, float *sum)
-{
-    dtrain__fsdp_widen(sum, fsdp->layout.units[number].grad_count, fsdp->desc.reduce_dtype);
-}
-
-static void dtrain__fsdp_cpu_narrow(dtrain_fsdp *fsdp, int number, float *sum)
-{
-    size_t count = fsdp->layout.units[number].grad_count;
-    dtrain__fsdp_narrow(sum, (unsigned char *)sum, count, fsdp->desc.reduce_dtype);
-    memmove(dtrain__fsdp_half(sum, count), sum, 2 * count);
 }
 
 /* The sum of a unit is there: folds it with those of earlier micro-batches. */
@@ -39424,7 +39310,7 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     float *sum = dtrain__fsdp_target(fsdp, number);
     uint64_t mode = dtrain__fpmode_enter();
     if (dtrain__fsdp_waits_narrow(fsdp))
-        fsdp->backend->widen(fsdp, number, sum);
+        dtrain__fsdp_widen_sum(fsdp, number, sum);
     for (int level = 0; level < fsdp->units[number].level; level++)
         dtrain__fsdp_add(fsdp, sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
     dtrain__fpmode_restore(mode);
@@ -39436,7 +39322,7 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
                                           size_t index)
 {
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
-    if (dtrain__fsdp_narrows_grads(fsdp))
+    if (fsdp->desc.reduce_dtype != DTRAIN_F32)
         return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->reducing[index]);
     return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
 }
@@ -39444,29 +39330,38 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
 /* Where this rank's part of the sums of a unit's small ranges is; they lie one after another. */
 static float *dtrain__fsdp_packed_sums(const dtrain_fsdp *fsdp, size_t begin)
 {
-    if (dtrain__fsdp_narrows_grads(fsdp)) /* apart from what travels, which may be half as wide */
+    if (fsdp->desc.reduce_dtype != DTRAIN_F32) /* apart from what travels, which may be half as wide */
         return fsdp->stages + DTRAIN__FSDP_STAGES * fsdp->layout.stage;
     return fsdp->stages + (DTRAIN__FSDP_STAGES - 1) * fsdp->layout.stage + begin;
 }
 
-/* Starts to reduce the small ranges of a unit as one. */
-static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number)
+/* Starts to reduce the small ranges of a unit as one, on a device all, which are rounded as others of 16 bits and
+ * travel as float32; `sum` is where this rank's part of the unit goes. */
+static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number, float *sum)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
-    size_t width = dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4, begin, first = unit->end;
+    int queues = fsdp->device.queue != NULL, straight = unit->whole[1];
+    dtrain_dtype dtype = queues ? DTRAIN_F32 : fsdp->desc.reduce_dtype;
+    size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin, first = unit->end;
     const size_t *counts = dtrain__fsdp_packed(fsdp, number, 1, &begin);
-    unsigned char *stage = dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
+    unsigned char *in = straight ? (unsigned char *)(fsdp->device.blocks[1] + unit->place[1])
+                                 : dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
     if (unit->packed_grads == 0)
         return DTRAIN_OK;
-    for (size_t i = unit->end; i-- > unit->first;) {
+    for (size_t i = unit->first; i < unit->end && queues; i++)
+        if (fsdp->layout.cuts[i].trained)
+            dtrain__fsdp_round(fsdp, fsdp->layout.cuts[i].grads, fsdp->layout.cuts[i].count, fsdp->desc.reduce_dtype,
+                               DTRAIN__FSDP_STAGES - 1);
+    for (size_t i = unit->end; i-- > unit->first && !straight;) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (!cut->packed || !cut->trained)
             continue;
         first = i;
-        DTRAIN_IGNORE(dtrain_convert(cut->grads, DTRAIN_F32, stage + cut->grad_stage * width, dtype, cut->count));
+        dtrain__fsdp_convert(fsdp, cut->grads, DTRAIN_F32, in + cut->grad_stage * width, dtype, cut->count);
     }
-    return dtrain__fsdp_scatter(fsdp, stage, dtrain__fsdp_packed_sums(fsdp, begin), counts, first);
+    return queues ? dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, sum, counts, dtype,
+                                                   DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number])
+                  : dtrain__fsdp_scatter(fsdp, in, dtrain__fsdp_packed_sums(fsdp, begin), counts, first);
 }
 
 /* Puts this rank's part of the sums of small ranges where those of the others are, and adds up the quantised ones. */
@@ -39533,15 +39428,6 @@ static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
     return status;
 }
 
-static dtrain_status dtrain__fsdp_cpu_add(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count)
-{
-    if (fsdp->in_place)
-        return dtrain__fsdp_add_in_place(fsdp, lowest, sum);
-    void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, count) : (void *)sum;
-    return dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
-                                   &fsdp->copying[lowest]);
-}
-
 /* Starts to add the bucket's parts, which lie side by side, over the copies. */
 static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
 {
@@ -39557,7 +39443,14 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
         dtrain__fsdp_queued(fsdp, dtrain__reducer_take(fsdp, lowest, highest, sum - units[lowest].grad));
         return DTRAIN_OK;
     }
-    dtrain_status status = fsdp->backend->add(fsdp, lowest, sum, count);
+    void *data = dtrain__fsdp_part(fsdp, lowest, sum);
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    dtrain_status status =
+        fsdp->in_place ? dtrain__fsdp_add_in_place(fsdp, lowest, sum)
+        : fsdp->device.queue == NULL
+            ? dtrain_all_reduce_async(fsdp->copies, data, data, count, dtype, DTRAIN_SUM, &fsdp->copying[lowest])
+            : dtrain_device_group_all_reduce_async(fsdp->device.groups[DTRAIN__FSDP_COPIES], data, data, count, dtype,
+                                                   DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_COPIES][lowest]);
     fsdp->units[lowest].job = status == DTRAIN_OK;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
@@ -39588,7 +39481,7 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
         return status;
     uint64_t dense = dtrain__plan_sent_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
                                              fsdp->layout.copies);
-    dtrain__fsdp_account(fsdp, lowest, highest, dense, dtrain__fsdp_narrows_grads(fsdp) ? dense / 2 : dense,
+    dtrain__fsdp_account(fsdp, lowest, highest, dense, fsdp->desc.reduce_dtype != DTRAIN_F32 ? dense / 2 : dense,
                          fsdp->stats.communicated_ns - before_ns);
     return DTRAIN_OK;
 }
@@ -39599,6 +39492,8 @@ static dtrain_status dtrain__fsdp_cpu_wait(dtrain_fsdp *fsdp, int way, int lowes
         return dtrain__fsdp_wait_in_place(fsdp, lowest);
     if (way == DTRAIN__FSDP_COPIES)
         return dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, unit);
+    if (way == DTRAIN__FSDP_GATHERS)
+        return dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, unit);
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, unit);
     if (status == DTRAIN_OK)
         dtrain__fsdp_unpack_grads(fsdp, unit);
@@ -39630,11 +39525,11 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         return DTRAIN_OK;
     }
     if (fsdp->reduces != NULL && dtrain__fsdp_waits_narrow(fsdp))
-        fsdp->backend->narrow(fsdp, number, dtrain__fsdp_target(fsdp, number));
+        dtrain__fsdp_narrow_sum(fsdp, number, dtrain__fsdp_target(fsdp, number));
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
     fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
     /* numbers of 16 bits wait each unit's in a place of its own, and go alone */
-    int goes = dtrain__fsdp_narrows_grads(fsdp) ||
+    int goes = fsdp->desc.reduce_dtype != DTRAIN_F32 ||
                dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes);
     return goes ? dtrain__fsdp_send_bucket(fsdp, number) : DTRAIN_OK;
 }
@@ -39670,39 +39565,41 @@ static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 {
     int now = fsdp->scattering;
-    if (now >= 0 && !fsdp->backend->queues && dtrain__fsdp_all_done(fsdp, fsdp->reducing, now))
+    if (now >= 0 && fsdp->device.queue == NULL && dtrain__fsdp_all_done(fsdp, fsdp->reducing, now))
         return dtrain__fsdp_scattered(fsdp, now);
     return dtrain__fsdp_clear_way(fsdp, unit);
 }
 
-/* Starts to reduce one range; `sum` is where this rank's part of its unit goes. */
+/* Starts to send every rank its part of one range's gradients. */
 static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     float *full = cut->grads;
     if (cut->codes_grad)
         return dtrain__fsdp_code_reduce(fsdp, index);
-    const dtrain__layout_unit *unit = &fsdp->layout.units[cut->unit];
-    size_t at = cut->grad - unit->grad;
-    if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
-        dtrain__fsdp_narrow(full, dtrain__fsdp_half(sum, unit->grad_count) + 2 * at, cut->count, dtype);
-    else if (fsdp->reduces == NULL && !fsdp->in_place)
-        memcpy(sum + at, full, cut->count * sizeof(float));
-    if (fsdp->reduces == NULL)
-        return DTRAIN_OK;
-    if (dtrain__fsdp_narrows_grads(fsdp))
-        dtrain__fsdp_narrow(full, (unsigned char *)full, cut->count, dtype);
-    return dtrain__fsdp_scatter(fsdp, full, sum + at, fsdp->counts + index * (size_t)fsdp->layout.shards, index);
+    if (fsdp->desc.reduce_dtype != DTRAIN_F32)
+        dtrain__fsdp_narrow(full, (unsigned char *)full, cut->count, fsdp->desc.reduce_dtype);
+    return dtrain__fsdp_scatter(fsdp, full, sum, fsdp->counts + index * (size_t)fsdp->layout.shards, index);
 }
 
-static dtrain_status dtrain__fsdp_cpu_reduce(dtrain_fsdp *fsdp, int number, float *sum)
+/* Starts to reduce the gradients of a unit to `sum`; where no rank shares them, what is added between copies is copied
+ * there. */
+static dtrain_status dtrain__fsdp_reduce_unit(dtrain_fsdp *fsdp, int number, float *sum)
 {
-    dtrain_status status = dtrain__fsdp_reduce_packed(fsdp, number);
-    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++) {
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    unsigned char *part = (unsigned char *)dtrain__fsdp_part(fsdp, number, sum);
+    dtrain_status status = fsdp->reduces != NULL ? dtrain__fsdp_reduce_packed(fsdp, number, sum) : DTRAIN_OK;
+    for (size_t i = unit->first; status == DTRAIN_OK && i < unit->end && !fsdp->in_place; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        if (cut->trained && cut->count > 0 && !cut->packed)
-            status = dtrain__fsdp_reduce_cut(fsdp, i, sum);
+        size_t at = cut->grad - unit->grad;
+        if (!cut->trained || cut->count == 0)
+            continue;
+        if (fsdp->reduces == NULL)
+            dtrain__fsdp_convert(fsdp, cut->grads, DTRAIN_F32, part + at * (dtype == DTRAIN_F32 ? 4 : 2), dtype,
+                                 cut->count);
+        else if (!cut->packed)
+            status = dtrain__fsdp_reduce_cut(fsdp, i, sum + at);
     }
     return status;
 }
@@ -39720,7 +39617,7 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed where they are */
     status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
     if (status == DTRAIN_OK)
-        status = fsdp->backend->reduce(fsdp, number, dtrain__fsdp_target(fsdp, number));
+        status = dtrain__fsdp_reduce_unit(fsdp, number, dtrain__fsdp_target(fsdp, number));
     dtrain__fsdp_debug_set(fsdp, number, 1, 0);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "starting to reduce", number);
@@ -39750,7 +39647,7 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *c
     int ones = dtrain__fsdp_trailing_ones((unsigned)fsdp->ended);
     unsigned taken = last ? (unsigned)fsdp->ended : (1u << ones) - 1;
     float *out = last ? cut->grads : fsdp->full_levels[ones] + cut->full_grad;
-    size_t tile = fsdp->backend->queues ? cut->count : DTRAIN__FSDP_CHUNK;
+    size_t tile = fsdp->device.queue != NULL ? cut->count : DTRAIN__FSDP_CHUNK;
     for (size_t i = 0; i < cut->count; i += tile) {
         size_t n = cut->count - i < tile ? cut->count - i : tile;
         const float *sum = cut->grads + i;
@@ -39855,7 +39752,7 @@ static dtrain_status dtrain__fsdp_settle_and_recv(dtrain_fsdp *fsdp)
  * ends. */
 static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
 {
-    int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && !fsdp->backend->queues;
+    int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && fsdp->device.queue == NULL;
     if (fsdp->called > fsdp->round)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_send_note(fsdp, 1);
@@ -39985,7 +39882,7 @@ static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, co
     /* Its parameters can have been there when its gradients were computed, by a rule that is the same on any number of
      * ranks: it is gathered, it was on the way down, or what was gathered stays. */
     const dtrain__fsdp_unit *unit = &fsdp->units[number];
-    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
+    dtrain_strategy strategy = fsdp->desc.strategy;
     int rank = dtrain__fsdp_rank(fsdp), stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP ||
                                                 fsdp->keeps || fsdp->desc.no_reshard_after_forward;
     if (unit->fresh && (unit->held || unit->backward || stays))
@@ -40472,12 +40369,6 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
         fsdp->call);
 }
 
-static void dtrain__fsdp_cpu_divide(dtrain_fsdp *fsdp, float *x, double divisor, size_t count)
-{
-    (void)fsdp;
-    dtrain__fold_finish(DTRAIN_F32, DTRAIN_MEAN, divisor, x, x, count);
-}
-
 /* Collapses the levels and divides once. */
 static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
@@ -40492,12 +40383,12 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
         sum = fsdp->levels[level];
     }
     if (!fsdp->in_place)
-        fsdp->backend->divide(fsdp, sum, divisor, fsdp->layout.grads);
+        dtrain__fsdp_divide_by(fsdp, sum, divisor, fsdp->layout.grads);
     fsdp->grads = sum;
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && fsdp->in_place)
-            fsdp->backend->divide(fsdp, cut->grads, divisor, cut->count);
+            dtrain__fsdp_divide_by(fsdp, cut->grads, divisor, cut->count);
         if (cut->trained)
             fsdp->slices[i].grads = fsdp->in_place ? cut->grads : sum + cut->grad;
     }
@@ -40536,34 +40427,6 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
     if (total_weight != NULL)
         *total_weight = fsdp->total_weight;
     return dtrain__fsdp_leave(fsdp, status);
-}
-
-/* Sums the squares of all gradients of a copy, but of parameters that another rank of the model counts. */
-static dtrain_status dtrain__fsdp_cpu_squares(dtrain_fsdp *fsdp)
-{
-    int64_t *limbs = fsdp->sum.limbs;
-    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        const dtrain_param_part *part = fsdp->layout.table[cut->param].part;
-        if (cut->trained && (part == NULL || part->copy == 0))
-            dtrain__norm_add_squares(&fsdp->sum, fsdp->slices[i].grads, cut->own_count);
-    }
-    if (fsdp->reduces == NULL)
-        return DTRAIN_OK;
-    return dtrain_all_reduce(fsdp->reduces, limbs, limbs, DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM);
-}
-
-/* Sums the squares of all gradients, over the ranks of one copy: each element once. The CPU waits for a device's. */
-static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
-{
-    if (fsdp->summed)
-        return DTRAIN_OK;
-    memset(&fsdp->sum, 0, sizeof fsdp->sum);
-    dtrain_status status = fsdp->backend->squares(fsdp);
-    if (status != DTRAIN_OK)
-        return dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
-    fsdp->summed = 1;
-    return DTRAIN_OK;
 }
 
 /* Updates this rank's slices. */
@@ -40788,7 +40651,7 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     if (status != DTRAIN_OK)
         return status;
     fsdp->summed = 0;
-    status = dtrain__fsdp_device_queue_squares(fsdp);
+    status = dtrain__fsdp_queue_squares(fsdp, fsdp->device.limbs);
     if (status == DTRAIN_OK)
         status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm,
                                     (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS), fsdp->grads,
@@ -40803,7 +40666,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
         status = dtrain__fsdp_check_norm("dtrain_fsdp_clip_grad_norm", max_norm);
     if (status != DTRAIN_OK)
         return status;
-    if (norm == NULL && fsdp->backend->queues)
+    if (norm == NULL && fsdp->device.queue != NULL)
         return dtrain__fsdp_leave(fsdp, dtrain__fsdp_shorten_unseen(fsdp, max_norm));
     status = dtrain__fsdp_measure(fsdp);
     if (status != DTRAIN_OK)
@@ -40961,14 +40824,6 @@ DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
     return dtrain__fsdp_address(fsdp, name, 1);
 }
 
-/* As a gather would bring it, from full values that are the same on every rank. On a device it takes the stage of a
- * unit, in which nothing may be under way. */
-static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count, int number)
-{
-    if (fsdp->desc.gather_dtype != DTRAIN_F32)
-        fsdp->backend->round(fsdp, full, count, fsdp->desc.gather_dtype, number & 1);
-}
-
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_put", unit);
@@ -40985,10 +40840,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
         if (!cut->home)
             dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
     }
-    if (fsdp->device.stage_bytes > 0 && fsdp->desc.gather_dtype != DTRAIN_F32)
+    if (layout->device != NULL && fsdp->desc.gather_dtype != DTRAIN_F32)
         status = dtrain__fsdp_gather_stage(fsdp, unit);
     for (size_t i = layout->units[unit].first; status == DTRAIN_OK && i < layout->units[unit].end; i++)
-        dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, unit);
+        dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, fsdp->desc.gather_dtype, unit % 2);
     fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
     return dtrain__fsdp_leave(fsdp, status);
 }
@@ -41015,7 +40870,7 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
             continue;
         float *full = cut->data + (low - cut->element);
         dtrain__fsdp_copy(fsdp, full, values + (low - at), high - low);
-        dtrain__fsdp_round(fsdp, full, high - low, cut->unit);
+        dtrain__fsdp_round(fsdp, full, high - low, fsdp->desc.gather_dtype, cut->unit % 2);
     }
 }
 
@@ -41132,7 +40987,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     if (status != DTRAIN_OK)
         return status;
     for (int i = 0; i < fsdp->layout.unit_count && !fsdp->layout.resident; i++)
-        if (dtrain__fsdp_share_place(fsdp, i, i, 0) && fsdp->device.places[i].weights != NULL)
+        if (dtrain__fsdp_share_place(fsdp, i, i, 0) && fsdp->layout.units[i].floats[0] > 0)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
                                 "with dtrain_fsdp_get, or set no_reshard_after_forward",
@@ -41228,7 +41083,6 @@ static uint64_t dtrain__fsdp_traffic_sends(const dtrain__layout *layout, const d
 /* What all buckets send between copies. */
 static uint64_t dtrain__fsdp_traffic_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
 {
-    size_t bucket_bytes = desc->bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : desc->bucket_bytes;
     const dtrain__layout_unit *units = layout->units;
     uint64_t bytes = 0;
     int highest = -1, narrow = dtrain__layout_is_16_bit(desc->reduce_dtype);
@@ -41236,7 +41090,7 @@ static uint64_t dtrain__fsdp_traffic_copies(const dtrain__layout *layout, const 
         if (units[unit].trained == 0)
             continue;
         highest = highest < 0 ? unit : highest;
-        if (!narrow && !dtrain__layout_ends_bucket(layout, unit, highest, bucket_bytes))
+        if (!narrow && !dtrain__layout_ends_bucket(layout, unit, highest, desc->bucket_bytes))
             continue;
         size_t plain = units[highest].grad + units[highest].grad_count - units[unit].grad;
         if (desc->compress != NULL)
@@ -41368,29 +41222,49 @@ static size_t dtrain__fsdp_plan_state_floats(const dtrain_optimizer_desc *optimi
     return optimizer->kind == DTRAIN_ADAMW ? 2 : optimizer->kind == DTRAIN_SGD && optimizer->momentum != 0.0f;
 }
 
-/* Bytes of the CPU's stages for small ranges; sums of gradients that travel in 16 bits have one of their own. */
+/* Bytes of stages; on the CPU sums of gradients that travel in 16 bits have one of their own. */
 static size_t dtrain__fsdp_plan_stages(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
-    size_t stages = DTRAIN__FSDP_STAGES + (size_t)dtrain__layout_is_16_bit(desc->reduce_dtype);
-    return layout->device == NULL ? stages * layout->stage * sizeof(float) : 0;
+    size_t stages = DTRAIN__FSDP_STAGES + (layout->device == NULL && desc->reduce_dtype != DTRAIN_F32 ? 1 : 0);
+    return stages * layout->stage * sizeof(float);
 }
 
-/* Of tables and page counts. */
+/* Takes the tables of an object from a block of zeros, and returns how long it is; NULL: it says only that. */
+static size_t dtrain__fsdp_plan_tables(dtrain_fsdp *fsdp, const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
+                                       int ranks, unsigned char *block)
+{
+    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count, used = 0;
+    size_t shards = (size_t)layout->shards, world = (size_t)ranks,
+           ways = layout->device != NULL ? DTRAIN__FSDP_WAYS : 0;
+#define DTRAIN__FSDP_TAKE(type, count) (type *)dtrain__layout_take(block, &used, count, sizeof(type))
+    fsdp->units = DTRAIN__FSDP_TAKE(dtrain__fsdp_unit, units);
+    fsdp->copying = DTRAIN__FSDP_TAKE(dtrain_work *, units);
+    fsdp->reserved = DTRAIN__FSDP_TAKE(unsigned char, params);
+    fsdp->lr_factors = DTRAIN__FSDP_TAKE(float, params);
+    fsdp->decays = DTRAIN__FSDP_TAKE(float, params);
+    fsdp->counts = DTRAIN__FSDP_TAKE(size_t, cuts * shards);
+    fsdp->packed_counts = DTRAIN__FSDP_TAKE(size_t, 2 * units * shards);
+    fsdp->code_parts = DTRAIN__FSDP_TAKE(const void *, shards);
+    fsdp->code_counts = (size_t *)dtrain__layout_take(block, &used, dtrain__fsdp_code_memory(layout, desc), 1);
+    fsdp->gathering = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
+    fsdp->reducing = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
+    fsdp->slices = DTRAIN__FSDP_TAKE(dtrain_slice, cuts);
+    fsdp->notes = DTRAIN__FSDP_TAKE(dtrain__fsdp_note, world);
+    fsdp->announcements = DTRAIN__FSDP_TAKE(double, 2 * world);
+    fsdp->buckets = DTRAIN__FSDP_TAKE(dtrain_bucket, 2 * units);
+    fsdp->events = DTRAIN__FSDP_TAKE(dtrain__fsdp_event, desc->trace_events);
+    for (size_t way = 0; way < ways; way++)
+        fsdp->device.works[way] = DTRAIN__FSDP_TAKE(dtrain_device_work *, units);
+#undef DTRAIN__FSDP_TAKE
+    return used;
+}
+
 static size_t dtrain__fsdp_plan_bookkeeping(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world)
 {
-    size_t a_param = sizeof(dtrain_param) + sizeof(size_t) + 2 * sizeof(float) + 1;
-    size_t a_cut = sizeof(dtrain__layout_cut) + sizeof(dtrain_slice) + 2 * sizeof(dtrain_work *) +
-                   (size_t)layout->shards * sizeof(size_t);
-    size_t a_unit = sizeof(dtrain__layout_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
-                    2 * (size_t)layout->shards * sizeof(size_t) + 2 * sizeof(dtrain_bucket);
-    if (layout->device != NULL)
-        a_unit += sizeof(dtrain__fsdp_place) + DTRAIN__FSDP_WAYS * sizeof(dtrain_device_work *);
-    return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
-           layout->part_count * sizeof(dtrain_param_part) + layout->cut_count * a_cut +
-           (size_t)layout->unit_count * a_unit + (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
+    dtrain_fsdp none;
+    return sizeof none + layout->bytes + dtrain__fsdp_plan_tables(&none, layout, desc, world, NULL) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
-           desc->trace_events * sizeof(dtrain__fsdp_event) + dtrain__fsdp_plan_stages(layout, desc) +
-           (size_t)layout->shards * sizeof(void *) + dtrain__fsdp_code_memory(layout, desc);
+           (layout->device == NULL ? dtrain__fsdp_plan_stages(layout, desc) : 0);
 }
 
 /* Bytes of what compression keeps from step to step, at most. */
@@ -41417,7 +41291,7 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
     plan->weights = dtrain__fsdp_plan_apart(layout);
     plan->gradients = layout->grads * sizeof(float);
-    if (desc->keep_full_grads || desc->compress != NULL)
+    if (desc->keep_full_grads)
         plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
     else
         plan->gradients *= (size_t)dtrain__layout_levels(micro);
@@ -41426,9 +41300,8 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
         plan->full_weights = dtrain__fsdp_plan_pages(layout, 0, all, spans);
         plan->full_grads = dtrain__fsdp_plan_pages(layout, 1, desc->no_overlap, spans);
     } else {
-        size_t at, stage = dtrain__fsdp_place_stage(layout, desc);
-        plan->full_weights = dtrain__fsdp_place_all(layout, desc, 0, 0, &at) * sizeof(float) + 2 * stage;
-        plan->full_grads = dtrain__fsdp_place_all(layout, desc, 1, 0, &at) * sizeof(float) + stage +
+        plan->full_weights = (layout->place_floats[0] + 2 * layout->stage) * sizeof(float);
+        plan->full_grads = (layout->place_floats[1] + layout->stage) * sizeof(float) +
                            dtrain__fsdp_place_half_bytes(layout, desc) + DTRAIN__FSDP_PLACE_SUM_BYTES;
     }
     plan->bookkeeping = dtrain__fsdp_plan_bookkeeping(layout, desc, world);
@@ -41444,16 +41317,13 @@ DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t coun
                                           int world_size, int rank, dtrain_fsdp_plan_result *plan)
 {
     dtrain_allocator allocator = {NULL, NULL, 0, 0};
-    dtrain_fsdp_desc full;
+    dtrain_fsdp_desc full = dtrain__layout_desc(desc);
     dtrain__layout layout;
-    memset(&full, 0, sizeof full);
     if (plan == NULL || rank < 0 || rank >= world_size || world_size > DTRAIN__MAX_RANKS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_plan: rank %d of %d, and a plan to fill in: expected a rank below the number "
                             "of ranks, at most %d, and no NULL",
                             rank, world_size, DTRAIN__MAX_RANKS);
-    if (desc != NULL)
-        full = *desc;
     memset(plan, 0, sizeof *plan);
     dtrain_status status = dtrain__layout_create(&layout, table, count, &full, world_size, rank, &allocator);
     if (status != DTRAIN_OK)
@@ -41716,53 +41586,17 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
     return status;
 }
 
-static void *dtrain__fsdp_cpu_alloc(dtrain_fsdp *fsdp, size_t bytes)
-{
-    return dtrain__alloc(&fsdp->memory, bytes);
-}
-
-static void dtrain__fsdp_cpu_release(dtrain_fsdp *fsdp, void *memory)
-{
-    dtrain__free(&fsdp->memory, memory);
-}
-
 static dtrain_status dtrain__fsdp_cpu_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
 {
     return dtrain_broadcast(fsdp->world, data, count, dtype, 0);
 }
 
-static void dtrain__fsdp_cpu_round(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage)
-{
-    uint16_t chunk[DTRAIN__FSDP_CHUNK];
-    (void)fsdp, (void)stage;
-    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
-        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
-        DTRAIN_IGNORE(dtrain_convert(x + i, DTRAIN_F32, chunk, dtype, n));
-        DTRAIN_IGNORE(dtrain_convert(chunk, dtype, x + i, DTRAIN_F32, n));
-    }
-}
-
-#define DTRAIN__FSDP_BACKEND(at, queues)                                                                               \
-    static const dtrain__fsdp_backend dtrain__fsdp_##at##_backend = {queues,                                           \
-                                                                     dtrain__fsdp_##at##_alloc,                        \
-                                                                     dtrain__fsdp_##at##_release,                      \
-                                                                     dtrain__fsdp_##at##_reserve,                      \
-                                                                     dtrain__fsdp_##at##_broadcast,                    \
-                                                                     dtrain__fsdp_##at##_get,                          \
-                                                                     dtrain__fsdp_##at##_round,                        \
-                                                                     dtrain__fsdp_##at##_divide,                       \
-                                                                     dtrain__fsdp_##at##_make_room,                    \
-                                                                     dtrain__fsdp_##at##_gather,                       \
-                                                                     dtrain__fsdp_##at##_gathered,                     \
-                                                                     dtrain__fsdp_##at##_reduce,                       \
-                                                                     dtrain__fsdp_##at##_add,                          \
-                                                                     dtrain__fsdp_##at##_wait,                         \
-                                                                     dtrain__fsdp_##at##_narrow,                       \
-                                                                     dtrain__fsdp_##at##_widen,                        \
-                                                                     dtrain__fsdp_##at##_squares,                      \
-                                                                     dtrain__fsdp_##at##_hash};
-DTRAIN__FSDP_BACKEND(cpu, 0)
-DTRAIN__FSDP_BACKEND(device, 1)
+static const dtrain__fsdp_backend dtrain__fsdp_cpu_backend = {dtrain__fsdp_cpu_reserve, dtrain__fsdp_cpu_broadcast,
+                                                              dtrain__fsdp_cpu_get,     dtrain__fsdp_cpu_make_room,
+                                                              dtrain__fsdp_cpu_wait,    dtrain__fsdp_cpu_hash};
+static const dtrain__fsdp_backend dtrain__fsdp_device_backend = {
+    dtrain__fsdp_device_reserve,   dtrain__fsdp_device_broadcast, dtrain__fsdp_device_get,
+    dtrain__fsdp_device_make_room, dtrain__fsdp_device_wait,      dtrain__fsdp_device_hash};
 
 /* Elements of the sums that do not lie where the caller has its gradients. */
 static size_t dtrain__fsdp_sums(dtrain_fsdp *fsdp)
@@ -41780,38 +41614,22 @@ static size_t dtrain__fsdp_sums(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    dtrain_allocator *memory = &fsdp->memory;
-    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
-    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
-    fsdp->units = (dtrain__fsdp_unit *)dtrain__alloc(memory, units * sizeof *fsdp->units);
-    fsdp->copying = (dtrain_work **)dtrain__alloc(memory, units * sizeof *fsdp->copying);
-    fsdp->reserved = (unsigned char *)dtrain__alloc(memory, params);
-    fsdp->lr_factors = (float *)dtrain__alloc(memory, 2 * params * sizeof(float));
-    fsdp->counts = (size_t *)dtrain__alloc(memory, cuts * (size_t)layout->shards * sizeof(size_t));
-    fsdp->packed_counts = (size_t *)dtrain__alloc(memory, 2 * units * (size_t)layout->shards * sizeof(size_t));
-    fsdp->stages = (float *)dtrain__alloc(memory, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
+    int ranks = dtrain_comm_size(fsdp->comm);
+    size_t floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
+    size_t bytes = dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, NULL);
+    fsdp->tables = (unsigned char *)dtrain__alloc(&fsdp->memory, bytes);
+    dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, fsdp->tables);
     fsdp->staged[0] = fsdp->staged[1] = -1;
-    fsdp->code_parts = (const void **)dtrain__alloc(memory, (size_t)layout->shards * sizeof(void *));
-    fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
-    fsdp->reducing = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->reducing);
-    fsdp->slices = (dtrain_slice *)dtrain__alloc(memory, cuts * sizeof *fsdp->slices);
-    fsdp->notes = (dtrain__fsdp_note *)dtrain__alloc(memory, world * sizeof *fsdp->notes);
-    fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
-    fsdp->buckets = (dtrain_bucket *)dtrain__alloc(memory, 2 * units * sizeof *fsdp->buckets);
-    fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
-    fsdp->state = (float *)fsdp->backend->alloc(fsdp, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)fsdp->backend->alloc(fsdp, dtrain__fsdp_plan_apart(layout));
-    fsdp->levels[0] = (float *)fsdp->backend->alloc(fsdp, dtrain__fsdp_sums(fsdp) * sizeof(float));
-    if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
-        fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
-        fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
-        fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL ||
-        fsdp->buckets == NULL || fsdp->code_parts == NULL)
+    fsdp->stages = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
+    fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
+    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_apart(layout));
+    fsdp->levels[0] = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_sums(fsdp) * sizeof(float));
+    if (fsdp->tables == NULL || fsdp->stages == NULL || fsdp->state == NULL || fsdp->masters == NULL ||
+        fsdp->levels[0] == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "%s: no memory on rank %d's %s for slices of %zu weights and %zu gradients", fsdp->call,
                             dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue), layout->weights,
                             layout->grads);
-    fsdp->decays = fsdp->lr_factors + params;
     return dtrain__fsdp_reserve(fsdp);
 }
 
@@ -41830,7 +41648,7 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
             continue;
         if (layout->apart && !cut->home)
             dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
-        dtrain__fsdp_round(fsdp, cut->data, cut->count, cut->unit);
+        dtrain__fsdp_round(fsdp, cut->data, cut->count, fsdp->desc.gather_dtype, cut->unit % 2);
     }
     for (int i = 0; i < layout->unit_count; i++) {
         fsdp->trained_units += layout->units[i].trained > 0;
@@ -41924,14 +41742,9 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     made->backend = &dtrain__fsdp_cpu_backend;
     made->comm = comm;
     made->call = call;
-    if (desc != NULL)
-        made->desc = *desc;
-    made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
-    made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
-    made->desc.keep_full_grads |= made->desc.compress != NULL;
+    made->desc = dtrain__layout_desc(desc);
     made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug);
     made->ddp = ddp;
-    made->desc.bucket_bytes = made->desc.bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : made->desc.bucket_bytes;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
     made->freezes = made->desc.compress != NULL && made->desc.compress->adam;
@@ -42059,27 +41872,13 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
     dtrain_allocator *memory = &fsdp->memory, last;
-    dtrain__free(memory, fsdp->units);
-    dtrain__free(memory, fsdp->copying);
-    dtrain__free(memory, fsdp->reserved);
-    dtrain__free(memory, fsdp->lr_factors);
-    dtrain__free(memory, fsdp->counts);
-    dtrain__free(memory, fsdp->packed_counts);
-    dtrain__free(memory, fsdp->stages);
-    dtrain__free(memory, fsdp->code_parts);
-    dtrain__free(memory, fsdp->code_counts);
-    dtrain__free(memory, fsdp->gathering);
-    dtrain__free(memory, fsdp->reducing);
-    dtrain__free(memory, fsdp->slices);
-    dtrain__free(memory, fsdp->notes);
-    dtrain__free(memory, fsdp->announcements);
-    dtrain__free(memory, fsdp->buckets);
-    dtrain__free(memory, fsdp->events);
-    fsdp->backend->release(fsdp, fsdp->state);
-    fsdp->backend->release(fsdp, fsdp->masters);
+    dtrain__free(memory, fsdp->tables);
+    dtrain__fsdp_release(fsdp, fsdp->stages);
+    dtrain__fsdp_release(fsdp, fsdp->state);
+    dtrain__fsdp_release(fsdp, fsdp->masters);
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
-        fsdp->backend->release(fsdp, fsdp->levels[i]);
-        fsdp->backend->release(fsdp, fsdp->full_levels[i]);
+        dtrain__fsdp_release(fsdp, fsdp->levels[i]);
+        dtrain__fsdp_release(fsdp, fsdp->full_levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
     dtrain__pages_destroy(&fsdp->weight_pages);

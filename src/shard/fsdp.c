@@ -19,8 +19,7 @@
 #define DTRAIN__FSDP_CHUNK 2048  /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
 #define DTRAIN__FSDP_WHY 104
-#define DTRAIN__FSDP_ROTATING 2 /* units that are gathered at once, tied ones apart */
-#define DTRAIN__FSDP_BUCKET ((size_t)1 << 20)
+#define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, tied ones apart */
 #define DTRAIN__FSDP_GRACE_NS 1000000000 /* for what is under way when an object is destroyed */
 #define DTRAIN__FSDP_STAGES 3            /* of small ranges: of units with even numbers, with odd ones, of gradients */
 
@@ -59,13 +58,6 @@ typedef struct dtrain__fsdp_unit {
     uint64_t job; /* of such a unit: what the reducer was given, or 1; 0: nothing that was not waited for */
 } dtrain__fsdp_unit;
 
-/* On a device: where a unit's ranges lie that have no memory of the caller's, one after another. */
-typedef struct dtrain__fsdp_place {
-    float *weights, *grads;   /* NULL: they all have */
-    int shares, shares_grads; /* units of even, or of odd numbers rotate; their gradients lie in one place */
-    int whole, whole_grads;   /* all ranges of the unit are there */
-} dtrain__fsdp_place;
-
 enum { DTRAIN__FSDP_GATHERS, DTRAIN__FSDP_REDUCES, DTRAIN__FSDP_COPIES, DTRAIN__FSDP_WAYS };
 
 /* What an object over memory of a device has besides; see >>fsdp-device. */
@@ -74,15 +66,11 @@ typedef struct dtrain__fsdp_device {
     dtrain_comm *comms[DTRAIN__FSDP_WAYS];
     dtrain_device_group *groups[DTRAIN__FSDP_WAYS];
     dtrain_device_work **works[DTRAIN__FSDP_WAYS]; /* of a unit, of a bucket's lowest */
-    dtrain__fsdp_place *places;                    /* of a unit */
     float *blocks[2];                              /* where places are: of weights, of gradients */
-    size_t block_floats[2];
-    unsigned char *stages; /* three: of units with even numbers, with odd ones, of gradients */
-    size_t stage_bytes;
-    uint16_t *halves;     /* this rank's part of sums that travel in 16 bits */
-    int64_t *limbs;       /* of the exact sum of squares; then the norm */
-    int64_t *drift;       /* of that of a part of the weights */
-    int64_t *drift_heard; /* the same in pinned memory, once drift_event has passed */
+    uint16_t *halves;                              /* this rank's part of sums that travel in 16 bits */
+    int64_t *limbs;                                /* of the exact sum of squares; then the norm */
+    int64_t *drift;                                /* of that of a part of the weights */
+    int64_t *drift_heard;                          /* the same in pinned memory, once drift_event has passed */
     dtrain_device_event *drift_event;
     int drift_queued; /* the sum is on its way, or here; -1: there is none on this device */
     dtrain__norm drift_sum;
@@ -109,24 +97,12 @@ typedef struct dtrain__fsdp_note {
 
 /* What differs between memory of the CPU and of a device. A unit is given by its number. */
 typedef struct dtrain__fsdp_backend {
-    int queues; /* work is put into a queue: the CPU does not see when it has been done */
-    void *(*alloc)(dtrain_fsdp *fsdp, size_t bytes);
-    void (*release)(dtrain_fsdp *fsdp, void *memory);
     dtrain_status (*reserve)(dtrain_fsdp *fsdp); /* memory for units in full */
     dtrain_status (*broadcast)(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype);
     dtrain_status (*get)(dtrain_fsdp *fsdp, size_t cut, const float *own, float *out, int root);
-    void (*round)(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage);
-    void (*divide)(dtrain_fsdp *fsdp, float *x, double divisor, size_t count);
     dtrain_status (*make_room)(dtrain_fsdp *fsdp, int unit, int *room);
-    dtrain_status (*gather)(dtrain_fsdp *fsdp, int unit); /* starts to */
-    dtrain_status (*gathered)(dtrain_fsdp *fsdp, int unit);
-    dtrain_status (*reduce)(dtrain_fsdp *fsdp, int unit, float *sum);              /* starts to: this rank's part */
-    dtrain_status (*add)(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count); /* starts to, over the copies */
-    dtrain_status (*wait)(dtrain_fsdp *fsdp, int way, int lowest, int unit);       /* for a reduction, or an addition */
-    void (*narrow)(dtrain_fsdp *fsdp, int unit, float *sum);                       /* to what travels between copies */
-    void (*widen)(dtrain_fsdp *fsdp, int unit, float *sum);
-    dtrain_status (*squares)(dtrain_fsdp *fsdp); /* of all gradients of a copy, into fsdp->sum */
-    uint64_t (*hash)(dtrain_fsdp *fsdp);         /* of a part of the weights; 0: it is not here yet */
+    dtrain_status (*wait)(dtrain_fsdp *fsdp, int way, int lowest, int unit); /* for what is under way of a unit */
+    uint64_t (*hash)(dtrain_fsdp *fsdp); /* of a part of the weights; 0: it is not here yet */
 } dtrain__fsdp_backend;
 
 struct dtrain_fsdp {
@@ -142,12 +118,13 @@ struct dtrain_fsdp {
     dtrain_optimizer_desc optimizer;
     dtrain__layout layout;
     dtrain__pages weight_pages, grad_pages;
+    unsigned char *tables; /* the block of what follows that has one element a unit, cut, parameter, shard or rank */
     dtrain__fsdp_unit *units;
     unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
     float *lr_factors, *decays;          /* of a parameter */
     size_t *counts;                      /* of a cut: every rank's part */
     size_t *packed_counts;               /* of a unit: every rank's part of its small ranges, then of those trained */
-    float *stages;                       /* where small ranges are packed */
+    float *stages;                       /* where small ranges are packed, on a device whole units */
     int staged[2];                       /* the units whose parameters are there; -1: none */
     dtrain_work **gathering, **reducing; /* of a cut */
     dtrain_work **copying;               /* of a unit */
@@ -449,9 +426,8 @@ static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 /* Says whether two units lie in one place of a device: those of even numbers do, and those of odd ones. */
 static int dtrain__fsdp_share_place(const dtrain_fsdp *fsdp, int a, int b, int grads)
 {
-    const dtrain__fsdp_place *places = fsdp->device.places;
-    return places != NULL && a % 2 == b % 2 &&
-           (grads ? places[a].shares_grads && places[b].shares_grads : places[a].shares && places[b].shares);
+    const dtrain__layout_unit *units = fsdp->layout.units;
+    return a % 2 == b % 2 && units[a].shares[grads] && units[b].shares[grads];
 }
 
 static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take);

@@ -61,14 +61,6 @@ DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
     return dtrain__fsdp_address(fsdp, name, 1);
 }
 
-/* As a gather would bring it, from full values that are the same on every rank. On a device it takes the stage of a
- * unit, in which nothing may be under way. */
-static void dtrain__fsdp_round(dtrain_fsdp *fsdp, float *full, size_t count, int number)
-{
-    if (fsdp->desc.gather_dtype != DTRAIN_F32)
-        fsdp->backend->round(fsdp, full, count, fsdp->desc.gather_dtype, number & 1);
-}
-
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_put", unit);
@@ -85,10 +77,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
         if (!cut->home)
             dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
     }
-    if (fsdp->device.stage_bytes > 0 && fsdp->desc.gather_dtype != DTRAIN_F32)
+    if (layout->device != NULL && fsdp->desc.gather_dtype != DTRAIN_F32)
         status = dtrain__fsdp_gather_stage(fsdp, unit);
     for (size_t i = layout->units[unit].first; status == DTRAIN_OK && i < layout->units[unit].end; i++)
-        dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, unit);
+        dtrain__fsdp_round(fsdp, layout->cuts[i].data, layout->cuts[i].count, fsdp->desc.gather_dtype, unit % 2);
     fsdp->units[unit].stale |= fsdp->layout.code_stage > 0; /* the next gather brings what was rounded by blocks */
     return dtrain__fsdp_leave(fsdp, status);
 }
@@ -115,7 +107,7 @@ static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const 
             continue;
         float *full = cut->data + (low - cut->element);
         dtrain__fsdp_copy(fsdp, full, values + (low - at), high - low);
-        dtrain__fsdp_round(fsdp, full, high - low, cut->unit);
+        dtrain__fsdp_round(fsdp, full, high - low, fsdp->desc.gather_dtype, cut->unit % 2);
     }
 }
 
@@ -232,7 +224,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     if (status != DTRAIN_OK)
         return status;
     for (int i = 0; i < fsdp->layout.unit_count && !fsdp->layout.resident; i++)
-        if (dtrain__fsdp_share_place(fsdp, i, i, 0) && fsdp->device.places[i].weights != NULL)
+        if (dtrain__fsdp_share_place(fsdp, i, i, 0) && fsdp->layout.units[i].floats[0] > 0)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "dtrain_fsdp_unshard: unit %d has no memory of its own on rank %d's %s: get parameters "
                                 "with dtrain_fsdp_get, or set no_reshard_after_forward",

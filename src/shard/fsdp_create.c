@@ -252,53 +252,17 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
     return status;
 }
 
-static void *dtrain__fsdp_cpu_alloc(dtrain_fsdp *fsdp, size_t bytes)
-{
-    return dtrain__alloc(&fsdp->memory, bytes);
-}
-
-static void dtrain__fsdp_cpu_release(dtrain_fsdp *fsdp, void *memory)
-{
-    dtrain__free(&fsdp->memory, memory);
-}
-
 static dtrain_status dtrain__fsdp_cpu_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
 {
     return dtrain_broadcast(fsdp->world, data, count, dtype, 0);
 }
 
-static void dtrain__fsdp_cpu_round(dtrain_fsdp *fsdp, float *x, size_t count, dtrain_dtype dtype, int stage)
-{
-    uint16_t chunk[DTRAIN__FSDP_CHUNK];
-    (void)fsdp, (void)stage;
-    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
-        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
-        DTRAIN_IGNORE(dtrain_convert(x + i, DTRAIN_F32, chunk, dtype, n));
-        DTRAIN_IGNORE(dtrain_convert(chunk, dtype, x + i, DTRAIN_F32, n));
-    }
-}
-
-#define DTRAIN__FSDP_BACKEND(at, queues)                                                                               \
-    static const dtrain__fsdp_backend dtrain__fsdp_##at##_backend = {queues,                                           \
-                                                                     dtrain__fsdp_##at##_alloc,                        \
-                                                                     dtrain__fsdp_##at##_release,                      \
-                                                                     dtrain__fsdp_##at##_reserve,                      \
-                                                                     dtrain__fsdp_##at##_broadcast,                    \
-                                                                     dtrain__fsdp_##at##_get,                          \
-                                                                     dtrain__fsdp_##at##_round,                        \
-                                                                     dtrain__fsdp_##at##_divide,                       \
-                                                                     dtrain__fsdp_##at##_make_room,                    \
-                                                                     dtrain__fsdp_##at##_gather,                       \
-                                                                     dtrain__fsdp_##at##_gathered,                     \
-                                                                     dtrain__fsdp_##at##_reduce,                       \
-                                                                     dtrain__fsdp_##at##_add,                          \
-                                                                     dtrain__fsdp_##at##_wait,                         \
-                                                                     dtrain__fsdp_##at##_narrow,                       \
-                                                                     dtrain__fsdp_##at##_widen,                        \
-                                                                     dtrain__fsdp_##at##_squares,                      \
-                                                                     dtrain__fsdp_##at##_hash};
-DTRAIN__FSDP_BACKEND(cpu, 0)
-DTRAIN__FSDP_BACKEND(device, 1)
+static const dtrain__fsdp_backend dtrain__fsdp_cpu_backend = {dtrain__fsdp_cpu_reserve, dtrain__fsdp_cpu_broadcast,
+                                                              dtrain__fsdp_cpu_get,     dtrain__fsdp_cpu_make_room,
+                                                              dtrain__fsdp_cpu_wait,    dtrain__fsdp_cpu_hash};
+static const dtrain__fsdp_backend dtrain__fsdp_device_backend = {
+    dtrain__fsdp_device_reserve,   dtrain__fsdp_device_broadcast, dtrain__fsdp_device_get,
+    dtrain__fsdp_device_make_room, dtrain__fsdp_device_wait,      dtrain__fsdp_device_hash};
 
 /* Elements of the sums that do not lie where the caller has its gradients. */
 static size_t dtrain__fsdp_sums(dtrain_fsdp *fsdp)
@@ -316,38 +280,22 @@ static size_t dtrain__fsdp_sums(dtrain_fsdp *fsdp)
 static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    dtrain_allocator *memory = &fsdp->memory;
-    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count;
-    size_t world = (size_t)dtrain_comm_size(fsdp->comm), floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
-    fsdp->units = (dtrain__fsdp_unit *)dtrain__alloc(memory, units * sizeof *fsdp->units);
-    fsdp->copying = (dtrain_work **)dtrain__alloc(memory, units * sizeof *fsdp->copying);
-    fsdp->reserved = (unsigned char *)dtrain__alloc(memory, params);
-    fsdp->lr_factors = (float *)dtrain__alloc(memory, 2 * params * sizeof(float));
-    fsdp->counts = (size_t *)dtrain__alloc(memory, cuts * (size_t)layout->shards * sizeof(size_t));
-    fsdp->packed_counts = (size_t *)dtrain__alloc(memory, 2 * units * (size_t)layout->shards * sizeof(size_t));
-    fsdp->stages = (float *)dtrain__alloc(memory, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
+    int ranks = dtrain_comm_size(fsdp->comm);
+    size_t floats = dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
+    size_t bytes = dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, NULL);
+    fsdp->tables = (unsigned char *)dtrain__alloc(&fsdp->memory, bytes);
+    dtrain__fsdp_plan_tables(fsdp, layout, &fsdp->desc, ranks, fsdp->tables);
     fsdp->staged[0] = fsdp->staged[1] = -1;
-    fsdp->code_parts = (const void **)dtrain__alloc(memory, (size_t)layout->shards * sizeof(void *));
-    fsdp->gathering = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->gathering);
-    fsdp->reducing = (dtrain_work **)dtrain__alloc(memory, cuts * sizeof *fsdp->reducing);
-    fsdp->slices = (dtrain_slice *)dtrain__alloc(memory, cuts * sizeof *fsdp->slices);
-    fsdp->notes = (dtrain__fsdp_note *)dtrain__alloc(memory, world * sizeof *fsdp->notes);
-    fsdp->announcements = (double *)dtrain__alloc(memory, 2 * world * sizeof(double));
-    fsdp->buckets = (dtrain_bucket *)dtrain__alloc(memory, 2 * units * sizeof *fsdp->buckets);
-    fsdp->events = (dtrain__fsdp_event *)dtrain__alloc(memory, fsdp->desc.trace_events * sizeof *fsdp->events);
-    fsdp->state = (float *)fsdp->backend->alloc(fsdp, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)fsdp->backend->alloc(fsdp, dtrain__fsdp_plan_apart(layout));
-    fsdp->levels[0] = (float *)fsdp->backend->alloc(fsdp, dtrain__fsdp_sums(fsdp) * sizeof(float));
-    if (fsdp->units == NULL || fsdp->copying == NULL || fsdp->reserved == NULL || fsdp->lr_factors == NULL ||
-        fsdp->counts == NULL || fsdp->gathering == NULL || fsdp->reducing == NULL || fsdp->slices == NULL ||
-        fsdp->notes == NULL || fsdp->announcements == NULL || fsdp->events == NULL || fsdp->state == NULL ||
-        fsdp->masters == NULL || fsdp->levels[0] == NULL || fsdp->packed_counts == NULL || fsdp->stages == NULL ||
-        fsdp->buckets == NULL || fsdp->code_parts == NULL)
+    fsdp->stages = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
+    fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
+    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_apart(layout));
+    fsdp->levels[0] = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_sums(fsdp) * sizeof(float));
+    if (fsdp->tables == NULL || fsdp->stages == NULL || fsdp->state == NULL || fsdp->masters == NULL ||
+        fsdp->levels[0] == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "%s: no memory on rank %d's %s for slices of %zu weights and %zu gradients", fsdp->call,
                             dtrain__fsdp_rank(fsdp), dtrain_device_name(fsdp->device.queue), layout->weights,
                             layout->grads);
-    fsdp->decays = fsdp->lr_factors + params;
     return dtrain__fsdp_reserve(fsdp);
 }
 
@@ -366,7 +314,7 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
             continue;
         if (layout->apart && !cut->home)
             dtrain__fsdp_copy(fsdp, fsdp->masters + cut->weight, cut->data + cut->own, cut->own_count);
-        dtrain__fsdp_round(fsdp, cut->data, cut->count, cut->unit);
+        dtrain__fsdp_round(fsdp, cut->data, cut->count, fsdp->desc.gather_dtype, cut->unit % 2);
     }
     for (int i = 0; i < layout->unit_count; i++) {
         fsdp->trained_units += layout->units[i].trained > 0;
@@ -460,14 +408,9 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     made->backend = &dtrain__fsdp_cpu_backend;
     made->comm = comm;
     made->call = call;
-    if (desc != NULL)
-        made->desc = *desc;
-    made->desc.gather_dtype = made->desc.gather_dtype == 0 ? DTRAIN_F32 : made->desc.gather_dtype;
-    made->desc.reduce_dtype = made->desc.reduce_dtype == 0 ? DTRAIN_F32 : made->desc.reduce_dtype;
-    made->desc.keep_full_grads |= made->desc.compress != NULL;
+    made->desc = dtrain__layout_desc(desc);
     made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug);
     made->ddp = ddp;
-    made->desc.bucket_bytes = made->desc.bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : made->desc.bucket_bytes;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
     made->freezes = made->desc.compress != NULL && made->desc.compress->adam;
@@ -595,27 +538,13 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
 {
     dtrain_allocator *memory = &fsdp->memory, last;
-    dtrain__free(memory, fsdp->units);
-    dtrain__free(memory, fsdp->copying);
-    dtrain__free(memory, fsdp->reserved);
-    dtrain__free(memory, fsdp->lr_factors);
-    dtrain__free(memory, fsdp->counts);
-    dtrain__free(memory, fsdp->packed_counts);
-    dtrain__free(memory, fsdp->stages);
-    dtrain__free(memory, fsdp->code_parts);
-    dtrain__free(memory, fsdp->code_counts);
-    dtrain__free(memory, fsdp->gathering);
-    dtrain__free(memory, fsdp->reducing);
-    dtrain__free(memory, fsdp->slices);
-    dtrain__free(memory, fsdp->notes);
-    dtrain__free(memory, fsdp->announcements);
-    dtrain__free(memory, fsdp->buckets);
-    dtrain__free(memory, fsdp->events);
-    fsdp->backend->release(fsdp, fsdp->state);
-    fsdp->backend->release(fsdp, fsdp->masters);
+    dtrain__free(memory, fsdp->tables);
+    dtrain__fsdp_release(fsdp, fsdp->stages);
+    dtrain__fsdp_release(fsdp, fsdp->state);
+    dtrain__fsdp_release(fsdp, fsdp->masters);
     for (int i = 0; i < DTRAIN__FSDP_LEVELS; i++) {
-        fsdp->backend->release(fsdp, fsdp->levels[i]);
-        fsdp->backend->release(fsdp, fsdp->full_levels[i]);
+        dtrain__fsdp_release(fsdp, fsdp->levels[i]);
+        dtrain__fsdp_release(fsdp, fsdp->full_levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
     dtrain__pages_destroy(&fsdp->weight_pages);

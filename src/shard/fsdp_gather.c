@@ -38,7 +38,7 @@ static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
 {
     int other = fsdp->staged[number % 2];
     dtrain_status status = DTRAIN_OK;
-    if (fsdp->layout.units[number].packed == 0 && fsdp->layout.code_stage == 0 && fsdp->device.stage_bytes == 0)
+    if ((fsdp->layout.units[number].packed == 0 || fsdp->layout.stage == 0) && fsdp->layout.code_stage == 0)
         return DTRAIN_OK;
     if (other >= 0 && other != number && fsdp->units[other].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
         status = dtrain__fsdp_gather_finish(fsdp, other);
@@ -46,34 +46,40 @@ static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Starts to gather the small ranges of a unit as one. */
+/* Says whether a unit is gathered to where it lies: on a device, where that is one place of as wide numbers. */
+static int dtrain__fsdp_gathers_straight(const dtrain_fsdp *fsdp, int number)
+{
+    return fsdp->layout.units[number].whole[0] && fsdp->desc.gather_dtype == DTRAIN_F32;
+}
+
+/* Starts to gather the small ranges of a unit as one, on a device all. */
 static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin, first = unit->end;
     const size_t *counts = dtrain__fsdp_packed(fsdp, number, 0, &begin);
-    unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
+    int straight = dtrain__fsdp_gathers_straight(fsdp, number);
+    unsigned char *all =
+        straight ? (unsigned char *)(fsdp->device.blocks[0] + unit->place[0]) : dtrain__fsdp_stage(fsdp, number % 2);
     if (unit->packed == 0)
         return DTRAIN_OK;
-    for (size_t i = unit->end; i-- > unit->first;) {
+    const void *mine = straight && fsdp->layout.apart ? fsdp->masters + fsdp->layout.cuts[unit->first].weight
+                                                      : (const void *)(all + begin * width);
+    for (size_t i = unit->end; i-- > unit->first && !straight;) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        first = cut->packed ? i : first;
-        if (cut->packed && cut->own_count > 0)
-            DTRAIN_IGNORE(dtrain_convert(dtrain__fsdp_own(fsdp, cut), DTRAIN_F32,
-                                         stage + (cut->stage + cut->own) * width, dtype, cut->own_count));
+        if (!cut->packed)
+            continue;
+        first = i;
+        dtrain__fsdp_convert(fsdp, dtrain__fsdp_own(fsdp, cut), DTRAIN_F32, all + (cut->stage + cut->own) * width,
+                             dtype, cut->own_count);
     }
-    return dtrain__all_gather_v(fsdp->gathers, stage + begin * width, stage, counts, NULL, dtype,
-                                &fsdp->gathering[first]);
-}
-
-static dtrain_status dtrain__fsdp_cpu_gather(dtrain_fsdp *fsdp, int number)
-{
-    dtrain_status status = dtrain__fsdp_gather_packed(fsdp, number);
-    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
-        if (!fsdp->layout.cuts[i].packed)
-            status = dtrain__fsdp_gather_cut(fsdp, i);
-    return status;
+    if (fsdp->gathers == NULL)
+        return DTRAIN_OK;
+    return fsdp->device.queue != NULL
+               ? dtrain__async_all_gather_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
+                                            &fsdp->device.works[DTRAIN__FSDP_GATHERS][number])
+               : dtrain__all_gather_v(fsdp->gathers, mine, all, counts, NULL, dtype, &fsdp->gathering[first]);
 }
 
 static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
@@ -83,33 +89,31 @@ static dtrain_status dtrain__fsdp_gather_start(dtrain_fsdp *fsdp, int number)
     fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_GATHERING;
     dtrain_status status = dtrain__fsdp_gather_stage(fsdp, number);
     if (status == DTRAIN_OK)
-        status = fsdp->backend->gather(fsdp, number);
+        status = dtrain__fsdp_gather_packed(fsdp, number);
+    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++)
+        if (!fsdp->layout.cuts[i].packed)
+            status = dtrain__fsdp_gather_cut(fsdp, i);
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "starting to gather", number);
 }
 
-static dtrain_status dtrain__fsdp_cpu_gathered(dtrain_fsdp *fsdp, int number)
+static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
 {
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
     const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     size_t width = dtype == DTRAIN_F32 ? 4 : 2;
-    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, number);
-    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++) {
+    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_GATHERS, number, number);
+    if (status != DTRAIN_OK)
+        return status;
+    for (size_t i = unit->first; i < unit->end && !dtrain__fsdp_gathers_straight(fsdp, number); i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->packed)
-            DTRAIN_IGNORE(dtrain_convert(stage + cut->stage * width, dtype, cut->data, DTRAIN_F32, cut->count));
+            dtrain__fsdp_convert(fsdp, stage + cut->stage * width, dtype, cut->data, DTRAIN_F32, cut->count);
         else if (cut->codes)
             dtrain__fsdp_code_gathered(fsdp, i);
         else if (dtype != DTRAIN_F32)
             dtrain__fsdp_widen(cut->data, cut->count, dtype);
     }
-    return status;
-}
-
-static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
-{
-    dtrain_status status = fsdp->backend->gathered(fsdp, number);
-    if (status != DTRAIN_OK)
-        return status;
     fsdp->units[number].state = DTRAIN__FSDP_WEIGHTS_READY;
     fsdp->units[number].stale = 0;
     if (!fsdp->units[number].held && !dtrain__fsdp_debug_stays(fsdp))
@@ -236,9 +240,9 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
 /* Says whether a unit can be gathered while others are held. */
 static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__fsdp_place *places = fsdp->device.places;
-    for (int i = 0; places != NULL && places[number].weights != NULL && i < fsdp->layout.unit_count; i++)
-        if (i != number && dtrain__fsdp_share_place(fsdp, i, number, 0) && places[i].weights != NULL &&
+    const dtrain__layout_unit *units = fsdp->layout.units;
+    for (int i = 0; units[number].floats[0] > 0 && i < fsdp->layout.unit_count; i++)
+        if (i != number && dtrain__fsdp_share_place(fsdp, i, number, 0) && units[i].floats[0] > 0 &&
             fsdp->units[i].held && fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_INVALID,

@@ -42,7 +42,7 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     if (status != DTRAIN_OK)
         return status;
     fsdp->summed = 0;
-    status = dtrain__fsdp_device_queue_squares(fsdp);
+    status = dtrain__fsdp_queue_squares(fsdp, fsdp->device.limbs);
     if (status == DTRAIN_OK)
         status = dtrain_device_clip(fsdp->device.queue, fsdp->device.limbs, max_norm,
                                     (double *)(void *)(fsdp->device.limbs + DTRAIN__NORM_LIMBS), fsdp->grads,
@@ -57,7 +57,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max
         status = dtrain__fsdp_check_norm("dtrain_fsdp_clip_grad_norm", max_norm);
     if (status != DTRAIN_OK)
         return status;
-    if (norm == NULL && fsdp->backend->queues)
+    if (norm == NULL && fsdp->device.queue != NULL)
         return dtrain__fsdp_leave(fsdp, dtrain__fsdp_shorten_unseen(fsdp, max_norm));
     status = dtrain__fsdp_measure(fsdp);
     if (status != DTRAIN_OK)

@@ -94,29 +94,49 @@ static size_t dtrain__fsdp_plan_state_floats(const dtrain_optimizer_desc *optimi
     return optimizer->kind == DTRAIN_ADAMW ? 2 : optimizer->kind == DTRAIN_SGD && optimizer->momentum != 0.0f;
 }
 
-/* Bytes of the CPU's stages for small ranges; sums of gradients that travel in 16 bits have one of their own. */
+/* Bytes of stages; on the CPU sums of gradients that travel in 16 bits have one of their own. */
 static size_t dtrain__fsdp_plan_stages(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
-    size_t stages = DTRAIN__FSDP_STAGES + (size_t)dtrain__layout_is_16_bit(desc->reduce_dtype);
-    return layout->device == NULL ? stages * layout->stage * sizeof(float) : 0;
+    size_t stages = DTRAIN__FSDP_STAGES + (layout->device == NULL && desc->reduce_dtype != DTRAIN_F32 ? 1 : 0);
+    return stages * layout->stage * sizeof(float);
 }
 
-/* Of tables and page counts. */
+/* Takes the tables of an object from a block of zeros, and returns how long it is; NULL: it says only that. */
+static size_t dtrain__fsdp_plan_tables(dtrain_fsdp *fsdp, const dtrain__layout *layout, const dtrain_fsdp_desc *desc,
+                                       int ranks, unsigned char *block)
+{
+    size_t cuts = layout->cut_count, params = layout->table_count, units = (size_t)layout->unit_count, used = 0;
+    size_t shards = (size_t)layout->shards, world = (size_t)ranks,
+           ways = layout->device != NULL ? DTRAIN__FSDP_WAYS : 0;
+#define DTRAIN__FSDP_TAKE(type, count) (type *)dtrain__layout_take(block, &used, count, sizeof(type))
+    fsdp->units = DTRAIN__FSDP_TAKE(dtrain__fsdp_unit, units);
+    fsdp->copying = DTRAIN__FSDP_TAKE(dtrain_work *, units);
+    fsdp->reserved = DTRAIN__FSDP_TAKE(unsigned char, params);
+    fsdp->lr_factors = DTRAIN__FSDP_TAKE(float, params);
+    fsdp->decays = DTRAIN__FSDP_TAKE(float, params);
+    fsdp->counts = DTRAIN__FSDP_TAKE(size_t, cuts * shards);
+    fsdp->packed_counts = DTRAIN__FSDP_TAKE(size_t, 2 * units * shards);
+    fsdp->code_parts = DTRAIN__FSDP_TAKE(const void *, shards);
+    fsdp->code_counts = (size_t *)dtrain__layout_take(block, &used, dtrain__fsdp_code_memory(layout, desc), 1);
+    fsdp->gathering = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
+    fsdp->reducing = DTRAIN__FSDP_TAKE(dtrain_work *, cuts);
+    fsdp->slices = DTRAIN__FSDP_TAKE(dtrain_slice, cuts);
+    fsdp->notes = DTRAIN__FSDP_TAKE(dtrain__fsdp_note, world);
+    fsdp->announcements = DTRAIN__FSDP_TAKE(double, 2 * world);
+    fsdp->buckets = DTRAIN__FSDP_TAKE(dtrain_bucket, 2 * units);
+    fsdp->events = DTRAIN__FSDP_TAKE(dtrain__fsdp_event, desc->trace_events);
+    for (size_t way = 0; way < ways; way++)
+        fsdp->device.works[way] = DTRAIN__FSDP_TAKE(dtrain_device_work *, units);
+#undef DTRAIN__FSDP_TAKE
+    return used;
+}
+
 static size_t dtrain__fsdp_plan_bookkeeping(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world)
 {
-    size_t a_param = sizeof(dtrain_param) + sizeof(size_t) + 2 * sizeof(float) + 1;
-    size_t a_cut = sizeof(dtrain__layout_cut) + sizeof(dtrain_slice) + 2 * sizeof(dtrain_work *) +
-                   (size_t)layout->shards * sizeof(size_t);
-    size_t a_unit = sizeof(dtrain__layout_unit) + sizeof(dtrain__fsdp_unit) + sizeof(dtrain_work *) +
-                    2 * (size_t)layout->shards * sizeof(size_t) + 2 * sizeof(dtrain_bucket);
-    if (layout->device != NULL)
-        a_unit += sizeof(dtrain__fsdp_place) + DTRAIN__FSDP_WAYS * sizeof(dtrain_device_work *);
-    return sizeof(struct dtrain_fsdp) + layout->table_count * a_param + layout->names_bytes +
-           layout->part_count * sizeof(dtrain_param_part) + layout->cut_count * a_cut +
-           (size_t)layout->unit_count * a_unit + (size_t)world * (sizeof(dtrain__fsdp_note) + 2 * sizeof(double)) +
+    dtrain_fsdp none;
+    return sizeof none + layout->bytes + dtrain__fsdp_plan_tables(&none, layout, desc, world, NULL) +
            2 * (layout->reserved / dtrain__os_page_bytes() + 1) * sizeof(uint16_t) +
-           desc->trace_events * sizeof(dtrain__fsdp_event) + dtrain__fsdp_plan_stages(layout, desc) +
-           (size_t)layout->shards * sizeof(void *) + dtrain__fsdp_code_memory(layout, desc);
+           (layout->device == NULL ? dtrain__fsdp_plan_stages(layout, desc) : 0);
 }
 
 /* Bytes of what compression keeps from step to step, at most. */
@@ -143,7 +163,7 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
     plan->weights = dtrain__fsdp_plan_apart(layout);
     plan->gradients = layout->grads * sizeof(float);
-    if (desc->keep_full_grads || desc->compress != NULL)
+    if (desc->keep_full_grads)
         plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
     else
         plan->gradients *= (size_t)dtrain__layout_levels(micro);
@@ -152,9 +172,8 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
         plan->full_weights = dtrain__fsdp_plan_pages(layout, 0, all, spans);
         plan->full_grads = dtrain__fsdp_plan_pages(layout, 1, desc->no_overlap, spans);
     } else {
-        size_t at, stage = dtrain__fsdp_place_stage(layout, desc);
-        plan->full_weights = dtrain__fsdp_place_all(layout, desc, 0, 0, &at) * sizeof(float) + 2 * stage;
-        plan->full_grads = dtrain__fsdp_place_all(layout, desc, 1, 0, &at) * sizeof(float) + stage +
+        plan->full_weights = (layout->place_floats[0] + 2 * layout->stage) * sizeof(float);
+        plan->full_grads = (layout->place_floats[1] + layout->stage) * sizeof(float) +
                            dtrain__fsdp_place_half_bytes(layout, desc) + DTRAIN__FSDP_PLACE_SUM_BYTES;
     }
     plan->bookkeeping = dtrain__fsdp_plan_bookkeeping(layout, desc, world);
@@ -170,16 +189,13 @@ DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t coun
                                           int world_size, int rank, dtrain_fsdp_plan_result *plan)
 {
     dtrain_allocator allocator = {NULL, NULL, 0, 0};
-    dtrain_fsdp_desc full;
+    dtrain_fsdp_desc full = dtrain__layout_desc(desc);
     dtrain__layout layout;
-    memset(&full, 0, sizeof full);
     if (plan == NULL || rank < 0 || rank >= world_size || world_size > DTRAIN__MAX_RANKS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_fsdp_plan: rank %d of %d, and a plan to fill in: expected a rank below the number "
                             "of ranks, at most %d, and no NULL",
                             rank, world_size, DTRAIN__MAX_RANKS);
-    if (desc != NULL)
-        full = *desc;
     memset(plan, 0, sizeof *plan);
     dtrain_status status = dtrain__layout_create(&layout, table, count, &full, world_size, rank, &allocator);
     if (status != DTRAIN_OK)

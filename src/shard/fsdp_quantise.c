@@ -36,8 +36,8 @@ static size_t *dtrain__fsdp_code_counts(const dtrain_fsdp *fsdp, size_t index)
     return fsdp->code_counts + 5 * index * (size_t)fsdp->layout.shards;
 }
 
-/* Takes the stages, and fills in what each rank sends of each range: bytes of parameters; of gradients, where they
- * begin, what comes in return and where. */
+/* Parts what it has of memory, and fills in what each rank sends of each range: bytes of parameters; of gradients,
+ * where they begin, what comes in return and where. */
 static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -45,10 +45,6 @@ static dtrain_status dtrain__fsdp_code_create(dtrain_fsdp *fsdp)
     size_t n = (size_t)layout->shards;
     if (desc->quantise_gather == 0 && desc->quantise_reduce == 0)
         return DTRAIN_OK;
-    size_t bytes = dtrain__fsdp_code_memory(layout, desc);
-    fsdp->code_counts = (size_t *)dtrain__alloc(&fsdp->memory, bytes);
-    if (fsdp->code_counts == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of quantised ranges", bytes);
     fsdp->code_scratch = (float *)(void *)(fsdp->code_counts + 5 * layout->cut_count * n);
     fsdp->code_stages = (unsigned char *)fsdp->code_scratch + dtrain__fsdp_code_scratch(layout, desc);
     for (size_t i = 0; i < layout->cut_count; i++) {

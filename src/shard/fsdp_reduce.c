@@ -20,16 +20,11 @@ static int dtrain__fsdp_trailing_ones(unsigned number)
     return ones;
 }
 
-static int dtrain__fsdp_narrows_grads(const dtrain_fsdp *fsdp)
-{
-    return fsdp->desc.reduce_dtype != DTRAIN_F32;
-}
-
 /* Says whether a unit's part of the reduction waits in 16 bits: what travels between copies does, and what a rank that
  * shares its parameters with no other rounds as if it travelled. */
 static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 {
-    return dtrain__fsdp_narrows_grads(fsdp) && (fsdp->reduces == NULL || fsdp->copies != NULL);
+    return fsdp->desc.reduce_dtype != DTRAIN_F32 && (fsdp->reduces == NULL || fsdp->copies != NULL);
 }
 
 /* Where a unit's part of the reduction goes that is under way. */
@@ -42,24 +37,12 @@ static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
 {
     if (*level == NULL)
-        *level = (float *)fsdp->backend->alloc(fsdp, count * sizeof(float));
+        *level = (float *)dtrain__fsdp_alloc(fsdp, count * sizeof(float));
     if (*level != NULL)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                         "no memory on %s for %zu bytes of gradient sums: use fewer micro-batches",
                         dtrain_device_name(fsdp->device.queue), count * sizeof(float));
-}
-
-static void dtrain__fsdp_cpu_widen(dtrain_fsdp *fsdp, int number, float *sum)
-{
-    dtrain__fsdp_widen(sum, fsdp->layout.units[number].grad_count, fsdp->desc.reduce_dtype);
-}
-
-static void dtrain__fsdp_cpu_narrow(dtrain_fsdp *fsdp, int number, float *sum)
-{
-    size_t count = fsdp->layout.units[number].grad_count;
-    dtrain__fsdp_narrow(sum, (unsigned char *)sum, count, fsdp->desc.reduce_dtype);
-    memmove(dtrain__fsdp_half(sum, count), sum, 2 * count);
 }
 
 /* The sum of a unit is there: folds it with those of earlier micro-batches. */
@@ -69,7 +52,7 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     float *sum = dtrain__fsdp_target(fsdp, number);
     uint64_t mode = dtrain__fpmode_enter();
     if (dtrain__fsdp_waits_narrow(fsdp))
-        fsdp->backend->widen(fsdp, number, sum);
+        dtrain__fsdp_widen_sum(fsdp, number, sum);
     for (int level = 0; level < fsdp->units[number].level; level++)
         dtrain__fsdp_add(fsdp, sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
     dtrain__fpmode_restore(mode);
@@ -81,7 +64,7 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
                                           size_t index)
 {
     dtrain_dtype dtype = fsdp->desc.reduce_dtype;
-    if (dtrain__fsdp_narrows_grads(fsdp))
+    if (fsdp->desc.reduce_dtype != DTRAIN_F32)
         return dtrain__reduce_scatter_partial(fsdp->reduces, in, out, counts, dtype, &fsdp->reducing[index]);
     return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
 }
@@ -89,29 +72,38 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
 /* Where this rank's part of the sums of a unit's small ranges is; they lie one after another. */
 static float *dtrain__fsdp_packed_sums(const dtrain_fsdp *fsdp, size_t begin)
 {
-    if (dtrain__fsdp_narrows_grads(fsdp)) /* apart from what travels, which may be half as wide */
+    if (fsdp->desc.reduce_dtype != DTRAIN_F32) /* apart from what travels, which may be half as wide */
         return fsdp->stages + DTRAIN__FSDP_STAGES * fsdp->layout.stage;
     return fsdp->stages + (DTRAIN__FSDP_STAGES - 1) * fsdp->layout.stage + begin;
 }
 
-/* Starts to reduce the small ranges of a unit as one. */
-static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number)
+/* Starts to reduce the small ranges of a unit as one, on a device all, which are rounded as others of 16 bits and
+ * travel as float32; `sum` is where this rank's part of the unit goes. */
+static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number, float *sum)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
-    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
-    size_t width = dtrain__fsdp_narrows_grads(fsdp) ? 2 : 4, begin, first = unit->end;
+    int queues = fsdp->device.queue != NULL, straight = unit->whole[1];
+    dtrain_dtype dtype = queues ? DTRAIN_F32 : fsdp->desc.reduce_dtype;
+    size_t width = dtype == DTRAIN_F32 ? 4 : 2, begin, first = unit->end;
     const size_t *counts = dtrain__fsdp_packed(fsdp, number, 1, &begin);
-    unsigned char *stage = dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
+    unsigned char *in = straight ? (unsigned char *)(fsdp->device.blocks[1] + unit->place[1])
+                                 : dtrain__fsdp_stage(fsdp, DTRAIN__FSDP_STAGES - 1);
     if (unit->packed_grads == 0)
         return DTRAIN_OK;
-    for (size_t i = unit->end; i-- > unit->first;) {
+    for (size_t i = unit->first; i < unit->end && queues; i++)
+        if (fsdp->layout.cuts[i].trained)
+            dtrain__fsdp_round(fsdp, fsdp->layout.cuts[i].grads, fsdp->layout.cuts[i].count, fsdp->desc.reduce_dtype,
+                               DTRAIN__FSDP_STAGES - 1);
+    for (size_t i = unit->end; i-- > unit->first && !straight;) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (!cut->packed || !cut->trained)
             continue;
         first = i;
-        DTRAIN_IGNORE(dtrain_convert(cut->grads, DTRAIN_F32, stage + cut->grad_stage * width, dtype, cut->count));
+        dtrain__fsdp_convert(fsdp, cut->grads, DTRAIN_F32, in + cut->grad_stage * width, dtype, cut->count);
     }
-    return dtrain__fsdp_scatter(fsdp, stage, dtrain__fsdp_packed_sums(fsdp, begin), counts, first);
+    return queues ? dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, sum, counts, dtype,
+                                                   DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number])
+                  : dtrain__fsdp_scatter(fsdp, in, dtrain__fsdp_packed_sums(fsdp, begin), counts, first);
 }
 
 /* Puts this rank's part of the sums of small ranges where those of the others are, and adds up the quantised ones. */
@@ -178,15 +170,6 @@ static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
     return status;
 }
 
-static dtrain_status dtrain__fsdp_cpu_add(dtrain_fsdp *fsdp, int lowest, float *sum, size_t count)
-{
-    if (fsdp->in_place)
-        return dtrain__fsdp_add_in_place(fsdp, lowest, sum);
-    void *data = dtrain__fsdp_narrows_grads(fsdp) ? (void *)dtrain__fsdp_half(sum, count) : (void *)sum;
-    return dtrain_all_reduce_async(fsdp->copies, data, data, count, fsdp->desc.reduce_dtype, DTRAIN_SUM,
-                                   &fsdp->copying[lowest]);
-}
-
 /* Starts to add the bucket's parts, which lie side by side, over the copies. */
 static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
 {
@@ -202,7 +185,14 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
         dtrain__fsdp_queued(fsdp, dtrain__reducer_take(fsdp, lowest, highest, sum - units[lowest].grad));
         return DTRAIN_OK;
     }
-    dtrain_status status = fsdp->backend->add(fsdp, lowest, sum, count);
+    void *data = dtrain__fsdp_part(fsdp, lowest, sum);
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    dtrain_status status =
+        fsdp->in_place ? dtrain__fsdp_add_in_place(fsdp, lowest, sum)
+        : fsdp->device.queue == NULL
+            ? dtrain_all_reduce_async(fsdp->copies, data, data, count, dtype, DTRAIN_SUM, &fsdp->copying[lowest])
+            : dtrain_device_group_all_reduce_async(fsdp->device.groups[DTRAIN__FSDP_COPIES], data, data, count, dtype,
+                                                   DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_COPIES][lowest]);
     fsdp->units[lowest].job = status == DTRAIN_OK;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
@@ -233,7 +223,7 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
         return status;
     uint64_t dense = dtrain__plan_sent_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
                                              fsdp->layout.copies);
-    dtrain__fsdp_account(fsdp, lowest, highest, dense, dtrain__fsdp_narrows_grads(fsdp) ? dense / 2 : dense,
+    dtrain__fsdp_account(fsdp, lowest, highest, dense, fsdp->desc.reduce_dtype != DTRAIN_F32 ? dense / 2 : dense,
                          fsdp->stats.communicated_ns - before_ns);
     return DTRAIN_OK;
 }
@@ -244,6 +234,8 @@ static dtrain_status dtrain__fsdp_cpu_wait(dtrain_fsdp *fsdp, int way, int lowes
         return dtrain__fsdp_wait_in_place(fsdp, lowest);
     if (way == DTRAIN__FSDP_COPIES)
         return dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, unit);
+    if (way == DTRAIN__FSDP_GATHERS)
+        return dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, unit);
     dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, unit);
     if (status == DTRAIN_OK)
         dtrain__fsdp_unpack_grads(fsdp, unit);
@@ -275,11 +267,11 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         return DTRAIN_OK;
     }
     if (fsdp->reduces != NULL && dtrain__fsdp_waits_narrow(fsdp))
-        fsdp->backend->narrow(fsdp, number, dtrain__fsdp_target(fsdp, number));
+        dtrain__fsdp_narrow_sum(fsdp, number, dtrain__fsdp_target(fsdp, number));
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
     fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
     /* numbers of 16 bits wait each unit's in a place of its own, and go alone */
-    int goes = dtrain__fsdp_narrows_grads(fsdp) ||
+    int goes = fsdp->desc.reduce_dtype != DTRAIN_F32 ||
                dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes);
     return goes ? dtrain__fsdp_send_bucket(fsdp, number) : DTRAIN_OK;
 }
@@ -315,39 +307,41 @@ static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 {
     int now = fsdp->scattering;
-    if (now >= 0 && !fsdp->backend->queues && dtrain__fsdp_all_done(fsdp, fsdp->reducing, now))
+    if (now >= 0 && fsdp->device.queue == NULL && dtrain__fsdp_all_done(fsdp, fsdp->reducing, now))
         return dtrain__fsdp_scattered(fsdp, now);
     return dtrain__fsdp_clear_way(fsdp, unit);
 }
 
-/* Starts to reduce one range; `sum` is where this rank's part of its unit goes. */
+/* Starts to send every rank its part of one range's gradients. */
 static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     float *full = cut->grads;
     if (cut->codes_grad)
         return dtrain__fsdp_code_reduce(fsdp, index);
-    const dtrain__layout_unit *unit = &fsdp->layout.units[cut->unit];
-    size_t at = cut->grad - unit->grad;
-    if (fsdp->reduces == NULL && dtrain__fsdp_narrows_grads(fsdp))
-        dtrain__fsdp_narrow(full, dtrain__fsdp_half(sum, unit->grad_count) + 2 * at, cut->count, dtype);
-    else if (fsdp->reduces == NULL && !fsdp->in_place)
-        memcpy(sum + at, full, cut->count * sizeof(float));
-    if (fsdp->reduces == NULL)
-        return DTRAIN_OK;
-    if (dtrain__fsdp_narrows_grads(fsdp))
-        dtrain__fsdp_narrow(full, (unsigned char *)full, cut->count, dtype);
-    return dtrain__fsdp_scatter(fsdp, full, sum + at, fsdp->counts + index * (size_t)fsdp->layout.shards, index);
+    if (fsdp->desc.reduce_dtype != DTRAIN_F32)
+        dtrain__fsdp_narrow(full, (unsigned char *)full, cut->count, fsdp->desc.reduce_dtype);
+    return dtrain__fsdp_scatter(fsdp, full, sum, fsdp->counts + index * (size_t)fsdp->layout.shards, index);
 }
 
-static dtrain_status dtrain__fsdp_cpu_reduce(dtrain_fsdp *fsdp, int number, float *sum)
+/* Starts to reduce the gradients of a unit to `sum`; where no rank shares them, what is added between copies is copied
+ * there. */
+static dtrain_status dtrain__fsdp_reduce_unit(dtrain_fsdp *fsdp, int number, float *sum)
 {
-    dtrain_status status = dtrain__fsdp_reduce_packed(fsdp, number);
-    for (size_t i = fsdp->layout.units[number].first; status == DTRAIN_OK && i < fsdp->layout.units[number].end; i++) {
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
+    unsigned char *part = (unsigned char *)dtrain__fsdp_part(fsdp, number, sum);
+    dtrain_status status = fsdp->reduces != NULL ? dtrain__fsdp_reduce_packed(fsdp, number, sum) : DTRAIN_OK;
+    for (size_t i = unit->first; status == DTRAIN_OK && i < unit->end && !fsdp->in_place; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        if (cut->trained && cut->count > 0 && !cut->packed)
-            status = dtrain__fsdp_reduce_cut(fsdp, i, sum);
+        size_t at = cut->grad - unit->grad;
+        if (!cut->trained || cut->count == 0)
+            continue;
+        if (fsdp->reduces == NULL)
+            dtrain__fsdp_convert(fsdp, cut->grads, DTRAIN_F32, part + at * (dtype == DTRAIN_F32 ? 4 : 2), dtype,
+                                 cut->count);
+        else if (!cut->packed)
+            status = dtrain__fsdp_reduce_cut(fsdp, i, sum + at);
     }
     return status;
 }
@@ -365,7 +359,7 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed where they are */
     status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
     if (status == DTRAIN_OK)
-        status = fsdp->backend->reduce(fsdp, number, dtrain__fsdp_target(fsdp, number));
+        status = dtrain__fsdp_reduce_unit(fsdp, number, dtrain__fsdp_target(fsdp, number));
     dtrain__fsdp_debug_set(fsdp, number, 1, 0);
     if (status != DTRAIN_OK)
         return dtrain__fsdp_break(fsdp, status, "starting to reduce", number);
@@ -395,7 +389,7 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *c
     int ones = dtrain__fsdp_trailing_ones((unsigned)fsdp->ended);
     unsigned taken = last ? (unsigned)fsdp->ended : (1u << ones) - 1;
     float *out = last ? cut->grads : fsdp->full_levels[ones] + cut->full_grad;
-    size_t tile = fsdp->backend->queues ? cut->count : DTRAIN__FSDP_CHUNK;
+    size_t tile = fsdp->device.queue != NULL ? cut->count : DTRAIN__FSDP_CHUNK;
     for (size_t i = 0; i < cut->count; i += tile) {
         size_t n = cut->count - i < tile ? cut->count - i : tile;
         const float *sum = cut->grads + i;
@@ -500,7 +494,7 @@ static dtrain_status dtrain__fsdp_settle_and_recv(dtrain_fsdp *fsdp)
  * ends. */
 static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
 {
-    int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && !fsdp->backend->queues;
+    int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && fsdp->device.queue == NULL;
     if (fsdp->called > fsdp->round)
         return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_send_note(fsdp, 1);
@@ -630,7 +624,7 @@ static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, co
     /* Its parameters can have been there when its gradients were computed, by a rule that is the same on any number of
      * ranks: it is gathered, it was on the way down, or what was gathered stays. */
     const dtrain__fsdp_unit *unit = &fsdp->units[number];
-    dtrain_strategy strategy = dtrain__layout_strategy(&fsdp->desc);
+    dtrain_strategy strategy = fsdp->desc.strategy;
     int rank = dtrain__fsdp_rank(fsdp), stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP ||
                                                 fsdp->keeps || fsdp->desc.no_reshard_after_forward;
     if (unit->fresh && (unit->held || unit->backward || stays))

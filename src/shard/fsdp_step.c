@@ -137,12 +137,6 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
         fsdp->call);
 }
 
-static void dtrain__fsdp_cpu_divide(dtrain_fsdp *fsdp, float *x, double divisor, size_t count)
-{
-    (void)fsdp;
-    dtrain__fold_finish(DTRAIN_F32, DTRAIN_MEAN, divisor, x, x, count);
-}
-
 /* Collapses the levels and divides once. */
 static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
@@ -157,12 +151,12 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
         sum = fsdp->levels[level];
     }
     if (!fsdp->in_place)
-        fsdp->backend->divide(fsdp, sum, divisor, fsdp->layout.grads);
+        dtrain__fsdp_divide_by(fsdp, sum, divisor, fsdp->layout.grads);
     fsdp->grads = sum;
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
         if (cut->trained && fsdp->in_place)
-            fsdp->backend->divide(fsdp, cut->grads, divisor, cut->count);
+            dtrain__fsdp_divide_by(fsdp, cut->grads, divisor, cut->count);
         if (cut->trained)
             fsdp->slices[i].grads = fsdp->in_place ? cut->grads : sum + cut->grad;
     }
@@ -201,34 +195,6 @@ DTRAIN_API dtrain_status dtrain_fsdp_finish(dtrain_fsdp *fsdp, double *total_wei
     if (total_weight != NULL)
         *total_weight = fsdp->total_weight;
     return dtrain__fsdp_leave(fsdp, status);
-}
-
-/* Sums the squares of all gradients of a copy, but of parameters that another rank of the model counts. */
-static dtrain_status dtrain__fsdp_cpu_squares(dtrain_fsdp *fsdp)
-{
-    int64_t *limbs = fsdp->sum.limbs;
-    for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        const dtrain_param_part *part = fsdp->layout.table[cut->param].part;
-        if (cut->trained && (part == NULL || part->copy == 0))
-            dtrain__norm_add_squares(&fsdp->sum, fsdp->slices[i].grads, cut->own_count);
-    }
-    if (fsdp->reduces == NULL)
-        return DTRAIN_OK;
-    return dtrain_all_reduce(fsdp->reduces, limbs, limbs, DTRAIN__NORM_LIMBS, DTRAIN_I64, DTRAIN_SUM);
-}
-
-/* Sums the squares of all gradients, over the ranks of one copy: each element once. The CPU waits for a device's. */
-static dtrain_status dtrain__fsdp_sum_squares(dtrain_fsdp *fsdp)
-{
-    if (fsdp->summed)
-        return DTRAIN_OK;
-    memset(&fsdp->sum, 0, sizeof fsdp->sum);
-    dtrain_status status = fsdp->backend->squares(fsdp);
-    if (status != DTRAIN_OK)
-        return dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
-    fsdp->summed = 1;
-    return DTRAIN_OK;
 }
 
 /* Updates this rank's slices. */

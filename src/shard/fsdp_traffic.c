@@ -21,7 +21,6 @@ static uint64_t dtrain__fsdp_traffic_sends(const dtrain__layout *layout, const d
 /* What all buckets send between copies. */
 static uint64_t dtrain__fsdp_traffic_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
 {
-    size_t bucket_bytes = desc->bucket_bytes == 0 ? DTRAIN__FSDP_BUCKET : desc->bucket_bytes;
     const dtrain__layout_unit *units = layout->units;
     uint64_t bytes = 0;
     int highest = -1, narrow = dtrain__layout_is_16_bit(desc->reduce_dtype);
@@ -29,7 +28,7 @@ static uint64_t dtrain__fsdp_traffic_copies(const dtrain__layout *layout, const 
         if (units[unit].trained == 0)
             continue;
         highest = highest < 0 ? unit : highest;
-        if (!narrow && !dtrain__layout_ends_bucket(layout, unit, highest, bucket_bytes))
+        if (!narrow && !dtrain__layout_ends_bucket(layout, unit, highest, desc->bucket_bytes))
             continue;
         size_t plain = units[highest].grad + units[highest].grad_count - units[unit].grad;
         if (desc->compress != NULL)

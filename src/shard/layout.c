@@ -11,6 +11,7 @@
 
 #define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
 #define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
+#define DTRAIN__LAYOUT_LINE 64   /* floats, at whose multiples a unit begins on a device */
 #define DTRAIN__LAYOUT_LITTLE 32 /* part of two units that all small ranges of a table may be */
 /* Elements of a part that is worth whole pages of its own. */
 #define DTRAIN__LAYOUT_HOME DTRAIN__TUNED(layout_home, (size_t)64 << 10)
@@ -41,15 +42,17 @@ typedef struct dtrain__layout_unit {
     size_t trained;          /* of them, with a gradient */
     size_t grad, grad_count; /* this rank's gradients */
     size_t full_grad;
-    size_t packed, packed_grads; /* elements of small ranges, and of those trained */
+    size_t packed, packed_grads; /* elements of small ranges, and of those trained; on a device of all */
     int tied;
+    /* on a device, of its weights and of its gradients: */
+    size_t place[2], floats[2]; /* where those lie that have no memory of the caller's, in how much; 0: all have */
+    int shares[2];              /* with all units of even, or of odd numbers */
+    int whole[2];               /* no range has memory of the caller's */
 } dtrain__layout_unit;
 
 typedef struct dtrain__layout {
-    dtrain_param *table; /* a copy, with names and parts of its own */
-    size_t table_count, names_bytes, part_count;
-    char *names;
-    dtrain_param_part *parts;
+    dtrain_param *table; /* a copy, with names and parts of its own; all tables are in its block */
+    size_t table_count, bytes;
     dtrain__layout_cut *cuts;
     size_t cut_count;
     dtrain__layout_unit *units;
@@ -57,16 +60,28 @@ typedef struct dtrain__layout {
     dtrain_device *device;                 /* of all parameters; NULL: the CPU */
     int resident;                          /* full parameters are kept */
     int apart;                             /* this rank's weights are kept apart from them */
-    size_t stage;                          /* the most elements that one unit's small ranges have */
+    size_t stage;                          /* the most elements that one unit's small ranges have; on a device what a
+                                            * stage has, if anything travels by way of one */
+    size_t place_floats[2];                /* of all places: see dtrain__layout_unit */
     size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
     size_t code_stage, code_out, code_in; /* bytes: the most that one unit's quantised ranges have */
     size_t *offsets;                      /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
 } dtrain__layout;
 
-static dtrain_strategy dtrain__layout_strategy(const dtrain_fsdp_desc *desc)
+/* A desc, which may be NULL, with its defaults filled in. */
+static dtrain_fsdp_desc dtrain__layout_desc(const dtrain_fsdp_desc *given)
 {
-    return desc->strategy == DTRAIN_STRATEGY_DEFAULT ? DTRAIN_FULL_SHARD : desc->strategy;
+    dtrain_fsdp_desc desc;
+    memset(&desc, 0, sizeof desc);
+    if (given != NULL)
+        desc = *given;
+    desc.strategy = desc.strategy == DTRAIN_STRATEGY_DEFAULT ? DTRAIN_FULL_SHARD : desc.strategy;
+    desc.gather_dtype = desc.gather_dtype == 0 ? DTRAIN_F32 : desc.gather_dtype;
+    desc.reduce_dtype = desc.reduce_dtype == 0 ? DTRAIN_F32 : desc.reduce_dtype;
+    desc.bucket_bytes = desc.bucket_bytes == 0 ? (size_t)1 << 20 : desc.bucket_bytes;
+    desc.keep_full_grads |= desc.compress != NULL;
+    return desc;
 }
 
 static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
@@ -85,11 +100,11 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
 {
     const dtrain_compress_desc *compress = desc->compress;
     dtrain_optimizer_kind kind = desc->optimizer.kind;
-    if (compress == NULL || !compress->adam)
+    if (!compress->adam)
         return DTRAIN_OK;
     if (kind == DTRAIN_OPTIMIZER_NONE)
         return dtrain__params_no_adam(compress, "fsdp without an optimizer");
-    if (dtrain__layout_strategy(desc) != DTRAIN_DDP || device != NULL)
+    if (desc->strategy != DTRAIN_DDP || device != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "fsdp: compress.adam needs all of m and v in each rank's memory, on the CPU: use "
                             "DTRAIN_DDP there; sharded or on %s, leave it 0",
@@ -104,9 +119,12 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
 }
 
 /* Says whether sums can travel compressed: from whole sums to whole sums, in the same units step after step. */
-static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
+static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc, const dtrain_device *device)
 {
-    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    dtrain_strategy strategy = desc->strategy;
+    dtrain_status status = dtrain__layout_check_adam(desc, device);
+    if (status != DTRAIN_OK)
+        return status;
     if (strategy != DTRAIN_DDP && strategy != DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: compress needs copies between which sums travel: use DTRAIN_DDP or "
@@ -115,7 +133,7 @@ static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: PowerSGD needs whole matrices, of which hybrid sharding leaves a rank slices: use "
                             "DTRAIN_DDP, or another compressor");
-    if ((desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32) || desc->loss_scale != 0.0f)
+    if (desc->reduce_dtype != DTRAIN_F32 || desc->loss_scale != 0.0f)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: compress with reduce_dtype %d and loss_scale %g: what is not sent is kept in float32 "
@@ -127,7 +145,7 @@ static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc)
 /* Says whether parameters and gradients can travel quantised. */
 static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
 {
-    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    dtrain_strategy strategy = desc->strategy;
     size_t gather = desc->quantise_gather, reduce = desc->quantise_reduce;
     if (gather % 8 != 0 || gather > 65536 || reduce % 8 != 0 || reduce > 65536)
         return dtrain__fail(
@@ -144,7 +162,7 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
             NULL, DTRAIN_ERR_INVALID,
             "fsdp: quantise_reduce needs gradients that are sharded: without, use compress, which keeps "
             "what is lost for the next step");
-    if (reduce > 0 && desc->reduce_dtype != 0 && desc->reduce_dtype != DTRAIN_F32)
+    if (reduce > 0 && desc->reduce_dtype != DTRAIN_F32)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: quantise_reduce with reduce_dtype %d: gradients are added as float32, leave it 0",
                             (int)desc->reduce_dtype);
@@ -153,9 +171,8 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
 
 static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int world, const dtrain_device *device)
 {
-    dtrain_strategy strategy = dtrain__layout_strategy(desc);
+    dtrain_strategy strategy = desc->strategy;
     dtrain_dtype dtypes[2] = {desc->gather_dtype, desc->reduce_dtype};
-    dtrain_status status;
     if (strategy < DTRAIN_FULL_SHARD || strategy > DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: strategy is %d, expected DTRAIN_FULL_SHARD, "
@@ -167,17 +184,15 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
                             "that divides the number of ranks",
                             desc->shard_size, world);
     for (int i = 0; i < 2; i++)
-        if (dtypes[i] != 0 && dtypes[i] != DTRAIN_F32 && !dtrain__layout_is_16_bit(dtypes[i]))
+        if (dtypes[i] != DTRAIN_F32 && !dtrain__layout_is_16_bit(dtypes[i]))
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                 "fsdp: %s is %d, expected DTRAIN_F32, DTRAIN_BF16 or "
                                 "DTRAIN_F16",
                                 i == 0 ? "gather_dtype" : "reduce_dtype", (int)dtypes[i]);
-    status = dtrain__layout_check_quantise(desc);
+    dtrain_status status = dtrain__layout_check_quantise(desc);
+    if (status == DTRAIN_OK && desc->compress != NULL)
+        status = dtrain__layout_check_compress(desc, device);
     if (status != DTRAIN_OK)
-        return status;
-    if ((status = dtrain__layout_check_adam(desc, device)) != DTRAIN_OK)
-        return status;
-    if (desc->compress != NULL && (status = dtrain__layout_check_compress(desc)) != DTRAIN_OK)
         return status;
     if (device != NULL && (desc->quantise_gather > 0 || desc->quantise_reduce > 0))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -213,44 +228,55 @@ static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_
 static void dtrain__layout_destroy(dtrain__layout *layout, dtrain_allocator *allocator)
 {
     dtrain__free(allocator, layout->table);
-    dtrain__free(allocator, layout->names);
-    dtrain__free(allocator, layout->parts);
-    dtrain__free(allocator, layout->cuts);
-    dtrain__free(allocator, layout->units);
-    dtrain__free(allocator, layout->offsets);
     memset(layout, 0, sizeof *layout);
 }
 
+/* Takes a table of so many elements from a block of zeros, of which *used bytes are taken; NULL: it counts them only.
+ */
+static DTRAIN__NOINLINE void *dtrain__layout_take(unsigned char *block, size_t *used, size_t count, size_t bytes)
+{
+    void *taken = block != NULL ? block + *used : NULL;
+    *used += (count * bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
+    return taken;
+}
+
+/* Copies the table, with the names and parts that it points to, and makes room for what is cut of it. */
 static dtrain_status dtrain__layout_copy(dtrain__layout *layout, const dtrain_param *table, size_t count,
                                          dtrain_allocator *allocator)
 {
-    size_t used = 0, parts = 0;
+    size_t names_bytes = 0, part_count = 0;
+    unsigned char *block = NULL;
+    char *names = NULL;
+    dtrain_param_part *parts = NULL;
     layout->table_count = count;
     layout->unit_count = dtrain_params_units(table, count);
     for (size_t i = 0; i < count; i++) {
-        layout->names_bytes += strlen(table[i].name) + 1;
-        layout->part_count += table[i].part != NULL;
+        names_bytes += strlen(table[i].name) + 1;
+        part_count += table[i].part != NULL;
         layout->cut_count += dtrain__params_layers(&table[i]);
     }
-    layout->table = (dtrain_param *)dtrain__alloc(allocator, count * sizeof(dtrain_param));
-    layout->names = (char *)dtrain__alloc(allocator, layout->names_bytes);
-    layout->parts = (dtrain_param_part *)dtrain__alloc(allocator, layout->part_count * sizeof(dtrain_param_part));
-    layout->offsets = (size_t *)dtrain__alloc(allocator, count * sizeof(size_t));
-    layout->cuts = (dtrain__layout_cut *)dtrain__alloc(allocator, layout->cut_count * sizeof(dtrain__layout_cut));
-    layout->units =
-        (dtrain__layout_unit *)dtrain__alloc(allocator, (size_t)layout->unit_count * sizeof(dtrain__layout_unit));
-    if (layout->table == NULL || layout->names == NULL || layout->offsets == NULL || layout->cuts == NULL ||
-        layout->units == NULL || layout->parts == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "fsdp: no memory for a table of %zu parameters", count);
+    for (int pass = 0; pass < 2; pass++) {
+        block = pass > 0 ? (unsigned char *)dtrain__alloc(allocator, layout->bytes) : NULL;
+        if (pass > 0 && block == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "fsdp: no memory for a table of %zu parameters", count);
+        layout->bytes = 0;
+        layout->table = (dtrain_param *)dtrain__layout_take(block, &layout->bytes, count, sizeof *layout->table);
+        names = (char *)dtrain__layout_take(block, &layout->bytes, names_bytes, 1);
+        parts = (dtrain_param_part *)dtrain__layout_take(block, &layout->bytes, part_count, sizeof *parts);
+        layout->offsets = (size_t *)dtrain__layout_take(block, &layout->bytes, count, sizeof *layout->offsets);
+        layout->cuts =
+            (dtrain__layout_cut *)dtrain__layout_take(block, &layout->bytes, layout->cut_count, sizeof *layout->cuts);
+        layout->units = (dtrain__layout_unit *)dtrain__layout_take(block, &layout->bytes, (size_t)layout->unit_count,
+                                                                   sizeof *layout->units);
+    }
     memcpy(layout->table, table, count * sizeof(dtrain_param));
     for (size_t i = 0; i < count; i++) {
         size_t bytes = strlen(table[i].name) + 1;
-        memcpy(layout->names + used, table[i].name, bytes);
-        layout->table[i].name = layout->names + used;
-        used += bytes;
+        layout->table[i].name = (const char *)memcpy(names, table[i].name, bytes);
+        names += bytes;
         if (table[i].part != NULL) {
-            layout->parts[parts] = *table[i].part;
-            layout->table[i].part = &layout->parts[parts++];
+            *parts = *table[i].part;
+            layout->table[i].part = parts++;
         }
         layout->offsets[i] = layout->reserved;
         if (table[i].dtype == DTRAIN_F32)
@@ -288,16 +314,65 @@ static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
 /* On a device all ranges of a unit travel as one, each after the one before it. */
 static void dtrain__layout_line_up(dtrain__layout *layout, int number)
 {
-    const dtrain__layout_unit *unit = &layout->units[number];
-    size_t grads = 0;
+    dtrain__layout_unit *unit = &layout->units[number];
     for (size_t i = unit->first; i < unit->end; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
         cut->packed = 1;
         cut->stage = cut->begin;
-        cut->grad_stage = grads;
-        grads += cut->trained ? cut->count : 0;
+        cut->grad_stage = unit->packed_grads;
+        unit->packed_grads += cut->trained ? cut->count : 0;
     }
+    unit->packed = unit->count;
     layout->stage = unit->count > layout->stage ? unit->count : layout->stage;
+}
+
+static size_t dtrain__layout_line(size_t floats)
+{
+    return (floats + DTRAIN__LAYOUT_LINE - 1) / DTRAIN__LAYOUT_LINE * DTRAIN__LAYOUT_LINE;
+}
+
+/* Finds the places of units on a device: first the two that units share, then those of units that have their own.
+ * grads: of their gradients; stays: none shares. */
+static void dtrain__layout_place(dtrain__layout *layout, int grads, int stays)
+{
+    size_t shared[2] = {0, 0}, own;
+    for (int number = 0; number < layout->unit_count; number++) {
+        dtrain__layout_unit *unit = &layout->units[number];
+        unit->whole[grads] = 1;
+        for (size_t i = unit->first; i < unit->end; i++) {
+            const dtrain__layout_cut *cut = &layout->cuts[i];
+            const dtrain_param *param = &layout->table[cut->param];
+            if (cut->count == 0 || (grads && !cut->trained))
+                continue;
+            if ((grads ? param->grad : param->data) != NULL)
+                unit->whole[grads] = 0;
+            else
+                unit->floats[grads] = dtrain__layout_line(grads ? unit->trained : unit->count);
+        }
+        unit->shares[grads] = !unit->tied && !stays && (!grads || unit->floats[grads] > 0);
+        if (unit->shares[grads] && unit->floats[grads] > shared[number & 1])
+            shared[number & 1] = unit->floats[grads];
+    }
+    own = shared[0] + shared[1];
+    for (int number = 0; number < layout->unit_count; number++) {
+        dtrain__layout_unit *unit = &layout->units[number];
+        unit->place[grads] = !unit->shares[grads] ? own : number & 1 ? shared[0] : 0;
+        own += unit->shares[grads] ? 0 : unit->floats[grads];
+    }
+    layout->place_floats[grads] = own;
+}
+
+/* The same for both, and whether there are stages: not where nothing travels by way of one. */
+static void dtrain__layout_place_all(dtrain__layout *layout, const dtrain_fsdp_desc *desc)
+{
+    int gathers = layout->apart || layout->shards > 1, scatters = layout->shards > 1;
+    int needed = (gathers && dtrain__layout_is_16_bit(desc->gather_dtype)) ||
+                 (scatters && dtrain__layout_is_16_bit(desc->reduce_dtype));
+    dtrain__layout_place(layout, 0, layout->resident || desc->no_reshard_after_forward);
+    dtrain__layout_place(layout, 1, desc->no_overlap);
+    for (int i = 0; i < layout->unit_count; i++)
+        needed |= (gathers && !layout->units[i].whole[0]) || (scatters && !layout->units[i].whole[1]);
+    layout->stage = needed ? dtrain__layout_line(layout->stage) : 0;
 }
 
 /* Says which ranges of a unit travel together: small ones, where there are several. What a rank has of them is in one
@@ -404,7 +479,6 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
                                            const dtrain_fsdp_desc *desc, int world, int rank,
                                            dtrain_allocator *allocator)
 {
-    dtrain_strategy strategy = dtrain__layout_strategy(desc);
     memset(layout, 0, sizeof *layout);
     dtrain_device *device = count > 0 && table != NULL ? table[0].device : NULL;
     dtrain_status status = dtrain__layout_check_desc(desc, world, device);
@@ -417,10 +491,12 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
         return status;
     }
     layout->device = device;
-    layout->shards = strategy == DTRAIN_DDP ? 1 : strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size : world;
+    layout->shards = desc->strategy == DTRAIN_DDP            ? 1
+                     : desc->strategy == DTRAIN_HYBRID_SHARD ? desc->shard_size
+                                                             : world;
     layout->copies = world / layout->shards;
     layout->shard = rank % layout->shards;
-    layout->resident = strategy == DTRAIN_SHARD_GRAD_OP || layout->shards == 1;
+    layout->resident = desc->strategy == DTRAIN_SHARD_GRAD_OP || layout->shards == 1;
     layout->apart = !layout->resident || dtrain__layout_is_16_bit(desc->gather_dtype);
     for (size_t at = 0, number = 0; number < (size_t)layout->unit_count; number++) {
         dtrain__layout_unit *unit = &layout->units[number];
@@ -449,6 +525,8 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
     }
     if (device == NULL)
         dtrain__layout_stay(layout);
+    else
+        dtrain__layout_place_all(layout, desc);
     return DTRAIN_OK;
 }
 
