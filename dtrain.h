@@ -36409,16 +36409,21 @@ static void dtrain__layout_pack(dtrain__layout *layout, int number)
     layout->stage = unit->packed > layout->stage ? unit->packed : layout->stage;
 }
 
+/* How many elements two stretches have in common; *low: where these begin, or the first stretch does. */
+static size_t dtrain__layout_overlap(size_t a, size_t a_count, size_t b, size_t b_count, size_t *low)
+{
+    size_t begin = a > b ? a : b, end = a + a_count < b + b_count ? a + a_count : b + b_count;
+    *low = begin < end ? begin : a;
+    return begin < end ? end - begin : 0;
+}
+
 /* The part of a range that a rank of the copy has; *own is where it begins in the range. */
 static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__layout_cut *cut, int shard, size_t *own)
 {
-    size_t low, high, begin = cut->begin, end = cut->begin + cut->count;
-    high = dtrain__split(layout->units[cut->unit].count, layout->shards, shard, &low);
-    high += low;
-    low = low > begin ? low : begin;
-    high = high < end ? high : end;
-    *own = low < high ? low - begin : 0;
-    return low < high ? high - low : 0;
+    size_t begin, all = dtrain__split(layout->units[cut->unit].count, layout->shards, shard, &begin);
+    size_t count = dtrain__layout_overlap(cut->begin, cut->count, begin, all, own);
+    *own -= cut->begin;
+    return count;
 }
 
 /* Bytes of so many numbers, quantised. */
@@ -36925,7 +36930,6 @@ typedef struct dtrain__fsdp_event {
 } dtrain__fsdp_event;
 
 typedef struct dtrain__reducer dtrain__reducer;
-typedef struct dtrain__fsdp_debug dtrain__fsdp_debug;
 
 /* What ranks tell each other where one of them begins to reduce every unit once more, and at the end of a step. */
 typedef struct dtrain__fsdp_note {
@@ -36958,8 +36962,8 @@ struct dtrain_fsdp {
     dtrain_fsdp_desc desc;
     dtrain_optimizer_desc optimizer;
     dtrain__layout layout;
-    dtrain__pages weight_pages, grad_pages;
-    unsigned char *tables; /* the block of what follows that has one element a unit, cut, parameter, shard or rank */
+    dtrain__pages pages[2]; /* of parameters, of gradients */
+    unsigned char *tables;  /* the block of what follows that has one element a unit, cut, parameter, shard or rank */
     dtrain__fsdp_unit *units;
     unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
     float *lr_factors, *decays;          /* of a parameter */
@@ -37015,7 +37019,9 @@ struct dtrain_fsdp {
     size_t event_count;
     int64_t left_ns; /* when the caller was given control back */
     dtrain__fsdp_device device;
-    dtrain__fsdp_debug *debug; /* NULL: nothing is guarded */
+    struct dtrain__guard *guard; /* of memory that is watched, see >>fsdp-debug; NULL: nothing is */
+    uint64_t *left; /* of a cut: a hash of its gradients as a DDP's reduce has left them; 0: they may be written. NULL:
+                     * nobody compares */
     dtrain__error broken;
 };
 
@@ -37253,14 +37259,14 @@ static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, in
 static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    if (fsdp->units[number].has_pages == take || fsdp->weight_pages.base == NULL)
+    if (fsdp->units[number].has_pages == take || fsdp->pages[0].base == NULL)
         return;
     fsdp->units[number].has_pages = take;
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
         if (fsdp->reserved[cut->param] & 1)
-            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->weight_pages, begin, cut->count * sizeof(float));
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->pages[0], begin, cut->count * sizeof(float));
     }
 }
 
@@ -37313,8 +37319,8 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float), bytes = cut->count * sizeof(float);
         if (!cut->trained || cut->count == 0)
             continue;
-        if (fsdp->grad_pages.base != NULL && (fsdp->reserved[cut->param] & 2))
-            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->grad_pages, begin, bytes);
+        if (fsdp->pages[1].base != NULL && (fsdp->reserved[cut->param] & 2))
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->pages[1], begin, bytes);
         else if (!take)
             dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, cut->grads, &zero, 1, bytes));
     }
@@ -37433,15 +37439,16 @@ static void dtrain__guard_describe(dtrain__guard_line *line, const dtrain__guard
     dtrain__guard_put(line, range->name);
     dtrain__guard_put(line, " (unit ");
     dtrain__guard_put_number(line, range->unit);
-    dtrain__guard_put(line, range->grad ? ") after the unit was reduced, so the sum would miss it: write it before "
-                                          "dtrain_fsdp_reduce(fsdp, "
-                                        : "), which is not gathered: call dtrain_fsdp_gather(fsdp, ");
-    dtrain__guard_put_number(line, range->unit);
-    dtrain__guard_put(line, range->grad ? "), or for the next micro-batch call dtrain_fsdp_gather(fsdp, " : ") before");
+    dtrain__guard_put(line, !range->grad ? "), which is not gathered: "
+                                         : ") after the unit was reduced, so the sum would miss it: write it before "
+                                           "dtrain_fsdp_reduce(fsdp, ");
     if (range->grad) {
         dtrain__guard_put_number(line, range->unit);
-        dtrain__guard_put(line, ") before");
+        dtrain__guard_put(line, "), or for the next micro-batch ");
     }
+    dtrain__guard_put(line, "call dtrain_fsdp_gather(fsdp, ");
+    dtrain__guard_put_number(line, range->unit);
+    dtrain__guard_put(line, ") before");
     line->text[line->bytes++] = '\n';
 }
 
@@ -37598,15 +37605,22 @@ static void dtrain__guard_remove(dtrain__guard *guard)
 
 /* ---- ranges ---- */
 
+/* Opens all, for good. */
+static void dtrain__guard_off(dtrain__guard *guard)
+{
+    for (size_t i = 0; i < guard->region_count && !guard->off; i++)
+        if (guard->regions[i].end > guard->regions[i].begin)
+            dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
+    guard->off = 1;
+}
+
 /* Frees it, and opens all that it guards. */
 static void dtrain__guard_destroy(dtrain__guard *guard)
 {
     if (guard == NULL)
         return;
     dtrain_allocator last = guard->memory;
-    for (size_t i = 0; i < guard->region_count; i++)
-        if (guard->regions[i].end > guard->regions[i].begin && !guard->off)
-            dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
+    dtrain__guard_off(guard);
     dtrain__guard_remove(guard);
     dtrain__free(&last, guard->open);
     dtrain__free(&last, guard->regions);
@@ -37633,28 +37647,22 @@ static dtrain__guard *dtrain__guard_create(size_t ranges, int rank, const dtrain
     return NULL;
 }
 
-typedef struct dtrain__guard_order {
-    const dtrain__guard_range *range;
-    size_t index;
-} dtrain__guard_order;
-
 static int dtrain__guard_compare(const void *a, const void *b)
 {
-    const dtrain__guard_range *x = ((const dtrain__guard_order *)a)->range,
-                              *y = ((const dtrain__guard_order *)b)->range;
+    const dtrain__guard_range *x = *(dtrain__guard_range *const *)a, *y = *(dtrain__guard_range *const *)b;
     if (x->grad != y->grad)
         return x->grad - y->grad;
     return x->begin < y->begin ? -1 : x->begin > y->begin;
 }
 
 /* Finds the regions of ranges in order. */
-static void dtrain__guard_find_regions(dtrain__guard *guard, const dtrain__guard_order *order)
+static void dtrain__guard_find_regions(dtrain__guard *guard, dtrain__guard_range *const *order)
 {
     for (size_t i = 0, end; i < guard->range_count; i = end) {
-        const dtrain__guard_range *first = order[i].range;
+        const dtrain__guard_range *first = order[i];
         uintptr_t cover = first->cover;
         for (end = i + 1; end < guard->range_count; end++) {
-            const dtrain__guard_range *next = order[end].range;
+            const dtrain__guard_range *next = order[end];
             if (next->grad != first->grad || next->begin > cover)
                 break;
             cover = next->cover > cover ? next->cover : cover;
@@ -37664,7 +37672,7 @@ static void dtrain__guard_find_regions(dtrain__guard *guard, const dtrain__guard
         if (first->begin == first->end || low >= high)
             continue;
         for (size_t k = i; k < end; k++)
-            guard->ranges[order[k].index].region = guard->region_count;
+            order[k]->region = guard->region_count;
         dtrain__guard_region *region = &guard->regions[guard->region_count++];
         region->begin = low;
         region->end = high;
@@ -37684,10 +37692,7 @@ static void dtrain__guard_protect(dtrain__guard *guard, const dtrain__guard_regi
                     : dtrain__os_protect((void *)(region->begin + first * guard->page), bytes, open ? 2 : region->grad);
     if (error == 0)
         return;
-    guard->off = 1;
-    for (size_t i = 0; i < guard->region_count; i++)
-        if (guard->regions[i].end > guard->regions[i].begin)
-            dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
+    dtrain__guard_off(guard);
     dtrain__log(DTRAIN_LOG_WARN,
                 "DTRAIN_DEBUG: rank %d cannot protect memory (%s): nothing is watched, training goes on", guard->rank,
                 strerror(error));
@@ -37733,14 +37738,14 @@ static void dtrain__guard_keep(dtrain__guard *guard, size_t index, uintptr_t beg
 /* Begins to guard: all ranges are closed from now on. Returns 0 where there is no memory. */
 static int dtrain__guard_start(dtrain__guard *guard)
 {
-    size_t bytes = guard->range_count * sizeof(dtrain__guard_order), at = 0;
-    dtrain__guard_order *order = (dtrain__guard_order *)dtrain__alloc(&guard->memory, bytes);
+    size_t at = 0;
+    dtrain__guard_range **order =
+        (dtrain__guard_range **)dtrain__alloc(&guard->memory, guard->range_count * sizeof *order);
     if (order == NULL)
         return 0;
     for (size_t i = 0; i < guard->range_count; i++) {
         guard->ranges[i].region = SIZE_MAX;
-        order[i].range = &guard->ranges[i];
-        order[i].index = i;
+        order[i] = &guard->ranges[i];
     }
     qsort(order, guard->range_count, sizeof *order, dtrain__guard_compare);
     dtrain__guard_find_regions(guard, order);
@@ -37773,17 +37778,6 @@ static int dtrain__guard_start(dtrain__guard *guard)
 #ifndef DTRAIN__FSDP_DEBUG
 #define DTRAIN__FSDP_DEBUG
 
-/* DDP: how a unit's reduce has left the gradients of a cut, which are not to be written until the step ends. */
-typedef struct dtrain__fsdp_debug_left {
-    int noted; /* 0: they may be written */
-    uint64_t hash;
-} dtrain__fsdp_debug_left;
-
-struct dtrain__fsdp_debug {
-    dtrain__guard *guard;          /* FSDP */
-    dtrain__fsdp_debug_left *left; /* DDP: of a cut */
-};
-
 static int dtrain__fsdp_debug_asked(int desc)
 {
     const char *text = getenv("DTRAIN_DEBUG");
@@ -37792,15 +37786,10 @@ static int dtrain__fsdp_debug_asked(int desc)
 
 /* ---- FSDP: memory that is guarded ---- */
 
-static dtrain__guard *dtrain__fsdp_debug_guard(const dtrain_fsdp *fsdp)
-{
-    return fsdp->debug != NULL ? fsdp->debug->guard : NULL;
-}
-
 /* Opens or closes a unit's parameters, or its gradients. */
 static void dtrain__fsdp_debug_set(const dtrain_fsdp *fsdp, int number, int grads, int open)
 {
-    dtrain__guard *guard = dtrain__fsdp_debug_guard(fsdp);
+    dtrain__guard *guard = fsdp->guard;
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = layout->units[number].first; guard != NULL && i < layout->units[number].end; i++)
         dtrain__guard_set(guard, i + (grads ? layout->cut_count : 0), open);
@@ -37815,7 +37804,7 @@ static int dtrain__fsdp_debug_stays(const dtrain_fsdp *fsdp)
 /* Says whether a unit's gradients are open. */
 static int dtrain__fsdp_debug_grads_open(const dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__guard *guard = dtrain__fsdp_debug_guard(fsdp);
+    const dtrain__guard *guard = fsdp->guard;
     int open = guard == NULL;
     for (size_t i = fsdp->layout.units[number].first; guard != NULL && i < fsdp->layout.units[number].end; i++)
         open |= guard->ranges[i + fsdp->layout.cut_count].open;
@@ -37828,7 +37817,7 @@ static void dtrain__fsdp_debug_range(const dtrain_fsdp *fsdp, size_t index, int 
     const dtrain__layout *layout = &fsdp->layout;
     const dtrain__layout_cut *cut = &layout->cuts[index];
     const dtrain_param *param = &layout->table[cut->param];
-    dtrain__guard_range *range = &fsdp->debug->guard->ranges[index + (grad ? layout->cut_count : 0)];
+    dtrain__guard_range *range = &fsdp->guard->ranges[index + (grad ? layout->cut_count : 0)];
     range->name = param->name;
     range->unit = cut->unit;
     range->grad = grad;
@@ -37839,10 +37828,9 @@ static void dtrain__fsdp_debug_range(const dtrain_fsdp *fsdp, size_t index, int 
     if (!(fsdp->reserved[cut->param] & (1 << grad)) || cut->element + cut->count < dtrain_param_elements(param))
         return;
     /* what lies between two reserved parameters, and behind the last, is nobody's */
-    size_t next = cut->param + 1 < layout->table_count ? layout->offsets[cut->param + 1] : fsdp->grad_pages.bytes;
-    if (!grad && cut->param + 1 == layout->table_count)
-        next = fsdp->weight_pages.bytes;
-    range->cover = (uintptr_t)(grad ? fsdp->grad_pages.base : fsdp->weight_pages.base) + next;
+    const dtrain__pages *pages = &fsdp->pages[grad];
+    size_t next = cut->param + 1 < layout->table_count ? layout->offsets[cut->param + 1] : pages->bytes;
+    range->cover = (uintptr_t)pages->base + next;
 }
 
 /* Begins to guard the memory of an object. */
@@ -37850,14 +37838,14 @@ static int dtrain__fsdp_debug_start(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
     dtrain__guard *guard = dtrain__guard_create(2 * layout->cut_count, dtrain__fsdp_rank(fsdp), &fsdp->memory);
-    fsdp->debug->guard = guard;
+    fsdp->guard = guard;
     for (size_t i = 0; guard != NULL && i < layout->cut_count; i++) {
         dtrain__fsdp_debug_range(fsdp, i, 0);
         dtrain__fsdp_debug_range(fsdp, i, 1);
     }
     if (guard == NULL || !dtrain__guard_start(guard))
         return 0;
-    fsdp->weight_pages.few = fsdp->grad_pages.few = SIZE_MAX; /* pages that are closed do not move */
+    fsdp->pages[0].few = fsdp->pages[1].few = SIZE_MAX; /* pages that are closed do not move */
     for (size_t i = 0; i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         uintptr_t own = guard->ranges[i].begin + cut->own * sizeof(float);
@@ -37885,33 +37873,28 @@ static void dtrain__fsdp_debug_share(const dtrain_fsdp *fsdp)
 
 static void dtrain__fsdp_debug_destroy(dtrain_fsdp *fsdp)
 {
-    dtrain__fsdp_debug *debug = fsdp->debug;
     dtrain_allocator memory = {fsdp->memory.resize, fsdp->memory.user, 0, 0};
-    fsdp->debug = NULL;
-    if (debug == NULL)
-        return;
-    dtrain__guard_destroy(debug->guard);
-    dtrain__free(&memory, debug->left);
-    dtrain__free(&memory, debug);
+    dtrain__guard_destroy(fsdp->guard);
+    dtrain__free(&memory, fsdp->left);
+    fsdp->guard = NULL;
+    fsdp->left = NULL;
 }
 
 /* Makes what an object needs for it. Without it training goes on as well. */
-static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp, int compares)
+static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp)
 {
     dtrain_allocator memory = {fsdp->memory.resize, fsdp->memory.user, 0, 0};
-    dtrain__fsdp_debug *debug;
-    int done = 0;
+    int done;
     if (fsdp->device.queue != NULL) {
         dtrain__log(DTRAIN_LOG_INFO, "DTRAIN_DEBUG: parameters on %s are not watched on rank %d",
                     dtrain_device_name(fsdp->device.queue), dtrain__fsdp_rank(fsdp));
         fsdp->desc.debug = 0;
         return;
     }
-    fsdp->debug = debug = (dtrain__fsdp_debug *)dtrain__alloc(&memory, sizeof *debug);
-    if (debug != NULL && compares) {
-        debug->left = (dtrain__fsdp_debug_left *)dtrain__alloc(&memory, fsdp->layout.cut_count * sizeof *debug->left);
-        done = debug->left != NULL;
-    } else if (debug != NULL) {
+    if (fsdp->ddp) {
+        fsdp->left = (uint64_t *)dtrain__alloc(&memory, fsdp->layout.cut_count * sizeof *fsdp->left);
+        done = fsdp->left != NULL;
+    } else {
         done = dtrain__fsdp_debug_start(fsdp);
     }
     if (done)
@@ -37923,7 +37906,7 @@ static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp, int compares)
 
 /* ---- DDP: gradients that are compared ---- */
 
-/* A hash of a range's gradients. */
+/* A hash of a range's gradients, never 0. */
 static uint64_t dtrain__fsdp_debug_hash(const dtrain__layout_cut *cut)
 {
     const unsigned char *at = (const unsigned char *)cut->grads;
@@ -37933,17 +37916,16 @@ static uint64_t dtrain__fsdp_debug_hash(const dtrain__layout_cut *cut)
         memcpy(&word, at + i * sizeof word, sizeof word);
         hash = (hash ^ word) * 0x100000001b3u; /* by an odd number: one word that differs gives another hash */
     }
-    return hash;
+    return hash != 0 ? hash : 1;
 }
 
 /* Fails the step where a unit's gradients are not as their reduce has left them. */
 static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
 {
-    dtrain__fsdp_debug_left *left = fsdp->debug != NULL ? fsdp->debug->left : NULL;
     char why[160];
-    for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
+    for (size_t i = fsdp->layout.units[number].first; fsdp->left != NULL && i < fsdp->layout.units[number].end; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        if (!left[i].noted || dtrain__fsdp_debug_hash(cut) == left[i].hash)
+        if (fsdp->left[i] == 0 || dtrain__fsdp_debug_hash(cut) == fsdp->left[i])
             continue;
         snprintf(why, sizeof why, "the gradient of %.40s (unit %d) was written after dtrain_ddp_reduce",
                  fsdp->layout.table[cut->param].name, number);
@@ -37954,13 +37936,9 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
 /* Notes how a unit's last reduce of a step has left its gradients. */
 static void dtrain__fsdp_debug_note(const dtrain_fsdp *fsdp, int number)
 {
-    dtrain__fsdp_debug_left *left = fsdp->debug != NULL ? fsdp->debug->left : NULL;
-    for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
-        if (!fsdp->layout.cuts[i].trained)
-            continue;
-        left[i].noted = 1;
-        left[i].hash = dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]);
-    }
+    for (size_t i = fsdp->layout.units[number].first; fsdp->left != NULL && i < fsdp->layout.units[number].end; i++)
+        if (fsdp->layout.cuts[i].trained)
+            fsdp->left[i] = dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]);
 }
 
 /* Compares all units where a step ends. */
@@ -37968,8 +37946,8 @@ static void dtrain__fsdp_debug_compare_all(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_debug_compare(fsdp, i);
-    if (fsdp->debug != NULL && fsdp->debug->left != NULL)
-        memset(fsdp->debug->left, 0, fsdp->layout.cut_count * sizeof *fsdp->debug->left);
+    if (fsdp->left != NULL)
+        memset(fsdp->left, 0, fsdp->layout.cut_count * sizeof *fsdp->left);
 }
 
 #endif
@@ -39245,16 +39223,20 @@ static dtrain_status dtrain__fsdp_release_now(dtrain_fsdp *fsdp, int unit)
     return fsdp->units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
 }
 
+/* Begins a public call on a unit that is to be held; before: what comes first. */
+static dtrain_status dtrain__fsdp_enter_held(dtrain_fsdp *fsdp, const char *call, int unit, const char *before)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
+    if (status != DTRAIN_OK || fsdp->units[unit].held)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: unit %d is not gathered on rank %d: gather it%s", call, unit,
+                        dtrain__fsdp_rank(fsdp), before);
+}
+
 DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit)
 {
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_release", unit);
-    if (status != DTRAIN_OK)
-        return status;
-    if (!fsdp->units[unit].held)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_release: unit %d is not gathered on rank %d: gather it before each release",
-                            unit, dtrain__fsdp_rank(fsdp));
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_release_now(fsdp, unit));
+    dtrain_status status = dtrain__fsdp_enter_held(fsdp, "dtrain_fsdp_release", unit, " before each release");
+    return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_release_now(fsdp, unit)) : status;
 }
 
 #endif
@@ -39462,7 +39444,7 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
     if (fsdp->reduced_units == 0)
-        dtrain__pages_put_away(&fsdp->grad_pages);
+        dtrain__pages_put_away(&fsdp->pages[1]);
 }
 
 /* Waits until the bucket of a unit has been added over the copies. */
@@ -39515,7 +39497,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         bytes += dtrain__layout_scatter_bytes(&fsdp->layout, &fsdp->desc) * (others - coded);
         dtrain__fsdp_account(fsdp, number, number, 4 * others, bytes, fsdp->stats.communicated_ns - before_ns);
     }
-    if (fsdp->in_place || (fsdp->ddp && fsdp->debug != NULL))
+    if (fsdp->in_place || fsdp->left != NULL)
         fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */
     else
         dtrain__fsdp_page_grads(fsdp, number, 0);
@@ -39971,21 +39953,26 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward_to(dtrain_fsdp *fsdp, int unit)
     return dtrain__fsdp_go_to(fsdp, unit, 1, "dtrain_fsdp_backward_to");
 }
 
-DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
+static dtrain_status dtrain__fsdp_next(dtrain_fsdp *fsdp, const char *call)
 {
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_next", 0);
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__fsdp_arrive(fsdp, "dtrain_fsdp_next");
+    status = dtrain__fsdp_arrive(fsdp, call);
     if (status == DTRAIN_OK && !fsdp->just_ended) {
-        status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_next");
+        status = dtrain__fsdp_check_open(fsdp, call);
         if (status == DTRAIN_OK)
-            status = dtrain__fsdp_check_left(fsdp, "dtrain_fsdp_next");
+            status = dtrain__fsdp_check_left(fsdp, call);
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_end_micro_batch(fsdp);
     }
     fsdp->just_ended = 0;
     return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
+{
+    return dtrain__fsdp_next(fsdp, "dtrain_fsdp_next");
 }
 
 /* Where gradients are kept until the step, one reduction stands for all micro-batches: adds: this one counts. */
@@ -40075,17 +40062,15 @@ static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *h
     if (all == 0) /* other ranks of this copy have all that is trained */
         return DTRAIN_OK;
     parts = parts < most ? parts : most;
-    size_t end = dtrain__split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
-    end += begin;
+    size_t part = dtrain__split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        size_t low = cut->grad > begin ? cut->grad : begin, high = cut->grad + cut->own_count;
-        high = high < end ? high : end;
-        if (!cut->trained || low >= high)
+        size_t low, n = dtrain__layout_overlap(cut->grad, cut->own_count, begin, part, &low);
+        if (!cut->trained || n == 0)
             continue;
         const float *from = fsdp->slices[i].weights + (low - cut->grad);
-        status = hash != NULL ? dtrain__fsdp_drift_add(fsdp, hash, from, high - low)
-                              : dtrain_device_squares(fsdp->device.queue, from, high - low, fsdp->device.drift);
+        status = hash != NULL ? dtrain__fsdp_drift_add(fsdp, hash, from, n)
+                              : dtrain_device_squares(fsdp->device.queue, from, n, fsdp->device.drift);
     }
     return status;
 }
@@ -40238,34 +40223,51 @@ static dtrain_status dtrain__fsdp_drift_verdict(dtrain_fsdp *fsdp)
 #ifndef DTRAIN__FSDP_STEP
 #define DTRAIN__FSDP_STEP
 
-DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight)
+/* Memory for gradients of the caller's may hold anything; reserved pages are zeros. */
+static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
 {
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_begin", 0);
+    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
+        const dtrain_param *param = &fsdp->layout.table[i];
+        const float zero = 0.0f;
+        if (param->grad != NULL && !(fsdp->reserved[i] & 2))
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, param->grad, &zero, sizeof zero,
+                                                         dtrain_param_elements(param)));
+    }
+}
+
+static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight, const char *call)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
     if (status != DTRAIN_OK)
         return status;
     int rank = dtrain__fsdp_rank(fsdp), ranks = dtrain_comm_size(fsdp->comm);
     if (fsdp->announced >= 0 || fsdp->ended > 0 || fsdp->reduced_units > 0 || fsdp->grads != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_begin: a step is open on rank %d: end it with dtrain_fsdp_step, "
-                            "dtrain_fsdp_publish or dtrain_fsdp_drop first",
-                            rank);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a step is open on rank %d: end it with %s first", call, rank,
+                            fsdp->ddp ? "dtrain_ddp_finish"
+                                      : "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop");
     if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_begin: micro_batches is %d and weight %g on rank %d: expected none below 0",
+                            "%s: micro_batches is %d, weight is %g on rank %d: expected none below 0", call,
                             micro_batches, weight, rank);
+    if (fsdp->ddp)
+        dtrain__fsdp_zero_grads(fsdp);
     fsdp->begins = 1;
     fsdp->announced = micro_batches;
     fsdp->announcement[0] = (double)micro_batches;
     fsdp->announcement[1] = weight;
-    if (fsdp->world == NULL)
-        return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
-    status = dtrain_all_gather_async(fsdp->world, fsdp->announcement, fsdp->announcements, 2 * (size_t)ranks,
-                                     DTRAIN_F64, &fsdp->announcing);
+    if (fsdp->world != NULL)
+        status = dtrain_all_gather_async(fsdp->world, fsdp->announcement, fsdp->announcements, 2 * (size_t)ranks,
+                                         DTRAIN_F64, &fsdp->announcing);
     if (status != DTRAIN_OK) {
         fsdp->announcing = NULL;
-        return dtrain__fsdp_break(fsdp, status, "announcing a step", -1);
+        status = dtrain__fsdp_break(fsdp, status, "announcing a step", -1);
     }
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight)
+{
+    return dtrain__fsdp_begin(fsdp, micro_batches, weight, "dtrain_fsdp_begin");
 }
 
 /* Ends the micro-batches of one reduction of every unit, in which this rank adds nothing to what it has not reduced. */
@@ -40524,16 +40526,27 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
-DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
+/* Ends a step without applying it; publishes: what the slices hold counts from now on. */
+static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, const char *call)
 {
     int most = 0;
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_drop", 0);
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
     if (status == DTRAIN_OK && fsdp->grads == NULL)
         status = dtrain__fsdp_complete(fsdp, &most);
     if (status != DTRAIN_OK)
         return status;
     dtrain__fsdp_wipe(fsdp);
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    return dtrain__fsdp_leave(fsdp, publishes ? dtrain__fsdp_publish_now(fsdp) : DTRAIN_OK);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
+{
+    return dtrain__fsdp_abandon(fsdp, 0, "dtrain_fsdp_drop");
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
+{
+    return dtrain__fsdp_abandon(fsdp, 1, "dtrain_fsdp_publish");
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
@@ -40543,18 +40556,6 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
     *slices = fsdp->slices;
     *count = fsdp->layout.cut_count;
     return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
-{
-    int most = 0;
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
-    if (status == DTRAIN_OK && fsdp->grads == NULL)
-        status = dtrain__fsdp_complete(fsdp, &most);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__fsdp_wipe(fsdp);
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
 DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp)
@@ -40659,24 +40660,6 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
 }
 
-DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_clip_grad_norm", 0);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_check_norm("dtrain_fsdp_clip_grad_norm", max_norm);
-    if (status != DTRAIN_OK)
-        return status;
-    if (norm == NULL && fsdp->device.queue != NULL)
-        return dtrain__fsdp_leave(fsdp, dtrain__fsdp_shorten_unseen(fsdp, max_norm));
-    status = dtrain__fsdp_measure(fsdp);
-    if (status != DTRAIN_OK)
-        return dtrain__fsdp_leave(fsdp, status);
-    double length = dtrain__fsdp_shorten(fsdp, max_norm);
-    if (norm != NULL)
-        *norm = length;
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
-}
-
 /* What the ranks of a model add up: the exact sum, and how many of their objects have dropped the step. */
 typedef struct dtrain__fsdp_total {
     dtrain__norm sum;
@@ -40684,13 +40667,14 @@ typedef struct dtrain__fsdp_total {
 } dtrain__fsdp_total;
 
 /* Measures every object of this rank; the first failure is returned, and told in the total. */
-static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int count, dtrain__fsdp_total *total)
+static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int count, dtrain__fsdp_total *total,
+                                              const char *call)
 {
     dtrain_status first = DTRAIN_OK;
     dtrain__error why;
     memset(total, 0, sizeof *total);
     for (int i = 0; i < count; i++) {
-        fsdps[i]->call = "dtrain_fsdp_clip_model_grad_norm";
+        fsdps[i]->call = call;
         dtrain_status status = fsdps[i]->broken.status != DTRAIN_OK
                                    ? dtrain__report(&fsdps[i]->broken)
                                    : dtrain__fsdp_leave(fsdps[i], dtrain__fsdp_measure(fsdps[i]));
@@ -40707,7 +40691,7 @@ static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int cou
 }
 
 /* Another part of the model has dropped the step: so do the objects here that have not. */
-static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count, int64_t dropped)
+static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count, int64_t dropped, const char *call)
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; status == DTRAIN_OK && i < count; i++)
@@ -40716,17 +40700,51 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
     if (status != DTRAIN_OK)
         return status;
     return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
-                        "dtrain_fsdp_clip_model_grad_norm: %lld parts of the model have dropped the step, whose ranks "
-                        "say why: it is dropped on all, the objects can be used",
-                        (long long)dropped);
+                        "%s: %lld parts of the model have dropped the step, whose ranks say why: it is dropped on all, "
+                        "the objects can be used",
+                        call, (long long)dropped);
+}
+
+/* Measures and shortens the gradients of good objects as one vector. */
+static dtrain_status dtrain__fsdp_clip(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model, float max_norm,
+                                       double *norm, const char *call)
+{
+    dtrain__fsdp_total total;
+    dtrain_status status = DTRAIN_OK, mine = dtrain__fsdp_measure_all(fsdps, count, &total, call);
+    dtrain__error why = dtrain__thread_error;
+    if (model != NULL)
+        status = dtrain_all_reduce(model, &total, &total, sizeof total / sizeof(int64_t), DTRAIN_I64, DTRAIN_SUM);
+    if (status == DTRAIN_OK && total.dropped > 0)
+        status = dtrain__fsdp_drop_all(fsdps, count, total.dropped, call);
+    if (mine != DTRAIN_OK)
+        return dtrain__report(&why);
+    for (int i = 0; status == DTRAIN_OK && i < count; i++) {
+        fsdps[i]->sum = total.sum;
+        double length = dtrain__fsdp_shorten(fsdps[i], max_norm);
+        if (norm != NULL)
+            *norm = length;
+        status = dtrain__fsdp_leave(fsdps[i], status);
+    }
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
+{
+    const char *call = "dtrain_fsdp_clip_grad_norm";
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_norm(call, max_norm);
+    if (status != DTRAIN_OK)
+        return status;
+    return norm == NULL && fsdp->device.queue != NULL
+               ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_shorten_unseen(fsdp, max_norm))
+               : dtrain__fsdp_clip(&fsdp, 1, NULL, max_norm, norm, call);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model,
                                                           float max_norm, double *norm)
 {
     const char *call = "dtrain_fsdp_clip_model_grad_norm";
-    dtrain__fsdp_total total;
-    dtrain_status status = DTRAIN_OK;
     if (fsdps == NULL || count < 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: expected at least one object, got %d at %p", call, count,
                             (const void *)fsdps);
@@ -40737,27 +40755,13 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
             if (fsdps[k] == fsdps[i])
                 return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                     "%s: objects %d and %d of %d are the same: give each once", call, k, i, count);
-        status = dtrain__fsdp_check_norm(call, max_norm);
-        if (status != DTRAIN_OK)
-            return status;
     }
+    dtrain_status status = dtrain__fsdp_check_norm(call, max_norm);
+    if (status != DTRAIN_OK)
+        return status;
     if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    dtrain_status mine = dtrain__fsdp_measure_all(fsdps, count, &total);
-    dtrain__error why = dtrain__thread_error;
-    if (model != NULL)
-        status = dtrain_all_reduce(model, &total, &total, sizeof total / sizeof(int64_t), DTRAIN_I64, DTRAIN_SUM);
-    if (status == DTRAIN_OK && total.dropped > 0)
-        status = dtrain__fsdp_drop_all(fsdps, count, total.dropped);
-    if (mine != DTRAIN_OK)
-        return dtrain__report(&why);
-    for (int i = 0; status == DTRAIN_OK && i < count; i++) {
-        fsdps[i]->sum = total.sum;
-        double length = dtrain__fsdp_shorten(fsdps[i], max_norm);
-        if (norm != NULL)
-            *norm = length;
-    }
-    return status;
+    return dtrain__fsdp_clip(fsdps, count, model, max_norm, norm, call);
 }
 
 #endif
@@ -40826,14 +40830,9 @@ DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
 
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
 {
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_put", unit);
+    dtrain_status status = dtrain__fsdp_enter_held(fsdp, "dtrain_fsdp_put", unit, ", write its parameters, then put");
     if (status != DTRAIN_OK)
         return status;
-    if (!fsdp->units[unit].held)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_put: unit %d is not gathered on rank %d: gather it, write its parameters, "
-                            "then put",
-                            unit, dtrain__fsdp_rank(fsdp));
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = layout->units[unit].first; layout->apart && i < layout->units[unit].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
@@ -40848,29 +40847,24 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-/* Keeps elements [at, at + count) of a parameter, whose values all ranks have. */
+/* Keeps elements [at, at + count) of a parameter, whose values all ranks have: in this rank's slice, and rounded as a
+ * gather would bring them in full parameters that stay. */
 static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const float *values, size_t count)
 {
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        size_t low = cut->element + cut->own, high = low + cut->own_count;
-        if (cut->param != param || !fsdp->layout.apart)
+        size_t low, n, own = cut->element + cut->own;
+        if (cut->param != param)
             continue;
-        low = low > at ? low : at;
-        high = high < at + count ? high : at + count;
-        if (low < high)
-            dtrain__fsdp_copy(fsdp, dtrain__fsdp_own(fsdp, cut) + (low - cut->element - cut->own), values + (low - at),
-                              high - low);
-    }
-    for (size_t i = 0; i < fsdp->layout.cut_count && fsdp->layout.resident; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        size_t low = cut->element > at ? cut->element : at, high = cut->element + cut->count;
-        high = high < at + count ? high : at + count;
-        if (cut->param != param || low >= high)
+        n = dtrain__layout_overlap(at, count, own, cut->own_count, &low);
+        if (fsdp->layout.apart && n > 0)
+            dtrain__fsdp_copy(fsdp, dtrain__fsdp_own(fsdp, cut) + (low - own), values + (low - at), n);
+        n = dtrain__layout_overlap(at, count, cut->element, cut->count, &low);
+        if (!fsdp->layout.resident || n == 0)
             continue;
         float *full = cut->data + (low - cut->element);
-        dtrain__fsdp_copy(fsdp, full, values + (low - at), high - low);
-        dtrain__fsdp_round(fsdp, full, high - low, fsdp->desc.gather_dtype, cut->unit % 2);
+        dtrain__fsdp_copy(fsdp, full, values + (low - at), n);
+        dtrain__fsdp_round(fsdp, full, n, fsdp->desc.gather_dtype, cut->unit % 2);
     }
 }
 
@@ -41225,7 +41219,9 @@ static size_t dtrain__fsdp_plan_state_floats(const dtrain_optimizer_desc *optimi
 /* Bytes of stages; on the CPU sums of gradients that travel in 16 bits have one of their own. */
 static size_t dtrain__fsdp_plan_stages(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
-    size_t stages = DTRAIN__FSDP_STAGES + (layout->device == NULL && desc->reduce_dtype != DTRAIN_F32 ? 1 : 0);
+    size_t stages = DTRAIN__FSDP_STAGES;
+    if (layout->device == NULL && desc->reduce_dtype != DTRAIN_F32)
+        stages++;
     return stages * layout->stage * sizeof(float);
 }
 
@@ -41543,18 +41539,18 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < layout->table_count; i++)
         any |= fsdp->reserved[i];
     if (status == DTRAIN_OK)
-        status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, plan.full_weights, 0,
-                                      &fsdp->memory);
+        status =
+            dtrain__pages_create(&fsdp->pages[0], any & 1 ? layout->reserved : 0, plan.full_weights, 0, &fsdp->memory);
     if (status == DTRAIN_OK)
         status =
-            dtrain__pages_create(&fsdp->grad_pages, any & 2 ? layout->reserved : 0, plan.full_grads, 1, &fsdp->memory);
+            dtrain__pages_create(&fsdp->pages[1], any & 2 ? layout->reserved : 0, plan.full_grads, 1, &fsdp->memory);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < layout->table_count; i++) {
         if (fsdp->reserved[i] & 1)
-            layout->table[i].data = fsdp->weight_pages.base + layout->offsets[i];
+            layout->table[i].data = fsdp->pages[0].base + layout->offsets[i];
         if (fsdp->reserved[i] & 2)
-            layout->table[i].grad = fsdp->grad_pages.base + layout->offsets[i];
+            layout->table[i].grad = fsdp->pages[1].base + layout->offsets[i];
     }
     for (size_t i = 0; i < layout->cut_count; i++)
         for (int grads = 0; grads <= layout->cuts[i].trained; grads++) { /* pages that are never dropped */
@@ -41562,7 +41558,7 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
             size_t at, count = dtrain__layout_staying(cut, grads, &at);
             size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
             if (fsdp->reserved[cut->param] & (1 << grads))
-                dtrain__pages_take(grads ? &fsdp->grad_pages : &fsdp->weight_pages, begin, count * sizeof(float));
+                dtrain__pages_take(&fsdp->pages[grads], begin, count * sizeof(float));
         }
     return DTRAIN_OK;
 }
@@ -41658,18 +41654,6 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Memory for gradients of the caller's may hold anything; reserved pages are zeros. */
-static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
-{
-    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
-        const dtrain_param *param = &fsdp->layout.table[i];
-        const float zero = 0.0f;
-        if (param->grad != NULL && !(fsdp->reserved[i] & 2))
-            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, param->grad, &zero, sizeof zero,
-                                                         dtrain_param_elements(param)));
-    }
-}
-
 static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count, dtrain_status status)
 {
     const char *bad = dtrain__optimizer_bad(&fsdp->optimizer, 1);
@@ -41714,22 +41698,42 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
     if (status == DTRAIN_OK && fsdp->desc.debug)
-        dtrain__fsdp_debug_create(fsdp, fsdp->ddp);
+        dtrain__fsdp_debug_create(fsdp);
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
     return dtrain__fsdp_break(fsdp, status, "giving every rank the first values", -1);
 }
 
+/* How an object is made: over the table as it is; with memory of its own for all that is F32; for a dtrain_ddp, which
+ * takes a parameter without a gradient for a frozen one. */
+enum { DTRAIN__FSDP_CREATED, DTRAIN__FSDP_ADOPTED, DTRAIN__FSDP_OF_DDP };
+
+/* Copies a table as an object sees it that is made so; NULL: there is no memory. */
+static dtrain_param *dtrain__fsdp_see_table(dtrain_allocator *memory, const dtrain_param *table, size_t count, int how)
+{
+    dtrain_param *seen = NULL;
+    size_t bytes;
+    if (dtrain__mul_size(count, sizeof *seen, &bytes))
+        seen = (dtrain_param *)dtrain__alloc(memory, bytes);
+    for (size_t i = 0; seen != NULL && i < count; i++) {
+        seen[i] = table[i];
+        if (how == DTRAIN__FSDP_OF_DDP)
+            seen[i].frozen = !dtrain__params_trained(&table[i]);
+        else if (how == DTRAIN__FSDP_ADOPTED && table[i].dtype == DTRAIN_F32)
+            seen[i].data = seen[i].grad = NULL;
+    }
+    return seen;
+}
+
 /* checked: what the caller, which makes it in `call`, found wrong, which the other ranks are to learn. */
 static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table, size_t count,
-                                       const dtrain_fsdp_desc *desc, int ddp, const char *call, dtrain_status checked)
+                                       const dtrain_fsdp_desc *desc, int how, const char *call, dtrain_status checked)
 {
     if (fsdp == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: fsdp and comm are needed, got NULL", call);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the object to make and comm are needed, got NULL", call);
     *fsdp = NULL;
-    dtrain_allocator memory = {NULL, NULL, 0, 0};
-    memory.resize = dtrain_comm_allocator(comm)->resize;
-    memory.user = dtrain_comm_allocator(comm)->user;
+    dtrain_allocator *given = dtrain_comm_allocator(comm), memory = {given->resize, given->user, 0, 0};
+    dtrain_param *seen = NULL;
     dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made), none;
     if (made == NULL) { /* the others hear of it where they compare */
         memset(&none, 0, sizeof none);
@@ -41744,30 +41748,36 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     made->call = call;
     made->desc = dtrain__layout_desc(desc);
     made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug);
-    made->ddp = ddp;
+    made->ddp = how == DTRAIN__FSDP_OF_DDP;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
     made->freezes = made->desc.compress != NULL && made->desc.compress->adam;
     made->freeze_step = made->freezes ? made->desc.compress->feedback.start_step : 0;
-    dtrain_status status = dtrain__fsdp_init(made, table, count, checked);
-    if (status != DTRAIN_OK) {
-        dtrain__error cause = dtrain__thread_error;
-        dtrain_fsdp_destroy(made);
-        return dtrain__report(&cause);
+    if (how != DTRAIN__FSDP_CREATED && checked == DTRAIN_OK) {
+        seen = dtrain__fsdp_see_table(given, table, count, how);
+        if (seen == NULL)
+            checked = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for %zu parameters", call, count);
     }
-    *fsdp = made;
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_init(made, seen != NULL ? seen : table, count, checked);
+    dtrain__free(given, seen);
+    if (status == DTRAIN_OK) {
+        *fsdp = made;
+        return DTRAIN_OK;
+    }
+    dtrain__error cause = dtrain__thread_error;
+    dtrain_fsdp_destroy(made);
+    return dtrain__report(&cause);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
                                             size_t count, const dtrain_fsdp_desc *desc)
 {
-    return dtrain__fsdp_make(fsdp, comm, table, count, desc, 0, "dtrain_fsdp_create", DTRAIN_OK);
+    return dtrain__fsdp_make(fsdp, comm, table, count, desc, DTRAIN__FSDP_CREATED, "dtrain_fsdp_create", DTRAIN_OK);
 }
 
 #define DTRAIN__FSDP_ADOPTS ((size_t)1 << 18) /* elements that are broadcast at once: 1 MiB */
 
-/* Takes the values of a table over. given: of each parameter, whether it has any. */
+/* Takes the values of a table over, on all ranks or on none. given: of each parameter, whether it has any. */
 static dtrain_status dtrain__fsdp_adopt_values(dtrain_fsdp *fsdp, const dtrain_param *table, unsigned char *given,
                                                float *stage)
 {
@@ -41788,43 +41798,28 @@ static dtrain_status dtrain__fsdp_adopt_values(dtrain_fsdp *fsdp, const dtrain_p
                                              DTRAIN__FSDP_ADOPTS, fsdp->desc.no_broadcast ? -1 : 0);
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
-    return status;
-}
-
-/* Makes an object of a copy of the table that has no memory, and takes the values over. */
-static dtrain_status dtrain__fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
-                                        dtrain_param *bare, size_t count, const dtrain_fsdp_desc *desc, float *stage)
-{
-    dtrain_status status = DTRAIN_OK;
-    if (bare == NULL || stage == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_adopt: no memory for %zu parameters", count);
-    for (size_t i = 0; bare != NULL && i < count; i++) {
-        bare[i] = table[i];
-        if (table[i].dtype == DTRAIN_F32)
-            bare[i].data = bare[i].grad = NULL;
-    }
-    status = dtrain__fsdp_make(fsdp, comm, bare != NULL ? bare : table, count, desc, 0, "dtrain_fsdp_adopt", status);
-    if (status != DTRAIN_OK)
-        return status;
-    status = dtrain__fsdp_adopt_values(*fsdp, table, (unsigned char *)(bare + count), stage);
-    return (*fsdp)->world != NULL ? dtrain__alike_agree((*fsdp)->world, (*fsdp)->call, 0, status) : status;
+    return fsdp->world != NULL ? dtrain__alike_agree(fsdp->world, fsdp->call, 0, status) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, dtrain_param *table, size_t count,
                                            const dtrain_fsdp_desc *desc)
 {
-    size_t bytes = 0, stage_bytes = DTRAIN__FSDP_ADOPTS * sizeof(float);
+    const char *call = "dtrain_fsdp_adopt";
+    dtrain_status status = DTRAIN_OK;
+    float *stage = NULL;
+    size_t bytes;
     if (fsdp == NULL || comm == NULL || table == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_adopt: fsdp, comm and table are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: fsdp, comm and table are needed, got NULL", call);
     dtrain_allocator *memory = dtrain_comm_allocator(comm);
-    dtrain_param *bare = NULL;
-    if (dtrain__mul_size(count, sizeof *bare + 1, &bytes))
-        bare = (dtrain_param *)dtrain__alloc(memory, bytes);
-    float *stage = (float *)dtrain__alloc(memory, stage_bytes);
-    dtrain_status status = dtrain__fsdp_adopt(fsdp, comm, table, bare, count, desc, stage);
+    if (dtrain__add_size(count, DTRAIN__FSDP_ADOPTS * sizeof(float), &bytes))
+        stage = (float *)dtrain__alloc(memory, bytes);
+    if (stage == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for %zu parameters", call, count);
+    status = dtrain__fsdp_make(fsdp, comm, table, count, desc, DTRAIN__FSDP_ADOPTED, call, status);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_adopt_values(*fsdp, table, (unsigned char *)(stage + DTRAIN__FSDP_ADOPTS), stage);
     dtrain__error cause = dtrain__thread_error;
     dtrain__free(memory, stage);
-    dtrain__free(memory, bare);
     if (status != DTRAIN_OK) {
         dtrain_fsdp_destroy(*fsdp);
         *fsdp = NULL;
@@ -41881,8 +41876,8 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
         dtrain__fsdp_release(fsdp, fsdp->full_levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
-    dtrain__pages_destroy(&fsdp->weight_pages);
-    dtrain__pages_destroy(&fsdp->grad_pages);
+    dtrain__pages_destroy(&fsdp->pages[0]);
+    dtrain__pages_destroy(&fsdp->pages[1]);
     dtrain__layout_destroy(&fsdp->layout, memory);
     last = *memory;
     dtrain__free(&last, fsdp);
@@ -41999,96 +41994,63 @@ DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp)
 #endif
 
 /* ---- >>ddp ----
- * Data-parallel training for a program with an optimizer of its own: FSDP's strategy DDP, whose sums go back to the
- * table. A rank's micro-batches are folded in full and communicated once, compressed where the desc says so: see
- * >>reducer. */
+ * Data-parallel training for a program with an optimizer of its own: an object of >>fsdp with strategy DDP, whose sums
+ * go back to the table. A rank's micro-batches are folded in full and communicated once, compressed where the desc says
+ * so: see >>reducer. */
 #ifndef DTRAIN__DDP
 #define DTRAIN__DDP
 
-struct dtrain_ddp {
-    dtrain_fsdp *fsdp;
-    dtrain_allocator *allocator;
-    int open;
-};
-
-static dtrain_status dtrain__ddp_check_begin(const dtrain_ddp *ddp, int micro_batches, double weight)
+/* A dtrain_ddp is one of these. */
+static dtrain_fsdp *dtrain__ddp_fsdp(const dtrain_ddp *ddp)
 {
-    if (ddp == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: the ddp is NULL: create it first");
-    if (ddp->open)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_ddp_begin: a step is open: call dtrain_ddp_finish before the next");
-    if (micro_batches < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: micro_batches is %d, expected 0 or more",
-                            micro_batches);
-    if (!dtrain__train_finite(weight) || weight < 0.0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_begin: weight is %g, expected a number of at least 0",
-                            weight);
-    return DTRAIN_OK;
+    return (dtrain_fsdp *)(uintptr_t)ddp;
+}
+
+/* Begins a call between begin and finish. */
+static dtrain_status dtrain__ddp_enter(dtrain_fsdp *fsdp, const char *call, int unit)
+{
+    if (fsdp != NULL && fsdp->announced < 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: no step is open: call dtrain_ddp_begin first", call);
+    return dtrain__fsdp_enter(fsdp, call, unit);
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batches, double weight)
 {
-    dtrain_status status = dtrain__ddp_check_begin(ddp, micro_batches, weight);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__fsdp_zero_grads(ddp->fsdp);
-    ddp->open = 1;
-    return dtrain_fsdp_begin(ddp->fsdp, micro_batches, weight);
-}
-
-/* Says whether a call between begin and finish may go on. */
-static dtrain_status dtrain__ddp_check_open(const dtrain_ddp *ddp, const char *call)
-{
-    if (ddp == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the ddp is NULL: create it first", call);
-    if (!ddp->open)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: no step is open: call dtrain_ddp_begin first", call);
-    return DTRAIN_OK;
+    return dtrain__fsdp_begin(dtrain__ddp_fsdp(ddp), micro_batches, weight, "dtrain_ddp_begin");
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_reduce(dtrain_ddp *ddp, int unit)
 {
-    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_reduce");
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_enter(ddp->fsdp, "dtrain_ddp_reduce", unit);
+    dtrain_fsdp *fsdp = dtrain__ddp_fsdp(ddp);
+    dtrain_status status = dtrain__ddp_enter(fsdp, "dtrain_ddp_reduce", unit);
     if (status != DTRAIN_OK)
         return status;
-    ddp->fsdp->units[unit].fresh = 1; /* it always lies there in full */
-    int last = ddp->fsdp->ended + 1 >= ddp->fsdp->announced;
-    status = dtrain__fsdp_reduce_now(ddp->fsdp, unit, "dtrain_ddp_reduce");
+    fsdp->units[unit].fresh = 1; /* it always lies there in full */
+    int last = fsdp->ended + 1 >= fsdp->announced;
+    status = dtrain__fsdp_reduce_now(fsdp, unit, "dtrain_ddp_reduce");
     if (status == DTRAIN_OK && last)
-        dtrain__fsdp_debug_note(ddp->fsdp, unit);
-    return dtrain__fsdp_leave(ddp->fsdp, status);
+        dtrain__fsdp_debug_note(fsdp, unit);
+    return dtrain__fsdp_leave(fsdp, status);
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_next(dtrain_ddp *ddp)
 {
-    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_next");
-    if (status == DTRAIN_OK && !ddp->fsdp->just_ended && ddp->fsdp->ended >= ddp->fsdp->announced)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                              "dtrain_ddp_next: all %d micro-batches announced to dtrain_ddp_begin are over: announce "
-                              "as many as you compute",
-                              ddp->fsdp->announced);
-    if (status == DTRAIN_OK)
-        status = dtrain_fsdp_next(ddp->fsdp);
-    return status;
+    dtrain_status status = dtrain__ddp_enter(dtrain__ddp_fsdp(ddp), "dtrain_ddp_next", 0);
+    return status == DTRAIN_OK ? dtrain__fsdp_next(dtrain__ddp_fsdp(ddp), "dtrain_ddp_next") : status;
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight)
 {
-    dtrain_status status = dtrain__ddp_check_open(ddp, "dtrain_ddp_finish");
-    if (status != DTRAIN_OK)
+    dtrain_fsdp *fsdp = dtrain__ddp_fsdp(ddp);
+    dtrain_status status = dtrain__ddp_enter(fsdp, "dtrain_ddp_finish", 0);
+    if (fsdp == NULL || fsdp->announced < 0)
         return status;
-    dtrain_fsdp *fsdp = ddp->fsdp;
     int begun = fsdp->ended + (fsdp->reduced_units > 0);
-    if (fsdp->broken.status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
+    if (status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the rest, or call "
                             "dtrain_ddp_next for those that used no unit",
                             begun, fsdp->announced);
-    ddp->open = 0;
-    status = dtrain__fsdp_enter(fsdp, "dtrain_ddp_finish", 0);
     dtrain__fsdp_debug_compare_all(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_finish_now(fsdp, 1);
@@ -42101,85 +42063,50 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
     }
     if (status == DTRAIN_OK)
         dtrain__fsdp_reset(fsdp);
+    fsdp->announced = -1; /* whatever has become of it, the step is closed */
     return dtrain__fsdp_leave(fsdp, status);
-}
-
-static dtrain_status dtrain__ddp_init(dtrain_ddp *ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
-                                      const dtrain_ddp_desc *desc)
-{
-    dtrain_fsdp_desc full;
-    size_t bytes;
-    dtrain_status status = dtrain__params_check(table, count);
-    if (status == DTRAIN_OK)
-        status = dtrain__params_check_f32(table, count);
-    dtrain_param *copy = NULL;
-    if (status == DTRAIN_OK && dtrain__mul_size(count, sizeof *copy, &bytes))
-        copy = (dtrain_param *)dtrain__alloc(ddp->allocator, bytes);
-    if (status == DTRAIN_OK && copy == NULL) /* the others are to hear of it */
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu parameters", count);
-    for (size_t i = 0; copy != NULL && i < count; i++) {
-        copy[i] = table[i];
-        copy[i].frozen = !dtrain__params_trained(&table[i]);
-    }
-    memset(&full, 0, sizeof full);
-    full.strategy = DTRAIN_DDP;
-    full.optimizer.kind = DTRAIN_OPTIMIZER_NONE;
-    full.keep_full_grads = 1;
-    full.no_broadcast = desc->no_broadcast;
-    full.no_overlap = desc->no_overlap;
-    full.bucket_bytes = desc->bucket_bytes;
-    full.compress = desc->compress;
-    full.check_every = desc->check_every;
-    full.debug = desc->debug != 0;
-    status =
-        dtrain__fsdp_make(&ddp->fsdp, comm, copy != NULL ? copy : table, count, &full, 1, "dtrain_ddp_create", status);
-    dtrain__free(ddp->allocator, copy);
-    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table, size_t count,
                                            const dtrain_ddp_desc *desc)
 {
-    dtrain_ddp_desc full;
+    dtrain_fsdp *made = NULL;
+    dtrain_fsdp_desc full;
     memset(&full, 0, sizeof full);
-    if (ddp == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_ddp_create: ddp and comm are needed, got NULL");
-    *ddp = NULL;
-    if (desc != NULL)
-        full = *desc;
-    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
-    dtrain_ddp *made = (dtrain_ddp *)dtrain__alloc(allocator, sizeof *made);
-    if (made == NULL) {
-        dtrain_fsdp *none; /* the others are to hear of it */
-        dtrain_status failed =
-            dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_ddp_create: no memory for %zu bytes", sizeof *made);
-        return dtrain__fsdp_make(&none, comm, table, count, NULL, 1, "dtrain_ddp_create", failed);
+    full.strategy = DTRAIN_DDP;
+    full.optimizer.kind = DTRAIN_OPTIMIZER_NONE;
+    full.keep_full_grads = 1;
+    if (desc != NULL) {
+        full.no_broadcast = desc->no_broadcast;
+        full.no_overlap = desc->no_overlap;
+        full.bucket_bytes = desc->bucket_bytes;
+        full.compress = desc->compress;
+        full.check_every = desc->check_every;
+        full.debug = desc->debug != 0;
     }
-    made->allocator = allocator;
-    dtrain_status status = dtrain__ddp_init(made, comm, table, count, &full);
+    dtrain_status status = dtrain__params_check(table, count);
     if (status == DTRAIN_OK)
-        *ddp = made;
-    else
-        dtrain__free(allocator, made);
+        status = dtrain__params_check_f32(table, count);
+    status = dtrain__fsdp_make(ddp != NULL ? &made : NULL, comm, table, count, &full, DTRAIN__FSDP_OF_DDP,
+                               "dtrain_ddp_create", status);
+    if (ddp != NULL)
+        *ddp = (dtrain_ddp *)(void *)made;
     return status;
 }
 
 DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp)
 {
-    if (ddp == NULL)
-        return;
-    dtrain_fsdp_destroy(ddp->fsdp);
-    dtrain__free(ddp->allocator, ddp);
+    dtrain_fsdp_destroy(dtrain__ddp_fsdp(ddp));
 }
 
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets)
 {
-    return dtrain_fsdp_buckets(ddp != NULL ? ddp->fsdp : NULL, buckets);
+    return dtrain_fsdp_buckets(dtrain__ddp_fsdp(ddp), buckets);
 }
 
 static dtrain_status dtrain__ddp_list(const dtrain_pieces *list, dtrain__lister *lister)
 {
-    const dtrain_fsdp *fsdp = ((const dtrain_ddp *)list->object)->fsdp;
+    const dtrain_fsdp *fsdp = (const dtrain_fsdp *)list->object;
     dtrain__reducer_list(fsdp->reducer, &fsdp->layout, dtrain__fsdp_rank(fsdp), lister);
     return DTRAIN_OK;
 }

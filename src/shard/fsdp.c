@@ -84,7 +84,6 @@ typedef struct dtrain__fsdp_event {
 } dtrain__fsdp_event;
 
 typedef struct dtrain__reducer dtrain__reducer;
-typedef struct dtrain__fsdp_debug dtrain__fsdp_debug;
 
 /* What ranks tell each other where one of them begins to reduce every unit once more, and at the end of a step. */
 typedef struct dtrain__fsdp_note {
@@ -117,8 +116,8 @@ struct dtrain_fsdp {
     dtrain_fsdp_desc desc;
     dtrain_optimizer_desc optimizer;
     dtrain__layout layout;
-    dtrain__pages weight_pages, grad_pages;
-    unsigned char *tables; /* the block of what follows that has one element a unit, cut, parameter, shard or rank */
+    dtrain__pages pages[2]; /* of parameters, of gradients */
+    unsigned char *tables;  /* the block of what follows that has one element a unit, cut, parameter, shard or rank */
     dtrain__fsdp_unit *units;
     unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
     float *lr_factors, *decays;          /* of a parameter */
@@ -174,7 +173,9 @@ struct dtrain_fsdp {
     size_t event_count;
     int64_t left_ns; /* when the caller was given control back */
     dtrain__fsdp_device device;
-    dtrain__fsdp_debug *debug; /* NULL: nothing is guarded */
+    struct dtrain__guard *guard; /* of memory that is watched, see >>fsdp-debug; NULL: nothing is */
+    uint64_t *left; /* of a cut: a hash of its gradients as a DDP's reduce has left them; 0: they may be written. NULL:
+                     * nobody compares */
     dtrain__error broken;
 };
 
@@ -412,14 +413,14 @@ static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, in
 static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
 {
     const dtrain__layout *layout = &fsdp->layout;
-    if (fsdp->units[number].has_pages == take || fsdp->weight_pages.base == NULL)
+    if (fsdp->units[number].has_pages == take || fsdp->pages[0].base == NULL)
         return;
     fsdp->units[number].has_pages = take;
     for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float);
         if (fsdp->reserved[cut->param] & 1)
-            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->weight_pages, begin, cut->count * sizeof(float));
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->pages[0], begin, cut->count * sizeof(float));
     }
 }
 
@@ -472,8 +473,8 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
         size_t begin = layout->offsets[cut->param] + cut->element * sizeof(float), bytes = cut->count * sizeof(float);
         if (!cut->trained || cut->count == 0)
             continue;
-        if (fsdp->grad_pages.base != NULL && (fsdp->reserved[cut->param] & 2))
-            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->grad_pages, begin, bytes);
+        if (fsdp->pages[1].base != NULL && (fsdp->reserved[cut->param] & 2))
+            (take ? dtrain__pages_take : dtrain__pages_drop)(&fsdp->pages[1], begin, bytes);
         else if (!take)
             dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, cut->grads, &zero, 1, bytes));
     }

@@ -63,14 +63,9 @@ DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
 
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
 {
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_put", unit);
+    dtrain_status status = dtrain__fsdp_enter_held(fsdp, "dtrain_fsdp_put", unit, ", write its parameters, then put");
     if (status != DTRAIN_OK)
         return status;
-    if (!fsdp->units[unit].held)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_put: unit %d is not gathered on rank %d: gather it, write its parameters, "
-                            "then put",
-                            unit, dtrain__fsdp_rank(fsdp));
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = layout->units[unit].first; layout->apart && i < layout->units[unit].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
@@ -85,29 +80,24 @@ DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
     return dtrain__fsdp_leave(fsdp, status);
 }
 
-/* Keeps elements [at, at + count) of a parameter, whose values all ranks have. */
+/* Keeps elements [at, at + count) of a parameter, whose values all ranks have: in this rank's slice, and rounded as a
+ * gather would bring them in full parameters that stay. */
 static void dtrain__fsdp_keep(dtrain_fsdp *fsdp, size_t param, size_t at, const float *values, size_t count)
 {
     for (size_t i = 0; i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        size_t low = cut->element + cut->own, high = low + cut->own_count;
-        if (cut->param != param || !fsdp->layout.apart)
+        size_t low, n, own = cut->element + cut->own;
+        if (cut->param != param)
             continue;
-        low = low > at ? low : at;
-        high = high < at + count ? high : at + count;
-        if (low < high)
-            dtrain__fsdp_copy(fsdp, dtrain__fsdp_own(fsdp, cut) + (low - cut->element - cut->own), values + (low - at),
-                              high - low);
-    }
-    for (size_t i = 0; i < fsdp->layout.cut_count && fsdp->layout.resident; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        size_t low = cut->element > at ? cut->element : at, high = cut->element + cut->count;
-        high = high < at + count ? high : at + count;
-        if (cut->param != param || low >= high)
+        n = dtrain__layout_overlap(at, count, own, cut->own_count, &low);
+        if (fsdp->layout.apart && n > 0)
+            dtrain__fsdp_copy(fsdp, dtrain__fsdp_own(fsdp, cut) + (low - own), values + (low - at), n);
+        n = dtrain__layout_overlap(at, count, cut->element, cut->count, &low);
+        if (!fsdp->layout.resident || n == 0)
             continue;
         float *full = cut->data + (low - cut->element);
-        dtrain__fsdp_copy(fsdp, full, values + (low - at), high - low);
-        dtrain__fsdp_round(fsdp, full, high - low, fsdp->desc.gather_dtype, cut->unit % 2);
+        dtrain__fsdp_copy(fsdp, full, values + (low - at), n);
+        dtrain__fsdp_round(fsdp, full, n, fsdp->desc.gather_dtype, cut->unit % 2);
     }
 }
 

@@ -209,18 +209,18 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < layout->table_count; i++)
         any |= fsdp->reserved[i];
     if (status == DTRAIN_OK)
-        status = dtrain__pages_create(&fsdp->weight_pages, any & 1 ? layout->reserved : 0, plan.full_weights, 0,
-                                      &fsdp->memory);
+        status =
+            dtrain__pages_create(&fsdp->pages[0], any & 1 ? layout->reserved : 0, plan.full_weights, 0, &fsdp->memory);
     if (status == DTRAIN_OK)
         status =
-            dtrain__pages_create(&fsdp->grad_pages, any & 2 ? layout->reserved : 0, plan.full_grads, 1, &fsdp->memory);
+            dtrain__pages_create(&fsdp->pages[1], any & 2 ? layout->reserved : 0, plan.full_grads, 1, &fsdp->memory);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < layout->table_count; i++) {
         if (fsdp->reserved[i] & 1)
-            layout->table[i].data = fsdp->weight_pages.base + layout->offsets[i];
+            layout->table[i].data = fsdp->pages[0].base + layout->offsets[i];
         if (fsdp->reserved[i] & 2)
-            layout->table[i].grad = fsdp->grad_pages.base + layout->offsets[i];
+            layout->table[i].grad = fsdp->pages[1].base + layout->offsets[i];
     }
     for (size_t i = 0; i < layout->cut_count; i++)
         for (int grads = 0; grads <= layout->cuts[i].trained; grads++) { /* pages that are never dropped */
@@ -228,7 +228,7 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
             size_t at, count = dtrain__layout_staying(cut, grads, &at);
             size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
             if (fsdp->reserved[cut->param] & (1 << grads))
-                dtrain__pages_take(grads ? &fsdp->grad_pages : &fsdp->weight_pages, begin, count * sizeof(float));
+                dtrain__pages_take(&fsdp->pages[grads], begin, count * sizeof(float));
         }
     return DTRAIN_OK;
 }
@@ -324,18 +324,6 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Memory for gradients of the caller's may hold anything; reserved pages are zeros. */
-static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
-{
-    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
-        const dtrain_param *param = &fsdp->layout.table[i];
-        const float zero = 0.0f;
-        if (param->grad != NULL && !(fsdp->reserved[i] & 2))
-            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, param->grad, &zero, sizeof zero,
-                                                         dtrain_param_elements(param)));
-    }
-}
-
 static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count, dtrain_status status)
 {
     const char *bad = dtrain__optimizer_bad(&fsdp->optimizer, 1);
@@ -380,22 +368,42 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
     if (status == DTRAIN_OK && fsdp->desc.debug)
-        dtrain__fsdp_debug_create(fsdp, fsdp->ddp);
+        dtrain__fsdp_debug_create(fsdp);
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
     return dtrain__fsdp_break(fsdp, status, "giving every rank the first values", -1);
 }
 
+/* How an object is made: over the table as it is; with memory of its own for all that is F32; for a dtrain_ddp, which
+ * takes a parameter without a gradient for a frozen one. */
+enum { DTRAIN__FSDP_CREATED, DTRAIN__FSDP_ADOPTED, DTRAIN__FSDP_OF_DDP };
+
+/* Copies a table as an object sees it that is made so; NULL: there is no memory. */
+static dtrain_param *dtrain__fsdp_see_table(dtrain_allocator *memory, const dtrain_param *table, size_t count, int how)
+{
+    dtrain_param *seen = NULL;
+    size_t bytes;
+    if (dtrain__mul_size(count, sizeof *seen, &bytes))
+        seen = (dtrain_param *)dtrain__alloc(memory, bytes);
+    for (size_t i = 0; seen != NULL && i < count; i++) {
+        seen[i] = table[i];
+        if (how == DTRAIN__FSDP_OF_DDP)
+            seen[i].frozen = !dtrain__params_trained(&table[i]);
+        else if (how == DTRAIN__FSDP_ADOPTED && table[i].dtype == DTRAIN_F32)
+            seen[i].data = seen[i].grad = NULL;
+    }
+    return seen;
+}
+
 /* checked: what the caller, which makes it in `call`, found wrong, which the other ranks are to learn. */
 static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table, size_t count,
-                                       const dtrain_fsdp_desc *desc, int ddp, const char *call, dtrain_status checked)
+                                       const dtrain_fsdp_desc *desc, int how, const char *call, dtrain_status checked)
 {
     if (fsdp == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: fsdp and comm are needed, got NULL", call);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the object to make and comm are needed, got NULL", call);
     *fsdp = NULL;
-    dtrain_allocator memory = {NULL, NULL, 0, 0};
-    memory.resize = dtrain_comm_allocator(comm)->resize;
-    memory.user = dtrain_comm_allocator(comm)->user;
+    dtrain_allocator *given = dtrain_comm_allocator(comm), memory = {given->resize, given->user, 0, 0};
+    dtrain_param *seen = NULL;
     dtrain_fsdp *made = (dtrain_fsdp *)dtrain__alloc(&memory, sizeof *made), none;
     if (made == NULL) { /* the others hear of it where they compare */
         memset(&none, 0, sizeof none);
@@ -410,30 +418,36 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
     made->call = call;
     made->desc = dtrain__layout_desc(desc);
     made->desc.debug = made->desc.debug >= 0 && dtrain__fsdp_debug_asked(made->desc.debug);
-    made->ddp = ddp;
+    made->ddp = how == DTRAIN__FSDP_OF_DDP;
     made->optimizer = dtrain__optimizer_defaults(&made->desc.optimizer);
     made->loss_scale = made->desc.loss_scale > 0.0f ? made->desc.loss_scale : 1.0f;
     made->freezes = made->desc.compress != NULL && made->desc.compress->adam;
     made->freeze_step = made->freezes ? made->desc.compress->feedback.start_step : 0;
-    dtrain_status status = dtrain__fsdp_init(made, table, count, checked);
-    if (status != DTRAIN_OK) {
-        dtrain__error cause = dtrain__thread_error;
-        dtrain_fsdp_destroy(made);
-        return dtrain__report(&cause);
+    if (how != DTRAIN__FSDP_CREATED && checked == DTRAIN_OK) {
+        seen = dtrain__fsdp_see_table(given, table, count, how);
+        if (seen == NULL)
+            checked = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for %zu parameters", call, count);
     }
-    *fsdp = made;
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__fsdp_init(made, seen != NULL ? seen : table, count, checked);
+    dtrain__free(given, seen);
+    if (status == DTRAIN_OK) {
+        *fsdp = made;
+        return DTRAIN_OK;
+    }
+    dtrain__error cause = dtrain__thread_error;
+    dtrain_fsdp_destroy(made);
+    return dtrain__report(&cause);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
                                             size_t count, const dtrain_fsdp_desc *desc)
 {
-    return dtrain__fsdp_make(fsdp, comm, table, count, desc, 0, "dtrain_fsdp_create", DTRAIN_OK);
+    return dtrain__fsdp_make(fsdp, comm, table, count, desc, DTRAIN__FSDP_CREATED, "dtrain_fsdp_create", DTRAIN_OK);
 }
 
 #define DTRAIN__FSDP_ADOPTS ((size_t)1 << 18) /* elements that are broadcast at once: 1 MiB */
 
-/* Takes the values of a table over. given: of each parameter, whether it has any. */
+/* Takes the values of a table over, on all ranks or on none. given: of each parameter, whether it has any. */
 static dtrain_status dtrain__fsdp_adopt_values(dtrain_fsdp *fsdp, const dtrain_param *table, unsigned char *given,
                                                float *stage)
 {
@@ -454,43 +468,28 @@ static dtrain_status dtrain__fsdp_adopt_values(dtrain_fsdp *fsdp, const dtrain_p
                                              DTRAIN__FSDP_ADOPTS, fsdp->desc.no_broadcast ? -1 : 0);
     if (status == DTRAIN_OK && fsdp->device.refused.status != DTRAIN_OK)
         status = dtrain__report(&fsdp->device.refused);
-    return status;
-}
-
-/* Makes an object of a copy of the table that has no memory, and takes the values over. */
-static dtrain_status dtrain__fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, const dtrain_param *table,
-                                        dtrain_param *bare, size_t count, const dtrain_fsdp_desc *desc, float *stage)
-{
-    dtrain_status status = DTRAIN_OK;
-    if (bare == NULL || stage == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_adopt: no memory for %zu parameters", count);
-    for (size_t i = 0; bare != NULL && i < count; i++) {
-        bare[i] = table[i];
-        if (table[i].dtype == DTRAIN_F32)
-            bare[i].data = bare[i].grad = NULL;
-    }
-    status = dtrain__fsdp_make(fsdp, comm, bare != NULL ? bare : table, count, desc, 0, "dtrain_fsdp_adopt", status);
-    if (status != DTRAIN_OK)
-        return status;
-    status = dtrain__fsdp_adopt_values(*fsdp, table, (unsigned char *)(bare + count), stage);
-    return (*fsdp)->world != NULL ? dtrain__alike_agree((*fsdp)->world, (*fsdp)->call, 0, status) : status;
+    return fsdp->world != NULL ? dtrain__alike_agree(fsdp->world, fsdp->call, 0, status) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm *comm, dtrain_param *table, size_t count,
                                            const dtrain_fsdp_desc *desc)
 {
-    size_t bytes = 0, stage_bytes = DTRAIN__FSDP_ADOPTS * sizeof(float);
+    const char *call = "dtrain_fsdp_adopt";
+    dtrain_status status = DTRAIN_OK;
+    float *stage = NULL;
+    size_t bytes;
     if (fsdp == NULL || comm == NULL || table == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_adopt: fsdp, comm and table are needed, got NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: fsdp, comm and table are needed, got NULL", call);
     dtrain_allocator *memory = dtrain_comm_allocator(comm);
-    dtrain_param *bare = NULL;
-    if (dtrain__mul_size(count, sizeof *bare + 1, &bytes))
-        bare = (dtrain_param *)dtrain__alloc(memory, bytes);
-    float *stage = (float *)dtrain__alloc(memory, stage_bytes);
-    dtrain_status status = dtrain__fsdp_adopt(fsdp, comm, table, bare, count, desc, stage);
+    if (dtrain__add_size(count, DTRAIN__FSDP_ADOPTS * sizeof(float), &bytes))
+        stage = (float *)dtrain__alloc(memory, bytes);
+    if (stage == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for %zu parameters", call, count);
+    status = dtrain__fsdp_make(fsdp, comm, table, count, desc, DTRAIN__FSDP_ADOPTED, call, status);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_adopt_values(*fsdp, table, (unsigned char *)(stage + DTRAIN__FSDP_ADOPTS), stage);
     dtrain__error cause = dtrain__thread_error;
     dtrain__free(memory, stage);
-    dtrain__free(memory, bare);
     if (status != DTRAIN_OK) {
         dtrain_fsdp_destroy(*fsdp);
         *fsdp = NULL;
@@ -547,8 +546,8 @@ static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
         dtrain__fsdp_release(fsdp, fsdp->full_levels[i]);
     }
     dtrain__fsdp_free_places(fsdp);
-    dtrain__pages_destroy(&fsdp->weight_pages);
-    dtrain__pages_destroy(&fsdp->grad_pages);
+    dtrain__pages_destroy(&fsdp->pages[0]);
+    dtrain__pages_destroy(&fsdp->pages[1]);
     dtrain__layout_destroy(&fsdp->layout, memory);
     last = *memory;
     dtrain__free(&last, fsdp);

@@ -10,17 +10,6 @@
 #include "fsdp.c"
 #include "guard.c"
 
-/* DDP: how a unit's reduce has left the gradients of a cut, which are not to be written until the step ends. */
-typedef struct dtrain__fsdp_debug_left {
-    int noted; /* 0: they may be written */
-    uint64_t hash;
-} dtrain__fsdp_debug_left;
-
-struct dtrain__fsdp_debug {
-    dtrain__guard *guard;          /* FSDP */
-    dtrain__fsdp_debug_left *left; /* DDP: of a cut */
-};
-
 static int dtrain__fsdp_debug_asked(int desc)
 {
     const char *text = getenv("DTRAIN_DEBUG");
@@ -29,15 +18,10 @@ static int dtrain__fsdp_debug_asked(int desc)
 
 /* ---- FSDP: memory that is guarded ---- */
 
-static dtrain__guard *dtrain__fsdp_debug_guard(const dtrain_fsdp *fsdp)
-{
-    return fsdp->debug != NULL ? fsdp->debug->guard : NULL;
-}
-
 /* Opens or closes a unit's parameters, or its gradients. */
 static void dtrain__fsdp_debug_set(const dtrain_fsdp *fsdp, int number, int grads, int open)
 {
-    dtrain__guard *guard = dtrain__fsdp_debug_guard(fsdp);
+    dtrain__guard *guard = fsdp->guard;
     const dtrain__layout *layout = &fsdp->layout;
     for (size_t i = layout->units[number].first; guard != NULL && i < layout->units[number].end; i++)
         dtrain__guard_set(guard, i + (grads ? layout->cut_count : 0), open);
@@ -52,7 +36,7 @@ static int dtrain__fsdp_debug_stays(const dtrain_fsdp *fsdp)
 /* Says whether a unit's gradients are open. */
 static int dtrain__fsdp_debug_grads_open(const dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__guard *guard = dtrain__fsdp_debug_guard(fsdp);
+    const dtrain__guard *guard = fsdp->guard;
     int open = guard == NULL;
     for (size_t i = fsdp->layout.units[number].first; guard != NULL && i < fsdp->layout.units[number].end; i++)
         open |= guard->ranges[i + fsdp->layout.cut_count].open;
@@ -65,7 +49,7 @@ static void dtrain__fsdp_debug_range(const dtrain_fsdp *fsdp, size_t index, int 
     const dtrain__layout *layout = &fsdp->layout;
     const dtrain__layout_cut *cut = &layout->cuts[index];
     const dtrain_param *param = &layout->table[cut->param];
-    dtrain__guard_range *range = &fsdp->debug->guard->ranges[index + (grad ? layout->cut_count : 0)];
+    dtrain__guard_range *range = &fsdp->guard->ranges[index + (grad ? layout->cut_count : 0)];
     range->name = param->name;
     range->unit = cut->unit;
     range->grad = grad;
@@ -76,10 +60,9 @@ static void dtrain__fsdp_debug_range(const dtrain_fsdp *fsdp, size_t index, int 
     if (!(fsdp->reserved[cut->param] & (1 << grad)) || cut->element + cut->count < dtrain_param_elements(param))
         return;
     /* what lies between two reserved parameters, and behind the last, is nobody's */
-    size_t next = cut->param + 1 < layout->table_count ? layout->offsets[cut->param + 1] : fsdp->grad_pages.bytes;
-    if (!grad && cut->param + 1 == layout->table_count)
-        next = fsdp->weight_pages.bytes;
-    range->cover = (uintptr_t)(grad ? fsdp->grad_pages.base : fsdp->weight_pages.base) + next;
+    const dtrain__pages *pages = &fsdp->pages[grad];
+    size_t next = cut->param + 1 < layout->table_count ? layout->offsets[cut->param + 1] : pages->bytes;
+    range->cover = (uintptr_t)pages->base + next;
 }
 
 /* Begins to guard the memory of an object. */
@@ -87,14 +70,14 @@ static int dtrain__fsdp_debug_start(dtrain_fsdp *fsdp)
 {
     const dtrain__layout *layout = &fsdp->layout;
     dtrain__guard *guard = dtrain__guard_create(2 * layout->cut_count, dtrain__fsdp_rank(fsdp), &fsdp->memory);
-    fsdp->debug->guard = guard;
+    fsdp->guard = guard;
     for (size_t i = 0; guard != NULL && i < layout->cut_count; i++) {
         dtrain__fsdp_debug_range(fsdp, i, 0);
         dtrain__fsdp_debug_range(fsdp, i, 1);
     }
     if (guard == NULL || !dtrain__guard_start(guard))
         return 0;
-    fsdp->weight_pages.few = fsdp->grad_pages.few = SIZE_MAX; /* pages that are closed do not move */
+    fsdp->pages[0].few = fsdp->pages[1].few = SIZE_MAX; /* pages that are closed do not move */
     for (size_t i = 0; i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         uintptr_t own = guard->ranges[i].begin + cut->own * sizeof(float);
@@ -122,33 +105,28 @@ static void dtrain__fsdp_debug_share(const dtrain_fsdp *fsdp)
 
 static void dtrain__fsdp_debug_destroy(dtrain_fsdp *fsdp)
 {
-    dtrain__fsdp_debug *debug = fsdp->debug;
     dtrain_allocator memory = {fsdp->memory.resize, fsdp->memory.user, 0, 0};
-    fsdp->debug = NULL;
-    if (debug == NULL)
-        return;
-    dtrain__guard_destroy(debug->guard);
-    dtrain__free(&memory, debug->left);
-    dtrain__free(&memory, debug);
+    dtrain__guard_destroy(fsdp->guard);
+    dtrain__free(&memory, fsdp->left);
+    fsdp->guard = NULL;
+    fsdp->left = NULL;
 }
 
 /* Makes what an object needs for it. Without it training goes on as well. */
-static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp, int compares)
+static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp)
 {
     dtrain_allocator memory = {fsdp->memory.resize, fsdp->memory.user, 0, 0};
-    dtrain__fsdp_debug *debug;
-    int done = 0;
+    int done;
     if (fsdp->device.queue != NULL) {
         dtrain__log(DTRAIN_LOG_INFO, "DTRAIN_DEBUG: parameters on %s are not watched on rank %d",
                     dtrain_device_name(fsdp->device.queue), dtrain__fsdp_rank(fsdp));
         fsdp->desc.debug = 0;
         return;
     }
-    fsdp->debug = debug = (dtrain__fsdp_debug *)dtrain__alloc(&memory, sizeof *debug);
-    if (debug != NULL && compares) {
-        debug->left = (dtrain__fsdp_debug_left *)dtrain__alloc(&memory, fsdp->layout.cut_count * sizeof *debug->left);
-        done = debug->left != NULL;
-    } else if (debug != NULL) {
+    if (fsdp->ddp) {
+        fsdp->left = (uint64_t *)dtrain__alloc(&memory, fsdp->layout.cut_count * sizeof *fsdp->left);
+        done = fsdp->left != NULL;
+    } else {
         done = dtrain__fsdp_debug_start(fsdp);
     }
     if (done)
@@ -160,7 +138,7 @@ static void dtrain__fsdp_debug_create(dtrain_fsdp *fsdp, int compares)
 
 /* ---- DDP: gradients that are compared ---- */
 
-/* A hash of a range's gradients. */
+/* A hash of a range's gradients, never 0. */
 static uint64_t dtrain__fsdp_debug_hash(const dtrain__layout_cut *cut)
 {
     const unsigned char *at = (const unsigned char *)cut->grads;
@@ -170,17 +148,16 @@ static uint64_t dtrain__fsdp_debug_hash(const dtrain__layout_cut *cut)
         memcpy(&word, at + i * sizeof word, sizeof word);
         hash = (hash ^ word) * 0x100000001b3u; /* by an odd number: one word that differs gives another hash */
     }
-    return hash;
+    return hash != 0 ? hash : 1;
 }
 
 /* Fails the step where a unit's gradients are not as their reduce has left them. */
 static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
 {
-    dtrain__fsdp_debug_left *left = fsdp->debug != NULL ? fsdp->debug->left : NULL;
     char why[160];
-    for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
+    for (size_t i = fsdp->layout.units[number].first; fsdp->left != NULL && i < fsdp->layout.units[number].end; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        if (!left[i].noted || dtrain__fsdp_debug_hash(cut) == left[i].hash)
+        if (fsdp->left[i] == 0 || dtrain__fsdp_debug_hash(cut) == fsdp->left[i])
             continue;
         snprintf(why, sizeof why, "the gradient of %.40s (unit %d) was written after dtrain_ddp_reduce",
                  fsdp->layout.table[cut->param].name, number);
@@ -191,13 +168,9 @@ static void dtrain__fsdp_debug_compare(dtrain_fsdp *fsdp, int number)
 /* Notes how a unit's last reduce of a step has left its gradients. */
 static void dtrain__fsdp_debug_note(const dtrain_fsdp *fsdp, int number)
 {
-    dtrain__fsdp_debug_left *left = fsdp->debug != NULL ? fsdp->debug->left : NULL;
-    for (size_t i = fsdp->layout.units[number].first; left != NULL && i < fsdp->layout.units[number].end; i++) {
-        if (!fsdp->layout.cuts[i].trained)
-            continue;
-        left[i].noted = 1;
-        left[i].hash = dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]);
-    }
+    for (size_t i = fsdp->layout.units[number].first; fsdp->left != NULL && i < fsdp->layout.units[number].end; i++)
+        if (fsdp->layout.cuts[i].trained)
+            fsdp->left[i] = dtrain__fsdp_debug_hash(&fsdp->layout.cuts[i]);
 }
 
 /* Compares all units where a step ends. */
@@ -205,8 +178,8 @@ static void dtrain__fsdp_debug_compare_all(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_debug_compare(fsdp, i);
-    if (fsdp->debug != NULL && fsdp->debug->left != NULL)
-        memset(fsdp->debug->left, 0, fsdp->layout.cut_count * sizeof *fsdp->debug->left);
+    if (fsdp->left != NULL)
+        memset(fsdp->left, 0, fsdp->layout.cut_count * sizeof *fsdp->left);
 }
 
 #endif

@@ -42,17 +42,15 @@ static dtrain_status dtrain__fsdp_drift_walk(dtrain_fsdp *fsdp, dtrain__xxh64 *h
     if (all == 0) /* other ranks of this copy have all that is trained */
         return DTRAIN_OK;
     parts = parts < most ? parts : most;
-    size_t end = dtrain__split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
-    end += begin;
+    size_t part = dtrain__split(all, (int)parts, (int)(fsdp->checks % parts), &begin);
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++) {
         const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        size_t low = cut->grad > begin ? cut->grad : begin, high = cut->grad + cut->own_count;
-        high = high < end ? high : end;
-        if (!cut->trained || low >= high)
+        size_t low, n = dtrain__layout_overlap(cut->grad, cut->own_count, begin, part, &low);
+        if (!cut->trained || n == 0)
             continue;
         const float *from = fsdp->slices[i].weights + (low - cut->grad);
-        status = hash != NULL ? dtrain__fsdp_drift_add(fsdp, hash, from, high - low)
-                              : dtrain_device_squares(fsdp->device.queue, from, high - low, fsdp->device.drift);
+        status = hash != NULL ? dtrain__fsdp_drift_add(fsdp, hash, from, n)
+                              : dtrain_device_squares(fsdp->device.queue, from, n, fsdp->device.drift);
     }
     return status;
 }

@@ -299,16 +299,20 @@ static dtrain_status dtrain__fsdp_release_now(dtrain_fsdp *fsdp, int unit)
     return fsdp->units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
 }
 
+/* Begins a public call on a unit that is to be held; before: what comes first. */
+static dtrain_status dtrain__fsdp_enter_held(dtrain_fsdp *fsdp, const char *call, int unit, const char *before)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
+    if (status != DTRAIN_OK || fsdp->units[unit].held)
+        return status;
+    return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: unit %d is not gathered on rank %d: gather it%s", call, unit,
+                        dtrain__fsdp_rank(fsdp), before);
+}
+
 DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit)
 {
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_release", unit);
-    if (status != DTRAIN_OK)
-        return status;
-    if (!fsdp->units[unit].held)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_release: unit %d is not gathered on rank %d: gather it before each release",
-                            unit, dtrain__fsdp_rank(fsdp));
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_release_now(fsdp, unit));
+    dtrain_status status = dtrain__fsdp_enter_held(fsdp, "dtrain_fsdp_release", unit, " before each release");
+    return status == DTRAIN_OK ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_release_now(fsdp, unit)) : status;
 }
 
 #endif

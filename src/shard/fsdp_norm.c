@@ -50,24 +50,6 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
 }
 
-DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
-{
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_clip_grad_norm", 0);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_check_norm("dtrain_fsdp_clip_grad_norm", max_norm);
-    if (status != DTRAIN_OK)
-        return status;
-    if (norm == NULL && fsdp->device.queue != NULL)
-        return dtrain__fsdp_leave(fsdp, dtrain__fsdp_shorten_unseen(fsdp, max_norm));
-    status = dtrain__fsdp_measure(fsdp);
-    if (status != DTRAIN_OK)
-        return dtrain__fsdp_leave(fsdp, status);
-    double length = dtrain__fsdp_shorten(fsdp, max_norm);
-    if (norm != NULL)
-        *norm = length;
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
-}
-
 /* What the ranks of a model add up: the exact sum, and how many of their objects have dropped the step. */
 typedef struct dtrain__fsdp_total {
     dtrain__norm sum;
@@ -75,13 +57,14 @@ typedef struct dtrain__fsdp_total {
 } dtrain__fsdp_total;
 
 /* Measures every object of this rank; the first failure is returned, and told in the total. */
-static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int count, dtrain__fsdp_total *total)
+static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int count, dtrain__fsdp_total *total,
+                                              const char *call)
 {
     dtrain_status first = DTRAIN_OK;
     dtrain__error why;
     memset(total, 0, sizeof *total);
     for (int i = 0; i < count; i++) {
-        fsdps[i]->call = "dtrain_fsdp_clip_model_grad_norm";
+        fsdps[i]->call = call;
         dtrain_status status = fsdps[i]->broken.status != DTRAIN_OK
                                    ? dtrain__report(&fsdps[i]->broken)
                                    : dtrain__fsdp_leave(fsdps[i], dtrain__fsdp_measure(fsdps[i]));
@@ -98,7 +81,7 @@ static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int cou
 }
 
 /* Another part of the model has dropped the step: so do the objects here that have not. */
-static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count, int64_t dropped)
+static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count, int64_t dropped, const char *call)
 {
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; status == DTRAIN_OK && i < count; i++)
@@ -107,17 +90,51 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
     if (status != DTRAIN_OK)
         return status;
     return dtrain__fail(NULL, DTRAIN_ERR_ABORTED,
-                        "dtrain_fsdp_clip_model_grad_norm: %lld parts of the model have dropped the step, whose ranks "
-                        "say why: it is dropped on all, the objects can be used",
-                        (long long)dropped);
+                        "%s: %lld parts of the model have dropped the step, whose ranks say why: it is dropped on all, "
+                        "the objects can be used",
+                        call, (long long)dropped);
+}
+
+/* Measures and shortens the gradients of good objects as one vector. */
+static dtrain_status dtrain__fsdp_clip(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model, float max_norm,
+                                       double *norm, const char *call)
+{
+    dtrain__fsdp_total total;
+    dtrain_status status = DTRAIN_OK, mine = dtrain__fsdp_measure_all(fsdps, count, &total, call);
+    dtrain__error why = dtrain__thread_error;
+    if (model != NULL)
+        status = dtrain_all_reduce(model, &total, &total, sizeof total / sizeof(int64_t), DTRAIN_I64, DTRAIN_SUM);
+    if (status == DTRAIN_OK && total.dropped > 0)
+        status = dtrain__fsdp_drop_all(fsdps, count, total.dropped, call);
+    if (mine != DTRAIN_OK)
+        return dtrain__report(&why);
+    for (int i = 0; status == DTRAIN_OK && i < count; i++) {
+        fsdps[i]->sum = total.sum;
+        double length = dtrain__fsdp_shorten(fsdps[i], max_norm);
+        if (norm != NULL)
+            *norm = length;
+        status = dtrain__fsdp_leave(fsdps[i], status);
+    }
+    return status;
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, float max_norm, double *norm)
+{
+    const char *call = "dtrain_fsdp_clip_grad_norm";
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_norm(call, max_norm);
+    if (status != DTRAIN_OK)
+        return status;
+    return norm == NULL && fsdp->device.queue != NULL
+               ? dtrain__fsdp_leave(fsdp, dtrain__fsdp_shorten_unseen(fsdp, max_norm))
+               : dtrain__fsdp_clip(&fsdp, 1, NULL, max_norm, norm, call);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model,
                                                           float max_norm, double *norm)
 {
     const char *call = "dtrain_fsdp_clip_model_grad_norm";
-    dtrain__fsdp_total total;
-    dtrain_status status = DTRAIN_OK;
     if (fsdps == NULL || count < 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: expected at least one object, got %d at %p", call, count,
                             (const void *)fsdps);
@@ -128,27 +145,13 @@ DTRAIN_API dtrain_status dtrain_fsdp_clip_model_grad_norm(dtrain_fsdp *const *fs
             if (fsdps[k] == fsdps[i])
                 return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                     "%s: objects %d and %d of %d are the same: give each once", call, k, i, count);
-        status = dtrain__fsdp_check_norm(call, max_norm);
-        if (status != DTRAIN_OK)
-            return status;
     }
+    dtrain_status status = dtrain__fsdp_check_norm(call, max_norm);
+    if (status != DTRAIN_OK)
+        return status;
     if (model != NULL && dtrain__group_whole(model, call) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    dtrain_status mine = dtrain__fsdp_measure_all(fsdps, count, &total);
-    dtrain__error why = dtrain__thread_error;
-    if (model != NULL)
-        status = dtrain_all_reduce(model, &total, &total, sizeof total / sizeof(int64_t), DTRAIN_I64, DTRAIN_SUM);
-    if (status == DTRAIN_OK && total.dropped > 0)
-        status = dtrain__fsdp_drop_all(fsdps, count, total.dropped);
-    if (mine != DTRAIN_OK)
-        return dtrain__report(&why);
-    for (int i = 0; status == DTRAIN_OK && i < count; i++) {
-        fsdps[i]->sum = total.sum;
-        double length = dtrain__fsdp_shorten(fsdps[i], max_norm);
-        if (norm != NULL)
-            *norm = length;
-    }
-    return status;
+    return dtrain__fsdp_clip(fsdps, count, model, max_norm, norm, call);
 }
 
 #endif

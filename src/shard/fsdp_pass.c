@@ -42,21 +42,26 @@ DTRAIN_API dtrain_status dtrain_fsdp_backward_to(dtrain_fsdp *fsdp, int unit)
     return dtrain__fsdp_go_to(fsdp, unit, 1, "dtrain_fsdp_backward_to");
 }
 
-DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
+static dtrain_status dtrain__fsdp_next(dtrain_fsdp *fsdp, const char *call)
 {
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_next", 0);
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__fsdp_arrive(fsdp, "dtrain_fsdp_next");
+    status = dtrain__fsdp_arrive(fsdp, call);
     if (status == DTRAIN_OK && !fsdp->just_ended) {
-        status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_next");
+        status = dtrain__fsdp_check_open(fsdp, call);
         if (status == DTRAIN_OK)
-            status = dtrain__fsdp_check_left(fsdp, "dtrain_fsdp_next");
+            status = dtrain__fsdp_check_left(fsdp, call);
         if (status == DTRAIN_OK)
             status = dtrain__fsdp_end_micro_batch(fsdp);
     }
     fsdp->just_ended = 0;
     return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_next(dtrain_fsdp *fsdp)
+{
+    return dtrain__fsdp_next(fsdp, "dtrain_fsdp_next");
 }
 
 /* Where gradients are kept until the step, one reduction stands for all micro-batches: adds: this one counts. */

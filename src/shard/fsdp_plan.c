@@ -97,7 +97,9 @@ static size_t dtrain__fsdp_plan_state_floats(const dtrain_optimizer_desc *optimi
 /* Bytes of stages; on the CPU sums of gradients that travel in 16 bits have one of their own. */
 static size_t dtrain__fsdp_plan_stages(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
 {
-    size_t stages = DTRAIN__FSDP_STAGES + (layout->device == NULL && desc->reduce_dtype != DTRAIN_F32 ? 1 : 0);
+    size_t stages = DTRAIN__FSDP_STAGES;
+    if (layout->device == NULL && desc->reduce_dtype != DTRAIN_F32)
+        stages++;
     return stages * layout->stage * sizeof(float);
 }
 

@@ -204,7 +204,7 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
     if (fsdp->reduced_units == 0)
-        dtrain__pages_put_away(&fsdp->grad_pages);
+        dtrain__pages_put_away(&fsdp->pages[1]);
 }
 
 /* Waits until the bucket of a unit has been added over the copies. */
@@ -257,7 +257,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         bytes += dtrain__layout_scatter_bytes(&fsdp->layout, &fsdp->desc) * (others - coded);
         dtrain__fsdp_account(fsdp, number, number, 4 * others, bytes, fsdp->stats.communicated_ns - before_ns);
     }
-    if (fsdp->in_place || (fsdp->ddp && fsdp->debug != NULL))
+    if (fsdp->in_place || fsdp->left != NULL)
         fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */
     else
         dtrain__fsdp_page_grads(fsdp, number, 0);

@@ -6,34 +6,51 @@
 #include "fsdp_pass.c"
 #include "fsdp_drift.c"
 
-DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight)
+/* Memory for gradients of the caller's may hold anything; reserved pages are zeros. */
+static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
 {
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_begin", 0);
+    for (size_t i = 0; i < fsdp->layout.table_count; i++) {
+        const dtrain_param *param = &fsdp->layout.table[i];
+        const float zero = 0.0f;
+        if (param->grad != NULL && !(fsdp->reserved[i] & 2))
+            dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, param->grad, &zero, sizeof zero,
+                                                         dtrain_param_elements(param)));
+    }
+}
+
+static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight, const char *call)
+{
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
     if (status != DTRAIN_OK)
         return status;
     int rank = dtrain__fsdp_rank(fsdp), ranks = dtrain_comm_size(fsdp->comm);
     if (fsdp->announced >= 0 || fsdp->ended > 0 || fsdp->reduced_units > 0 || fsdp->grads != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_begin: a step is open on rank %d: end it with dtrain_fsdp_step, "
-                            "dtrain_fsdp_publish or dtrain_fsdp_drop first",
-                            rank);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: a step is open on rank %d: end it with %s first", call, rank,
+                            fsdp->ddp ? "dtrain_ddp_finish"
+                                      : "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop");
     if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_begin: micro_batches is %d and weight %g on rank %d: expected none below 0",
+                            "%s: micro_batches is %d, weight is %g on rank %d: expected none below 0", call,
                             micro_batches, weight, rank);
+    if (fsdp->ddp)
+        dtrain__fsdp_zero_grads(fsdp);
     fsdp->begins = 1;
     fsdp->announced = micro_batches;
     fsdp->announcement[0] = (double)micro_batches;
     fsdp->announcement[1] = weight;
-    if (fsdp->world == NULL)
-        return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
-    status = dtrain_all_gather_async(fsdp->world, fsdp->announcement, fsdp->announcements, 2 * (size_t)ranks,
-                                     DTRAIN_F64, &fsdp->announcing);
+    if (fsdp->world != NULL)
+        status = dtrain_all_gather_async(fsdp->world, fsdp->announcement, fsdp->announcements, 2 * (size_t)ranks,
+                                         DTRAIN_F64, &fsdp->announcing);
     if (status != DTRAIN_OK) {
         fsdp->announcing = NULL;
-        return dtrain__fsdp_break(fsdp, status, "announcing a step", -1);
+        status = dtrain__fsdp_break(fsdp, status, "announcing a step", -1);
     }
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    return dtrain__fsdp_leave(fsdp, status);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, double weight)
+{
+    return dtrain__fsdp_begin(fsdp, micro_batches, weight, "dtrain_fsdp_begin");
 }
 
 /* Ends the micro-batches of one reduction of every unit, in which this rank adds nothing to what it has not reduced. */
@@ -292,16 +309,27 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
-DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
+/* Ends a step without applying it; publishes: what the slices hold counts from now on. */
+static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, const char *call)
 {
     int most = 0;
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_drop", 0);
+    dtrain_status status = dtrain__fsdp_enter(fsdp, call, 0);
     if (status == DTRAIN_OK && fsdp->grads == NULL)
         status = dtrain__fsdp_complete(fsdp, &most);
     if (status != DTRAIN_OK)
         return status;
     dtrain__fsdp_wipe(fsdp);
-    return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
+    return dtrain__fsdp_leave(fsdp, publishes ? dtrain__fsdp_publish_now(fsdp) : DTRAIN_OK);
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_drop(dtrain_fsdp *fsdp)
+{
+    return dtrain__fsdp_abandon(fsdp, 0, "dtrain_fsdp_drop");
+}
+
+DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
+{
+    return dtrain__fsdp_abandon(fsdp, 1, "dtrain_fsdp_publish");
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice **slices, size_t *count)
@@ -311,18 +339,6 @@ DTRAIN_API dtrain_status dtrain_fsdp_local(dtrain_fsdp *fsdp, const dtrain_slice
     *slices = fsdp->slices;
     *count = fsdp->layout.cut_count;
     return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_fsdp_publish(dtrain_fsdp *fsdp)
-{
-    int most = 0;
-    dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_publish", 0);
-    if (status == DTRAIN_OK && fsdp->grads == NULL)
-        status = dtrain__fsdp_complete(fsdp, &most);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__fsdp_wipe(fsdp);
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
 DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp)

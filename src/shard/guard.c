@@ -95,15 +95,16 @@ static void dtrain__guard_describe(dtrain__guard_line *line, const dtrain__guard
     dtrain__guard_put(line, range->name);
     dtrain__guard_put(line, " (unit ");
     dtrain__guard_put_number(line, range->unit);
-    dtrain__guard_put(line, range->grad ? ") after the unit was reduced, so the sum would miss it: write it before "
-                                          "dtrain_fsdp_reduce(fsdp, "
-                                        : "), which is not gathered: call dtrain_fsdp_gather(fsdp, ");
-    dtrain__guard_put_number(line, range->unit);
-    dtrain__guard_put(line, range->grad ? "), or for the next micro-batch call dtrain_fsdp_gather(fsdp, " : ") before");
+    dtrain__guard_put(line, !range->grad ? "), which is not gathered: "
+                                         : ") after the unit was reduced, so the sum would miss it: write it before "
+                                           "dtrain_fsdp_reduce(fsdp, ");
     if (range->grad) {
         dtrain__guard_put_number(line, range->unit);
-        dtrain__guard_put(line, ") before");
+        dtrain__guard_put(line, "), or for the next micro-batch ");
     }
+    dtrain__guard_put(line, "call dtrain_fsdp_gather(fsdp, ");
+    dtrain__guard_put_number(line, range->unit);
+    dtrain__guard_put(line, ") before");
     line->text[line->bytes++] = '\n';
 }
 
@@ -260,15 +261,22 @@ static void dtrain__guard_remove(dtrain__guard *guard)
 
 /* ---- ranges ---- */
 
+/* Opens all, for good. */
+static void dtrain__guard_off(dtrain__guard *guard)
+{
+    for (size_t i = 0; i < guard->region_count && !guard->off; i++)
+        if (guard->regions[i].end > guard->regions[i].begin)
+            dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
+    guard->off = 1;
+}
+
 /* Frees it, and opens all that it guards. */
 static void dtrain__guard_destroy(dtrain__guard *guard)
 {
     if (guard == NULL)
         return;
     dtrain_allocator last = guard->memory;
-    for (size_t i = 0; i < guard->region_count; i++)
-        if (guard->regions[i].end > guard->regions[i].begin && !guard->off)
-            dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
+    dtrain__guard_off(guard);
     dtrain__guard_remove(guard);
     dtrain__free(&last, guard->open);
     dtrain__free(&last, guard->regions);
@@ -295,28 +303,22 @@ static dtrain__guard *dtrain__guard_create(size_t ranges, int rank, const dtrain
     return NULL;
 }
 
-typedef struct dtrain__guard_order {
-    const dtrain__guard_range *range;
-    size_t index;
-} dtrain__guard_order;
-
 static int dtrain__guard_compare(const void *a, const void *b)
 {
-    const dtrain__guard_range *x = ((const dtrain__guard_order *)a)->range,
-                              *y = ((const dtrain__guard_order *)b)->range;
+    const dtrain__guard_range *x = *(dtrain__guard_range *const *)a, *y = *(dtrain__guard_range *const *)b;
     if (x->grad != y->grad)
         return x->grad - y->grad;
     return x->begin < y->begin ? -1 : x->begin > y->begin;
 }
 
 /* Finds the regions of ranges in order. */
-static void dtrain__guard_find_regions(dtrain__guard *guard, const dtrain__guard_order *order)
+static void dtrain__guard_find_regions(dtrain__guard *guard, dtrain__guard_range *const *order)
 {
     for (size_t i = 0, end; i < guard->range_count; i = end) {
-        const dtrain__guard_range *first = order[i].range;
+        const dtrain__guard_range *first = order[i];
         uintptr_t cover = first->cover;
         for (end = i + 1; end < guard->range_count; end++) {
-            const dtrain__guard_range *next = order[end].range;
+            const dtrain__guard_range *next = order[end];
             if (next->grad != first->grad || next->begin > cover)
                 break;
             cover = next->cover > cover ? next->cover : cover;
@@ -326,7 +328,7 @@ static void dtrain__guard_find_regions(dtrain__guard *guard, const dtrain__guard
         if (first->begin == first->end || low >= high)
             continue;
         for (size_t k = i; k < end; k++)
-            guard->ranges[order[k].index].region = guard->region_count;
+            order[k]->region = guard->region_count;
         dtrain__guard_region *region = &guard->regions[guard->region_count++];
         region->begin = low;
         region->end = high;
@@ -346,10 +348,7 @@ static void dtrain__guard_protect(dtrain__guard *guard, const dtrain__guard_regi
                     : dtrain__os_protect((void *)(region->begin + first * guard->page), bytes, open ? 2 : region->grad);
     if (error == 0)
         return;
-    guard->off = 1;
-    for (size_t i = 0; i < guard->region_count; i++)
-        if (guard->regions[i].end > guard->regions[i].begin)
-            dtrain__os_protect((void *)guard->regions[i].begin, guard->regions[i].end - guard->regions[i].begin, 2);
+    dtrain__guard_off(guard);
     dtrain__log(DTRAIN_LOG_WARN,
                 "DTRAIN_DEBUG: rank %d cannot protect memory (%s): nothing is watched, training goes on", guard->rank,
                 strerror(error));
@@ -395,14 +394,14 @@ static void dtrain__guard_keep(dtrain__guard *guard, size_t index, uintptr_t beg
 /* Begins to guard: all ranges are closed from now on. Returns 0 where there is no memory. */
 static int dtrain__guard_start(dtrain__guard *guard)
 {
-    size_t bytes = guard->range_count * sizeof(dtrain__guard_order), at = 0;
-    dtrain__guard_order *order = (dtrain__guard_order *)dtrain__alloc(&guard->memory, bytes);
+    size_t at = 0;
+    dtrain__guard_range **order =
+        (dtrain__guard_range **)dtrain__alloc(&guard->memory, guard->range_count * sizeof *order);
     if (order == NULL)
         return 0;
     for (size_t i = 0; i < guard->range_count; i++) {
         guard->ranges[i].region = SIZE_MAX;
-        order[i].range = &guard->ranges[i];
-        order[i].index = i;
+        order[i] = &guard->ranges[i];
     }
     qsort(order, guard->range_count, sizeof *order, dtrain__guard_compare);
     dtrain__guard_find_regions(guard, order);

@@ -399,16 +399,21 @@ static void dtrain__layout_pack(dtrain__layout *layout, int number)
     layout->stage = unit->packed > layout->stage ? unit->packed : layout->stage;
 }
 
+/* How many elements two stretches have in common; *low: where these begin, or the first stretch does. */
+static size_t dtrain__layout_overlap(size_t a, size_t a_count, size_t b, size_t b_count, size_t *low)
+{
+    size_t begin = a > b ? a : b, end = a + a_count < b + b_count ? a + a_count : b + b_count;
+    *low = begin < end ? begin : a;
+    return begin < end ? end - begin : 0;
+}
+
 /* The part of a range that a rank of the copy has; *own is where it begins in the range. */
 static size_t dtrain__layout_part(const dtrain__layout *layout, const dtrain__layout_cut *cut, int shard, size_t *own)
 {
-    size_t low, high, begin = cut->begin, end = cut->begin + cut->count;
-    high = dtrain__split(layout->units[cut->unit].count, layout->shards, shard, &low);
-    high += low;
-    low = low > begin ? low : begin;
-    high = high < end ? high : end;
-    *own = low < high ? low - begin : 0;
-    return low < high ? high - low : 0;
+    size_t begin, all = dtrain__split(layout->units[cut->unit].count, layout->shards, shard, &begin);
+    size_t count = dtrain__layout_overlap(cut->begin, cut->count, begin, all, own);
+    *own -= cut->begin;
+    return count;
 }
 
 /* Bytes of so many numbers, quantised. */
