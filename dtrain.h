@@ -8888,12 +8888,6 @@ static int dtrain__file_sys_open_beside(int directory, const char *name, char be
     return dtrain__os_open_beside(directory, name, beside, 256);
 }
 
-static int dtrain__file_sys_dup(int fd)
-{
-    DTRAIN__FILE_TRY("dup");
-    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
-}
-
 static int dtrain__file_sys_stat(int fd, struct stat *status)
 {
     DTRAIN__FILE_TRY("stat");
@@ -9598,7 +9592,7 @@ struct dtrain_safetensors {
     int fd;                      /* -1: memory alone */
     const unsigned char *memory; /* the whole file: the mapping, or the caller's; NULL: neither */
     void *mapping;
-    uint64_t file_bytes, header_bytes, read_bytes;
+    uint64_t file_bytes, header_bytes;
     unsigned char *header; /* header_have bytes, texts unescaped */
     size_t header_have;    /* have: header_bytes - 8, or up to a zero byte that ends it early */
     dtrain__safetensors_entry *entries;
@@ -10203,16 +10197,31 @@ static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
     return DTRAIN_OK;
 }
 
-/* Reads and checks the header of a file whose source and size are set; closes it on an error. */
-static dtrain_status dtrain__safetensors_finish(dtrain_safetensors **out, dtrain_safetensors *file, int map)
+/* Reads and checks the header of a file: of a descriptor, which is the file's from here on, or where that is -1 of
+ * memory. label: what texts call it. */
+static dtrain_status dtrain__safetensors_make(dtrain_safetensors **out, int fd, const void *memory, uint64_t bytes,
+                                              const dtrain_safetensors_desc *desc, const char *label)
 {
     dtrain_status (*const steps[])(dtrain_safetensors *) = {
         dtrain__safetensors_frame, dtrain__safetensors_parse, dtrain__safetensors_sort,
         dtrain__safetensors_names, dtrain__safetensors_check, dtrain__safetensors_store_shapes};
+    dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
+    dtrain_safetensors *file = (dtrain_safetensors *)dtrain__memory_owner(
+        allocator, sizeof *file, offsetof(dtrain_safetensors, own), &allocator);
     dtrain_status status = DTRAIN_OK;
+    *out = NULL;
+    if (file == NULL) {
+        dtrain__file_close(fd);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
+    }
+    file->allocator = allocator;
+    file->fd = fd;
+    file->memory = (const unsigned char *)memory;
+    file->file_bytes = bytes;
+    snprintf(file->label, sizeof file->label, "%s", label);
     for (size_t i = 0; i < sizeof steps / sizeof *steps && status == DTRAIN_OK; i++)
         status = steps[i](file);
-    if (status == DTRAIN_OK && map && file->fd >= 0)
+    if (status == DTRAIN_OK && fd >= 0 && desc != NULL && desc->map)
         status = dtrain__safetensors_map(file);
     if (status == DTRAIN_OK)
         *out = file;
@@ -10221,35 +10230,15 @@ static dtrain_status dtrain__safetensors_finish(dtrain_safetensors **out, dtrain
     return status;
 }
 
-static dtrain_status dtrain__safetensors_new(dtrain_safetensors **file, const dtrain_safetensors_desc *desc,
-                                             const char *label)
-{
-    dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
-    *file = (dtrain_safetensors *)dtrain__memory_owner(allocator, sizeof **file, offsetof(dtrain_safetensors, own),
-                                                       &allocator);
-    if (*file == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
-    (*file)->allocator = allocator;
-    (*file)->fd = -1;
-    snprintf((*file)->label, sizeof(*file)->label, "%s", label);
-    return DTRAIN_OK;
-}
-
 /* Opens a file of a directory; label is what texts call it. */
 static dtrain_status dtrain__safetensors_open_at(dtrain_safetensors **file, int directory, const char *name,
                                                  const dtrain_safetensors_desc *desc, const char *label)
 {
-    dtrain_safetensors *made;
+    uint64_t bytes = 0;
+    int fd;
     *file = NULL;
-    dtrain_status status = dtrain__safetensors_new(&made, desc, label);
-    if (status != DTRAIN_OK)
-        return status;
-    status = dtrain__file_open(&made->fd, &made->file_bytes, directory, name, "safetensors_open");
-    if (status != DTRAIN_OK) {
-        dtrain_safetensors_close(made);
-        return status;
-    }
-    return dtrain__safetensors_finish(file, made, desc != NULL && desc->map);
+    dtrain_status status = dtrain__file_open(&fd, &bytes, directory, name, "safetensors_open");
+    return status == DTRAIN_OK ? dtrain__safetensors_make(file, fd, NULL, bytes, desc, label) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, const char *path,
@@ -10260,46 +10249,13 @@ DTRAIN_API dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, cons
     return dtrain__safetensors_open_at(file, DTRAIN__FILE_HERE, path, desc, path);
 }
 
-/* The same of a descriptor, which is duplicated and whose offset is neither used nor moved. The file begins at its
- * first byte. */
-static dtrain_status dtrain__safetensors_open_fd(dtrain_safetensors **file, int fd, const dtrain_safetensors_desc *desc)
-{
-    char label[64];
-    dtrain_safetensors *made;
-    if (file == NULL || fd < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_fd: %s",
-                            file == NULL ? "file is NULL" : "fd is negative");
-    *file = NULL;
-    snprintf(label, sizeof label, "descriptor %d", fd);
-    dtrain_status status = dtrain__safetensors_new(&made, desc, label);
-    if (status != DTRAIN_OK)
-        return status;
-    made->fd = dtrain__file_sys_dup(fd);
-    if (made->fd < 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_open_fd: %s: %s", label, strerror(errno));
-    else
-        status = dtrain__file_size(made->fd, &made->file_bytes, label, "safetensors_open_fd");
-    if (status != DTRAIN_OK) {
-        dtrain_safetensors_close(made);
-        return status;
-    }
-    return dtrain__safetensors_finish(file, made, desc != NULL && desc->map);
-}
-
 DTRAIN_API dtrain_status dtrain_safetensors_open_memory(dtrain_safetensors **file, const void *data, size_t bytes,
                                                         const dtrain_safetensors_desc *desc)
 {
-    dtrain_safetensors *made;
     if (file == NULL || (data == NULL && bytes > 0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_memory: %s is NULL",
                             file == NULL ? "file" : "data");
-    *file = NULL;
-    dtrain_status status = dtrain__safetensors_new(&made, desc, "memory");
-    if (status != DTRAIN_OK)
-        return status;
-    made->memory = (const unsigned char *)data;
-    made->file_bytes = bytes;
-    return dtrain__safetensors_finish(file, made, 0);
+    return dtrain__safetensors_make(file, -1, data, bytes, desc, "memory");
 }
 
 DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
@@ -10367,31 +10323,34 @@ static uint64_t dtrain__safetensors_header_bytes(const dtrain_safetensors *file)
     return file != NULL ? file->header_bytes : 0;
 }
 
-/* How many bytes of data the reading calls have read of a file so far; the header is not counted. */
-static uint64_t dtrain__safetensors_bytes_read(const dtrain_safetensors *file)
+/* Gives what a reader of the data itself needs of an open file: its descriptor, and where the data is. Returns what
+ * texts call it. */
+static const char *dtrain__safetensors_data(const dtrain_safetensors *file, int *fd, uint64_t *data_begin,
+                                            uint64_t *data_bytes)
 {
-    return file != NULL ? __atomic_load_n(&file->read_bytes, __ATOMIC_RELAXED) : 0;
+    *fd = file->fd;
+    *data_begin = file->header_bytes;
+    *data_bytes = file->file_bytes - file->header_bytes;
+    return file->label;
 }
 
 #endif
 
 /* ---- >>safetensors reading ----
- * Whole tensors, flat ranges and boxes of an open file, converted on the way where that is asked for. Everything is
- * made of runs, elements that follow each other in the file: what needs no conversion is read to where it belongs, the
- * rest through a buffer on the stack. A file changes only in its counter, so that any number of threads may read. */
+ * Whole tensors and ranges of an open file. What needs no conversion is read to where it belongs, the rest through a
+ * buffer on the stack. A file does not change, so that any number of threads may read. */
 #ifndef DTRAIN__SAFETENSORS_READ
 #define DTRAIN__SAFETENSORS_READ
 
 #define DTRAIN__SAFETENSORS_STAGE 32768 /* bytes on the stack */
-#define DTRAIN__SAFETENSORS_GAP 4096    /* a page: the system reads it anyway, and a call costs as much */
 
 /* One reading call. */
 typedef struct dtrain__safetensors_reading {
     dtrain_safetensors *file;
     const dtrain_safetensors_tensor *tensor;
     dtrain_dtype dtype;
-    uint64_t bits, out_bits; /* of an element, in the file and in out */
-    unsigned char *out;      /* where the next element goes; only the last may end inside a byte, and none does */
+    uint64_t bits;      /* of an element in the file */
+    unsigned char *out; /* where the next element goes; only the last may end inside a byte, and none does */
 } dtrain__safetensors_reading;
 
 /* Turns the bytes of numbers around, on machines that store them the other way; a complex number is two. */
@@ -10409,67 +10368,46 @@ static void dtrain__safetensors_swap(void *data, uint64_t bytes, dtrain_dtype dt
         }
 }
 
-/* The byte of the file where element i begins. */
-static uint64_t dtrain__safetensors_place_of(const dtrain__safetensors_reading *reading, size_t i)
-{
-    return reading->tensor->begin + (uint64_t)i / 8 * reading->bits + i % 8 * reading->bits / 8;
-}
-
 static dtrain_status dtrain__safetensors_bytes(dtrain__safetensors_reading *reading, uint64_t offset, void *out,
                                                uint64_t bytes)
 {
     dtrain_safetensors *file = reading->file;
     dtrain_status status = DTRAIN_OK;
-    char text[DTRAIN__ERROR_BYTES], quoted[64];
+    char quoted[64];
     if (file->fd < 0)
         memcpy(out, file->memory + offset, (size_t)bytes);
     else
         status = dtrain__file_read_at(file->fd, out, bytes, offset, file->label, "safetensors_read");
     if (status == DTRAIN_OK)
-        __atomic_add_fetch(&file->read_bytes, bytes, __ATOMIC_RELAXED);
-    if (status == DTRAIN_OK)
         return status;
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
-    return dtrain__fail(NULL, status, "%s; tensor \"%s\"", text,
+    return dtrain__fail(NULL, status, "%s; tensor \"%s\"", dtrain_last_error(),
                         dtrain__safetensors_quote(quoted, reading->tensor->name, reading->tensor->name_length));
 }
 
-/* Moves elements that were read into a buffer to where they belong. */
-static void dtrain__safetensors_deliver(dtrain__safetensors_reading *reading, unsigned char *from, size_t count)
-{
-    uint64_t bytes = (uint64_t)count * reading->bits / 8;
-    dtrain__safetensors_swap(from, bytes, reading->tensor->dtype);
-    if (reading->dtype == reading->tensor->dtype) {
-        memcpy(reading->out, from, (size_t)bytes);
-        reading->out += bytes;
-    } else {
-        dtrain__dtype_convert(from, reading->tensor->dtype, reading->out, reading->dtype, count);
-        reading->out += (uint64_t)count * reading->out_bits / 8;
-    }
-}
-
-/* Reads elements that follow each other. */
+/* Reads elements that follow each other: what needs no conversion straight to where it goes. */
 static dtrain_status dtrain__safetensors_run(dtrain__safetensors_reading *reading, size_t begin, size_t count)
 {
     /* float64 as large as the stage, and 16 bytes aligned, for the kernels that convert */
     uint64_t stage[DTRAIN__SAFETENSORS_STAGE / sizeof(uint64_t)];
-    uint64_t offset = dtrain__safetensors_place_of(reading, begin), bytes;
+    uint64_t offset = reading->tensor->begin + (uint64_t)begin / 8 * reading->bits + begin % 8 * reading->bits / 8;
     dtrain_status status = DTRAIN_OK;
     if (reading->dtype == reading->tensor->dtype) {
-        bytes = (uint64_t)count / 8 * reading->bits + count % 8 * reading->bits / 8;
+        uint64_t bytes = (uint64_t)count / 8 * reading->bits + count % 8 * reading->bits / 8;
         status = dtrain__safetensors_bytes(reading, offset, reading->out, bytes);
         if (status == DTRAIN_OK)
             dtrain__safetensors_swap(reading->out, bytes, reading->dtype);
-        reading->out += bytes;
         return status;
     }
     while (count > 0 && status == DTRAIN_OK) {
         size_t some = (size_t)(sizeof stage * 8 / reading->bits);
         some = some < count ? some : count;
-        bytes = (uint64_t)some * reading->bits / 8;
+        uint64_t bytes = (uint64_t)some * reading->bits / 8;
         status = dtrain__safetensors_bytes(reading, offset, stage, bytes);
-        if (status == DTRAIN_OK)
-            dtrain__safetensors_deliver(reading, (unsigned char *)stage, some);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__safetensors_swap(stage, bytes, reading->tensor->dtype);
+        dtrain__dtype_convert(stage, reading->tensor->dtype, reading->out, reading->dtype, some);
+        reading->out += (uint64_t)some * dtrain_dtype_bits(reading->dtype) / 8;
         offset += bytes;
         count -= some;
     }
@@ -10490,7 +10428,6 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
     reading->tensor = tensor;
     reading->dtype = (int)dtype == 0 ? tensor->dtype : dtype;
     reading->bits = dtrain_dtype_bits(tensor->dtype);
-    reading->out_bits = dtrain_dtype_bits(reading->dtype);
     reading->out = (unsigned char *)out;
     if (tensor->end > file->file_bytes)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: tensor \"%s\" is of another file",
@@ -10531,126 +10468,6 @@ DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const
                                                tensor->count);
     mode = dtrain__fpmode_enter();
     status = dtrain__safetensors_run(&reading, begin, count);
-    dtrain__fpmode_restore(mode);
-    return status;
-}
-
-/* A box as runs: `run` elements each, and odometer dimensions 0 to outer - 1 that say where they begin. */
-typedef struct dtrain__safetensors_box {
-    size_t run, runs;
-    int outer;
-    size_t step; /* elements from one run to the next along the last of these dimensions; 0: there is one run */
-} dtrain__safetensors_box;
-
-/* Checks a box and finds its longest runs. A box of nothing has no runs. */
-static dtrain_status dtrain__safetensors_box_runs(const dtrain__safetensors_reading *reading, const size_t *begin,
-                                                  const size_t *size, dtrain__safetensors_box *box)
-{
-    const size_t *shape = reading->tensor->shape;
-    size_t inner = 1;
-    int whole = 1; /* all dimensions so far, from the last one on, are taken whole */
-    box->run = box->runs = 1;
-    box->step = 0;
-    box->outer = 0;
-    for (int d = reading->tensor->ndim - 1; d >= 0; d--) {
-        if (begin[d] > shape[d] || size[d] > shape[d] - begin[d])
-            return dtrain__safetensors_reading_bad(reading, "a box beyond its shape", begin[d], size[d], shape[d]);
-        if (whole)
-            box->run *= size[d];
-        else
-            box->runs *= size[d];
-        if (!whole && box->outer == 0 && size[d] > 1) {
-            box->outer = d + 1;
-            box->step = inner;
-        }
-        whole = whole && size[d] == shape[d];
-        inner *= shape[d];
-    }
-    box->runs = box->run > 0 ? box->runs : 0;
-    return DTRAIN_OK;
-}
-
-/* The flat index of run number `run` of a box. */
-static size_t dtrain__safetensors_box_at(const dtrain_safetensors_tensor *tensor, const size_t *begin,
-                                         const size_t *size, int outer, size_t run)
-{
-    size_t at = 0, stride = 1;
-    for (int d = tensor->ndim - 1; d >= 0; d--) {
-        size_t index = begin[d];
-        if (d < outer) {
-            index += run % size[d];
-            run /= size[d];
-        }
-        at += index * stride;
-        stride *= tensor->shape[d];
-    }
-    return at;
-}
-
-/* Reads `runs` short runs at even distances, with the gaps between them. */
-static dtrain_status dtrain__safetensors_strided(dtrain__safetensors_reading *reading, size_t begin, size_t run,
-                                                 size_t step, size_t runs)
-{
-    uint64_t stage[DTRAIN__SAFETENSORS_STAGE / sizeof(uint64_t)];
-    uint64_t step_bytes = (uint64_t)step * reading->bits / 8, run_bytes = (uint64_t)run * reading->bits / 8;
-    dtrain_status status = DTRAIN_OK;
-    while (runs > 0 && status == DTRAIN_OK) {
-        size_t some = (size_t)((sizeof stage - run_bytes) / step_bytes + 1);
-        some = some < runs ? some : runs;
-        status = dtrain__safetensors_bytes(reading, dtrain__safetensors_place_of(reading, begin), stage,
-                                           (some - 1) * step_bytes + run_bytes);
-        for (size_t i = 0; i < some && status == DTRAIN_OK; i++)
-            dtrain__safetensors_deliver(reading, (unsigned char *)stage + i * step_bytes, run);
-        begin += some * step;
-        runs -= some;
-    }
-    return status;
-}
-
-static dtrain_status dtrain__safetensors_box_read(dtrain__safetensors_reading *reading, const size_t *begin,
-                                                  const size_t *size, const dtrain__safetensors_box *box)
-{
-    dtrain_status status = DTRAIN_OK;
-    uint64_t run_bytes = (uint64_t)box->run / 8 * reading->bits + box->run % 8 * reading->bits / 8;
-    uint64_t step_bytes = (uint64_t)box->step / 8 * reading->bits + box->step % 8 * reading->bits / 8;
-    /* runs that stand at even distances: those of the last odometer dimension */
-    size_t count = box->outer > 0 ? size[box->outer - 1] : 1;
-    int strided = box->outer > 0 && count > 1 && step_bytes - run_bytes <= DTRAIN__SAFETENSORS_GAP &&
-                  step_bytes <= DTRAIN__SAFETENSORS_STAGE / 2;
-    for (size_t run = 0; run < box->runs && status == DTRAIN_OK; run += strided ? count : 1) {
-        size_t at = dtrain__safetensors_box_at(reading->tensor, begin, size, box->outer, run);
-        status = strided ? dtrain__safetensors_strided(reading, at, box->run, box->step, count)
-                         : dtrain__safetensors_run(reading, at, box->run);
-    }
-    return status;
-}
-
-/* Reads a box of a tensor: along each dimension d, size[d] indices from begin[d] on; out gets them row by row, without
- * gaps; otherwise as dtrain_safetensors_read. Rows that meet in the file are read as one, and so, through a
- * buffer, are those with gaps of up to 4 KiB between them. */
-static dtrain_status dtrain__safetensors_read_box(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
-                                                  const size_t *begin, const size_t *size, void *out,
-                                                  dtrain_dtype dtype)
-{
-    dtrain__safetensors_reading reading;
-    dtrain__safetensors_box box;
-    dtrain_status status = dtrain__safetensors_reading_begin(&reading, file, tensor, out, dtype);
-    uint64_t mode;
-    if (status == DTRAIN_OK && tensor->ndim > 0 && (begin == NULL || size == NULL))
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read_box: %s is NULL",
-                              begin == NULL ? "begin" : "size");
-    if (status == DTRAIN_OK)
-        status = dtrain__safetensors_box_runs(&reading, begin, size, &box);
-    if (status != DTRAIN_OK || box.runs == 0)
-        return status;
-    if (out == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read_box: out is NULL");
-    size_t at = dtrain__safetensors_box_at(tensor, begin, size, box.outer, 0);
-    if (at % 8 * reading.bits % 8 != 0 || box.run % 8 * reading.bits % 8 != 0 || box.step % 8 * reading.bits % 8 != 0)
-        return dtrain__safetensors_reading_bad(&reading, "rows that begin or end inside a byte", at, box.run,
-                                               tensor->count);
-    mode = dtrain__fpmode_enter();
-    status = dtrain__safetensors_box_read(&reading, begin, size, &box);
     dtrain__fpmode_restore(mode);
     return status;
 }
@@ -49051,6 +48868,11 @@ typedef struct dtrain__index_save_id {
     uint64_t nonce, counter;
 } dtrain__index_save_id;
 
+static int dtrain__index_same_save(const dtrain__index_save_id *a, const dtrain__index_save_id *b)
+{
+    return a->nonce == b->nonce && a->counter == b->counter;
+}
+
 /* One file of an index, and the hashes that it is checked by. */
 typedef struct dtrain__index_hashed {
     size_t name; /* among the texts; NONE: there is none */
@@ -49135,30 +48957,46 @@ static void dtrain__index_clear(dtrain__index *index)
     memset(&index->facts, 0, sizeof index->facts);
 }
 
-#define DTRAIN__INDEX_ROOM(index, array, counted, more)                                                                \
-    dtrain__index_room((index), (void **)&(index)->array, sizeof *(index)->array, (index)->counted, (more))
+/* Makes room in an array that grows for `more` elements after `count`; 0: there is no memory, which is reported. */
+#define DTRAIN__INDEX_ROOM(allocator, array, count, more)                                                              \
+    dtrain__index_room((allocator), (void *)&(array), sizeof *(array), (count), (more))
 
-/* Returns 0 where there is no memory, which is reported. */
-static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count,
+/* Appends an item to such an array. */
+#define DTRAIN__INDEX_ADD(allocator, array, count, item)                                                               \
+    dtrain__index_add((allocator), (void *)&(array), sizeof *(array), &(count), &(item))
+
+static DTRAIN__NOINLINE int dtrain__index_room(dtrain_allocator *allocator, void *array, size_t size, size_t count,
                                                size_t more)
 {
     void *old, *larger;
     memcpy(&old, array, sizeof old);
-    larger = dtrain__memory_grow(index->allocator, old, size, count, more);
+    larger = dtrain__memory_grow(allocator, old, size, count, more);
     if (larger == NULL) {
-        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu entries of an index", count + more);
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu entries of %zu bytes",
+                     count + more, size);
         return 0;
     }
     memcpy(array, &larger, sizeof larger);
     return 1;
 }
 
+static DTRAIN__NOINLINE dtrain_status dtrain__index_add(dtrain_allocator *allocator, void *array, size_t size,
+                                                        size_t *count, const void *item)
+{
+    unsigned char *items;
+    if (!dtrain__index_room(allocator, array, size, *count, 1))
+        return DTRAIN_ERR_MEMORY;
+    memcpy(&items, array, sizeof items);
+    memcpy(items + (*count)++ * size, item, size);
+    return DTRAIN_OK;
+}
+
 /* Keeps a text; gives where, or NONE. */
 static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t length)
 {
-    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, length + 1))
-        return DTRAIN__INDEX_NONE;
     size_t at = index->text_bytes;
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, at, length + 1))
+        return DTRAIN__INDEX_NONE;
     if (length > 0)
         memcpy(index->texts + at, text, length);
     index->texts[at + length] = '\0';
@@ -49166,13 +49004,26 @@ static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t 
     return at;
 }
 
-/* Keeps numbers one after the other; gives where, or NONE. */
-static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
+/* Keeps sizes among the numbers. */
+static dtrain_status dtrain__index_add_sizes(dtrain__index *index, const size_t *sizes, int count)
 {
-    if (!DTRAIN__INDEX_ROOM(index, numbers, number_count, 1))
-        return DTRAIN__INDEX_NONE;
-    index->numbers[index->number_count] = value;
-    return index->number_count++;
+    dtrain_status status = DTRAIN_OK;
+    for (int d = 0; d < count && status == DTRAIN_OK; d++) {
+        uint64_t size = sizes[d];
+        status = DTRAIN__INDEX_ADD(index->allocator, index->numbers, index->number_count, size);
+    }
+    return status;
+}
+
+/* Keeps a key and its value. */
+static dtrain_status dtrain__index_pair(dtrain__index *index, const char *key, size_t key_length, const char *value,
+                                        size_t value_length, dtrain__index_value *pair)
+{
+    pair->key_length = key_length;
+    pair->value_length = value_length;
+    pair->key = dtrain__index_text(index, key, key_length);
+    pair->value = dtrain__index_text(index, value, value_length);
+    return pair->key == DTRAIN__INDEX_NONE || pair->value == DTRAIN__INDEX_NONE ? DTRAIN_ERR_MEMORY : DTRAIN_OK;
 }
 
 static int dtrain__index_is_number(const char *text)
@@ -49201,15 +49052,9 @@ static dtrain_status dtrain__index_set(dtrain__index *index, const char *key, co
                             index->where != NULL ? index->where : "a list of this rank", key, value, before);
     if (before != NULL || index->setting_count == DTRAIN__INDEX_SETTINGS)
         return DTRAIN_OK;
-    setting.key_length = strlen(key);
-    setting.value_length = strlen(value);
-    setting.key = dtrain__index_text(index, key, setting.key_length);
-    setting.value = dtrain__index_text(index, value, setting.value_length);
-    if (setting.key == DTRAIN__INDEX_NONE || setting.value == DTRAIN__INDEX_NONE ||
-        !DTRAIN__INDEX_ROOM(index, settings, setting_count, 1))
-        return DTRAIN_ERR_MEMORY;
-    index->settings[index->setting_count++] = setting;
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__index_pair(index, key, strlen(key), value, strlen(value), &setting);
+    return status == DTRAIN_OK ? DTRAIN__INDEX_ADD(index->allocator, index->settings, index->setting_count, setting)
+                               : status;
 }
 
 static void dtrain__index_region(const dtrain__index *index, const dtrain__index_tensor *tensor,
@@ -49276,7 +49121,7 @@ static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__inde
 /* Puts pieces in the order of their tensors, and within one of files. Counting sort: keeps the order of reading. */
 static void dtrain__index_deal(dtrain__index *index, dtrain__index_piece *dealt, const size_t *moved)
 {
-    size_t at = 0, kept = 0;
+    size_t at = 0;
     for (size_t i = 0; i < index->tensor_count; i++)
         index->tensors[i].count = 0;
     for (size_t i = 0; i < index->piece_count; i++)
@@ -49289,10 +49134,9 @@ static void dtrain__index_deal(dtrain__index *index, dtrain__index_piece *dealt,
     for (size_t i = 0; i < index->piece_count; i++) {
         dtrain__index_tensor *tensor = &index->tensors[index->pieces[i].tensor];
         dealt[tensor->first + tensor->count++] = index->pieces[i];
-        kept++;
     }
-    if (kept > 0)
-        memcpy(index->pieces, dealt, kept * sizeof *dealt);
+    if (index->piece_count > 0)
+        memcpy(index->pieces, dealt, index->piece_count * sizeof *dealt);
 }
 
 typedef struct dtrain__index_copy {
@@ -49373,24 +49217,25 @@ static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
     dtrain__index_tensor *joined = (dtrain__index_tensor *)dtrain__alloc(allocator, tensors * sizeof *joined);
     size_t *moved = (size_t *)dtrain__alloc(allocator, tensors * sizeof *moved);
     dtrain__index_piece *dealt = (dtrain__index_piece *)dtrain__alloc(allocator, pieces * sizeof *dealt);
-    dtrain_status status = order != NULL && joined != NULL && moved != NULL && dealt != NULL
-                               ? DTRAIN_OK
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index");
-    for (size_t i = 0; status == DTRAIN_OK && i < tensors; i++) {
+    dtrain_status status = DTRAIN_OK;
+    if (order == NULL || joined == NULL || moved == NULL || dealt == NULL) {
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index");
+        goto done;
+    }
+    for (size_t i = 0; i < tensors; i++) {
         order[i].name = dtrain__index_name(index, &index->tensors[i]);
         order[i].length = index->tensors[i].name_length;
         order[i].old = i;
     }
-    if (status == DTRAIN_OK) {
-        qsort(order, tensors, sizeof *order, dtrain__index_by_name);
-        status = dtrain__index_join(index, order, joined, moved, &count);
-    }
-    if (status == DTRAIN_OK) {
-        index->tensor_count = count;
-        if (count > 0)
-            memcpy(index->tensors, joined, count * sizeof *joined);
-        dtrain__index_deal(index, dealt, moved);
-    }
+    qsort(order, tensors, sizeof *order, dtrain__index_by_name);
+    status = dtrain__index_join(index, order, joined, moved, &count);
+    if (status != DTRAIN_OK)
+        goto done;
+    index->tensor_count = count;
+    if (count > 0)
+        memcpy(index->tensors, joined, count * sizeof *joined);
+    dtrain__index_deal(index, dealt, moved);
+done:
     dtrain__free(allocator, order);
     dtrain__free(allocator, joined);
     dtrain__free(allocator, moved);
@@ -49618,344 +49463,284 @@ static dtrain_status dtrain__index_print(const dtrain__index *index, char **text
     return DTRAIN_OK;
 }
 
-/* ---- reading ---- */
+/* ---- reading ----
+ * Functions that read give a value, or 0 after an error: the first one stays in the parser, and nothing is read after
+ * it. */
 
 typedef struct dtrain__index_parser {
     dtrain__index *index;
     dtrain__json_reader json;
     size_t base_file; /* files of this text are numbered from here on */
+    dtrain_status status;
 } dtrain__index_parser;
 
-static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset,
-                                                        const char *what)
+static DTRAIN__NOINLINE void dtrain__index_bad(dtrain__index_parser *parser, size_t offset, const char *what)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\", byte %zu: %s", parser->index->where, offset,
-                        what);
+    if (parser->status == DTRAIN_OK)
+        parser->status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\", byte %zu: %s",
+                                      parser->index->where, offset, what);
 }
 
-/* Reads the next token, which must be of a kind; `what` says what is expected. */
-static DTRAIN__NOINLINE dtrain_status dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
-                                                           dtrain__json_kind kind, const char *what)
+/* Reads the next token, which must be of a kind; `what` says what is expected. Returns 0 after an error. */
+static DTRAIN__NOINLINE int dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
+                                                 dtrain__json_kind kind, const char *what)
 {
-    if (dtrain__json_next(&parser->json, token) == kind)
-        return DTRAIN_OK;
-    return dtrain__index_bad(parser, parser->json.offset, parser->json.error != NULL ? parser->json.error : what);
+    if (parser->status == DTRAIN_OK && dtrain__json_next(&parser->json, token) != kind)
+        dtrain__index_bad(parser, parser->json.offset, parser->json.error != NULL ? parser->json.error : what);
+    return parser->status == DTRAIN_OK;
 }
 
 /* Reads a whole number of at most `most`. */
-static dtrain_status dtrain__index_u64(dtrain__index_parser *parser, uint64_t most, uint64_t *value)
+static uint64_t dtrain__index_u64(dtrain__index_parser *parser, uint64_t most)
 {
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected");
-    if (status == DTRAIN_OK && (!dtrain__json_u64(&parser->json, &token, value) || *value > most))
-        status = dtrain__index_bad(parser, token.begin, "not a whole number, or too large a one");
-    return status;
+    uint64_t value = 0;
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected") &&
+        (!dtrain__json_u64(&parser->json, &token, &value) || value > most))
+        dtrain__index_bad(parser, token.begin, "not a whole number, or too large a one");
+    return parser->status == DTRAIN_OK ? value : 0;
 }
 
-static dtrain_status dtrain__index_size(dtrain__index_parser *parser, size_t *value)
-{
-    uint64_t number = 0;
-    dtrain_status status = dtrain__index_u64(parser, SIZE_MAX - 1, &number);
-    *value = (size_t)number;
-    return status;
-}
-
-/* Keeps the text of a STRING or KEY; zero bytes are refused where it is a name. */
-static dtrain_status dtrain__index_keep(dtrain__index_parser *parser, const dtrain__json_token *token, int is_name,
-                                        size_t *at, size_t *length)
+/* Keeps the text of a STRING or KEY, and gives where; zero bytes are refused where it is a name. */
+static size_t dtrain__index_keep(dtrain__index_parser *parser, const dtrain__json_token *token, int is_name,
+                                 size_t *length)
 {
     dtrain__index *index = parser->index;
-    size_t most = token->end - token->begin; /* unescaped, a text is no longer */
-    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, most + 1))
-        return DTRAIN_ERR_MEMORY;
-    *at = index->text_bytes;
-    *length = dtrain__json_string(&parser->json, token, index->texts + *at, most);
-    index->texts[*at + *length] = '\0';
+    size_t at = index->text_bytes, most = token->end - token->begin; /* unescaped, a text is no longer */
+    *length = 0;
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, at, most + 1)) {
+        parser->status = DTRAIN_ERR_MEMORY;
+        return 0;
+    }
+    *length = dtrain__json_string(&parser->json, token, index->texts + at, most);
+    index->texts[at + *length] = '\0';
     index->text_bytes += *length + 1;
-    if (is_name && (*length == 0 || memchr(index->texts + *at, 0, *length) != NULL))
-        return dtrain__index_bad(parser, token->begin, "an empty name, or one with a zero byte");
-    return DTRAIN_OK;
+    if (is_name && (*length == 0 || memchr(index->texts + at, 0, *length) != NULL))
+        dtrain__index_bad(parser, token->begin, "an empty name, or one with a zero byte");
+    return at;
 }
 
 /* Reads a string and keeps it. */
-static dtrain_status dtrain__index_string(dtrain__index_parser *parser, int is_name, size_t *at, size_t *length)
+static size_t dtrain__index_string(dtrain__index_parser *parser, int is_name, size_t *length)
 {
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
-    return status == DTRAIN_OK ? dtrain__index_keep(parser, &token, is_name, at, length) : status;
+    int is_string = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
+    return is_string ? dtrain__index_keep(parser, &token, is_name, length) : 0;
 }
 
-/* What an object's end says: whether the text itself is at fault. */
-static dtrain_status dtrain__index_ended(dtrain__index_parser *parser, dtrain_status status)
-{
-    int bad = status == DTRAIN_OK && parser->json.error != NULL;
-    return bad ? dtrain__index_bad(parser, parser->json.offset, parser->json.error) : status;
-}
-
-/* Calls `member` for each member of the object that comes next; the bits of `seen` are the members that it knows, so
- * that none comes twice. which: -1 for one that it has not taken, -2 for one that it has, and may take again. */
-typedef dtrain_status (*dtrain__index_member)(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                              int *which);
-
-static dtrain_status dtrain__index_object(dtrain__index_parser *parser, dtrain__index_member member, void *out,
-                                          uint32_t *seen)
+/* Opens the object or list that comes next. */
+static void dtrain__index_open(dtrain__index_parser *parser, int is_object)
 {
     dtrain__json_token token;
-    *seen = 0;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
-    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
-        size_t begin = token.begin;
-        int which = -1;
-        status = member(parser, &token, out, &which);
-        if (status == DTRAIN_OK && which == -1) { /* not known: passed over */
+    dtrain__index_expect(parser, &token, is_object ? DTRAIN__JSON_OBJECT : DTRAIN__JSON_ARRAY,
+                         is_object ? "an object was expected" : "a list was expected");
+}
+
+/* Reads the next key of the object that is open; returns 0 at its end. */
+static int dtrain__index_next(dtrain__index_parser *parser, dtrain__json_token *key)
+{
+    if (parser->status == DTRAIN_OK && dtrain__json_next(&parser->json, key) == DTRAIN__JSON_ERROR)
+        dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+    return parser->status == DTRAIN_OK && key->kind == DTRAIN__JSON_KEY;
+}
+
+/* Whether the list that is open has another value, which is then read next. */
+static int dtrain__index_more(dtrain__index_parser *parser)
+{
+    dtrain__json_reader before = parser->json;
+    dtrain__json_token token;
+    if (parser->status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_ERROR)
+        dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+    if (parser->status != DTRAIN_OK || token.kind == DTRAIN__JSON_ARRAY_END)
+        return 0;
+    parser->json = before;
+    return 1;
+}
+
+/* Takes a member that nobody else knows: a number or a plain text is a setting, an object is a group of them. Others,
+ * and what is longer than settings are, are passed over. group: its name, at the top of the text an empty one. */
+static void dtrain__index_read_setting(dtrain__index_parser *parser, const dtrain__json_token *key, const char *group)
+{
+    char name[2 * DTRAIN__INDEX_SETTING] = "", value[DTRAIN__INDEX_SETTING] = "";
+    const char *text = (const char *)parser->json.text;
+    dtrain__json_token token;
+    int length = snprintf(name, sizeof name, "%s%s", group, group[0] != '\0' ? "." : "");
+    dtrain__json_kind kind = dtrain__json_next(&parser->json, &token);
+    size_t bytes = token.end - token.begin;
+    int fits = key->end - key->begin < DTRAIN__INDEX_SETTING && !key->escaped;
+    int plain = (kind == DTRAIN__JSON_NUMBER || kind == DTRAIN__JSON_STRING) && bytes < sizeof value && !token.escaped;
+    if (fits)
+        memcpy(name + length, text + key->begin, key->end - key->begin);
+    if (plain)
+        memcpy(value, text + token.begin, bytes);
+    if (fits && plain && dtrain__index_is_number(value) == (kind == DTRAIN__JSON_NUMBER)) {
+        parser->status = dtrain__index_set(parser->index, name, value);
+    } else if (fits && kind == DTRAIN__JSON_OBJECT && group[0] == '\0') {
+        while (dtrain__index_next(parser, &token))
+            dtrain__index_read_setting(parser, &token, name);
+    } else {
+        dtrain__json_skip(&parser->json, &token); /* what is wrong there, the next token tells */
+    }
+}
+
+/* Reads the key of the next member of the open object that is among names, which a NULL ends, and gives its number; -1
+ * at the object's end. *seen gets its bit, so that none comes twice. Other members are passed over, or, where settings
+ * is not NULL, are settings of that group. */
+static int dtrain__index_member(dtrain__index_parser *parser, const char *const *names, uint32_t *seen,
+                                const char *settings)
+{
+    dtrain__json_token token;
+    while (dtrain__index_next(parser, &token)) {
+        int which = 0;
+        while (names[which] != NULL && !dtrain__json_is(&parser->json, &token, names[which]))
+            which++;
+        if (names[which] != NULL) {
+            if (*seen >> which & 1)
+                dtrain__index_bad(parser, token.begin, "a member that comes twice");
+            *seen |= (uint32_t)1 << which;
+            return which;
+        }
+        if (settings != NULL) {
+            dtrain__index_read_setting(parser, &token, settings);
+        } else {
             dtrain__json_next(&parser->json, &token);
             dtrain__json_skip(&parser->json, &token);
-        } else if (status == DTRAIN_OK && which >= 0 && (*seen >> which & 1)) {
-            status = dtrain__index_bad(parser, begin, "a member that comes twice");
-        } else if (status == DTRAIN_OK && which >= 0) {
-            *seen |= (uint32_t)1 << which;
         }
     }
-    return dtrain__index_ended(parser, status);
-}
-
-/* Finds a key among names; -1: none. */
-static int dtrain__index_which(const dtrain__index_parser *parser, const dtrain__json_token *key,
-                               const char *const *names, int count)
-{
-    for (int i = 0; i < count; i++)
-        if (dtrain__json_is(&parser->json, key, names[i]))
-            return i;
     return -1;
 }
 
-/* Calls `element` for each value of the array that comes next, with its first token. */
-typedef dtrain_status (*dtrain__index_element)(dtrain__index_parser *parser, void *out);
-
-static dtrain_status dtrain__index_array(dtrain__index_parser *parser, dtrain__index_element element, void *out)
+/* Reads a list of at most DTRAIN_MAX_DIMS sizes; returns how many they are. */
+static int dtrain__index_sizes(dtrain__index_parser *parser, size_t sizes[DTRAIN_MAX_DIMS])
 {
-    dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_ARRAY, "a list was expected");
-    while (status == DTRAIN_OK) {
-        dtrain__json_reader before = parser->json;
-        dtrain__json_kind kind = dtrain__json_next(&parser->json, &token);
-        if (kind == DTRAIN__JSON_ARRAY_END)
-            break;
-        if (kind == DTRAIN__JSON_ERROR)
-            return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-        parser->json = before;
-        status = element(parser, out);
-    }
-    return status;
-}
-
-/* A list of at most DTRAIN_MAX_DIMS sizes. */
-typedef struct dtrain__index_sizes {
-    size_t sizes[DTRAIN_MAX_DIMS];
-    int count;
-} dtrain__index_sizes;
-
-static dtrain_status dtrain__index_one_size(dtrain__index_parser *parser, void *out)
-{
-    dtrain__index_sizes *sizes = (dtrain__index_sizes *)out;
-    if (sizes->count == DTRAIN_MAX_DIMS)
-        return dtrain__index_bad(parser, parser->json.offset, "more than 8 dimensions");
-    return dtrain__index_size(parser, &sizes->sizes[sizes->count++]);
-}
-
-static dtrain_status dtrain__index_one_number(dtrain__index_parser *parser, void *out)
-{
-    uint64_t number;
-    dtrain_status status = dtrain__index_u64(parser, UINT64_MAX, &number);
-    if (status == DTRAIN_OK && dtrain__index_number(parser->index, number) == DTRAIN__INDEX_NONE)
-        return DTRAIN_ERR_MEMORY;
-    ++*(size_t *)out;
-    return status;
+    int count = 0;
+    dtrain__index_open(parser, 0);
+    while (dtrain__index_more(parser))
+        if (count == DTRAIN_MAX_DIMS)
+            dtrain__index_bad(parser, parser->json.offset, "more than 8 dimensions");
+        else
+            sizes[count++] = (size_t)dtrain__index_u64(parser, SIZE_MAX - 1);
+    return count;
 }
 
 /* ---- pieces and tensors ---- */
 
 typedef struct dtrain__index_piece_read {
     dtrain__index_piece piece;
-    dtrain__index_sizes begin, size;
+    size_t box[2][DTRAIN_MAX_DIMS]; /* begins and sizes */
+    int ndim[2];
+    uint32_t seen;
 } dtrain__index_piece_read;
 
-static dtrain_status dtrain__index_piece_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                                int *which)
-{
-    static const char *const names[] = {"file", "number", "begin", "size", "at", "count", "copy"};
-    dtrain__index_piece_read *read = (dtrain__index_piece_read *)out;
-    size_t *numbers[] = {&read->piece.file,  &read->piece.number, NULL, NULL, &read->piece.at,
-                         &read->piece.count, &read->piece.copy};
-    *which = dtrain__index_which(parser, key, names, 7);
-    if (*which < 0)
-        return DTRAIN_OK;
-    if (*which == 2 || *which == 3) {
-        dtrain__index_sizes *sizes = *which == 2 ? &read->begin : &read->size;
-        sizes->count = 0;
-        return dtrain__index_array(parser, dtrain__index_one_size, sizes);
-    }
-    return dtrain__index_size(parser, numbers[*which]);
-}
-
 /* Checks a piece against its tensor and keeps it. */
-static dtrain_status dtrain__index_take_piece(dtrain__index_parser *parser, const dtrain__index_tensor *tensor,
-                                              dtrain__index_piece_read *read, uint32_t seen)
+static void dtrain__index_take_piece(dtrain__index_parser *parser, const dtrain__index_tensor *tensor,
+                                     dtrain__index_piece_read *read)
 {
     dtrain__index *index = parser->index;
+    uint32_t seen = read->seen;
     size_t offset = parser->json.offset, elements = 1;
     int boxed = (seen >> 2 & 3) == 3;
     if (!(seen & 1))
-        return dtrain__index_bad(parser, offset, "a piece without its file");
-    if ((seen >> 2 & 3) == 1 || (seen >> 2 & 3) == 2 || (seen >> 4 & 3) == 1 || (seen >> 4 & 3) == 2)
-        return dtrain__index_bad(parser, offset, "a piece with half of a box or range");
-    if (boxed && (read->begin.count != tensor->ndim || read->size.count != tensor->ndim))
-        return dtrain__index_bad(parser, offset, "a box of other dimensions than its tensor");
-    for (int d = 0; d < tensor->ndim; d++) {
-        size_t begin = boxed ? read->begin.sizes[d] : 0, size = boxed ? read->size.sizes[d] : tensor->shape[d];
+        dtrain__index_bad(parser, offset, "a piece without its file");
+    if ((seen >> 2 ^ seen >> 3) & 1 || (seen >> 4 ^ seen >> 5) & 1)
+        dtrain__index_bad(parser, offset, "a piece with half of a box or range");
+    if (boxed && (read->ndim[0] != tensor->ndim || read->ndim[1] != tensor->ndim))
+        dtrain__index_bad(parser, offset, "a box of other dimensions than its tensor");
+    for (int d = 0; d < tensor->ndim && parser->status == DTRAIN_OK; d++) {
+        size_t begin = boxed ? read->box[0][d] : 0, size = boxed ? read->box[1][d] : tensor->shape[d];
         if (begin > tensor->shape[d] || size > tensor->shape[d] - begin)
-            return dtrain__index_bad(parser, offset, "a box that reaches beyond its tensor");
+            dtrain__index_bad(parser, offset, "a box that reaches beyond its tensor");
         elements *= size; /* at most the tensor's, which were checked */
     }
     if (!(seen >> 4 & 1))
         read->piece.count = elements;
     if (read->piece.at > elements || read->piece.count > elements - read->piece.at)
-        return dtrain__index_bad(parser, offset, "a range that reaches beyond its box");
+        dtrain__index_bad(parser, offset, "a range that reaches beyond its box");
     if (read->piece.file > SIZE_MAX - 1 - parser->base_file || read->piece.copy > INT_MAX)
-        return dtrain__index_bad(parser, offset, "a number too large");
+        dtrain__index_bad(parser, offset, "a number too large");
     read->piece.file += parser->base_file;
     read->piece.box = boxed ? index->number_count : DTRAIN__INDEX_NONE;
-    for (int d = 0; d < 2 * tensor->ndim && boxed; d++)
-        if (dtrain__index_number(index, d < tensor->ndim ? read->begin.sizes[d] : read->size.sizes[d - tensor->ndim]) ==
-            DTRAIN__INDEX_NONE)
-            return DTRAIN_ERR_MEMORY;
-    if (!DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
-        return DTRAIN_ERR_MEMORY;
-    index->pieces[index->piece_count++] = read->piece;
-    return DTRAIN_OK;
+    for (int k = 0; k < 2 && boxed && parser->status == DTRAIN_OK; k++)
+        parser->status = dtrain__index_add_sizes(index, read->box[k], tensor->ndim);
+    if (parser->status == DTRAIN_OK)
+        parser->status = DTRAIN__INDEX_ADD(index->allocator, index->pieces, index->piece_count, read->piece);
 }
 
-static dtrain_status dtrain__index_one_piece(dtrain__index_parser *parser, void *out)
+static void dtrain__index_read_piece(dtrain__index_parser *parser, const dtrain__index_tensor *tensor)
 {
-    const dtrain__index_tensor *tensor = (const dtrain__index_tensor *)out;
+    static const char *const names[] = {"file", "number", "begin", "size", "at", "count", "copy", NULL};
     dtrain__index_piece_read read;
-    uint32_t seen;
+    size_t *numbers[] = {&read.piece.file,  &read.piece.number, NULL, NULL, &read.piece.at,
+                         &read.piece.count, &read.piece.copy};
+    int which;
     memset(&read, 0, sizeof read);
     read.piece.tensor = parser->index->tensor_count;
     read.piece.number = DTRAIN__INDEX_NONE;
-    dtrain_status status = dtrain__index_object(parser, dtrain__index_piece_member, &read, &seen);
-    return status == DTRAIN_OK ? dtrain__index_take_piece(parser, tensor, &read, seen) : status;
+    dtrain__index_open(parser, 1);
+    while ((which = dtrain__index_member(parser, names, &read.seen, NULL)) >= 0)
+        if (numbers[which] == NULL)
+            read.ndim[which - 2] = dtrain__index_sizes(parser, read.box[which - 2]);
+        else
+            *numbers[which] = (size_t)dtrain__index_u64(parser, SIZE_MAX - 1);
+    if (parser->status == DTRAIN_OK)
+        dtrain__index_take_piece(parser, tensor, &read);
 }
 
-/* dtype and shape stand before pieces, as they are written. */
-static dtrain_status dtrain__index_tensor_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                                 int *which)
+static dtrain_dtype dtrain__index_dtype(dtrain__index_parser *parser)
 {
-    static const char *const names[] = {"dtype", "shape", "pieces"};
-    dtrain__index_tensor *tensor = (dtrain__index_tensor *)out;
-    dtrain__index_sizes shape;
     dtrain__json_token token;
-    dtrain_status status = DTRAIN_OK;
-    size_t elements = 1;
-    *which = dtrain__index_which(parser, key, names, 3);
-    if (*which == 0) {
-        status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "the name of a dtype was expected");
-        if (status == DTRAIN_OK &&
-            (dtrain_dtype_from_name(&tensor->dtype, (const char *)parser->json.text + token.begin,
-                                    token.end - token.begin) != DTRAIN_OK ||
-             dtrain_dtype_bits(tensor->dtype) < 8))
-            status = dtrain__index_bad(parser, token.begin, "no dtype of a byte or more");
-    } else if (*which == 1) {
-        shape.count = 0;
-        status = dtrain__index_array(parser, dtrain__index_one_size, &shape);
-        tensor->ndim = shape.count;
-        memcpy(tensor->shape, shape.sizes, (size_t)shape.count * sizeof shape.sizes[0]);
-        for (int d = 0; d < shape.count && status == DTRAIN_OK; d++)
-            if (!dtrain__mul_size(elements, shape.sizes[d], &elements) || elements > SIZE_MAX / 64)
-                status = dtrain__index_bad(parser, parser->json.offset, "a shape that multiplies to more than memory");
-    } else if (*which == 2) {
-        if (tensor->dtype == (dtrain_dtype)0 || tensor->ndim < 0)
-            return dtrain__index_bad(parser, key->begin, "pieces before dtype and shape");
-        status = dtrain__index_array(parser, dtrain__index_one_piece, tensor);
-    }
-    return status;
+    dtrain_dtype dtype = (dtrain_dtype)0;
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "the name of a dtype was expected") &&
+        (dtrain_dtype_from_name(&dtype, (const char *)parser->json.text + token.begin, token.end - token.begin) !=
+             DTRAIN_OK ||
+         dtrain_dtype_bits(dtype) < 8))
+        dtrain__index_bad(parser, token.begin, "no dtype of a byte or more");
+    return dtype;
 }
 
-static dtrain_status dtrain__index_read_tensors(dtrain__index_parser *parser)
+/* Reads a tensor, whose name was kept: dtype and shape stand before pieces, as they are written. */
+static void dtrain__index_read_tensor(dtrain__index_parser *parser, dtrain__index_tensor *tensor)
+{
+    static const char *const names[] = {"dtype", "shape", "pieces", NULL};
+    size_t elements = 1;
+    uint32_t seen = 0;
+    int which;
+    dtrain__index_open(parser, 1);
+    while ((which = dtrain__index_member(parser, names, &seen, NULL)) >= 0)
+        if (which == 0) {
+            tensor->dtype = dtrain__index_dtype(parser);
+        } else if (which == 1) {
+            tensor->ndim = dtrain__index_sizes(parser, tensor->shape);
+            for (int d = 0; d < tensor->ndim; d++)
+                if (!dtrain__mul_size(elements, tensor->shape[d], &elements) || elements > SIZE_MAX / 64)
+                    dtrain__index_bad(parser, parser->json.offset, "a shape that multiplies to more than memory");
+        } else {
+            if (seen != 7)
+                dtrain__index_bad(parser, parser->json.offset, "pieces before dtype and shape");
+            dtrain__index_open(parser, 0);
+            while (dtrain__index_more(parser))
+                dtrain__index_read_piece(parser, tensor);
+        }
+    if (seen != 7)
+        dtrain__index_bad(parser, parser->json.offset, "a tensor without dtype, shape or pieces");
+}
+
+static void dtrain__index_read_tensors(dtrain__index_parser *parser)
 {
     dtrain__index *index = parser->index;
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
-    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
+    dtrain__index_open(parser, 1);
+    while (dtrain__index_next(parser, &token)) {
         dtrain__index_tensor tensor;
-        uint32_t seen = 0;
         memset(&tensor, 0, sizeof tensor);
-        tensor.ndim = -1;
-        status = dtrain__index_keep(parser, &token, 1, &tensor.name, &tensor.name_length);
-        if (status == DTRAIN_OK)
-            status = dtrain__index_object(parser, dtrain__index_tensor_member, &tensor, &seen);
-        if (status == DTRAIN_OK && seen != 7)
-            status = dtrain__index_bad(parser, parser->json.offset, "a tensor without dtype, shape or pieces");
-        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1))
-            return DTRAIN_ERR_MEMORY;
-        if (status == DTRAIN_OK)
-            index->tensors[index->tensor_count++] = tensor;
+        tensor.name = dtrain__index_keep(parser, &token, 1, &tensor.name_length);
+        dtrain__index_read_tensor(parser, &tensor);
+        if (parser->status == DTRAIN_OK)
+            parser->status = DTRAIN__INDEX_ADD(index->allocator, index->tensors, index->tensor_count, tensor);
     }
-    return dtrain__index_ended(parser, status);
 }
 
 /* ---- files and values ---- */
-
-static dtrain_status dtrain__index_hashed_member(dtrain__index_parser *parser, const dtrain__json_token *key,
-                                                 dtrain__index_hashed *file, int *which)
-{
-    static const char *const names[] = {"name", "header_bytes", "header_hash", "data_bytes"};
-    uint64_t *numbers[] = {NULL, &file->header_bytes, &file->header_hash, &file->data_bytes};
-    size_t offset = parser->json.offset, length = 0;
-    *which = dtrain__index_which(parser, key, names, 4);
-    if (*which > 0)
-        return dtrain__index_u64(parser, UINT64_MAX, numbers[*which]);
-    if (*which < 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__index_string(parser, 1, &file->name, &length);
-    if (status == DTRAIN_OK && !dtrain__file_plain_name(parser->index->texts + file->name, length))
-        status = dtrain__index_bad(parser, offset, "a file's name that is no plain one");
-    return status;
-}
-
-static dtrain_status dtrain__index_hashes_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                                 int *which)
-{
-    dtrain__index_file *file = (dtrain__index_file *)out;
-    dtrain_status status = dtrain__index_hashed_member(parser, key, &file->hashes, which);
-    if (*which >= 0 || !dtrain__json_is(&parser->json, key, "blocks"))
-        return status;
-    *which = 4;
-    file->blocks = parser->index->number_count;
-    return dtrain__index_array(parser, dtrain__index_one_number, &file->block_count);
-}
-
-static dtrain_status dtrain__index_file_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                               int *which)
-{
-    dtrain__index_file *file = (dtrain__index_file *)out;
-    uint64_t rank;
-    uint32_t seen = 0;
-    dtrain_status status = dtrain__index_hashed_member(parser, key, &file->data, which);
-    if (*which >= 0)
-        return status;
-    if (dtrain__json_is(&parser->json, key, "rank")) {
-        *which = 4;
-        status = dtrain__index_u64(parser, INT_MAX, &rank);
-        file->rank = status == DTRAIN_OK ? (int)rank : 0;
-    } else if (dtrain__json_is(&parser->json, key, "hashes")) {
-        *which = 5;
-        status = dtrain__index_object(parser, dtrain__index_hashes_member, file, &seen);
-        if (status == DTRAIN_OK && seen != 31)
-            status = dtrain__index_bad(parser, parser->json.offset, "hashes without one of their members");
-    }
-    return status;
-}
 
 /* The blocks that hold this many bytes. */
 static uint64_t dtrain__index_blocks(uint64_t bytes)
@@ -49963,130 +49748,125 @@ static uint64_t dtrain__index_blocks(uint64_t bytes)
     return bytes / DTRAIN__INDEX_BLOCK + (bytes % DTRAIN__INDEX_BLOCK != 0);
 }
 
-static dtrain_status dtrain__index_one_file(dtrain__index_parser *parser, void *out)
+/* Reads the object of a file, or in that the one of its hashes, whose own hashes are its blocks. */
+static void dtrain__index_read_hashed(dtrain__index_parser *parser, dtrain__index_file *file, int of_hashes)
 {
+    static const char *const names[2][7] = {
+        {"name", "header_bytes", "header_hash", "data_bytes", "rank", "hashes", NULL},
+        {"name", "header_bytes", "header_hash", "data_bytes", "blocks", NULL, NULL}};
     dtrain__index *index = parser->index;
-    dtrain__index_file file;
+    dtrain__index_hashed *hashed = of_hashes ? &file->hashes : &file->data;
+    uint64_t *numbers[] = {NULL, &hashed->header_bytes, &hashed->header_hash, &hashed->data_bytes, NULL, NULL};
     uint32_t seen = 0;
-    (void)out;
-    memset(&file, 0, sizeof file);
-    file.holder = -1;
-    dtrain_status status = dtrain__index_object(parser, dtrain__index_file_member, &file, &seen);
-    if (status == DTRAIN_OK && seen != 63)
-        status = dtrain__index_bad(parser, parser->json.offset, "a file without one of its members");
-    if (status == DTRAIN_OK && (file.data.data_bytes > UINT64_MAX / 2 ||
-                                file.hashes.data_bytes != 8 * dtrain__index_blocks(file.data.data_bytes) ||
-                                file.block_count != dtrain__index_blocks(file.hashes.data_bytes)))
-        status = dtrain__index_bad(parser, parser->json.offset, "a file with other numbers of hashes than of blocks");
-    if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, files, file_count, 1))
-        return DTRAIN_ERR_MEMORY;
-    if (status == DTRAIN_OK)
-        index->files[index->file_count++] = file;
-    return status;
+    int which;
+    dtrain__index_open(parser, 1);
+    while ((which = dtrain__index_member(parser, names[of_hashes], &seen, NULL)) >= 0)
+        if (numbers[which] != NULL) {
+            *numbers[which] = dtrain__index_u64(parser, UINT64_MAX);
+        } else if (which == 0) {
+            size_t offset = parser->json.offset, length = 0;
+            hashed->name = dtrain__index_string(parser, 1, &length);
+            if (parser->status == DTRAIN_OK && !dtrain__file_plain_name(index->texts + hashed->name, length))
+                dtrain__index_bad(parser, offset, "a file's name that is no plain one");
+        } else if (which == 5) {
+            dtrain__index_read_hashed(parser, file, 1);
+        } else if (!of_hashes) {
+            file->rank = (int)dtrain__index_u64(parser, INT_MAX);
+        } else {
+            file->blocks = index->number_count;
+            dtrain__index_open(parser, 0);
+            while (dtrain__index_more(parser)) {
+                uint64_t hash = dtrain__index_u64(parser, UINT64_MAX);
+                if (parser->status == DTRAIN_OK)
+                    parser->status = DTRAIN__INDEX_ADD(index->allocator, index->numbers, index->number_count, hash);
+            }
+            file->block_count = index->number_count - file->blocks;
+        }
+    if (seen != (of_hashes ? 31 : 63))
+        dtrain__index_bad(parser, parser->json.offset,
+                          of_hashes ? "hashes without one of their members" : "a file without one of its members");
 }
 
-static dtrain_status dtrain__index_read_values(dtrain__index_parser *parser)
+static void dtrain__index_read_files(dtrain__index_parser *parser)
+{
+    dtrain__index *index = parser->index;
+    dtrain__index_open(parser, 0);
+    while (dtrain__index_more(parser)) {
+        dtrain__index_file file;
+        memset(&file, 0, sizeof file);
+        file.holder = -1;
+        dtrain__index_read_hashed(parser, &file, 0);
+        if (file.data.data_bytes > UINT64_MAX / 2 ||
+            file.hashes.data_bytes != 8 * dtrain__index_blocks(file.data.data_bytes) ||
+            file.block_count != dtrain__index_blocks(file.hashes.data_bytes))
+            dtrain__index_bad(parser, parser->json.offset, "a file with other numbers of hashes than of blocks");
+        if (parser->status == DTRAIN_OK)
+            parser->status = DTRAIN__INDEX_ADD(index->allocator, index->files, index->file_count, file);
+    }
+}
+
+static void dtrain__index_read_values(dtrain__index_parser *parser)
 {
     dtrain__index *index = parser->index;
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
-    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
+    dtrain__index_open(parser, 1);
+    while (dtrain__index_next(parser, &token)) {
         dtrain__index_value value;
-        status = dtrain__index_keep(parser, &token, 1, &value.key, &value.key_length);
-        if (status == DTRAIN_OK)
-            status = dtrain__index_string(parser, 0, &value.value, &value.value_length);
-        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, values, value_count, 1))
-            return DTRAIN_ERR_MEMORY;
-        if (status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
-            index->values[index->value_count++] = value;
+        value.key = dtrain__index_keep(parser, &token, 1, &value.key_length);
+        value.value = dtrain__index_string(parser, 0, &value.value_length);
+        if (parser->status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
+            parser->status = DTRAIN__INDEX_ADD(index->allocator, index->values, index->value_count, value);
     }
-    return dtrain__index_ended(parser, status);
 }
 
-/* ---- facts and settings ---- */
+/* ---- the whole ---- */
 
-/* Takes a member that nobody else knows: a number or a plain text is a setting, an object is a group of them. Others,
- * and what is longer than settings are, are passed over. out: the group's name, at the top of the text an empty one. */
-static dtrain_status dtrain__index_setting_member(dtrain__index_parser *parser, const dtrain__json_token *key,
-                                                  void *out, int *which)
-{
-    char name[2 * DTRAIN__INDEX_SETTING] = "", value[DTRAIN__INDEX_SETTING];
-    const char *group = (const char *)out;
-    dtrain__json_reader before = parser->json;
-    dtrain__json_token token;
-    uint32_t seen;
-    int length = snprintf(name, sizeof name, "%s%s", group, group[0] != '\0' ? "." : "");
-    dtrain__json_kind kind = dtrain__json_next(&parser->json, &token);
-    size_t bytes = token.end - token.begin;
-    int fits = key->end - key->begin < DTRAIN__INDEX_SETTING && !key->escaped;
-    if (fits)
-        memcpy(name + length, before.text + key->begin, key->end - key->begin);
-    if (fits && kind == DTRAIN__JSON_OBJECT && group[0] == '\0') {
-        parser->json = before;
-        *which = -2;
-        return dtrain__index_object(parser, dtrain__index_setting_member, name, &seen);
-    }
-    if (fits && bytes < sizeof value && !token.escaped &&
-        (kind == DTRAIN__JSON_NUMBER || kind == DTRAIN__JSON_STRING)) {
-        memcpy(value, before.text + token.begin, bytes);
-        value[bytes] = '\0';
-        *which = dtrain__index_is_number(value) == (kind == DTRAIN__JSON_NUMBER) ? -2 : -1;
-    }
-    if (*which == -2)
-        return dtrain__index_set(parser->index, name, value);
-    parser->json = before;
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__index_format(dtrain__index_parser *parser)
+static void dtrain__index_read_format(dtrain__index_parser *parser)
 {
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
-    if (status == DTRAIN_OK && !dtrain__json_is(&parser->json, &token, DTRAIN__INDEX_FORMAT))
-        status = dtrain__index_bad(parser, token.begin, "not the format \"" DTRAIN__INDEX_FORMAT "\"");
-    return status;
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected") &&
+        !dtrain__json_is(&parser->json, &token, DTRAIN__INDEX_FORMAT))
+        dtrain__index_bad(parser, token.begin, "not the format \"" DTRAIN__INDEX_FORMAT "\"");
 }
 
-static dtrain_status dtrain__index_version(dtrain__index_parser *parser)
+static void dtrain__index_read_version(dtrain__index_parser *parser)
 {
-    uint64_t version = 0;
-    dtrain_status status = dtrain__index_u64(parser, UINT64_MAX, &version);
-    if (status != DTRAIN_OK || version == DTRAIN__INDEX_VERSION)
-        return status;
-    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "checkpoint index \"%s\" is of version %llu, and this dtrain knows %d: read it with that which "
-                        "wrote it",
-                        parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
+    uint64_t version = dtrain__index_u64(parser, UINT64_MAX);
+    if (parser->status == DTRAIN_OK && version != DTRAIN__INDEX_VERSION)
+        parser->status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                      "checkpoint index \"%s\" is of version %llu, and this dtrain knows %d: read it "
+                                      "with that which wrote it",
+                                      parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
 }
 
-enum { DTRAIN__INDEX_SEEN_NEEDED = 0x3f | 7 << 9 };
-
-static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                              int *which)
+static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_facts *facts)
 {
-    static const char *const names[] = {"format", "version",      "nonce", "counter", "step",  "world_size",
-                                        "seed",   "random_index", "hash",  "values",  "files", "tensors"};
-    dtrain__index_facts *facts = (dtrain__index_facts *)out;
-    uint64_t *numbers[] = {NULL,
-                           NULL,
-                           &facts->id.nonce,
-                           &facts->id.counter,
-                           &facts->step,
-                           &facts->world_size,
-                           &facts->seed,
-                           &facts->random_index};
-    char top[1] = "";
-    *which = dtrain__index_which(parser, key, names, 12);
-    switch (*which) {
-    case 0: return dtrain__index_format(parser);
-    case 1: return dtrain__index_version(parser);
-    case 8: *which = -1; return DTRAIN_OK; /* checked before */
-    case 9: return dtrain__index_read_values(parser);
-    case 10: return dtrain__index_array(parser, dtrain__index_one_file, NULL);
-    case 11: return dtrain__index_read_tensors(parser);
-    case -1: return dtrain__index_setting_member(parser, key, top, which);
-    default: return dtrain__index_u64(parser, *which == 5 ? INT_MAX : UINT64_MAX, numbers[*which]);
-    }
+    static const char *const names[] = {"nonce",        "counter", "step",    "world_size", "seed",
+                                        "random_index", "format",  "version", "values",     "files",
+                                        "tensors",      "hash",    NULL};
+    uint64_t *numbers[] = {&facts->id.nonce,   &facts->id.counter, &facts->step,
+                           &facts->world_size, &facts->seed,       &facts->random_index};
+    const uint32_t needed = 0xf | 31 << 6;
+    dtrain__json_token token;
+    uint32_t seen = 0;
+    int which;
+    dtrain__index_open(parser, 1);
+    while ((which = dtrain__index_member(parser, names, &seen, "")) >= 0)
+        switch (which) {
+        case 6: dtrain__index_read_format(parser); break;
+        case 7: dtrain__index_read_version(parser); break;
+        case 8: dtrain__index_read_values(parser); break;
+        case 9: dtrain__index_read_files(parser); break;
+        case 10: dtrain__index_read_tensors(parser); break;
+        case 11: /* checked before */
+            dtrain__json_next(&parser->json, &token);
+            dtrain__json_skip(&parser->json, &token);
+            break;
+        default: *numbers[which] = dtrain__index_u64(parser, which == 3 ? INT_MAX : UINT64_MAX);
+        }
+    dtrain__index_expect(parser, &token, DTRAIN__JSON_END, "more text after the index");
+    if ((seen & needed) != needed)
+        dtrain__index_bad(parser, parser->json.offset, "the index lacks one of its members");
 }
 
 /* The text's last member is the hash of what comes before it. */
@@ -50111,8 +49891,6 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
 {
     dtrain__index_parser parser;
     dtrain__index_facts facts;
-    dtrain__json_token token;
-    uint32_t seen = 0;
     size_t first_piece = index->piece_count;
     dtrain_status status = dtrain__index_check_hash(where, text, bytes);
     if (status != DTRAIN_OK)
@@ -50123,25 +49901,35 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
     parser.index = index;
     parser.base_file = index->file_count;
     dtrain__json_open(&parser.json, text, bytes);
-    status = dtrain__index_object(&parser, dtrain__index_top_member, &facts, &seen);
-    if (status == DTRAIN_OK)
-        status = dtrain__index_expect(&parser, &token, DTRAIN__JSON_END, "more text after the index");
-    if (status == DTRAIN_OK && (seen & DTRAIN__INDEX_SEEN_NEEDED) != DTRAIN__INDEX_SEEN_NEEDED)
-        status = dtrain__index_bad(&parser, bytes, "the index lacks one of its members");
-    for (size_t i = first_piece; i < index->piece_count && status == DTRAIN_OK; i++)
+    dtrain__index_read_top(&parser, &facts);
+    for (size_t i = first_piece; i < index->piece_count; i++)
         if (index->pieces[i].file >= index->file_count)
-            status = dtrain__index_bad(&parser, bytes, "a piece in a file that is not listed");
-    if (status == DTRAIN_OK && index->parts > 0 &&
-        (facts.id.nonce != index->facts.id.nonce || facts.id.counter != index->facts.id.counter ||
-         facts.step != index->facts.step || facts.world_size != index->facts.world_size))
-        status =
-            dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                         "checkpoint: part \"%s\" is of step %llu on %llu ranks, the first one of step %llu on %llu: "
-                         "save the same step on every rank",
-                         where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
-                         (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
-    if (status == DTRAIN_OK && index->parts++ == 0)
+            dtrain__index_bad(&parser, bytes, "a piece in a file that is not listed");
+    if (parser.status != DTRAIN_OK)
+        return parser.status;
+    if (index->parts > 0 && (!dtrain__index_same_save(&facts.id, &index->facts.id) || facts.step != index->facts.step ||
+                             facts.world_size != index->facts.world_size))
+        return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                            "checkpoint: part \"%s\" is of step %llu on %llu ranks, the first one of step %llu on "
+                            "%llu: save the same step on every rank",
+                            where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
+                            (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
+    if (index->parts++ == 0)
         index->facts = facts;
+    return DTRAIN_OK;
+}
+
+/* The same of a file, of at most `most` bytes. */
+static dtrain_status dtrain__index_read_file(dtrain__index *index, int directory, const char *name, uint64_t most,
+                                             uint64_t *bytes_read)
+{
+    void *text = NULL;
+    size_t bytes = 0;
+    dtrain_status status = dtrain__file_read_all(directory, name, most, index->allocator, &text, &bytes, "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__index_read(index, name, (const char *)text, bytes);
+    dtrain__free(index->allocator, text);
+    *bytes_read += bytes;
     return status;
 }
 
@@ -50399,8 +50187,7 @@ static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain
     dtrain__index_tensor tensor;
     size_t name = strlen(piece->name), suffix = piece->suffix != NULL ? strlen(piece->suffix) : 0;
     memset(&tensor, 0, sizeof tensor);
-    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, name + suffix + 1) ||
-        !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1))
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, index->text_bytes, name + suffix + 1))
         return DTRAIN_ERR_MEMORY;
     tensor.name = index->text_bytes;
     tensor.name_length = name + suffix;
@@ -50412,8 +50199,7 @@ static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain
         memcpy(index->texts + tensor.name + name, piece->suffix, suffix);
     index->texts[tensor.name + name + suffix] = '\0';
     index->text_bytes += name + suffix + 1;
-    index->tensors[index->tensor_count++] = tensor;
-    return DTRAIN_OK;
+    return DTRAIN__INDEX_ADD(index->allocator, index->tensors, index->tensor_count, tensor);
 }
 
 /* The name in the file: the tensor's own where it is there in one piece, NAME#number elsewhere. A # in the first kind
@@ -50429,7 +50215,7 @@ static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtr
         return DTRAIN_OK;
     }
     entry->number = number;
-    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, tensor->name_length + 24))
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, index->text_bytes, tensor->name_length + 24))
         return DTRAIN_ERR_MEMORY;
     item->name = index->text_bytes;
     memcpy(index->texts + item->name, dtrain__index_name(index, tensor), tensor->name_length);
@@ -50473,22 +50259,18 @@ static dtrain_status dtrain__part_take(dtrain__part_writer *part, const dtrain_p
     entry.copy = part->local ? (size_t)piece->copy : 0;
     if (piece->boxed) {
         entry.box = index->number_count;
-        for (int d = 0; d < 2 * piece->ndim; d++)
-            if (dtrain__index_number(index, d < piece->ndim ? region.begin[d] : region.size[d - piece->ndim]) ==
-                DTRAIN__INDEX_NONE)
-                return DTRAIN_ERR_MEMORY;
+        status = dtrain__index_add_sizes(index, region.begin, region.ndim);
+        if (status == DTRAIN_OK)
+            status = dtrain__index_add_sizes(index, region.size, region.ndim);
     }
-    status = dtrain__part_item_name(part, &region, part->item_count, &item, &entry);
-    if (status != DTRAIN_OK || !DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
-        return DTRAIN_ERR_MEMORY;
-    index->pieces[index->piece_count++] = entry;
+    if (status == DTRAIN_OK)
+        status = dtrain__part_item_name(part, &region, part->item_count, &item, &entry);
+    if (status == DTRAIN_OK)
+        status = DTRAIN__INDEX_ADD(index->allocator, index->pieces, index->piece_count, entry);
+    if (status != DTRAIN_OK)
+        return status;
     dtrain__part_data(&item, piece, &region, begin, count);
-    void *larger = dtrain__memory_grow(part->allocator, part->items, sizeof *part->items, part->item_count, 1);
-    if (larger == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of pieces");
-    part->items = (dtrain__part_item *)larger;
-    part->items[part->item_count++] = item;
-    return DTRAIN_OK;
+    return DTRAIN__INDEX_ADD(part->allocator, part->items, part->item_count, item);
 }
 
 /* Whether no key comes twice among the values that were entered. */
@@ -50527,17 +50309,14 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
         dtrain__index_value value;
         if (pair->key == NULL || pair->value == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: value %zu has no key or no value", i);
-        value.key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
-        value.value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
-        if (value.key_length == 0 || memchr(pair->key, 0, value.key_length) != NULL)
+        size_t key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
+        size_t value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
+        if (key_length == 0 || memchr(pair->key, 0, key_length) != NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                 "checkpoint: the key of value %zu is empty or has a zero byte", i);
-        value.key = dtrain__index_text(index, pair->key, value.key_length);
-        value.value = dtrain__index_text(index, pair->value, value.value_length);
-        if (value.key == DTRAIN__INDEX_NONE || value.value == DTRAIN__INDEX_NONE ||
-            !DTRAIN__INDEX_ROOM(index, values, value_count, 1))
+        if (dtrain__index_pair(index, pair->key, key_length, pair->value, value_length, &value) != DTRAIN_OK ||
+            DTRAIN__INDEX_ADD(index->allocator, index->values, index->value_count, value) != DTRAIN_OK)
             return DTRAIN_ERR_MEMORY;
-        index->values[index->value_count++] = value;
     }
     return index->value_count > 1 ? dtrain__part_values_once(part) : DTRAIN_OK;
 }
@@ -50730,10 +50509,8 @@ static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int direct
     dtrain_safetensors_write_desc desc;
     dtrain__staging way = {NULL, NULL, 0};
     uint64_t bytes = 0;
-    void *larger = dtrain__memory_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1);
-    if (larger == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", part->item_count);
-    part->sources = (dtrain_safetensors_source *)larger;
+    if (!DTRAIN__INDEX_ROOM(part->allocator, part->sources, 0, part->item_count + 1))
+        return DTRAIN_ERR_MEMORY;
     memset(&desc, 0, sizeof desc);
     desc.allocator = part->allocator;
     for (size_t i = 0; i < part->item_count; i++) {
@@ -50751,12 +50528,8 @@ static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int direct
     dtrain_status status = dtrain_safetensors_size(&bytes, part->sources, part->item_count, &desc);
     if (status != DTRAIN_OK)
         return status;
-    larger = dtrain__memory_grow(part->allocator, part->blocks, sizeof *part->blocks, 0,
-                                 (size_t)dtrain__index_blocks(bytes) + 1);
-    if (larger == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for the hashes of %llu bytes",
-                            (unsigned long long)bytes);
-    part->blocks = (uint64_t *)larger;
+    if (!DTRAIN__INDEX_ROOM(part->allocator, part->blocks, 0, (size_t)dtrain__index_blocks(bytes) + 1))
+        return DTRAIN_ERR_MEMORY;
     status = dtrain__part_put(part, directory, name, part->item_count, file, part->blocks);
     dtrain__staging_free(&way);
     return status;
@@ -50769,7 +50542,7 @@ static dtrain_status dtrain__part_put_hashes(dtrain__part_writer *part, int dire
     dtrain__index *index = &part->index;
     size_t count = (size_t)dtrain__index_blocks(file->data.data_bytes);
     file->block_count = (size_t)dtrain__index_blocks(8 * (uint64_t)count);
-    if (!DTRAIN__INDEX_ROOM(index, numbers, number_count, file->block_count + 1))
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->numbers, index->number_count, file->block_count + 1))
         return DTRAIN_ERR_MEMORY;
     file->blocks = index->number_count;
     index->number_count += file->block_count;
@@ -50801,9 +50574,8 @@ static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory
     file.data.name = dtrain__index_text(index, names[0], strlen(names[0]));
     file.hashes.name = dtrain__index_text(index, names[1], strlen(names[1]));
     if (file.data.name == DTRAIN__INDEX_NONE || file.hashes.name == DTRAIN__INDEX_NONE ||
-        !DTRAIN__INDEX_ROOM(index, files, file_count, 1))
+        DTRAIN__INDEX_ADD(index->allocator, index->files, index->file_count, file) != DTRAIN_OK)
         return DTRAIN_ERR_MEMORY;
-    index->files[index->file_count++] = file;
     status = dtrain__index_settle(index, 0);
     return status == DTRAIN_OK ? dtrain__index_print(index, &part->text, bytes) : status;
 }
@@ -50952,7 +50724,7 @@ static void dtrain__save_learn(dtrain_checkpoint *ckpt)
 /* Whether a save may be the only one that all ranks have. */
 static int dtrain__save_is_common(const dtrain_checkpoint *ckpt, const dtrain__index_save_id *id)
 {
-    return !ckpt->common.known || (id->nonce == ckpt->common.id.nonce && id->counter == ckpt->common.id.counter);
+    return !ckpt->common.known || dtrain__index_same_save(id, &ckpt->common.id);
 }
 
 /* ---- directories ---- */
@@ -51000,15 +50772,10 @@ static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, const ch
 {
     dtrain__error before = dtrain__thread_error;
     dtrain__index index;
-    void *text = NULL;
-    size_t bytes = 0;
+    uint64_t ignored = 0;
     dtrain__index_begin(&index, ckpt->allocator);
-    dtrain_status status =
-        dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
-    if (status == DTRAIN_OK)
-        status = dtrain__index_read(&index, name, (const char *)text, bytes);
+    dtrain_status status = dtrain__index_read_file(&index, directory, name, DTRAIN__INDEX_BYTES, &ignored);
     *id = index.facts.id;
-    dtrain__free(ckpt->allocator, text);
     dtrain__index_free(&index);
     dtrain__thread_error = before;
     return status == DTRAIN_OK;
@@ -51027,11 +50794,6 @@ static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
     }
 }
 
-static int dtrain__save_same(const dtrain__index_save_id *a, const dtrain__index_save_id *b)
-{
-    return a->nonce == b->nonce && a->counter == b->counter;
-}
-
 static int dtrain__save_is_there(int directory, const char *name)
 {
     struct stat there;
@@ -51043,7 +50805,7 @@ static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
 {
     dtrain__index_save_id id;
     return dtrain__save_read_id(ckpt, directory, DTRAIN__SAVE_INDEX, &id)
-               ? dtrain__save_same(&id, dtrain__save_current(ckpt))
+               ? dtrain__index_same_save(&id, dtrain__save_current(ckpt))
                : dtrain__save_is_there(directory, DTRAIN__SAVE_INDEX);
 }
 
@@ -51100,8 +50862,7 @@ static int dtrain__save_see_mark(void *user, const char *name)
     dtrain__index_save_id id;
     int rank;
     const char *tail = *name != '.' ? dtrain__part_parse(name, &rank, &id) : NULL;
-    if (tail == NULL || id.nonce != dtrain__save_current(ckpt)->nonce ||
-        id.counter != dtrain__save_current(ckpt)->counter || rank >= ckpt->ranks)
+    if (tail == NULL || !dtrain__index_same_save(&id, dtrain__save_current(ckpt)) || rank >= ckpt->ranks)
         return 0;
     if (strcmp(tail, "failed") == 0)
         marks->failed = rank;
@@ -51221,17 +50982,13 @@ static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, con
 static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
 {
     dtrain_status status = DTRAIN_OK;
+    uint64_t ignored = 0;
     size_t bytes = 0;
     dtrain__index_clear(&ckpt->whole);
     for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++) {
         char name[DTRAIN__PART_NAME];
-        void *text = NULL;
         dtrain__part_name(name, rank, dtrain__save_current(ckpt), "done");
-        status =
-            dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
-        if (status == DTRAIN_OK)
-            status = dtrain__index_read(&ckpt->whole, name, (const char *)text, bytes);
-        dtrain__free(ckpt->allocator, text);
+        status = dtrain__index_read_file(&ckpt->whole, directory, name, DTRAIN__INDEX_BYTES, &ignored);
     }
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&ckpt->whole, 1);
@@ -51289,7 +51046,7 @@ static int dtrain__save_look(void *user, const char *name)
         return 0;
     if (!tidy->has_files)
         tidy->first = id;
-    tidy->mixed |= !dtrain__save_same(&id, &tidy->first);
+    tidy->mixed |= !dtrain__index_same_save(&id, &tidy->first);
     tidy->has_files = 1;
     return 0;
 }
@@ -51317,14 +51074,14 @@ static int dtrain__save_sweep(void *user, const char *name)
         return 0;
     }
     data = !temporary && strstr(tail, "safetensors") != NULL;
-    if (data && ((tidy->has_index && !tidy->prunes && dtrain__save_same(&id, &tidy->visible)) ||
-                 (tidy->has_before && dtrain__save_same(&id, &tidy->before))))
+    if (data && ((tidy->has_index && !tidy->prunes && dtrain__index_same_save(&id, &tidy->visible)) ||
+                 (tidy->has_before && dtrain__index_same_save(&id, &tidy->before))))
         return 0;
     if (id.nonce == dtrain__save_current(ckpt)->nonce)
         dead = id.counter < dtrain__save_current(ckpt)->counter;
     else
-        dead = (ckpt->replaces && dtrain__save_same(&id, &ckpt->replaced)) ||
-               (tidy->prunes && dtrain__save_same(&id, &tidy->visible)) ||
+        dead = (ckpt->replaces && dtrain__index_same_save(&id, &ckpt->replaced)) ||
+               (tidy->prunes && dtrain__index_same_save(&id, &tidy->visible)) ||
                dtrain__save_old(tidy, tidy->directory, name);
     if (dead)
         dtrain__file_sys_unlink(tidy->directory, name, 0);
@@ -51379,13 +51136,8 @@ static int dtrain__save_find_step(void *user, const char *name)
     uint64_t step;
     if (!dtrain__part_is_step(name, &step))
         return 0;
-    void *larger = dtrain__memory_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1);
-    ckpt->steps_cut = larger == NULL;
-    if (larger == NULL)
-        return 1;
-    ckpt->steps = (uint64_t *)larger;
-    ckpt->steps[ckpt->step_count++] = step;
-    return 0;
+    ckpt->steps_cut = DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, step) != DTRAIN_OK;
+    return ckpt->steps_cut;
 }
 
 static int dtrain__save_by_step(const void *left, const void *right)
@@ -51526,20 +51278,23 @@ static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
 /* ---- >>verify ----
  * Reading files whose blocks carry hashes. What is read is whole blocks, a window of them at a time, each checked
  * before a byte of it is given out; ranges that come in the order of the file read no block twice. Hashes come from a
- * file that is read in the same way, and whose own are in the index. */
+ * file that is read in the same way, and whose own are in the index. Of files without hashes, as those of a model, what
+ * is wanted is read, and short ranges with the rest of a page. */
 #ifndef DTRAIN__VERIFY
 #define DTRAIN__VERIFY
 
-#define DTRAIN__VERIFY_WINDOW 16 /* blocks at a time: 1 MiB */
+#define DTRAIN__VERIFY_WINDOW ((size_t)16 * DTRAIN__INDEX_BLOCK) /* bytes at a time: checked while in a cache */
+#define DTRAIN__VERIFY_PAGE 4096
 
 typedef struct dtrain__verify_file {
     const char *name; /* for texts */
-    int fd;
+    int fd;           /* of `file` */
+    int borrowed;     /* 1: the file is somebody else's, who closes it */
     dtrain_safetensors *file;
     uint64_t data_begin, data_bytes;
     unsigned char *window;
     size_t window_bytes;
-    uint64_t first, blocks;           /* blocks in the window: first to first + blocks */
+    uint64_t begin, end;              /* of the data that is in the window */
     const uint64_t *hashes;           /* of the blocks; NULL: they are in `from` */
     struct dtrain__verify_file *from; /* NULL too: nothing is checked */
     uint64_t *bytes_read;
@@ -51547,8 +51302,10 @@ typedef struct dtrain__verify_file {
 
 static void dtrain__verify_file_close(dtrain__verify_file *open, dtrain_allocator *allocator)
 {
-    dtrain_safetensors_close(open->file);
-    dtrain__file_close(open->fd);
+    if (open->file == NULL)
+        dtrain__file_close(open->fd);
+    if (!open->borrowed)
+        dtrain_safetensors_close(open->file);
     dtrain__free(allocator, open->window);
     memset(open, 0, sizeof *open);
     open->fd = -1;
@@ -51574,49 +51331,46 @@ static dtrain_status dtrain__verify_file_header(dtrain__verify_file *open, const
     return status;
 }
 
-/* Opens a file of an index. A failed one is closed. */
+static dtrain_status dtrain__verify_file_window(dtrain__verify_file *open, size_t bytes, dtrain_allocator *allocator)
+{
+    open->window_bytes = bytes;
+    open->window = (unsigned char *)dtrain__alloc(allocator, bytes);
+    return open->window != NULL ? DTRAIN_OK
+                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes", bytes);
+}
+
+/* Opens a file of an index; close it also after an error. */
 static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int directory, const char *name,
-                                              const dtrain__index_hashed *entry, int verify, size_t window_blocks,
+                                              const dtrain__index_hashed *entry, int verify, size_t window_bytes,
                                               dtrain_allocator *allocator, uint64_t *bytes_read)
 {
-    dtrain_safetensors_desc desc;
+    dtrain_safetensors_desc desc = {0, allocator};
     uint64_t bytes = 0;
-    memset(open, 0, sizeof *open);
-    memset(&desc, 0, sizeof desc);
-    desc.allocator = allocator;
     open->name = name;
     open->bytes_read = bytes_read;
     open->data_begin = entry->header_bytes;
     open->data_bytes = entry->data_bytes;
     dtrain_status status = dtrain__file_open(&open->fd, &bytes, directory, name, "checkpoint");
-    if (status != DTRAIN_OK)
-        return status;
-    if (bytes < entry->header_bytes || bytes - entry->header_bytes != entry->data_bytes)
+    if (status == DTRAIN_OK && (bytes < entry->header_bytes || bytes - entry->header_bytes != entry->data_bytes))
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "checkpoint file \"%s\" has %llu bytes, where the index says %llu and %llu: it was cut",
                               name, (unsigned long long)bytes, (unsigned long long)entry->header_bytes,
                               (unsigned long long)entry->data_bytes);
     if (status == DTRAIN_OK && verify)
         status = dtrain__verify_file_header(open, entry);
-    if (status == DTRAIN_OK)
-        status = dtrain__safetensors_open_fd(&open->file, open->fd, &desc);
+    if (status != DTRAIN_OK)
+        return status;
+    *bytes_read += entry->header_bytes;
+    status = dtrain__safetensors_make(&open->file, open->fd, NULL, bytes, &desc, name);
+    if (status != DTRAIN_OK)
+        open->fd = -1; /* closed */
     if (status == DTRAIN_OK && dtrain__safetensors_header_bytes(open->file) != entry->header_bytes)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\": its header has another length than the "
-                              "index says",
-                              name);
-    *bytes_read += entry->header_bytes;
-    open->window_bytes = window_blocks * DTRAIN__INDEX_BLOCK;
-    if (status == DTRAIN_OK && (open->window = (unsigned char *)dtrain__alloc(allocator, open->window_bytes)) == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes", open->window_bytes);
-    if (status != DTRAIN_OK) {
-        open->window_bytes = open->window != NULL ? open->window_bytes : 0;
-        dtrain__verify_file_close(open, allocator);
-    }
-    return status;
+                              "checkpoint file \"%s\": its header has another length than the index says", name);
+    return status == DTRAIN_OK ? dtrain__verify_file_window(open, window_bytes, allocator) : status;
 }
 
-static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want,
+static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want, size_t each,
                                              const unsigned char **data, size_t *have);
 
 /* The hash that a block should have. */
@@ -51628,76 +51382,78 @@ static dtrain_status dtrain__verify_file_hash(dtrain__verify_file *open, uint64_
         *hash = open->hashes[block];
         return DTRAIN_OK;
     }
-    dtrain_status status = dtrain__verify_file_get(open->from, 8 * block, 8, &data, &have);
+    dtrain_status status = dtrain__verify_file_get(open->from, 8 * block, 8, 8, &data, &have);
     if (status == DTRAIN_OK)
         *hash = dtrain__load_le64(data);
     return status;
 }
 
-/* Checks blocks that were read to `data`, bytes of them. */
-static dtrain_status dtrain__verify_file_check(dtrain__verify_file *open, const unsigned char *data, uint64_t first,
-                                               uint64_t blocks, uint64_t bytes)
+static int dtrain__verify_file_hashed(const dtrain__verify_file *open)
 {
-    for (uint64_t i = 0; i < blocks && (open->hashes != NULL || open->from != NULL); i++) {
-        uint64_t expected = 0, begin = i * DTRAIN__INDEX_BLOCK;
-        uint64_t n = bytes - begin < DTRAIN__INDEX_BLOCK ? bytes - begin : DTRAIN__INDEX_BLOCK;
-        dtrain_status status = dtrain__verify_file_hash(open, first + i, &expected);
-        if (status != DTRAIN_OK)
-            return status;
-        if (dtrain__xxh64_of(data + begin, (size_t)n, 0) != expected)
-            return dtrain__fail(
-                NULL, DTRAIN_ERR_CORRUPT,
-                "checkpoint file \"%s\": bytes %llu to %llu have not the hash that was saved: they were "
-                "damaged",
-                open->name, (unsigned long long)(open->data_begin + begin + first * DTRAIN__INDEX_BLOCK),
-                (unsigned long long)(open->data_begin + begin + first * DTRAIN__INDEX_BLOCK + n - 1));
-    }
-    return DTRAIN_OK;
+    return open->hashes != NULL || open->from != NULL;
 }
 
-/* Gives the address of the data at an offset, and how many of the `want` bytes from there on are with it, at least one.
- * The range is inside the data. */
-static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want,
+/* Reads `bytes` bytes of the data, whole blocks where they are hashed, and checks them. */
+static dtrain_status dtrain__verify_file_read(dtrain__verify_file *open, uint64_t offset, uint64_t bytes,
+                                              unsigned char *out)
+{
+    dtrain_status status =
+        dtrain__file_read_at(open->fd, out, bytes, open->data_begin + offset, open->name, "checkpoint");
+    *open->bytes_read += bytes;
+    for (uint64_t at = 0; status == DTRAIN_OK && at < bytes && dtrain__verify_file_hashed(open);
+         at += DTRAIN__INDEX_BLOCK) {
+        uint64_t expected = 0, n = bytes - at < DTRAIN__INDEX_BLOCK ? bytes - at : DTRAIN__INDEX_BLOCK;
+        status = dtrain__verify_file_hash(open, (offset + at) / DTRAIN__INDEX_BLOCK, &expected);
+        if (status == DTRAIN_OK && dtrain__xxh64_of(out + at, (size_t)n, 0) != expected)
+            status = dtrain__fail(
+                NULL, DTRAIN_ERR_CORRUPT,
+                "checkpoint file \"%s\": bytes %llu to %llu have not the hash that was saved: they were damaged",
+                open->name, (unsigned long long)(open->data_begin + offset + at),
+                (unsigned long long)(open->data_begin + offset + at + n - 1));
+    }
+    return status;
+}
+
+static uint64_t dtrain__verify_least(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Gives the address of the data at an offset, and how many of the `want` bytes from there on are with it, at least
+ * `each`, which is 8 at most. The range is inside the data, and where that is hashed, in its blocks at multiples of
+ * `each`. */
+static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want, size_t each,
                                              const unsigned char **data, size_t *have)
 {
-    uint64_t block = offset / DTRAIN__INDEX_BLOCK, end = (offset + want - 1) / DTRAIN__INDEX_BLOCK + 1;
-    if (block < open->first || block >= open->first + open->blocks) {
-        uint64_t most = open->window_bytes / DTRAIN__INDEX_BLOCK, n = end - block < most ? end - block : most;
-        uint64_t begin = block * DTRAIN__INDEX_BLOCK, bytes = n * DTRAIN__INDEX_BLOCK;
-        bytes = bytes < open->data_bytes - begin ? bytes : open->data_bytes - begin;
-        open->blocks = 0;
-        dtrain_status status =
-            dtrain__file_read_at(open->fd, open->window, bytes, open->data_begin + begin, open->name, "checkpoint");
-        *open->bytes_read += bytes;
-        if (status == DTRAIN_OK)
-            status = dtrain__verify_file_check(open, open->window, block, n, bytes);
+    if (offset < open->begin || open->end < offset + each) {
+        int hashed = dtrain__verify_file_hashed(open);
+        uint64_t begin = hashed ? offset - offset % DTRAIN__INDEX_BLOCK : offset;
+        uint64_t unit = hashed ? DTRAIN__INDEX_BLOCK : DTRAIN__VERIFY_PAGE;
+        uint64_t bytes = (offset + want - begin + unit - 1) / unit * unit;
+        bytes = dtrain__verify_least(dtrain__verify_least(bytes, open->window_bytes), open->data_bytes - begin);
+        open->begin = open->end = 0;
+        dtrain_status status = dtrain__verify_file_read(open, begin, bytes, open->window);
         if (status != DTRAIN_OK)
             return status;
-        open->first = block;
-        open->blocks = n;
+        open->begin = begin;
+        open->end = begin + bytes;
     }
-    uint64_t left = (open->first + open->blocks) * DTRAIN__INDEX_BLOCK - offset;
-    *data = open->window + (offset - open->first * DTRAIN__INDEX_BLOCK);
-    *have = (size_t)(want < left ? want : left);
+    *data = open->window + (offset - open->begin);
+    *have = (size_t)dtrain__verify_least(want, open->end - offset);
     return DTRAIN_OK;
 }
 
-/* Reads whole blocks straight to where they go: *bytes of the `want` from an offset on, 0 where a block does not begin
- * there, or is in the window, or is not wanted whole. */
+/* Reads straight to where it goes: *bytes of the `want` from an offset on. None where they are in the window, or too
+ * few; where they are hashed, whole blocks alone. */
 static dtrain_status dtrain__verify_file_direct(dtrain__verify_file *open, uint64_t offset, uint64_t want,
                                                 unsigned char *out, size_t *bytes)
 {
-    uint64_t block = offset / DTRAIN__INDEX_BLOCK, blocks = want / DTRAIN__INDEX_BLOCK;
+    uint64_t unit = dtrain__verify_file_hashed(open) ? DTRAIN__INDEX_BLOCK : 1, some = want - want % unit;
     *bytes = 0;
-    if (offset % DTRAIN__INDEX_BLOCK != 0 || blocks == 0 ||
-        (block >= open->first && block < open->first + open->blocks))
+    if (some < DTRAIN__VERIFY_PAGE || offset % unit != 0 || (offset >= open->begin && offset < open->end))
         return DTRAIN_OK;
-    blocks = blocks < DTRAIN__VERIFY_WINDOW ? blocks : DTRAIN__VERIFY_WINDOW; /* checked while in a cache */
-    *bytes = (size_t)(blocks * DTRAIN__INDEX_BLOCK);
-    dtrain_status status =
-        dtrain__file_read_at(open->fd, out, *bytes, open->data_begin + offset, open->name, "checkpoint");
-    *open->bytes_read += *bytes;
-    return status == DTRAIN_OK ? dtrain__verify_file_check(open, out, block, blocks, *bytes) : status;
+    *bytes = (size_t)dtrain__verify_least(some, DTRAIN__VERIFY_WINDOW);
+    return dtrain__verify_file_read(open, offset, *bytes, out);
 }
 
 /* ---- files of an index ---- */
@@ -51726,20 +51482,19 @@ static void dtrain__verify_begin(dtrain__verify_reader *reader, const dtrain__in
 
 static void dtrain__verify_close(dtrain__verify_reader *reader)
 {
-    if (reader->open == DTRAIN__INDEX_NONE)
-        return;
     dtrain__verify_file_close(&reader->data, reader->allocator);
-    if (reader->hashes.file != NULL)
-        dtrain__verify_file_close(&reader->hashes, reader->allocator);
+    dtrain__verify_file_close(&reader->hashes, reader->allocator);
     reader->open = DTRAIN__INDEX_NONE;
 }
 
+/* Opens the file of a file's hashes. */
 static dtrain_status dtrain__verify_open_hashes(dtrain__verify_reader *reader, int directory,
                                                 const dtrain__index_file *file)
 {
     const dtrain__index *index = reader->index;
-    dtrain_status status = dtrain__verify_file_open(&reader->hashes, directory, index->texts + file->hashes.name,
-                                                    &file->hashes, 1, 1, reader->allocator, &reader->bytes_read);
+    dtrain_status status =
+        dtrain__verify_file_open(&reader->hashes, directory, index->texts + file->hashes.name, &file->hashes, 1,
+                                 DTRAIN__INDEX_BLOCK, reader->allocator, &reader->bytes_read);
     if (status != DTRAIN_OK)
         return status;
     const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(reader->hashes.file, "xxh64", 5);
@@ -51762,38 +51517,47 @@ static dtrain_status dtrain__verify_open(dtrain__verify_reader *reader, int dire
     dtrain_status status =
         dtrain__verify_file_open(&reader->data, directory, reader->index->texts + file->data.name, &file->data,
                                  reader->verify, DTRAIN__VERIFY_WINDOW, reader->allocator, &reader->bytes_read);
-    if (status != DTRAIN_OK)
-        return status;
-    reader->open = number;
-    memset(&reader->hashes, 0, sizeof reader->hashes);
-    reader->hashes.fd = -1;
-    if (reader->verify && file->data.data_bytes > 0)
+    if (status == DTRAIN_OK && reader->verify && file->data.data_bytes > 0)
         status = dtrain__verify_open_hashes(reader, directory, file);
-    if (status != DTRAIN_OK)
+    if (status == DTRAIN_OK)
+        reader->open = number;
+    else
         dtrain__verify_close(reader);
     return status;
 }
 
-/* Finds a piece in the open file; *begin: where its data begins in the file's. */
-static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dtrain__index_tensor *tensor,
-                                         const dtrain__index_piece *piece, uint64_t *begin)
+/* The same of an open file of a model, which has no hashes. */
+static dtrain_status dtrain__verify_open_model(dtrain__verify_reader *reader, dtrain_safetensors *file, size_t number)
 {
-    const char *base = dtrain__index_name(reader->index, tensor);
-    char number[24] = "", *name;
-    size_t room, length;
-    if (piece->number != DTRAIN__INDEX_NONE)
-        snprintf(number, sizeof number, "#%zu", piece->number);
-    length = tensor->name_length + strlen(number);
-    room = length + 1;
-    name = (char *)dtrain__alloc(reader->allocator, room);
+    dtrain__verify_file *open = &reader->data;
+    if (reader->open == number)
+        return DTRAIN_OK;
+    dtrain__verify_close(reader);
+    open->borrowed = 1;
+    open->file = file;
+    open->name = dtrain__safetensors_data(file, &open->fd, &open->data_begin, &open->data_bytes);
+    open->bytes_read = &reader->bytes_read;
+    reader->open = number;
+    return dtrain__verify_file_window(open, DTRAIN__VERIFY_WINDOW, reader->allocator);
+}
+
+/* Finds a piece in the open file; *begin: where its data begins in the file's. */
+static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dtrain__index_piece *piece,
+                                         uint64_t *begin)
+{
+    const dtrain__index_tensor *tensor = &reader->index->tensors[piece->tensor];
+    size_t length = tensor->name_length, room = length + 24;
+    char *name = (char *)dtrain__alloc(reader->allocator, room);
     if (name == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a name");
-    memcpy(name, base, tensor->name_length);
-    memcpy(name + tensor->name_length, number, strlen(number));
+    memcpy(name, dtrain__index_name(reader->index, tensor), length);
+    if (piece->number != DTRAIN__INDEX_NONE)
+        length += (size_t)snprintf(name + length, 24, "#%zu", piece->number);
     const dtrain_safetensors_tensor *found = dtrain_safetensors_find(reader->data.file, name, length);
     dtrain_status status = DTRAIN_OK;
     if (found == NULL || found->dtype != tensor->dtype || found->count != piece->count ||
-        (found->begin - reader->data.data_begin) % (dtrain_dtype_bits(tensor->dtype) / 8) != 0)
+        (dtrain__verify_file_hashed(&reader->data) &&
+         (found->begin - reader->data.data_begin) % (dtrain_dtype_bits(tensor->dtype) / 8) != 0))
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "checkpoint file \"%s\" has no tensor \"%.200s\" of %zu %s, which the index says it has",
                               reader->data.name, name, piece->count, dtrain_dtype_name(tensor->dtype));
@@ -51803,66 +51567,67 @@ static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dt
     return status;
 }
 
-/* Copies `count` elements of the open file's data from a byte on, and converts them. */
-static dtrain_status dtrain__verify_copy(dtrain__verify_reader *reader, uint64_t offset, size_t count,
-                                         dtrain_dtype from, void *out, dtrain_dtype to)
+/* Copies `count` elements of a file's data from a byte on, and converts them. */
+static dtrain_status dtrain__verify_copy(dtrain__verify_file *file, uint64_t offset, size_t count, dtrain_dtype from,
+                                         void *out, dtrain_dtype to)
 {
     size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
     unsigned char *into = (unsigned char *)out, turned[4096];
-    while (count > 0) {
-        const unsigned char *data;
-        size_t have = 0, n;
-        dtrain_status status = DTRAIN_OK;
+    dtrain_status status = DTRAIN_OK;
+    while (count > 0 && status == DTRAIN_OK) {
+        uint64_t want = (uint64_t)count * from_bytes;
+        const unsigned char *data = NULL;
+        size_t have = 0;
         if (from == to && !DTRAIN__FILE_SWAP)
-            status = dtrain__verify_file_direct(&reader->data, offset, (uint64_t)count * from_bytes, into, &have);
+            status = dtrain__verify_file_direct(file, offset, want, into, &have);
+        int direct = have > 0;
+        if (status == DTRAIN_OK && !direct)
+            status = dtrain__verify_file_get(file, offset, want, from_bytes, &data, &have);
         if (status != DTRAIN_OK)
             return status;
-        if (have > 0) {
-            into += have;
-            offset += have;
-            count -= have / from_bytes;
-            continue;
-        }
-        status = dtrain__verify_file_get(&reader->data, offset, (uint64_t)count * from_bytes, &data, &have);
-        if (status != DTRAIN_OK)
-            return status;
-        n = have / from_bytes;
+        size_t n = have / from_bytes;
         if (DTRAIN__FILE_SWAP) { /* the window stays as it is read */
             n = n < sizeof turned / from_bytes ? n : sizeof turned / from_bytes;
             memcpy(turned, data, n * from_bytes);
             dtrain__safetensors_swap(turned, n * from_bytes, from);
             data = turned;
         }
-        if (from == to)
-            memcpy(into, data, n * from_bytes);
-        else
+        if (from != to)
             status = dtrain_convert(data, from, into, to, n);
-        if (status != DTRAIN_OK)
-            return status;
+        else if (!direct)
+            memcpy(into, data, n * from_bytes);
         into += n * to_bytes;
         offset += n * from_bytes;
         count -= n;
     }
-    return DTRAIN_OK;
+    return status;
 }
 
-/* The same into memory of a device, NULL for the CPU's; a device's is there after dtrain__staging_wait. */
-static dtrain_status dtrain__verify_put(dtrain__verify_reader *reader, uint64_t offset, size_t count, dtrain_dtype from,
-                                        void *out, dtrain_dtype to, dtrain_device *device)
+/* Where data goes: memory of a device, NULL for the CPU's. A device's is there after dtrain__staging_wait. */
+typedef struct dtrain__verify_target {
+    void *data;
+    dtrain_dtype dtype;
+    dtrain_device *device;
+    dtrain__staging *way;
+} dtrain__verify_target;
+
+/* The same to elements `at` to at + count of a target. */
+static dtrain_status dtrain__verify_put(dtrain__verify_file *file, uint64_t offset, size_t count, dtrain_dtype from,
+                                        const dtrain__verify_target *to, size_t at)
 {
-    size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to) / 8, have = 0;
-    unsigned char *into = (unsigned char *)out;
+    size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to->dtype) / 8, have = 0;
+    unsigned char *into = (unsigned char *)to->data + at * to_bytes;
     dtrain_status status = DTRAIN_OK;
-    if (device == NULL)
-        return dtrain__verify_copy(reader, offset, count, from, out, to);
+    if (to->device == NULL)
+        return dtrain__verify_copy(file, offset, count, from, into, to->dtype);
     while (count > 0 && status == DTRAIN_OK) {
-        void *at;
-        status = dtrain__staging_room(&reader->way, device, count * to_bytes, &at, &have);
+        void *room;
+        status = dtrain__staging_room(to->way, to->device, count * to_bytes, &room, &have);
         size_t n = have / to_bytes;
         if (status == DTRAIN_OK)
-            status = dtrain__verify_copy(reader, offset, n, from, at, to);
+            status = dtrain__verify_copy(file, offset, n, from, room, to->dtype);
         if (status == DTRAIN_OK)
-            status = dtrain__staging_send(&reader->way, into, n * to_bytes);
+            status = dtrain__staging_send(to->way, into, n * to_bytes);
         into += n * to_bytes;
         offset += (uint64_t)n * from_bytes;
         count -= n;
@@ -51870,26 +51635,38 @@ static dtrain_status dtrain__verify_put(dtrain__verify_reader *reader, uint64_t 
     return status;
 }
 
-/* Reads what a stored piece, in the open file, and a wanted region share; out is memory of device. */
-static dtrain_status dtrain__verify_read(dtrain__verify_reader *reader, const dtrain__index_tensor *tensor,
-                                         const dtrain__index_piece *piece, const dtrain__region *want, void *out,
-                                         dtrain_dtype to, dtrain_device *device, uint64_t *bytes)
+/* Puts what the regions of a stored piece and of a target share into the target. The stored one's data begins at a byte
+ * of the file; packed: from there on the file has what they share, and nothing else. */
+static dtrain_status dtrain__verify_share(dtrain__verify_file *file, uint64_t begin, int packed,
+                                          const dtrain__region *have, dtrain_dtype dtype, const dtrain__region *want,
+                                          const dtrain__verify_target *to, uint64_t *bytes)
 {
-    size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
-    dtrain__region have;
+    size_t each = dtrain_dtype_bits(dtype) / 8, done = 0;
     dtrain__region_overlap overlap;
     dtrain__region_overlap_run run;
-    uint64_t begin = 0;
-    dtrain__index_region(reader->index, tensor, piece, &have);
-    if (!dtrain__region_overlap_begin(&overlap, &have, want))
+    dtrain_status status = DTRAIN_OK;
+    if (!dtrain__region_overlap_begin(&overlap, have, want))
         return DTRAIN_OK;
-    dtrain_status status = dtrain__verify_find(reader, tensor, piece, &begin);
     while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
-        status = dtrain__verify_put(reader, begin + (uint64_t)run.from_begin * from_bytes, run.count, tensor->dtype,
-                                    (unsigned char *)out + run.to_begin * to_bytes, to, device);
-        *bytes += (uint64_t)run.count * from_bytes;
+        status = dtrain__verify_put(file, begin + (uint64_t)(packed ? done : run.from_begin) * each, run.count, dtype,
+                                    to, run.to_begin);
+        done += run.count;
     }
+    *bytes += (uint64_t)done * each;
     return status;
+}
+
+/* Reads what a stored piece, in the open file, and the region of a target share. */
+static dtrain_status dtrain__verify_read(dtrain__verify_reader *reader, const dtrain__index_piece *piece,
+                                         const dtrain__region *want, const dtrain__verify_target *to, uint64_t *bytes)
+{
+    const dtrain__index_tensor *tensor = &reader->index->tensors[piece->tensor];
+    dtrain__region have;
+    uint64_t begin = 0;
+    dtrain_status status = dtrain__verify_find(reader, piece, &begin);
+    dtrain__index_region(reader->index, tensor, piece, &have);
+    return status == DTRAIN_OK ? dtrain__verify_share(&reader->data, begin, 0, &have, tensor->dtype, want, to, bytes)
+                               : status;
 }
 
 #endif
@@ -52050,14 +51827,8 @@ static dtrain_status dtrain__load_of_step(const dtrain__index *index, const char
 /* Reads and checks the index of a step's open directory, of which name is the last part of the path. */
 static dtrain_status dtrain__load_index(dtrain__index *index, int directory, const char *name, uint64_t *bytes_read)
 {
-    void *text = NULL;
-    size_t bytes = 0;
-    dtrain_status status = dtrain__file_read_all(directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, index->allocator,
-                                                 &text, &bytes, "checkpoint");
-    *bytes_read += bytes;
-    if (status == DTRAIN_OK)
-        status = dtrain__index_read(index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
-    dtrain__free(index->allocator, text);
+    dtrain_status status =
+        dtrain__index_read_file(index, directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, bytes_read);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(index, name);
     return status == DTRAIN_OK ? dtrain__index_settle(index, 1) : status;
@@ -52087,44 +51858,53 @@ static dtrain_status dtrain__load_open(dtrain__load *load)
 
 /* ---- a model ---- */
 
-static dtrain_status dtrain__load_model_tensor(dtrain__index *index, const char *name, size_t length,
-                                               const dtrain_safetensors_tensor *from)
+static dtrain_status dtrain__load_model_tensor(dtrain__index *index, size_t file, const dtrain_safetensors_tensor *from)
 {
     dtrain__index_tensor tensor;
     dtrain__index_piece piece;
-    if (from->ndim > DTRAIN_MAX_DIMS || length == 0 || memchr(name, 0, length) != NULL)
+    if (from->ndim > DTRAIN_MAX_DIMS || from->name_length == 0 || memchr(from->name, 0, from->name_length) != NULL)
         return DTRAIN_OK; /* nothing of that form can be asked for */
     memset(&tensor, 0, sizeof tensor);
     memset(&piece, 0, sizeof piece);
-    tensor.name = dtrain__index_text(index, name, length);
-    tensor.name_length = length;
+    tensor.name = dtrain__index_text(index, from->name, from->name_length);
+    tensor.name_length = from->name_length;
     tensor.dtype = from->dtype;
     tensor.ndim = from->ndim;
     for (int d = 0; d < from->ndim; d++)
         tensor.shape[d] = from->shape[d];
     piece.tensor = index->tensor_count;
+    piece.file = file;
     piece.number = piece.box = DTRAIN__INDEX_NONE;
     piece.count = from->count;
-    if (tensor.name == DTRAIN__INDEX_NONE || !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1) ||
-        !DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
+    if (tensor.name == DTRAIN__INDEX_NONE)
         return DTRAIN_ERR_MEMORY;
-    index->tensors[index->tensor_count++] = tensor;
-    index->pieces[index->piece_count++] = piece;
-    return DTRAIN_OK;
+    dtrain_status status = DTRAIN__INDEX_ADD(index->allocator, index->tensors, index->tensor_count, tensor);
+    return status == DTRAIN_OK ? DTRAIN__INDEX_ADD(index->allocator, index->pieces, index->piece_count, piece) : status;
+}
+
+/* Lists one file of a model. */
+static dtrain_status dtrain__load_model_file(dtrain__load *load, const dtrain_safetensors *from)
+{
+    const dtrain_safetensors_tensor *tensor;
+    dtrain__index_file file;
+    size_t number = load->index.file_count;
+    memset(&file, 0, sizeof file);
+    file.holder = -1;
+    load->reader.bytes_read += dtrain__safetensors_header_bytes(from);
+    dtrain_status status = DTRAIN__INDEX_ADD(load->index.allocator, load->index.files, load->index.file_count, file);
+    for (size_t i = 0; status == DTRAIN_OK && (tensor = dtrain_safetensors_tensor_at(from, i)) != NULL; i++)
+        status = dtrain__load_model_tensor(&load->index, number, tensor);
+    return status;
 }
 
 /* Lists a model's tensors, the same on every rank; other names of tied weights are found when they are asked for. */
 static dtrain_status dtrain__load_open_model(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_safetensors_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.allocator = ckpt->allocator;
+    dtrain_safetensors_desc desc = {0, ckpt->allocator};
     dtrain_status status = dtrain_safetensors_model_open(&load->model, load->desc.path, &desc);
-    for (size_t i = 0; status == DTRAIN_OK && i < dtrain_safetensors_model_count(load->model); i++) {
-        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(load->model, i, NULL);
-        status = dtrain__load_model_tensor(&load->index, tensor->name, tensor->name_length, tensor);
-    }
+    for (size_t i = 0; status == DTRAIN_OK && i < dtrain_safetensors_model_files(load->model); i++)
+        status = dtrain__load_model_file(load, dtrain__huggingface_file(load->model, i));
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&load->index, 0);
     return dtrain__save_agree(ckpt, status, load->index.tensor_count, "a model whose number of tensors is");
@@ -52345,15 +52125,10 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
                 continue;
-            void *larger =
-                dtrain__memory_grow(load->ckpt->allocator, load->jobs, sizeof *load->jobs, load->job_count, 1);
-            if (larger == NULL)
-                return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu reads", load->job_count);
-            load->jobs = (dtrain__load_job *)larger;
-            size_t near = load->model == NULL ? dtrain__load_nearest(load, tensor, k) : k;
-            load->jobs[load->job_count].file = index->pieces[near].file;
-            load->jobs[load->job_count].have = near;
-            load->jobs[load->job_count++].want = load->wants[i].piece;
+            size_t near = dtrain__load_nearest(load, tensor, k);
+            dtrain__load_job job = {index->pieces[near].file, near, load->wants[i].piece};
+            if (DTRAIN__INDEX_ADD(load->ckpt->allocator, load->jobs, load->job_count, job) != DTRAIN_OK)
+                return DTRAIN_ERR_MEMORY;
         }
     }
     if (load->job_count > 0)
@@ -52361,33 +52136,22 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
     return DTRAIN_OK;
 }
 
-/* The directory of a file of the index, to be closed by dtrain__load_leave. */
-static dtrain_status dtrain__load_enter(dtrain__load *load, size_t file, int *directory)
-{
-    char name[80];
-    *directory = load->directory;
-    if (!load->ckpt->local)
-        return DTRAIN_OK;
-    snprintf(name, sizeof name, "rank-%05d/%s", load->index.files[file].rank, load->step_name);
-    return dtrain__file_open_directory(directory, load->ckpt->base, name, "checkpoint");
-}
-
-static void dtrain__load_leave(dtrain__load *load, int directory)
-{
-    if (load->ckpt->local)
-        dtrain__file_close(directory);
-}
-
 /* Opens the file of a stored piece. */
 static dtrain_status dtrain__load_open_file(dtrain__load *load, size_t file)
 {
-    int directory = -1;
+    char name[80];
+    int directory = load->directory;
     if (load->reader.open == file)
         return DTRAIN_OK;
-    dtrain_status status = dtrain__load_enter(load, file, &directory);
+    if (load->model != NULL)
+        return dtrain__verify_open_model(&load->reader, dtrain__huggingface_file(load->model, file), file);
+    if (!load->ckpt->local)
+        return dtrain__verify_open(&load->reader, directory, file);
+    snprintf(name, sizeof name, "rank-%05d/%s", load->index.files[file].rank, load->step_name);
+    dtrain_status status = dtrain__file_open_directory(&directory, load->ckpt->base, name, "checkpoint");
     if (status == DTRAIN_OK)
         status = dtrain__verify_open(&load->reader, directory, file);
-    dtrain__load_leave(load, directory);
+    dtrain__file_close(directory);
     return status;
 }
 
@@ -52397,16 +52161,16 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < load->job_count && status == DTRAIN_OK; i++) {
         const dtrain__load_job *job = &load->jobs[i];
-        const dtrain__index_piece *have = &load->index.pieces[job->have];
         const dtrain_piece *want = &load->list.pieces[job->want];
+        dtrain__verify_target to = {want->data, want->dtype, want->device, &load->reader.way};
         dtrain__region region;
         if (load->index.files[job->file].holder >= 0)
             continue;
         dtrain__region_of(&region, want);
         status = dtrain__load_open_file(load, job->file);
         if (status == DTRAIN_OK)
-            status = dtrain__verify_read(&load->reader, &load->index.tensors[have->tensor], have, &region, want->data,
-                                         want->dtype, want->device, &load->report.bytes);
+            status =
+                dtrain__verify_read(&load->reader, &load->index.pieces[job->have], &region, &to, &load->report.bytes);
     }
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
@@ -52440,71 +52204,6 @@ static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_s
     state->seed = facts->seed;
     state->random_index = facts->random_index;
     return DTRAIN_OK;
-}
-
-/* ---- from a plain model ----
- * Its tensors are whole: box after box goes to wherever a piece is. */
-
-/* One box of a wanted piece, read from a model. */
-typedef struct dtrain__load_box {
-    dtrain_safetensors *file;
-    const dtrain_safetensors_tensor *tensor;
-    const dtrain_piece *want;
-    unsigned char *out; /* of the next box */
-} dtrain__load_box;
-
-static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *region)
-{
-    dtrain__load_box *box = (dtrain__load_box *)user;
-    unsigned char *out = box->out;
-    box->out += dtrain__pieces_product(region->size, 0, region->ndim) * (dtrain_dtype_bits(box->want->dtype) / 8);
-    return dtrain__safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
-}
-
-/* Reads a piece on a device, a range of it after another. */
-static dtrain_status dtrain__load_model_to(dtrain__load *load, dtrain__region *region, dtrain__load_box *box)
-{
-    const dtrain_piece *want = box->want;
-    size_t each = dtrain_dtype_bits(want->dtype) / 8, have = 0;
-    dtrain_status status = DTRAIN_OK;
-    for (size_t done = 0; done < want->count && status == DTRAIN_OK; done += region->count) {
-        void *at;
-        status = dtrain__staging_room(&load->reader.way, want->device, (want->count - done) * each, &at, &have);
-        region->at = want->begin + done;
-        region->count = have / each;
-        box->out = (unsigned char *)at;
-        if (status == DTRAIN_OK)
-            status = dtrain__region_boxes(region, dtrain__load_model_box, box);
-        if (status == DTRAIN_OK)
-            status = dtrain__staging_send(&load->reader.way, (unsigned char *)want->data + done * each,
-                                          region->count * each);
-    }
-    return status;
-}
-
-static dtrain_status dtrain__load_read_model(dtrain__load *load)
-{
-    dtrain_status status = DTRAIN_OK;
-    for (size_t i = 0; i < load->list.count && status == DTRAIN_OK; i++) {
-        const dtrain_piece *want = &load->list.pieces[load->wants[i].piece];
-        dtrain__region region;
-        dtrain__load_box box;
-        if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)
-            continue;
-        memset(&box, 0, sizeof box);
-        box.want = want;
-        box.tensor = dtrain_safetensors_model_find(load->model, want->name, strlen(want->name), &box.file);
-        dtrain__region_of(&region, want);
-        box.out = (unsigned char *)want->data;
-        status = want->device == NULL ? dtrain__region_boxes(&region, dtrain__load_model_box, &box)
-                                      : dtrain__load_model_to(load, &region, &box);
-        load->report.bytes += (uint64_t)want->count * (dtrain_dtype_bits(box.tensor->dtype) / 8);
-    }
-    for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
-        dtrain_safetensors *file = dtrain__huggingface_file(load->model, i);
-        load->reader.bytes_read += dtrain__safetensors_header_bytes(file) + dtrain__safetensors_bytes_read(file);
-    }
-    return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
 #endif
@@ -52549,17 +52248,13 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
     dtrain_checkpoint *ckpt = list->ckpt;
     char name[32];
     dtrain__index index;
-    void *text = NULL, *larger;
-    size_t bytes = 0;
+    uint64_t ignored = 0;
     dtrain__part_step_name(name, step);
     dtrain__index_begin(&index, ckpt->allocator);
-    dtrain_status status = dtrain__file_read_all(directory, dtrain__local_index(before), DTRAIN__LOCAL_INDEX,
-                                                 ckpt->allocator, &text, &bytes, "checkpoint");
-    if (status == DTRAIN_OK)
-        status = dtrain__index_read(&index, dtrain__local_index(before), (const char *)text, bytes);
+    dtrain_status status =
+        dtrain__index_read_file(&index, directory, dtrain__local_index(before), DTRAIN__LOCAL_INDEX, &ignored);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(&index, name);
-    dtrain__free(ckpt->allocator, text);
     if (status == DTRAIN_OK && index.file_count == 1 && index.files[0].rank == list->rank) {
         dtrain__local_part part = {step,
                                    index.facts.id.nonce,
@@ -52569,13 +52264,7 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
                                    (uint64_t)ckpt->rank,
                                    before,
                                    0};
-        larger = dtrain__memory_grow(ckpt->allocator, list->parts, sizeof part, list->count, 1);
-        if (larger != NULL) {
-            list->parts = (dtrain__local_part *)larger;
-            list->parts[list->count++] = part;
-        } else {
-            status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of parts");
-        }
+        status = DTRAIN__INDEX_ADD(ckpt->allocator, list->parts, list->count, part);
     } else if (status == DTRAIN_ERR_CORRUPT) {
         dtrain__log(DTRAIN_LOG_WARN, "%.600s", dtrain__thread_error.text);
     }
@@ -52955,7 +52644,8 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
            request->bytes % (dtrain_dtype_bits(tensor->dtype) / 8) == 0;
 }
 
-/* Reads what another rank asked for, packed in the order of elements; the byte before it says whether it is good. */
+/* Reads what another rank asked for, packed as it is in the file, in the order of elements; the byte before it says
+ * whether it is good. */
 static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned char *out)
 {
     dtrain__load *load = turn->load;
@@ -52978,38 +52668,15 @@ static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned cha
     if (status == DTRAIN_OK)
         status = dtrain__load_open_file(load, piece->file);
     if (status == DTRAIN_OK)
-        status = dtrain__verify_find(&load->reader, tensor, piece, &begin);
+        status = dtrain__verify_find(&load->reader, piece, &begin);
     while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
-        status = dtrain__verify_copy(&load->reader, begin + (uint64_t)run.from_begin * bytes, run.count, tensor->dtype,
-                                     to, tensor->dtype);
+        status = dtrain__verify_copy(&load->reader.data, begin + (uint64_t)run.from_begin * bytes, run.count * bytes,
+                                     DTRAIN_U8, to, DTRAIN_U8);
         to += run.count * bytes;
     }
     *out = status != DTRAIN_OK;
     if (status != DTRAIN_OK && load->failed.status == DTRAIN_OK)
         load->failed = dtrain__thread_error;
-}
-
-/* Converts elements on their way to a device. */
-static dtrain_status dtrain__local_send(dtrain__load *load, const unsigned char *from, dtrain_dtype dtype,
-                                        unsigned char *to, const dtrain_piece *want, size_t count)
-{
-    size_t from_bytes = dtrain_dtype_bits(dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8, have = 0;
-    dtrain_status status = DTRAIN_OK;
-    while (count > 0 && status == DTRAIN_OK) {
-        void *at;
-        status = dtrain__staging_room(&load->reader.way, want->device, count * to_bytes, &at, &have);
-        size_t n = have / to_bytes;
-        if (status == DTRAIN_OK && dtype == want->dtype)
-            memcpy(at, from, n * to_bytes);
-        else if (status == DTRAIN_OK)
-            status = dtrain_convert(from, dtype, at, want->dtype, n);
-        if (status == DTRAIN_OK)
-            status = dtrain__staging_send(&load->reader.way, to, n * to_bytes);
-        from += n * from_bytes;
-        to += n * to_bytes;
-        count -= n;
-    }
-    return status;
 }
 
 /* Puts what was asked for in its place. */
@@ -53021,29 +52688,20 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     const dtrain_piece *want = &load->list.pieces[job->want];
     const dtrain__index_piece *piece = &load->index.pieces[job->have];
     const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
-    size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8;
-    const unsigned char *from = turn->in + 1;
+    size_t before = (size_t)request->at - want->begin;
+    dtrain__verify_target to = {(unsigned char *)want->data + before * (dtrain_dtype_bits(want->dtype) / 8),
+                                want->dtype, want->device, &load->reader.way};
+    dtrain__verify_file reply; /* it is all in the window */
     dtrain__region have, region;
-    dtrain__region_overlap overlap;
-    dtrain__region_overlap_run run;
-    dtrain_status status = DTRAIN_OK;
     if (turn->in[0] != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: rank %llu could not read its part for rank %d",
                             (unsigned long long)request->holder, load->ckpt->rank);
+    memset(&reply, 0, sizeof reply);
+    reply.window = turn->in + 1;
+    reply.end = request->bytes;
     dtrain__local_region(load, request, &region);
     dtrain__index_region(&load->index, tensor, piece, &have);
-    dtrain__region_overlap_begin(&overlap, &have, &region);
-    while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
-        unsigned char *to = (unsigned char *)want->data + (region.at - want->begin + run.to_begin) * to_bytes;
-        if (want->device != NULL)
-            status = dtrain__local_send(load, from, tensor->dtype, to, want, run.count);
-        else if (tensor->dtype == want->dtype)
-            memcpy(to, from, run.count * to_bytes);
-        else
-            status = dtrain_convert(from, tensor->dtype, to, want->dtype, run.count);
-        from += run.count * from_bytes;
-    }
-    load->report.bytes += request->bytes;
+    dtrain_status status = dtrain__verify_share(&reply, 0, 1, &have, tensor->dtype, &region, &to, &load->report.bytes);
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
@@ -53557,15 +53215,11 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
         status = dtrain__load_compare(load);
     if (status != DTRAIN_OK)
         return status;
-    if (load->model != NULL) {
-        status = dtrain__load_read_model(load);
-    } else {
-        status = dtrain__load_plan(load);
-        if (status == DTRAIN_OK)
-            status = dtrain__load_read(load);
-        if (ckpt->local)
-            status = dtrain__local_fetch(load, status);
-    }
+    status = dtrain__load_plan(load);
+    if (status == DTRAIN_OK)
+        status = dtrain__load_read(load);
+    if (ckpt->local && load->model == NULL)
+        status = dtrain__local_fetch(load, status);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
 }
@@ -53736,7 +53390,7 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
     for (uint64_t at = 0; status == DTRAIN_OK && at < all->reader.data.data_bytes;) {
         const unsigned char *data;
         size_t have = 0;
-        status = dtrain__verify_file_get(&all->reader.data, at, all->reader.data.data_bytes - at, &data, &have);
+        status = dtrain__verify_file_get(&all->reader.data, at, all->reader.data.data_bytes - at, 1, &data, &have);
         at += have;
         if (all->tell != NULL)
             all->tell(have);
@@ -53746,7 +53400,7 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
              status == DTRAIN_OK && k < index->tensors[i].first + index->tensors[i].count; k++) {
             uint64_t begin;
             if (index->pieces[k].file == file)
-                status = dtrain__verify_find(&all->reader, &index->tensors[i], &index->pieces[k], &begin);
+                status = dtrain__verify_find(&all->reader, &index->pieces[k], &begin);
         }
     return status;
 }
@@ -53777,6 +53431,7 @@ static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out,
     const dtrain__index_tensor *tensor = from->tensor;
     size_t each = dtrain_dtype_bits(tensor->dtype) / 8;
     uint64_t ignored = 0;
+    dtrain__verify_target to = {out, tensor->dtype, NULL, NULL};
     dtrain__region region, have;
     dtrain__region_overlap overlap;
     dtrain_status status = DTRAIN_OK;
@@ -53790,7 +53445,7 @@ static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out,
             continue;
         status = dtrain__verify_open(&all->reader, all->directory, piece->file);
         if (status == DTRAIN_OK)
-            status = dtrain__verify_read(&all->reader, tensor, piece, &region, out, tensor->dtype, NULL, &ignored);
+            status = dtrain__verify_read(&all->reader, piece, &region, &to, &ignored);
     }
     if (all->tell != NULL)
         all->tell(bytes);

@@ -436,15 +436,11 @@ static dtrain_status dtrain__checkpoint_load(dtrain__load *load, dtrain_checkpoi
         status = dtrain__load_compare(load);
     if (status != DTRAIN_OK)
         return status;
-    if (load->model != NULL) {
-        status = dtrain__load_read_model(load);
-    } else {
-        status = dtrain__load_plan(load);
-        if (status == DTRAIN_OK)
-            status = dtrain__load_read(load);
-        if (ckpt->local)
-            status = dtrain__local_fetch(load, status);
-    }
+    status = dtrain__load_plan(load);
+    if (status == DTRAIN_OK)
+        status = dtrain__load_read(load);
+    if (ckpt->local && load->model == NULL)
+        status = dtrain__local_fetch(load, status);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
     return status == DTRAIN_OK ? dtrain__load_finish(load, state) : status;
 }

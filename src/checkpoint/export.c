@@ -90,7 +90,7 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
     for (uint64_t at = 0; status == DTRAIN_OK && at < all->reader.data.data_bytes;) {
         const unsigned char *data;
         size_t have = 0;
-        status = dtrain__verify_file_get(&all->reader.data, at, all->reader.data.data_bytes - at, &data, &have);
+        status = dtrain__verify_file_get(&all->reader.data, at, all->reader.data.data_bytes - at, 1, &data, &have);
         at += have;
         if (all->tell != NULL)
             all->tell(have);
@@ -100,7 +100,7 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
              status == DTRAIN_OK && k < index->tensors[i].first + index->tensors[i].count; k++) {
             uint64_t begin;
             if (index->pieces[k].file == file)
-                status = dtrain__verify_find(&all->reader, &index->tensors[i], &index->pieces[k], &begin);
+                status = dtrain__verify_find(&all->reader, &index->pieces[k], &begin);
         }
     return status;
 }
@@ -131,6 +131,7 @@ static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out,
     const dtrain__index_tensor *tensor = from->tensor;
     size_t each = dtrain_dtype_bits(tensor->dtype) / 8;
     uint64_t ignored = 0;
+    dtrain__verify_target to = {out, tensor->dtype, NULL, NULL};
     dtrain__region region, have;
     dtrain__region_overlap overlap;
     dtrain_status status = DTRAIN_OK;
@@ -144,7 +145,7 @@ static dtrain_status dtrain__export_fill(void *user, uint64_t offset, void *out,
             continue;
         status = dtrain__verify_open(&all->reader, all->directory, piece->file);
         if (status == DTRAIN_OK)
-            status = dtrain__verify_read(&all->reader, tensor, piece, &region, out, tensor->dtype, NULL, &ignored);
+            status = dtrain__verify_read(&all->reader, piece, &region, &to, &ignored);
     }
     if (all->tell != NULL)
         all->tell(bytes);

@@ -22,6 +22,11 @@ typedef struct dtrain__index_save_id {
     uint64_t nonce, counter;
 } dtrain__index_save_id;
 
+static int dtrain__index_same_save(const dtrain__index_save_id *a, const dtrain__index_save_id *b)
+{
+    return a->nonce == b->nonce && a->counter == b->counter;
+}
+
 /* One file of an index, and the hashes that it is checked by. */
 typedef struct dtrain__index_hashed {
     size_t name; /* among the texts; NONE: there is none */
@@ -106,30 +111,46 @@ static void dtrain__index_clear(dtrain__index *index)
     memset(&index->facts, 0, sizeof index->facts);
 }
 
-#define DTRAIN__INDEX_ROOM(index, array, counted, more)                                                                \
-    dtrain__index_room((index), (void **)&(index)->array, sizeof *(index)->array, (index)->counted, (more))
+/* Makes room in an array that grows for `more` elements after `count`; 0: there is no memory, which is reported. */
+#define DTRAIN__INDEX_ROOM(allocator, array, count, more)                                                              \
+    dtrain__index_room((allocator), (void *)&(array), sizeof *(array), (count), (more))
 
-/* Returns 0 where there is no memory, which is reported. */
-static DTRAIN__NOINLINE int dtrain__index_room(dtrain__index *index, void *array, size_t size, size_t count,
+/* Appends an item to such an array. */
+#define DTRAIN__INDEX_ADD(allocator, array, count, item)                                                               \
+    dtrain__index_add((allocator), (void *)&(array), sizeof *(array), &(count), &(item))
+
+static DTRAIN__NOINLINE int dtrain__index_room(dtrain_allocator *allocator, void *array, size_t size, size_t count,
                                                size_t more)
 {
     void *old, *larger;
     memcpy(&old, array, sizeof old);
-    larger = dtrain__memory_grow(index->allocator, old, size, count, more);
+    larger = dtrain__memory_grow(allocator, old, size, count, more);
     if (larger == NULL) {
-        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu entries of an index", count + more);
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of %zu entries of %zu bytes",
+                     count + more, size);
         return 0;
     }
     memcpy(array, &larger, sizeof larger);
     return 1;
 }
 
+static DTRAIN__NOINLINE dtrain_status dtrain__index_add(dtrain_allocator *allocator, void *array, size_t size,
+                                                        size_t *count, const void *item)
+{
+    unsigned char *items;
+    if (!dtrain__index_room(allocator, array, size, *count, 1))
+        return DTRAIN_ERR_MEMORY;
+    memcpy(&items, array, sizeof items);
+    memcpy(items + (*count)++ * size, item, size);
+    return DTRAIN_OK;
+}
+
 /* Keeps a text; gives where, or NONE. */
 static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t length)
 {
-    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, length + 1))
-        return DTRAIN__INDEX_NONE;
     size_t at = index->text_bytes;
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, at, length + 1))
+        return DTRAIN__INDEX_NONE;
     if (length > 0)
         memcpy(index->texts + at, text, length);
     index->texts[at + length] = '\0';
@@ -137,13 +158,26 @@ static size_t dtrain__index_text(dtrain__index *index, const char *text, size_t 
     return at;
 }
 
-/* Keeps numbers one after the other; gives where, or NONE. */
-static size_t dtrain__index_number(dtrain__index *index, uint64_t value)
+/* Keeps sizes among the numbers. */
+static dtrain_status dtrain__index_add_sizes(dtrain__index *index, const size_t *sizes, int count)
 {
-    if (!DTRAIN__INDEX_ROOM(index, numbers, number_count, 1))
-        return DTRAIN__INDEX_NONE;
-    index->numbers[index->number_count] = value;
-    return index->number_count++;
+    dtrain_status status = DTRAIN_OK;
+    for (int d = 0; d < count && status == DTRAIN_OK; d++) {
+        uint64_t size = sizes[d];
+        status = DTRAIN__INDEX_ADD(index->allocator, index->numbers, index->number_count, size);
+    }
+    return status;
+}
+
+/* Keeps a key and its value. */
+static dtrain_status dtrain__index_pair(dtrain__index *index, const char *key, size_t key_length, const char *value,
+                                        size_t value_length, dtrain__index_value *pair)
+{
+    pair->key_length = key_length;
+    pair->value_length = value_length;
+    pair->key = dtrain__index_text(index, key, key_length);
+    pair->value = dtrain__index_text(index, value, value_length);
+    return pair->key == DTRAIN__INDEX_NONE || pair->value == DTRAIN__INDEX_NONE ? DTRAIN_ERR_MEMORY : DTRAIN_OK;
 }
 
 static int dtrain__index_is_number(const char *text)
@@ -172,15 +206,9 @@ static dtrain_status dtrain__index_set(dtrain__index *index, const char *key, co
                             index->where != NULL ? index->where : "a list of this rank", key, value, before);
     if (before != NULL || index->setting_count == DTRAIN__INDEX_SETTINGS)
         return DTRAIN_OK;
-    setting.key_length = strlen(key);
-    setting.value_length = strlen(value);
-    setting.key = dtrain__index_text(index, key, setting.key_length);
-    setting.value = dtrain__index_text(index, value, setting.value_length);
-    if (setting.key == DTRAIN__INDEX_NONE || setting.value == DTRAIN__INDEX_NONE ||
-        !DTRAIN__INDEX_ROOM(index, settings, setting_count, 1))
-        return DTRAIN_ERR_MEMORY;
-    index->settings[index->setting_count++] = setting;
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__index_pair(index, key, strlen(key), value, strlen(value), &setting);
+    return status == DTRAIN_OK ? DTRAIN__INDEX_ADD(index->allocator, index->settings, index->setting_count, setting)
+                               : status;
 }
 
 static void dtrain__index_region(const dtrain__index *index, const dtrain__index_tensor *tensor,
@@ -247,7 +275,7 @@ static dtrain_status dtrain__index_join(dtrain__index *index, const dtrain__inde
 /* Puts pieces in the order of their tensors, and within one of files. Counting sort: keeps the order of reading. */
 static void dtrain__index_deal(dtrain__index *index, dtrain__index_piece *dealt, const size_t *moved)
 {
-    size_t at = 0, kept = 0;
+    size_t at = 0;
     for (size_t i = 0; i < index->tensor_count; i++)
         index->tensors[i].count = 0;
     for (size_t i = 0; i < index->piece_count; i++)
@@ -260,10 +288,9 @@ static void dtrain__index_deal(dtrain__index *index, dtrain__index_piece *dealt,
     for (size_t i = 0; i < index->piece_count; i++) {
         dtrain__index_tensor *tensor = &index->tensors[index->pieces[i].tensor];
         dealt[tensor->first + tensor->count++] = index->pieces[i];
-        kept++;
     }
-    if (kept > 0)
-        memcpy(index->pieces, dealt, kept * sizeof *dealt);
+    if (index->piece_count > 0)
+        memcpy(index->pieces, dealt, index->piece_count * sizeof *dealt);
 }
 
 typedef struct dtrain__index_copy {
@@ -344,24 +371,25 @@ static dtrain_status dtrain__index_settle(dtrain__index *index, int tiled)
     dtrain__index_tensor *joined = (dtrain__index_tensor *)dtrain__alloc(allocator, tensors * sizeof *joined);
     size_t *moved = (size_t *)dtrain__alloc(allocator, tensors * sizeof *moved);
     dtrain__index_piece *dealt = (dtrain__index_piece *)dtrain__alloc(allocator, pieces * sizeof *dealt);
-    dtrain_status status = order != NULL && joined != NULL && moved != NULL && dealt != NULL
-                               ? DTRAIN_OK
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index");
-    for (size_t i = 0; status == DTRAIN_OK && i < tensors; i++) {
+    dtrain_status status = DTRAIN_OK;
+    if (order == NULL || joined == NULL || moved == NULL || dealt == NULL) {
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for an index");
+        goto done;
+    }
+    for (size_t i = 0; i < tensors; i++) {
         order[i].name = dtrain__index_name(index, &index->tensors[i]);
         order[i].length = index->tensors[i].name_length;
         order[i].old = i;
     }
-    if (status == DTRAIN_OK) {
-        qsort(order, tensors, sizeof *order, dtrain__index_by_name);
-        status = dtrain__index_join(index, order, joined, moved, &count);
-    }
-    if (status == DTRAIN_OK) {
-        index->tensor_count = count;
-        if (count > 0)
-            memcpy(index->tensors, joined, count * sizeof *joined);
-        dtrain__index_deal(index, dealt, moved);
-    }
+    qsort(order, tensors, sizeof *order, dtrain__index_by_name);
+    status = dtrain__index_join(index, order, joined, moved, &count);
+    if (status != DTRAIN_OK)
+        goto done;
+    index->tensor_count = count;
+    if (count > 0)
+        memcpy(index->tensors, joined, count * sizeof *joined);
+    dtrain__index_deal(index, dealt, moved);
+done:
     dtrain__free(allocator, order);
     dtrain__free(allocator, joined);
     dtrain__free(allocator, moved);

@@ -192,344 +192,284 @@ static dtrain_status dtrain__index_print(const dtrain__index *index, char **text
     return DTRAIN_OK;
 }
 
-/* ---- reading ---- */
+/* ---- reading ----
+ * Functions that read give a value, or 0 after an error: the first one stays in the parser, and nothing is read after
+ * it. */
 
 typedef struct dtrain__index_parser {
     dtrain__index *index;
     dtrain__json_reader json;
     size_t base_file; /* files of this text are numbered from here on */
+    dtrain_status status;
 } dtrain__index_parser;
 
-static DTRAIN__NOINLINE dtrain_status dtrain__index_bad(const dtrain__index_parser *parser, size_t offset,
-                                                        const char *what)
+static DTRAIN__NOINLINE void dtrain__index_bad(dtrain__index_parser *parser, size_t offset, const char *what)
 {
-    return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\", byte %zu: %s", parser->index->where, offset,
-                        what);
+    if (parser->status == DTRAIN_OK)
+        parser->status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint index \"%s\", byte %zu: %s",
+                                      parser->index->where, offset, what);
 }
 
-/* Reads the next token, which must be of a kind; `what` says what is expected. */
-static DTRAIN__NOINLINE dtrain_status dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
-                                                           dtrain__json_kind kind, const char *what)
+/* Reads the next token, which must be of a kind; `what` says what is expected. Returns 0 after an error. */
+static DTRAIN__NOINLINE int dtrain__index_expect(dtrain__index_parser *parser, dtrain__json_token *token,
+                                                 dtrain__json_kind kind, const char *what)
 {
-    if (dtrain__json_next(&parser->json, token) == kind)
-        return DTRAIN_OK;
-    return dtrain__index_bad(parser, parser->json.offset, parser->json.error != NULL ? parser->json.error : what);
+    if (parser->status == DTRAIN_OK && dtrain__json_next(&parser->json, token) != kind)
+        dtrain__index_bad(parser, parser->json.offset, parser->json.error != NULL ? parser->json.error : what);
+    return parser->status == DTRAIN_OK;
 }
 
 /* Reads a whole number of at most `most`. */
-static dtrain_status dtrain__index_u64(dtrain__index_parser *parser, uint64_t most, uint64_t *value)
+static uint64_t dtrain__index_u64(dtrain__index_parser *parser, uint64_t most)
 {
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected");
-    if (status == DTRAIN_OK && (!dtrain__json_u64(&parser->json, &token, value) || *value > most))
-        status = dtrain__index_bad(parser, token.begin, "not a whole number, or too large a one");
-    return status;
+    uint64_t value = 0;
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_NUMBER, "a number was expected") &&
+        (!dtrain__json_u64(&parser->json, &token, &value) || value > most))
+        dtrain__index_bad(parser, token.begin, "not a whole number, or too large a one");
+    return parser->status == DTRAIN_OK ? value : 0;
 }
 
-static dtrain_status dtrain__index_size(dtrain__index_parser *parser, size_t *value)
-{
-    uint64_t number = 0;
-    dtrain_status status = dtrain__index_u64(parser, SIZE_MAX - 1, &number);
-    *value = (size_t)number;
-    return status;
-}
-
-/* Keeps the text of a STRING or KEY; zero bytes are refused where it is a name. */
-static dtrain_status dtrain__index_keep(dtrain__index_parser *parser, const dtrain__json_token *token, int is_name,
-                                        size_t *at, size_t *length)
+/* Keeps the text of a STRING or KEY, and gives where; zero bytes are refused where it is a name. */
+static size_t dtrain__index_keep(dtrain__index_parser *parser, const dtrain__json_token *token, int is_name,
+                                 size_t *length)
 {
     dtrain__index *index = parser->index;
-    size_t most = token->end - token->begin; /* unescaped, a text is no longer */
-    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, most + 1))
-        return DTRAIN_ERR_MEMORY;
-    *at = index->text_bytes;
-    *length = dtrain__json_string(&parser->json, token, index->texts + *at, most);
-    index->texts[*at + *length] = '\0';
+    size_t at = index->text_bytes, most = token->end - token->begin; /* unescaped, a text is no longer */
+    *length = 0;
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, at, most + 1)) {
+        parser->status = DTRAIN_ERR_MEMORY;
+        return 0;
+    }
+    *length = dtrain__json_string(&parser->json, token, index->texts + at, most);
+    index->texts[at + *length] = '\0';
     index->text_bytes += *length + 1;
-    if (is_name && (*length == 0 || memchr(index->texts + *at, 0, *length) != NULL))
-        return dtrain__index_bad(parser, token->begin, "an empty name, or one with a zero byte");
-    return DTRAIN_OK;
+    if (is_name && (*length == 0 || memchr(index->texts + at, 0, *length) != NULL))
+        dtrain__index_bad(parser, token->begin, "an empty name, or one with a zero byte");
+    return at;
 }
 
 /* Reads a string and keeps it. */
-static dtrain_status dtrain__index_string(dtrain__index_parser *parser, int is_name, size_t *at, size_t *length)
+static size_t dtrain__index_string(dtrain__index_parser *parser, int is_name, size_t *length)
 {
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
-    return status == DTRAIN_OK ? dtrain__index_keep(parser, &token, is_name, at, length) : status;
+    int is_string = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
+    return is_string ? dtrain__index_keep(parser, &token, is_name, length) : 0;
 }
 
-/* What an object's end says: whether the text itself is at fault. */
-static dtrain_status dtrain__index_ended(dtrain__index_parser *parser, dtrain_status status)
-{
-    int bad = status == DTRAIN_OK && parser->json.error != NULL;
-    return bad ? dtrain__index_bad(parser, parser->json.offset, parser->json.error) : status;
-}
-
-/* Calls `member` for each member of the object that comes next; the bits of `seen` are the members that it knows, so
- * that none comes twice. which: -1 for one that it has not taken, -2 for one that it has, and may take again. */
-typedef dtrain_status (*dtrain__index_member)(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                              int *which);
-
-static dtrain_status dtrain__index_object(dtrain__index_parser *parser, dtrain__index_member member, void *out,
-                                          uint32_t *seen)
+/* Opens the object or list that comes next. */
+static void dtrain__index_open(dtrain__index_parser *parser, int is_object)
 {
     dtrain__json_token token;
-    *seen = 0;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
-    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
-        size_t begin = token.begin;
-        int which = -1;
-        status = member(parser, &token, out, &which);
-        if (status == DTRAIN_OK && which == -1) { /* not known: passed over */
+    dtrain__index_expect(parser, &token, is_object ? DTRAIN__JSON_OBJECT : DTRAIN__JSON_ARRAY,
+                         is_object ? "an object was expected" : "a list was expected");
+}
+
+/* Reads the next key of the object that is open; returns 0 at its end. */
+static int dtrain__index_next(dtrain__index_parser *parser, dtrain__json_token *key)
+{
+    if (parser->status == DTRAIN_OK && dtrain__json_next(&parser->json, key) == DTRAIN__JSON_ERROR)
+        dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+    return parser->status == DTRAIN_OK && key->kind == DTRAIN__JSON_KEY;
+}
+
+/* Whether the list that is open has another value, which is then read next. */
+static int dtrain__index_more(dtrain__index_parser *parser)
+{
+    dtrain__json_reader before = parser->json;
+    dtrain__json_token token;
+    if (parser->status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_ERROR)
+        dtrain__index_bad(parser, parser->json.offset, parser->json.error);
+    if (parser->status != DTRAIN_OK || token.kind == DTRAIN__JSON_ARRAY_END)
+        return 0;
+    parser->json = before;
+    return 1;
+}
+
+/* Takes a member that nobody else knows: a number or a plain text is a setting, an object is a group of them. Others,
+ * and what is longer than settings are, are passed over. group: its name, at the top of the text an empty one. */
+static void dtrain__index_read_setting(dtrain__index_parser *parser, const dtrain__json_token *key, const char *group)
+{
+    char name[2 * DTRAIN__INDEX_SETTING] = "", value[DTRAIN__INDEX_SETTING] = "";
+    const char *text = (const char *)parser->json.text;
+    dtrain__json_token token;
+    int length = snprintf(name, sizeof name, "%s%s", group, group[0] != '\0' ? "." : "");
+    dtrain__json_kind kind = dtrain__json_next(&parser->json, &token);
+    size_t bytes = token.end - token.begin;
+    int fits = key->end - key->begin < DTRAIN__INDEX_SETTING && !key->escaped;
+    int plain = (kind == DTRAIN__JSON_NUMBER || kind == DTRAIN__JSON_STRING) && bytes < sizeof value && !token.escaped;
+    if (fits)
+        memcpy(name + length, text + key->begin, key->end - key->begin);
+    if (plain)
+        memcpy(value, text + token.begin, bytes);
+    if (fits && plain && dtrain__index_is_number(value) == (kind == DTRAIN__JSON_NUMBER)) {
+        parser->status = dtrain__index_set(parser->index, name, value);
+    } else if (fits && kind == DTRAIN__JSON_OBJECT && group[0] == '\0') {
+        while (dtrain__index_next(parser, &token))
+            dtrain__index_read_setting(parser, &token, name);
+    } else {
+        dtrain__json_skip(&parser->json, &token); /* what is wrong there, the next token tells */
+    }
+}
+
+/* Reads the key of the next member of the open object that is among names, which a NULL ends, and gives its number; -1
+ * at the object's end. *seen gets its bit, so that none comes twice. Other members are passed over, or, where settings
+ * is not NULL, are settings of that group. */
+static int dtrain__index_member(dtrain__index_parser *parser, const char *const *names, uint32_t *seen,
+                                const char *settings)
+{
+    dtrain__json_token token;
+    while (dtrain__index_next(parser, &token)) {
+        int which = 0;
+        while (names[which] != NULL && !dtrain__json_is(&parser->json, &token, names[which]))
+            which++;
+        if (names[which] != NULL) {
+            if (*seen >> which & 1)
+                dtrain__index_bad(parser, token.begin, "a member that comes twice");
+            *seen |= (uint32_t)1 << which;
+            return which;
+        }
+        if (settings != NULL) {
+            dtrain__index_read_setting(parser, &token, settings);
+        } else {
             dtrain__json_next(&parser->json, &token);
             dtrain__json_skip(&parser->json, &token);
-        } else if (status == DTRAIN_OK && which >= 0 && (*seen >> which & 1)) {
-            status = dtrain__index_bad(parser, begin, "a member that comes twice");
-        } else if (status == DTRAIN_OK && which >= 0) {
-            *seen |= (uint32_t)1 << which;
         }
     }
-    return dtrain__index_ended(parser, status);
-}
-
-/* Finds a key among names; -1: none. */
-static int dtrain__index_which(const dtrain__index_parser *parser, const dtrain__json_token *key,
-                               const char *const *names, int count)
-{
-    for (int i = 0; i < count; i++)
-        if (dtrain__json_is(&parser->json, key, names[i]))
-            return i;
     return -1;
 }
 
-/* Calls `element` for each value of the array that comes next, with its first token. */
-typedef dtrain_status (*dtrain__index_element)(dtrain__index_parser *parser, void *out);
-
-static dtrain_status dtrain__index_array(dtrain__index_parser *parser, dtrain__index_element element, void *out)
+/* Reads a list of at most DTRAIN_MAX_DIMS sizes; returns how many they are. */
+static int dtrain__index_sizes(dtrain__index_parser *parser, size_t sizes[DTRAIN_MAX_DIMS])
 {
-    dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_ARRAY, "a list was expected");
-    while (status == DTRAIN_OK) {
-        dtrain__json_reader before = parser->json;
-        dtrain__json_kind kind = dtrain__json_next(&parser->json, &token);
-        if (kind == DTRAIN__JSON_ARRAY_END)
-            break;
-        if (kind == DTRAIN__JSON_ERROR)
-            return dtrain__index_bad(parser, parser->json.offset, parser->json.error);
-        parser->json = before;
-        status = element(parser, out);
-    }
-    return status;
-}
-
-/* A list of at most DTRAIN_MAX_DIMS sizes. */
-typedef struct dtrain__index_sizes {
-    size_t sizes[DTRAIN_MAX_DIMS];
-    int count;
-} dtrain__index_sizes;
-
-static dtrain_status dtrain__index_one_size(dtrain__index_parser *parser, void *out)
-{
-    dtrain__index_sizes *sizes = (dtrain__index_sizes *)out;
-    if (sizes->count == DTRAIN_MAX_DIMS)
-        return dtrain__index_bad(parser, parser->json.offset, "more than 8 dimensions");
-    return dtrain__index_size(parser, &sizes->sizes[sizes->count++]);
-}
-
-static dtrain_status dtrain__index_one_number(dtrain__index_parser *parser, void *out)
-{
-    uint64_t number;
-    dtrain_status status = dtrain__index_u64(parser, UINT64_MAX, &number);
-    if (status == DTRAIN_OK && dtrain__index_number(parser->index, number) == DTRAIN__INDEX_NONE)
-        return DTRAIN_ERR_MEMORY;
-    ++*(size_t *)out;
-    return status;
+    int count = 0;
+    dtrain__index_open(parser, 0);
+    while (dtrain__index_more(parser))
+        if (count == DTRAIN_MAX_DIMS)
+            dtrain__index_bad(parser, parser->json.offset, "more than 8 dimensions");
+        else
+            sizes[count++] = (size_t)dtrain__index_u64(parser, SIZE_MAX - 1);
+    return count;
 }
 
 /* ---- pieces and tensors ---- */
 
 typedef struct dtrain__index_piece_read {
     dtrain__index_piece piece;
-    dtrain__index_sizes begin, size;
+    size_t box[2][DTRAIN_MAX_DIMS]; /* begins and sizes */
+    int ndim[2];
+    uint32_t seen;
 } dtrain__index_piece_read;
 
-static dtrain_status dtrain__index_piece_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                                int *which)
-{
-    static const char *const names[] = {"file", "number", "begin", "size", "at", "count", "copy"};
-    dtrain__index_piece_read *read = (dtrain__index_piece_read *)out;
-    size_t *numbers[] = {&read->piece.file,  &read->piece.number, NULL, NULL, &read->piece.at,
-                         &read->piece.count, &read->piece.copy};
-    *which = dtrain__index_which(parser, key, names, 7);
-    if (*which < 0)
-        return DTRAIN_OK;
-    if (*which == 2 || *which == 3) {
-        dtrain__index_sizes *sizes = *which == 2 ? &read->begin : &read->size;
-        sizes->count = 0;
-        return dtrain__index_array(parser, dtrain__index_one_size, sizes);
-    }
-    return dtrain__index_size(parser, numbers[*which]);
-}
-
 /* Checks a piece against its tensor and keeps it. */
-static dtrain_status dtrain__index_take_piece(dtrain__index_parser *parser, const dtrain__index_tensor *tensor,
-                                              dtrain__index_piece_read *read, uint32_t seen)
+static void dtrain__index_take_piece(dtrain__index_parser *parser, const dtrain__index_tensor *tensor,
+                                     dtrain__index_piece_read *read)
 {
     dtrain__index *index = parser->index;
+    uint32_t seen = read->seen;
     size_t offset = parser->json.offset, elements = 1;
     int boxed = (seen >> 2 & 3) == 3;
     if (!(seen & 1))
-        return dtrain__index_bad(parser, offset, "a piece without its file");
-    if ((seen >> 2 & 3) == 1 || (seen >> 2 & 3) == 2 || (seen >> 4 & 3) == 1 || (seen >> 4 & 3) == 2)
-        return dtrain__index_bad(parser, offset, "a piece with half of a box or range");
-    if (boxed && (read->begin.count != tensor->ndim || read->size.count != tensor->ndim))
-        return dtrain__index_bad(parser, offset, "a box of other dimensions than its tensor");
-    for (int d = 0; d < tensor->ndim; d++) {
-        size_t begin = boxed ? read->begin.sizes[d] : 0, size = boxed ? read->size.sizes[d] : tensor->shape[d];
+        dtrain__index_bad(parser, offset, "a piece without its file");
+    if ((seen >> 2 ^ seen >> 3) & 1 || (seen >> 4 ^ seen >> 5) & 1)
+        dtrain__index_bad(parser, offset, "a piece with half of a box or range");
+    if (boxed && (read->ndim[0] != tensor->ndim || read->ndim[1] != tensor->ndim))
+        dtrain__index_bad(parser, offset, "a box of other dimensions than its tensor");
+    for (int d = 0; d < tensor->ndim && parser->status == DTRAIN_OK; d++) {
+        size_t begin = boxed ? read->box[0][d] : 0, size = boxed ? read->box[1][d] : tensor->shape[d];
         if (begin > tensor->shape[d] || size > tensor->shape[d] - begin)
-            return dtrain__index_bad(parser, offset, "a box that reaches beyond its tensor");
+            dtrain__index_bad(parser, offset, "a box that reaches beyond its tensor");
         elements *= size; /* at most the tensor's, which were checked */
     }
     if (!(seen >> 4 & 1))
         read->piece.count = elements;
     if (read->piece.at > elements || read->piece.count > elements - read->piece.at)
-        return dtrain__index_bad(parser, offset, "a range that reaches beyond its box");
+        dtrain__index_bad(parser, offset, "a range that reaches beyond its box");
     if (read->piece.file > SIZE_MAX - 1 - parser->base_file || read->piece.copy > INT_MAX)
-        return dtrain__index_bad(parser, offset, "a number too large");
+        dtrain__index_bad(parser, offset, "a number too large");
     read->piece.file += parser->base_file;
     read->piece.box = boxed ? index->number_count : DTRAIN__INDEX_NONE;
-    for (int d = 0; d < 2 * tensor->ndim && boxed; d++)
-        if (dtrain__index_number(index, d < tensor->ndim ? read->begin.sizes[d] : read->size.sizes[d - tensor->ndim]) ==
-            DTRAIN__INDEX_NONE)
-            return DTRAIN_ERR_MEMORY;
-    if (!DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
-        return DTRAIN_ERR_MEMORY;
-    index->pieces[index->piece_count++] = read->piece;
-    return DTRAIN_OK;
+    for (int k = 0; k < 2 && boxed && parser->status == DTRAIN_OK; k++)
+        parser->status = dtrain__index_add_sizes(index, read->box[k], tensor->ndim);
+    if (parser->status == DTRAIN_OK)
+        parser->status = DTRAIN__INDEX_ADD(index->allocator, index->pieces, index->piece_count, read->piece);
 }
 
-static dtrain_status dtrain__index_one_piece(dtrain__index_parser *parser, void *out)
+static void dtrain__index_read_piece(dtrain__index_parser *parser, const dtrain__index_tensor *tensor)
 {
-    const dtrain__index_tensor *tensor = (const dtrain__index_tensor *)out;
+    static const char *const names[] = {"file", "number", "begin", "size", "at", "count", "copy", NULL};
     dtrain__index_piece_read read;
-    uint32_t seen;
+    size_t *numbers[] = {&read.piece.file,  &read.piece.number, NULL, NULL, &read.piece.at,
+                         &read.piece.count, &read.piece.copy};
+    int which;
     memset(&read, 0, sizeof read);
     read.piece.tensor = parser->index->tensor_count;
     read.piece.number = DTRAIN__INDEX_NONE;
-    dtrain_status status = dtrain__index_object(parser, dtrain__index_piece_member, &read, &seen);
-    return status == DTRAIN_OK ? dtrain__index_take_piece(parser, tensor, &read, seen) : status;
+    dtrain__index_open(parser, 1);
+    while ((which = dtrain__index_member(parser, names, &read.seen, NULL)) >= 0)
+        if (numbers[which] == NULL)
+            read.ndim[which - 2] = dtrain__index_sizes(parser, read.box[which - 2]);
+        else
+            *numbers[which] = (size_t)dtrain__index_u64(parser, SIZE_MAX - 1);
+    if (parser->status == DTRAIN_OK)
+        dtrain__index_take_piece(parser, tensor, &read);
 }
 
-/* dtype and shape stand before pieces, as they are written. */
-static dtrain_status dtrain__index_tensor_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                                 int *which)
+static dtrain_dtype dtrain__index_dtype(dtrain__index_parser *parser)
 {
-    static const char *const names[] = {"dtype", "shape", "pieces"};
-    dtrain__index_tensor *tensor = (dtrain__index_tensor *)out;
-    dtrain__index_sizes shape;
     dtrain__json_token token;
-    dtrain_status status = DTRAIN_OK;
-    size_t elements = 1;
-    *which = dtrain__index_which(parser, key, names, 3);
-    if (*which == 0) {
-        status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "the name of a dtype was expected");
-        if (status == DTRAIN_OK &&
-            (dtrain_dtype_from_name(&tensor->dtype, (const char *)parser->json.text + token.begin,
-                                    token.end - token.begin) != DTRAIN_OK ||
-             dtrain_dtype_bits(tensor->dtype) < 8))
-            status = dtrain__index_bad(parser, token.begin, "no dtype of a byte or more");
-    } else if (*which == 1) {
-        shape.count = 0;
-        status = dtrain__index_array(parser, dtrain__index_one_size, &shape);
-        tensor->ndim = shape.count;
-        memcpy(tensor->shape, shape.sizes, (size_t)shape.count * sizeof shape.sizes[0]);
-        for (int d = 0; d < shape.count && status == DTRAIN_OK; d++)
-            if (!dtrain__mul_size(elements, shape.sizes[d], &elements) || elements > SIZE_MAX / 64)
-                status = dtrain__index_bad(parser, parser->json.offset, "a shape that multiplies to more than memory");
-    } else if (*which == 2) {
-        if (tensor->dtype == (dtrain_dtype)0 || tensor->ndim < 0)
-            return dtrain__index_bad(parser, key->begin, "pieces before dtype and shape");
-        status = dtrain__index_array(parser, dtrain__index_one_piece, tensor);
-    }
-    return status;
+    dtrain_dtype dtype = (dtrain_dtype)0;
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "the name of a dtype was expected") &&
+        (dtrain_dtype_from_name(&dtype, (const char *)parser->json.text + token.begin, token.end - token.begin) !=
+             DTRAIN_OK ||
+         dtrain_dtype_bits(dtype) < 8))
+        dtrain__index_bad(parser, token.begin, "no dtype of a byte or more");
+    return dtype;
 }
 
-static dtrain_status dtrain__index_read_tensors(dtrain__index_parser *parser)
+/* Reads a tensor, whose name was kept: dtype and shape stand before pieces, as they are written. */
+static void dtrain__index_read_tensor(dtrain__index_parser *parser, dtrain__index_tensor *tensor)
+{
+    static const char *const names[] = {"dtype", "shape", "pieces", NULL};
+    size_t elements = 1;
+    uint32_t seen = 0;
+    int which;
+    dtrain__index_open(parser, 1);
+    while ((which = dtrain__index_member(parser, names, &seen, NULL)) >= 0)
+        if (which == 0) {
+            tensor->dtype = dtrain__index_dtype(parser);
+        } else if (which == 1) {
+            tensor->ndim = dtrain__index_sizes(parser, tensor->shape);
+            for (int d = 0; d < tensor->ndim; d++)
+                if (!dtrain__mul_size(elements, tensor->shape[d], &elements) || elements > SIZE_MAX / 64)
+                    dtrain__index_bad(parser, parser->json.offset, "a shape that multiplies to more than memory");
+        } else {
+            if (seen != 7)
+                dtrain__index_bad(parser, parser->json.offset, "pieces before dtype and shape");
+            dtrain__index_open(parser, 0);
+            while (dtrain__index_more(parser))
+                dtrain__index_read_piece(parser, tensor);
+        }
+    if (seen != 7)
+        dtrain__index_bad(parser, parser->json.offset, "a tensor without dtype, shape or pieces");
+}
+
+static void dtrain__index_read_tensors(dtrain__index_parser *parser)
 {
     dtrain__index *index = parser->index;
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
-    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
+    dtrain__index_open(parser, 1);
+    while (dtrain__index_next(parser, &token)) {
         dtrain__index_tensor tensor;
-        uint32_t seen = 0;
         memset(&tensor, 0, sizeof tensor);
-        tensor.ndim = -1;
-        status = dtrain__index_keep(parser, &token, 1, &tensor.name, &tensor.name_length);
-        if (status == DTRAIN_OK)
-            status = dtrain__index_object(parser, dtrain__index_tensor_member, &tensor, &seen);
-        if (status == DTRAIN_OK && seen != 7)
-            status = dtrain__index_bad(parser, parser->json.offset, "a tensor without dtype, shape or pieces");
-        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1))
-            return DTRAIN_ERR_MEMORY;
-        if (status == DTRAIN_OK)
-            index->tensors[index->tensor_count++] = tensor;
+        tensor.name = dtrain__index_keep(parser, &token, 1, &tensor.name_length);
+        dtrain__index_read_tensor(parser, &tensor);
+        if (parser->status == DTRAIN_OK)
+            parser->status = DTRAIN__INDEX_ADD(index->allocator, index->tensors, index->tensor_count, tensor);
     }
-    return dtrain__index_ended(parser, status);
 }
 
 /* ---- files and values ---- */
-
-static dtrain_status dtrain__index_hashed_member(dtrain__index_parser *parser, const dtrain__json_token *key,
-                                                 dtrain__index_hashed *file, int *which)
-{
-    static const char *const names[] = {"name", "header_bytes", "header_hash", "data_bytes"};
-    uint64_t *numbers[] = {NULL, &file->header_bytes, &file->header_hash, &file->data_bytes};
-    size_t offset = parser->json.offset, length = 0;
-    *which = dtrain__index_which(parser, key, names, 4);
-    if (*which > 0)
-        return dtrain__index_u64(parser, UINT64_MAX, numbers[*which]);
-    if (*which < 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__index_string(parser, 1, &file->name, &length);
-    if (status == DTRAIN_OK && !dtrain__file_plain_name(parser->index->texts + file->name, length))
-        status = dtrain__index_bad(parser, offset, "a file's name that is no plain one");
-    return status;
-}
-
-static dtrain_status dtrain__index_hashes_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                                 int *which)
-{
-    dtrain__index_file *file = (dtrain__index_file *)out;
-    dtrain_status status = dtrain__index_hashed_member(parser, key, &file->hashes, which);
-    if (*which >= 0 || !dtrain__json_is(&parser->json, key, "blocks"))
-        return status;
-    *which = 4;
-    file->blocks = parser->index->number_count;
-    return dtrain__index_array(parser, dtrain__index_one_number, &file->block_count);
-}
-
-static dtrain_status dtrain__index_file_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                               int *which)
-{
-    dtrain__index_file *file = (dtrain__index_file *)out;
-    uint64_t rank;
-    uint32_t seen = 0;
-    dtrain_status status = dtrain__index_hashed_member(parser, key, &file->data, which);
-    if (*which >= 0)
-        return status;
-    if (dtrain__json_is(&parser->json, key, "rank")) {
-        *which = 4;
-        status = dtrain__index_u64(parser, INT_MAX, &rank);
-        file->rank = status == DTRAIN_OK ? (int)rank : 0;
-    } else if (dtrain__json_is(&parser->json, key, "hashes")) {
-        *which = 5;
-        status = dtrain__index_object(parser, dtrain__index_hashes_member, file, &seen);
-        if (status == DTRAIN_OK && seen != 31)
-            status = dtrain__index_bad(parser, parser->json.offset, "hashes without one of their members");
-    }
-    return status;
-}
 
 /* The blocks that hold this many bytes. */
 static uint64_t dtrain__index_blocks(uint64_t bytes)
@@ -537,130 +477,125 @@ static uint64_t dtrain__index_blocks(uint64_t bytes)
     return bytes / DTRAIN__INDEX_BLOCK + (bytes % DTRAIN__INDEX_BLOCK != 0);
 }
 
-static dtrain_status dtrain__index_one_file(dtrain__index_parser *parser, void *out)
+/* Reads the object of a file, or in that the one of its hashes, whose own hashes are its blocks. */
+static void dtrain__index_read_hashed(dtrain__index_parser *parser, dtrain__index_file *file, int of_hashes)
 {
+    static const char *const names[2][7] = {
+        {"name", "header_bytes", "header_hash", "data_bytes", "rank", "hashes", NULL},
+        {"name", "header_bytes", "header_hash", "data_bytes", "blocks", NULL, NULL}};
     dtrain__index *index = parser->index;
-    dtrain__index_file file;
+    dtrain__index_hashed *hashed = of_hashes ? &file->hashes : &file->data;
+    uint64_t *numbers[] = {NULL, &hashed->header_bytes, &hashed->header_hash, &hashed->data_bytes, NULL, NULL};
     uint32_t seen = 0;
-    (void)out;
-    memset(&file, 0, sizeof file);
-    file.holder = -1;
-    dtrain_status status = dtrain__index_object(parser, dtrain__index_file_member, &file, &seen);
-    if (status == DTRAIN_OK && seen != 63)
-        status = dtrain__index_bad(parser, parser->json.offset, "a file without one of its members");
-    if (status == DTRAIN_OK && (file.data.data_bytes > UINT64_MAX / 2 ||
-                                file.hashes.data_bytes != 8 * dtrain__index_blocks(file.data.data_bytes) ||
-                                file.block_count != dtrain__index_blocks(file.hashes.data_bytes)))
-        status = dtrain__index_bad(parser, parser->json.offset, "a file with other numbers of hashes than of blocks");
-    if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, files, file_count, 1))
-        return DTRAIN_ERR_MEMORY;
-    if (status == DTRAIN_OK)
-        index->files[index->file_count++] = file;
-    return status;
+    int which;
+    dtrain__index_open(parser, 1);
+    while ((which = dtrain__index_member(parser, names[of_hashes], &seen, NULL)) >= 0)
+        if (numbers[which] != NULL) {
+            *numbers[which] = dtrain__index_u64(parser, UINT64_MAX);
+        } else if (which == 0) {
+            size_t offset = parser->json.offset, length = 0;
+            hashed->name = dtrain__index_string(parser, 1, &length);
+            if (parser->status == DTRAIN_OK && !dtrain__file_plain_name(index->texts + hashed->name, length))
+                dtrain__index_bad(parser, offset, "a file's name that is no plain one");
+        } else if (which == 5) {
+            dtrain__index_read_hashed(parser, file, 1);
+        } else if (!of_hashes) {
+            file->rank = (int)dtrain__index_u64(parser, INT_MAX);
+        } else {
+            file->blocks = index->number_count;
+            dtrain__index_open(parser, 0);
+            while (dtrain__index_more(parser)) {
+                uint64_t hash = dtrain__index_u64(parser, UINT64_MAX);
+                if (parser->status == DTRAIN_OK)
+                    parser->status = DTRAIN__INDEX_ADD(index->allocator, index->numbers, index->number_count, hash);
+            }
+            file->block_count = index->number_count - file->blocks;
+        }
+    if (seen != (of_hashes ? 31 : 63))
+        dtrain__index_bad(parser, parser->json.offset,
+                          of_hashes ? "hashes without one of their members" : "a file without one of its members");
 }
 
-static dtrain_status dtrain__index_read_values(dtrain__index_parser *parser)
+static void dtrain__index_read_files(dtrain__index_parser *parser)
+{
+    dtrain__index *index = parser->index;
+    dtrain__index_open(parser, 0);
+    while (dtrain__index_more(parser)) {
+        dtrain__index_file file;
+        memset(&file, 0, sizeof file);
+        file.holder = -1;
+        dtrain__index_read_hashed(parser, &file, 0);
+        if (file.data.data_bytes > UINT64_MAX / 2 ||
+            file.hashes.data_bytes != 8 * dtrain__index_blocks(file.data.data_bytes) ||
+            file.block_count != dtrain__index_blocks(file.hashes.data_bytes))
+            dtrain__index_bad(parser, parser->json.offset, "a file with other numbers of hashes than of blocks");
+        if (parser->status == DTRAIN_OK)
+            parser->status = DTRAIN__INDEX_ADD(index->allocator, index->files, index->file_count, file);
+    }
+}
+
+static void dtrain__index_read_values(dtrain__index_parser *parser)
 {
     dtrain__index *index = parser->index;
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_OBJECT, "an object was expected");
-    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
+    dtrain__index_open(parser, 1);
+    while (dtrain__index_next(parser, &token)) {
         dtrain__index_value value;
-        status = dtrain__index_keep(parser, &token, 1, &value.key, &value.key_length);
-        if (status == DTRAIN_OK)
-            status = dtrain__index_string(parser, 0, &value.value, &value.value_length);
-        if (status == DTRAIN_OK && !DTRAIN__INDEX_ROOM(index, values, value_count, 1))
-            return DTRAIN_ERR_MEMORY;
-        if (status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
-            index->values[index->value_count++] = value;
+        value.key = dtrain__index_keep(parser, &token, 1, &value.key_length);
+        value.value = dtrain__index_string(parser, 0, &value.value_length);
+        if (parser->status == DTRAIN_OK && index->parts == 0) /* of the first part, as all facts */
+            parser->status = DTRAIN__INDEX_ADD(index->allocator, index->values, index->value_count, value);
     }
-    return dtrain__index_ended(parser, status);
 }
 
-/* ---- facts and settings ---- */
+/* ---- the whole ---- */
 
-/* Takes a member that nobody else knows: a number or a plain text is a setting, an object is a group of them. Others,
- * and what is longer than settings are, are passed over. out: the group's name, at the top of the text an empty one. */
-static dtrain_status dtrain__index_setting_member(dtrain__index_parser *parser, const dtrain__json_token *key,
-                                                  void *out, int *which)
-{
-    char name[2 * DTRAIN__INDEX_SETTING] = "", value[DTRAIN__INDEX_SETTING];
-    const char *group = (const char *)out;
-    dtrain__json_reader before = parser->json;
-    dtrain__json_token token;
-    uint32_t seen;
-    int length = snprintf(name, sizeof name, "%s%s", group, group[0] != '\0' ? "." : "");
-    dtrain__json_kind kind = dtrain__json_next(&parser->json, &token);
-    size_t bytes = token.end - token.begin;
-    int fits = key->end - key->begin < DTRAIN__INDEX_SETTING && !key->escaped;
-    if (fits)
-        memcpy(name + length, before.text + key->begin, key->end - key->begin);
-    if (fits && kind == DTRAIN__JSON_OBJECT && group[0] == '\0') {
-        parser->json = before;
-        *which = -2;
-        return dtrain__index_object(parser, dtrain__index_setting_member, name, &seen);
-    }
-    if (fits && bytes < sizeof value && !token.escaped &&
-        (kind == DTRAIN__JSON_NUMBER || kind == DTRAIN__JSON_STRING)) {
-        memcpy(value, before.text + token.begin, bytes);
-        value[bytes] = '\0';
-        *which = dtrain__index_is_number(value) == (kind == DTRAIN__JSON_NUMBER) ? -2 : -1;
-    }
-    if (*which == -2)
-        return dtrain__index_set(parser->index, name, value);
-    parser->json = before;
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__index_format(dtrain__index_parser *parser)
+static void dtrain__index_read_format(dtrain__index_parser *parser)
 {
     dtrain__json_token token;
-    dtrain_status status = dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected");
-    if (status == DTRAIN_OK && !dtrain__json_is(&parser->json, &token, DTRAIN__INDEX_FORMAT))
-        status = dtrain__index_bad(parser, token.begin, "not the format \"" DTRAIN__INDEX_FORMAT "\"");
-    return status;
+    if (dtrain__index_expect(parser, &token, DTRAIN__JSON_STRING, "a text was expected") &&
+        !dtrain__json_is(&parser->json, &token, DTRAIN__INDEX_FORMAT))
+        dtrain__index_bad(parser, token.begin, "not the format \"" DTRAIN__INDEX_FORMAT "\"");
 }
 
-static dtrain_status dtrain__index_version(dtrain__index_parser *parser)
+static void dtrain__index_read_version(dtrain__index_parser *parser)
 {
-    uint64_t version = 0;
-    dtrain_status status = dtrain__index_u64(parser, UINT64_MAX, &version);
-    if (status != DTRAIN_OK || version == DTRAIN__INDEX_VERSION)
-        return status;
-    return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "checkpoint index \"%s\" is of version %llu, and this dtrain knows %d: read it with that which "
-                        "wrote it",
-                        parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
+    uint64_t version = dtrain__index_u64(parser, UINT64_MAX);
+    if (parser->status == DTRAIN_OK && version != DTRAIN__INDEX_VERSION)
+        parser->status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                      "checkpoint index \"%s\" is of version %llu, and this dtrain knows %d: read it "
+                                      "with that which wrote it",
+                                      parser->index->where, (unsigned long long)version, DTRAIN__INDEX_VERSION);
 }
 
-enum { DTRAIN__INDEX_SEEN_NEEDED = 0x3f | 7 << 9 };
-
-static dtrain_status dtrain__index_top_member(dtrain__index_parser *parser, const dtrain__json_token *key, void *out,
-                                              int *which)
+static void dtrain__index_read_top(dtrain__index_parser *parser, dtrain__index_facts *facts)
 {
-    static const char *const names[] = {"format", "version",      "nonce", "counter", "step",  "world_size",
-                                        "seed",   "random_index", "hash",  "values",  "files", "tensors"};
-    dtrain__index_facts *facts = (dtrain__index_facts *)out;
-    uint64_t *numbers[] = {NULL,
-                           NULL,
-                           &facts->id.nonce,
-                           &facts->id.counter,
-                           &facts->step,
-                           &facts->world_size,
-                           &facts->seed,
-                           &facts->random_index};
-    char top[1] = "";
-    *which = dtrain__index_which(parser, key, names, 12);
-    switch (*which) {
-    case 0: return dtrain__index_format(parser);
-    case 1: return dtrain__index_version(parser);
-    case 8: *which = -1; return DTRAIN_OK; /* checked before */
-    case 9: return dtrain__index_read_values(parser);
-    case 10: return dtrain__index_array(parser, dtrain__index_one_file, NULL);
-    case 11: return dtrain__index_read_tensors(parser);
-    case -1: return dtrain__index_setting_member(parser, key, top, which);
-    default: return dtrain__index_u64(parser, *which == 5 ? INT_MAX : UINT64_MAX, numbers[*which]);
-    }
+    static const char *const names[] = {"nonce",        "counter", "step",    "world_size", "seed",
+                                        "random_index", "format",  "version", "values",     "files",
+                                        "tensors",      "hash",    NULL};
+    uint64_t *numbers[] = {&facts->id.nonce,   &facts->id.counter, &facts->step,
+                           &facts->world_size, &facts->seed,       &facts->random_index};
+    const uint32_t needed = 0xf | 31 << 6;
+    dtrain__json_token token;
+    uint32_t seen = 0;
+    int which;
+    dtrain__index_open(parser, 1);
+    while ((which = dtrain__index_member(parser, names, &seen, "")) >= 0)
+        switch (which) {
+        case 6: dtrain__index_read_format(parser); break;
+        case 7: dtrain__index_read_version(parser); break;
+        case 8: dtrain__index_read_values(parser); break;
+        case 9: dtrain__index_read_files(parser); break;
+        case 10: dtrain__index_read_tensors(parser); break;
+        case 11: /* checked before */
+            dtrain__json_next(&parser->json, &token);
+            dtrain__json_skip(&parser->json, &token);
+            break;
+        default: *numbers[which] = dtrain__index_u64(parser, which == 3 ? INT_MAX : UINT64_MAX);
+        }
+    dtrain__index_expect(parser, &token, DTRAIN__JSON_END, "more text after the index");
+    if ((seen & needed) != needed)
+        dtrain__index_bad(parser, parser->json.offset, "the index lacks one of its members");
 }
 
 /* The text's last member is the hash of what comes before it. */
@@ -685,8 +620,6 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
 {
     dtrain__index_parser parser;
     dtrain__index_facts facts;
-    dtrain__json_token token;
-    uint32_t seen = 0;
     size_t first_piece = index->piece_count;
     dtrain_status status = dtrain__index_check_hash(where, text, bytes);
     if (status != DTRAIN_OK)
@@ -697,25 +630,35 @@ static dtrain_status dtrain__index_read(dtrain__index *index, const char *where,
     parser.index = index;
     parser.base_file = index->file_count;
     dtrain__json_open(&parser.json, text, bytes);
-    status = dtrain__index_object(&parser, dtrain__index_top_member, &facts, &seen);
-    if (status == DTRAIN_OK)
-        status = dtrain__index_expect(&parser, &token, DTRAIN__JSON_END, "more text after the index");
-    if (status == DTRAIN_OK && (seen & DTRAIN__INDEX_SEEN_NEEDED) != DTRAIN__INDEX_SEEN_NEEDED)
-        status = dtrain__index_bad(&parser, bytes, "the index lacks one of its members");
-    for (size_t i = first_piece; i < index->piece_count && status == DTRAIN_OK; i++)
+    dtrain__index_read_top(&parser, &facts);
+    for (size_t i = first_piece; i < index->piece_count; i++)
         if (index->pieces[i].file >= index->file_count)
-            status = dtrain__index_bad(&parser, bytes, "a piece in a file that is not listed");
-    if (status == DTRAIN_OK && index->parts > 0 &&
-        (facts.id.nonce != index->facts.id.nonce || facts.id.counter != index->facts.id.counter ||
-         facts.step != index->facts.step || facts.world_size != index->facts.world_size))
-        status =
-            dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
-                         "checkpoint: part \"%s\" is of step %llu on %llu ranks, the first one of step %llu on %llu: "
-                         "save the same step on every rank",
-                         where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
-                         (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
-    if (status == DTRAIN_OK && index->parts++ == 0)
+            dtrain__index_bad(&parser, bytes, "a piece in a file that is not listed");
+    if (parser.status != DTRAIN_OK)
+        return parser.status;
+    if (index->parts > 0 && (!dtrain__index_same_save(&facts.id, &index->facts.id) || facts.step != index->facts.step ||
+                             facts.world_size != index->facts.world_size))
+        return dtrain__fail(NULL, DTRAIN_ERR_MISMATCH,
+                            "checkpoint: part \"%s\" is of step %llu on %llu ranks, the first one of step %llu on "
+                            "%llu: save the same step on every rank",
+                            where, (unsigned long long)facts.step, (unsigned long long)facts.world_size,
+                            (unsigned long long)index->facts.step, (unsigned long long)index->facts.world_size);
+    if (index->parts++ == 0)
         index->facts = facts;
+    return DTRAIN_OK;
+}
+
+/* The same of a file, of at most `most` bytes. */
+static dtrain_status dtrain__index_read_file(dtrain__index *index, int directory, const char *name, uint64_t most,
+                                             uint64_t *bytes_read)
+{
+    void *text = NULL;
+    size_t bytes = 0;
+    dtrain_status status = dtrain__file_read_all(directory, name, most, index->allocator, &text, &bytes, "checkpoint");
+    if (status == DTRAIN_OK)
+        status = dtrain__index_read(index, name, (const char *)text, bytes);
+    dtrain__free(index->allocator, text);
+    *bytes_read += bytes;
     return status;
 }
 

@@ -156,14 +156,8 @@ static dtrain_status dtrain__load_of_step(const dtrain__index *index, const char
 /* Reads and checks the index of a step's open directory, of which name is the last part of the path. */
 static dtrain_status dtrain__load_index(dtrain__index *index, int directory, const char *name, uint64_t *bytes_read)
 {
-    void *text = NULL;
-    size_t bytes = 0;
-    dtrain_status status = dtrain__file_read_all(directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, index->allocator,
-                                                 &text, &bytes, "checkpoint");
-    *bytes_read += bytes;
-    if (status == DTRAIN_OK)
-        status = dtrain__index_read(index, DTRAIN__SAVE_INDEX, (const char *)text, bytes);
-    dtrain__free(index->allocator, text);
+    dtrain_status status =
+        dtrain__index_read_file(index, directory, DTRAIN__SAVE_INDEX, DTRAIN__INDEX_BYTES, bytes_read);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(index, name);
     return status == DTRAIN_OK ? dtrain__index_settle(index, 1) : status;
@@ -193,44 +187,53 @@ static dtrain_status dtrain__load_open(dtrain__load *load)
 
 /* ---- a model ---- */
 
-static dtrain_status dtrain__load_model_tensor(dtrain__index *index, const char *name, size_t length,
-                                               const dtrain_safetensors_tensor *from)
+static dtrain_status dtrain__load_model_tensor(dtrain__index *index, size_t file, const dtrain_safetensors_tensor *from)
 {
     dtrain__index_tensor tensor;
     dtrain__index_piece piece;
-    if (from->ndim > DTRAIN_MAX_DIMS || length == 0 || memchr(name, 0, length) != NULL)
+    if (from->ndim > DTRAIN_MAX_DIMS || from->name_length == 0 || memchr(from->name, 0, from->name_length) != NULL)
         return DTRAIN_OK; /* nothing of that form can be asked for */
     memset(&tensor, 0, sizeof tensor);
     memset(&piece, 0, sizeof piece);
-    tensor.name = dtrain__index_text(index, name, length);
-    tensor.name_length = length;
+    tensor.name = dtrain__index_text(index, from->name, from->name_length);
+    tensor.name_length = from->name_length;
     tensor.dtype = from->dtype;
     tensor.ndim = from->ndim;
     for (int d = 0; d < from->ndim; d++)
         tensor.shape[d] = from->shape[d];
     piece.tensor = index->tensor_count;
+    piece.file = file;
     piece.number = piece.box = DTRAIN__INDEX_NONE;
     piece.count = from->count;
-    if (tensor.name == DTRAIN__INDEX_NONE || !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1) ||
-        !DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
+    if (tensor.name == DTRAIN__INDEX_NONE)
         return DTRAIN_ERR_MEMORY;
-    index->tensors[index->tensor_count++] = tensor;
-    index->pieces[index->piece_count++] = piece;
-    return DTRAIN_OK;
+    dtrain_status status = DTRAIN__INDEX_ADD(index->allocator, index->tensors, index->tensor_count, tensor);
+    return status == DTRAIN_OK ? DTRAIN__INDEX_ADD(index->allocator, index->pieces, index->piece_count, piece) : status;
+}
+
+/* Lists one file of a model. */
+static dtrain_status dtrain__load_model_file(dtrain__load *load, const dtrain_safetensors *from)
+{
+    const dtrain_safetensors_tensor *tensor;
+    dtrain__index_file file;
+    size_t number = load->index.file_count;
+    memset(&file, 0, sizeof file);
+    file.holder = -1;
+    load->reader.bytes_read += dtrain__safetensors_header_bytes(from);
+    dtrain_status status = DTRAIN__INDEX_ADD(load->index.allocator, load->index.files, load->index.file_count, file);
+    for (size_t i = 0; status == DTRAIN_OK && (tensor = dtrain_safetensors_tensor_at(from, i)) != NULL; i++)
+        status = dtrain__load_model_tensor(&load->index, number, tensor);
+    return status;
 }
 
 /* Lists a model's tensors, the same on every rank; other names of tied weights are found when they are asked for. */
 static dtrain_status dtrain__load_open_model(dtrain__load *load)
 {
     dtrain_checkpoint *ckpt = load->ckpt;
-    dtrain_safetensors_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.allocator = ckpt->allocator;
+    dtrain_safetensors_desc desc = {0, ckpt->allocator};
     dtrain_status status = dtrain_safetensors_model_open(&load->model, load->desc.path, &desc);
-    for (size_t i = 0; status == DTRAIN_OK && i < dtrain_safetensors_model_count(load->model); i++) {
-        const dtrain_safetensors_tensor *tensor = dtrain_safetensors_model_tensor(load->model, i, NULL);
-        status = dtrain__load_model_tensor(&load->index, tensor->name, tensor->name_length, tensor);
-    }
+    for (size_t i = 0; status == DTRAIN_OK && i < dtrain_safetensors_model_files(load->model); i++)
+        status = dtrain__load_model_file(load, dtrain__huggingface_file(load->model, i));
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&load->index, 0);
     return dtrain__save_agree(ckpt, status, load->index.tensor_count, "a model whose number of tensors is");
@@ -451,15 +454,10 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
             dtrain__index_region(index, tensor, &index->pieces[k], &have);
             if (!dtrain__region_overlap_begin(&overlap, &have, &want))
                 continue;
-            void *larger =
-                dtrain__memory_grow(load->ckpt->allocator, load->jobs, sizeof *load->jobs, load->job_count, 1);
-            if (larger == NULL)
-                return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu reads", load->job_count);
-            load->jobs = (dtrain__load_job *)larger;
-            size_t near = load->model == NULL ? dtrain__load_nearest(load, tensor, k) : k;
-            load->jobs[load->job_count].file = index->pieces[near].file;
-            load->jobs[load->job_count].have = near;
-            load->jobs[load->job_count++].want = load->wants[i].piece;
+            size_t near = dtrain__load_nearest(load, tensor, k);
+            dtrain__load_job job = {index->pieces[near].file, near, load->wants[i].piece};
+            if (DTRAIN__INDEX_ADD(load->ckpt->allocator, load->jobs, load->job_count, job) != DTRAIN_OK)
+                return DTRAIN_ERR_MEMORY;
         }
     }
     if (load->job_count > 0)
@@ -467,33 +465,22 @@ static dtrain_status dtrain__load_plan(dtrain__load *load)
     return DTRAIN_OK;
 }
 
-/* The directory of a file of the index, to be closed by dtrain__load_leave. */
-static dtrain_status dtrain__load_enter(dtrain__load *load, size_t file, int *directory)
-{
-    char name[80];
-    *directory = load->directory;
-    if (!load->ckpt->local)
-        return DTRAIN_OK;
-    snprintf(name, sizeof name, "rank-%05d/%s", load->index.files[file].rank, load->step_name);
-    return dtrain__file_open_directory(directory, load->ckpt->base, name, "checkpoint");
-}
-
-static void dtrain__load_leave(dtrain__load *load, int directory)
-{
-    if (load->ckpt->local)
-        dtrain__file_close(directory);
-}
-
 /* Opens the file of a stored piece. */
 static dtrain_status dtrain__load_open_file(dtrain__load *load, size_t file)
 {
-    int directory = -1;
+    char name[80];
+    int directory = load->directory;
     if (load->reader.open == file)
         return DTRAIN_OK;
-    dtrain_status status = dtrain__load_enter(load, file, &directory);
+    if (load->model != NULL)
+        return dtrain__verify_open_model(&load->reader, dtrain__huggingface_file(load->model, file), file);
+    if (!load->ckpt->local)
+        return dtrain__verify_open(&load->reader, directory, file);
+    snprintf(name, sizeof name, "rank-%05d/%s", load->index.files[file].rank, load->step_name);
+    dtrain_status status = dtrain__file_open_directory(&directory, load->ckpt->base, name, "checkpoint");
     if (status == DTRAIN_OK)
         status = dtrain__verify_open(&load->reader, directory, file);
-    dtrain__load_leave(load, directory);
+    dtrain__file_close(directory);
     return status;
 }
 
@@ -503,16 +490,16 @@ static dtrain_status dtrain__load_read(dtrain__load *load)
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < load->job_count && status == DTRAIN_OK; i++) {
         const dtrain__load_job *job = &load->jobs[i];
-        const dtrain__index_piece *have = &load->index.pieces[job->have];
         const dtrain_piece *want = &load->list.pieces[job->want];
+        dtrain__verify_target to = {want->data, want->dtype, want->device, &load->reader.way};
         dtrain__region region;
         if (load->index.files[job->file].holder >= 0)
             continue;
         dtrain__region_of(&region, want);
         status = dtrain__load_open_file(load, job->file);
         if (status == DTRAIN_OK)
-            status = dtrain__verify_read(&load->reader, &load->index.tensors[have->tensor], have, &region, want->data,
-                                         want->dtype, want->device, &load->report.bytes);
+            status =
+                dtrain__verify_read(&load->reader, &load->index.pieces[job->have], &region, &to, &load->report.bytes);
     }
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
@@ -546,71 +533,6 @@ static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_s
     state->seed = facts->seed;
     state->random_index = facts->random_index;
     return DTRAIN_OK;
-}
-
-/* ---- from a plain model ----
- * Its tensors are whole: box after box goes to wherever a piece is. */
-
-/* One box of a wanted piece, read from a model. */
-typedef struct dtrain__load_box {
-    dtrain_safetensors *file;
-    const dtrain_safetensors_tensor *tensor;
-    const dtrain_piece *want;
-    unsigned char *out; /* of the next box */
-} dtrain__load_box;
-
-static dtrain_status dtrain__load_model_box(void *user, const dtrain__region *region)
-{
-    dtrain__load_box *box = (dtrain__load_box *)user;
-    unsigned char *out = box->out;
-    box->out += dtrain__pieces_product(region->size, 0, region->ndim) * (dtrain_dtype_bits(box->want->dtype) / 8);
-    return dtrain__safetensors_read_box(box->file, box->tensor, region->begin, region->size, out, box->want->dtype);
-}
-
-/* Reads a piece on a device, a range of it after another. */
-static dtrain_status dtrain__load_model_to(dtrain__load *load, dtrain__region *region, dtrain__load_box *box)
-{
-    const dtrain_piece *want = box->want;
-    size_t each = dtrain_dtype_bits(want->dtype) / 8, have = 0;
-    dtrain_status status = DTRAIN_OK;
-    for (size_t done = 0; done < want->count && status == DTRAIN_OK; done += region->count) {
-        void *at;
-        status = dtrain__staging_room(&load->reader.way, want->device, (want->count - done) * each, &at, &have);
-        region->at = want->begin + done;
-        region->count = have / each;
-        box->out = (unsigned char *)at;
-        if (status == DTRAIN_OK)
-            status = dtrain__region_boxes(region, dtrain__load_model_box, box);
-        if (status == DTRAIN_OK)
-            status = dtrain__staging_send(&load->reader.way, (unsigned char *)want->data + done * each,
-                                          region->count * each);
-    }
-    return status;
-}
-
-static dtrain_status dtrain__load_read_model(dtrain__load *load)
-{
-    dtrain_status status = DTRAIN_OK;
-    for (size_t i = 0; i < load->list.count && status == DTRAIN_OK; i++) {
-        const dtrain_piece *want = &load->list.pieces[load->wants[i].piece];
-        dtrain__region region;
-        dtrain__load_box box;
-        if (load->wants[i].tensor == DTRAIN__INDEX_NONE || want->count == 0)
-            continue;
-        memset(&box, 0, sizeof box);
-        box.want = want;
-        box.tensor = dtrain_safetensors_model_find(load->model, want->name, strlen(want->name), &box.file);
-        dtrain__region_of(&region, want);
-        box.out = (unsigned char *)want->data;
-        status = want->device == NULL ? dtrain__region_boxes(&region, dtrain__load_model_box, &box)
-                                      : dtrain__load_model_to(load, &region, &box);
-        load->report.bytes += (uint64_t)want->count * (dtrain_dtype_bits(box.tensor->dtype) / 8);
-    }
-    for (size_t i = 0; i < dtrain_safetensors_model_files(load->model); i++) {
-        dtrain_safetensors *file = dtrain__huggingface_file(load->model, i);
-        load->reader.bytes_read += dtrain__safetensors_header_bytes(file) + dtrain__safetensors_bytes_read(file);
-    }
-    return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 
 #endif

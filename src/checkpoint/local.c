@@ -39,17 +39,13 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
     dtrain_checkpoint *ckpt = list->ckpt;
     char name[32];
     dtrain__index index;
-    void *text = NULL, *larger;
-    size_t bytes = 0;
+    uint64_t ignored = 0;
     dtrain__part_step_name(name, step);
     dtrain__index_begin(&index, ckpt->allocator);
-    dtrain_status status = dtrain__file_read_all(directory, dtrain__local_index(before), DTRAIN__LOCAL_INDEX,
-                                                 ckpt->allocator, &text, &bytes, "checkpoint");
-    if (status == DTRAIN_OK)
-        status = dtrain__index_read(&index, dtrain__local_index(before), (const char *)text, bytes);
+    dtrain_status status =
+        dtrain__index_read_file(&index, directory, dtrain__local_index(before), DTRAIN__LOCAL_INDEX, &ignored);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(&index, name);
-    dtrain__free(ckpt->allocator, text);
     if (status == DTRAIN_OK && index.file_count == 1 && index.files[0].rank == list->rank) {
         dtrain__local_part part = {step,
                                    index.facts.id.nonce,
@@ -59,13 +55,7 @@ static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, 
                                    (uint64_t)ckpt->rank,
                                    before,
                                    0};
-        larger = dtrain__memory_grow(ckpt->allocator, list->parts, sizeof part, list->count, 1);
-        if (larger != NULL) {
-            list->parts = (dtrain__local_part *)larger;
-            list->parts[list->count++] = part;
-        } else {
-            status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of parts");
-        }
+        status = DTRAIN__INDEX_ADD(ckpt->allocator, list->parts, list->count, part);
     } else if (status == DTRAIN_ERR_CORRUPT) {
         dtrain__log(DTRAIN_LOG_WARN, "%.600s", dtrain__thread_error.text);
     }
@@ -445,7 +435,8 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
            request->bytes % (dtrain_dtype_bits(tensor->dtype) / 8) == 0;
 }
 
-/* Reads what another rank asked for, packed in the order of elements; the byte before it says whether it is good. */
+/* Reads what another rank asked for, packed as it is in the file, in the order of elements; the byte before it says
+ * whether it is good. */
 static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned char *out)
 {
     dtrain__load *load = turn->load;
@@ -468,38 +459,15 @@ static void dtrain__local_serve(dtrain__local_turn *turn, int rank, unsigned cha
     if (status == DTRAIN_OK)
         status = dtrain__load_open_file(load, piece->file);
     if (status == DTRAIN_OK)
-        status = dtrain__verify_find(&load->reader, tensor, piece, &begin);
+        status = dtrain__verify_find(&load->reader, piece, &begin);
     while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
-        status = dtrain__verify_copy(&load->reader, begin + (uint64_t)run.from_begin * bytes, run.count, tensor->dtype,
-                                     to, tensor->dtype);
+        status = dtrain__verify_copy(&load->reader.data, begin + (uint64_t)run.from_begin * bytes, run.count * bytes,
+                                     DTRAIN_U8, to, DTRAIN_U8);
         to += run.count * bytes;
     }
     *out = status != DTRAIN_OK;
     if (status != DTRAIN_OK && load->failed.status == DTRAIN_OK)
         load->failed = dtrain__thread_error;
-}
-
-/* Converts elements on their way to a device. */
-static dtrain_status dtrain__local_send(dtrain__load *load, const unsigned char *from, dtrain_dtype dtype,
-                                        unsigned char *to, const dtrain_piece *want, size_t count)
-{
-    size_t from_bytes = dtrain_dtype_bits(dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8, have = 0;
-    dtrain_status status = DTRAIN_OK;
-    while (count > 0 && status == DTRAIN_OK) {
-        void *at;
-        status = dtrain__staging_room(&load->reader.way, want->device, count * to_bytes, &at, &have);
-        size_t n = have / to_bytes;
-        if (status == DTRAIN_OK && dtype == want->dtype)
-            memcpy(at, from, n * to_bytes);
-        else if (status == DTRAIN_OK)
-            status = dtrain_convert(from, dtype, at, want->dtype, n);
-        if (status == DTRAIN_OK)
-            status = dtrain__staging_send(&load->reader.way, to, n * to_bytes);
-        from += n * from_bytes;
-        to += n * to_bytes;
-        count -= n;
-    }
-    return status;
 }
 
 /* Puts what was asked for in its place. */
@@ -511,29 +479,20 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     const dtrain_piece *want = &load->list.pieces[job->want];
     const dtrain__index_piece *piece = &load->index.pieces[job->have];
     const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
-    size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(want->dtype) / 8;
-    const unsigned char *from = turn->in + 1;
+    size_t before = (size_t)request->at - want->begin;
+    dtrain__verify_target to = {(unsigned char *)want->data + before * (dtrain_dtype_bits(want->dtype) / 8),
+                                want->dtype, want->device, &load->reader.way};
+    dtrain__verify_file reply; /* it is all in the window */
     dtrain__region have, region;
-    dtrain__region_overlap overlap;
-    dtrain__region_overlap_run run;
-    dtrain_status status = DTRAIN_OK;
     if (turn->in[0] != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint: rank %llu could not read its part for rank %d",
                             (unsigned long long)request->holder, load->ckpt->rank);
+    memset(&reply, 0, sizeof reply);
+    reply.window = turn->in + 1;
+    reply.end = request->bytes;
     dtrain__local_region(load, request, &region);
     dtrain__index_region(&load->index, tensor, piece, &have);
-    dtrain__region_overlap_begin(&overlap, &have, &region);
-    while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
-        unsigned char *to = (unsigned char *)want->data + (region.at - want->begin + run.to_begin) * to_bytes;
-        if (want->device != NULL)
-            status = dtrain__local_send(load, from, tensor->dtype, to, want, run.count);
-        else if (tensor->dtype == want->dtype)
-            memcpy(to, from, run.count * to_bytes);
-        else
-            status = dtrain_convert(from, tensor->dtype, to, want->dtype, run.count);
-        from += run.count * from_bytes;
-    }
-    load->report.bytes += request->bytes;
+    dtrain_status status = dtrain__verify_share(&reply, 0, 1, &have, tensor->dtype, &region, &to, &load->report.bytes);
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
 

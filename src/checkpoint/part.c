@@ -146,8 +146,7 @@ static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain
     dtrain__index_tensor tensor;
     size_t name = strlen(piece->name), suffix = piece->suffix != NULL ? strlen(piece->suffix) : 0;
     memset(&tensor, 0, sizeof tensor);
-    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, name + suffix + 1) ||
-        !DTRAIN__INDEX_ROOM(index, tensors, tensor_count, 1))
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, index->text_bytes, name + suffix + 1))
         return DTRAIN_ERR_MEMORY;
     tensor.name = index->text_bytes;
     tensor.name_length = name + suffix;
@@ -159,8 +158,7 @@ static dtrain_status dtrain__part_tensor(dtrain__part_writer *part, const dtrain
         memcpy(index->texts + tensor.name + name, piece->suffix, suffix);
     index->texts[tensor.name + name + suffix] = '\0';
     index->text_bytes += name + suffix + 1;
-    index->tensors[index->tensor_count++] = tensor;
-    return DTRAIN_OK;
+    return DTRAIN__INDEX_ADD(index->allocator, index->tensors, index->tensor_count, tensor);
 }
 
 /* The name in the file: the tensor's own where it is there in one piece, NAME#number elsewhere. A # in the first kind
@@ -176,7 +174,7 @@ static dtrain_status dtrain__part_item_name(dtrain__part_writer *part, const dtr
         return DTRAIN_OK;
     }
     entry->number = number;
-    if (!DTRAIN__INDEX_ROOM(index, texts, text_bytes, tensor->name_length + 24))
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->texts, index->text_bytes, tensor->name_length + 24))
         return DTRAIN_ERR_MEMORY;
     item->name = index->text_bytes;
     memcpy(index->texts + item->name, dtrain__index_name(index, tensor), tensor->name_length);
@@ -220,22 +218,18 @@ static dtrain_status dtrain__part_take(dtrain__part_writer *part, const dtrain_p
     entry.copy = part->local ? (size_t)piece->copy : 0;
     if (piece->boxed) {
         entry.box = index->number_count;
-        for (int d = 0; d < 2 * piece->ndim; d++)
-            if (dtrain__index_number(index, d < piece->ndim ? region.begin[d] : region.size[d - piece->ndim]) ==
-                DTRAIN__INDEX_NONE)
-                return DTRAIN_ERR_MEMORY;
+        status = dtrain__index_add_sizes(index, region.begin, region.ndim);
+        if (status == DTRAIN_OK)
+            status = dtrain__index_add_sizes(index, region.size, region.ndim);
     }
-    status = dtrain__part_item_name(part, &region, part->item_count, &item, &entry);
-    if (status != DTRAIN_OK || !DTRAIN__INDEX_ROOM(index, pieces, piece_count, 1))
-        return DTRAIN_ERR_MEMORY;
-    index->pieces[index->piece_count++] = entry;
+    if (status == DTRAIN_OK)
+        status = dtrain__part_item_name(part, &region, part->item_count, &item, &entry);
+    if (status == DTRAIN_OK)
+        status = DTRAIN__INDEX_ADD(index->allocator, index->pieces, index->piece_count, entry);
+    if (status != DTRAIN_OK)
+        return status;
     dtrain__part_data(&item, piece, &region, begin, count);
-    void *larger = dtrain__memory_grow(part->allocator, part->items, sizeof *part->items, part->item_count, 1);
-    if (larger == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of pieces");
-    part->items = (dtrain__part_item *)larger;
-    part->items[part->item_count++] = item;
-    return DTRAIN_OK;
+    return DTRAIN__INDEX_ADD(part->allocator, part->items, part->item_count, item);
 }
 
 /* Whether no key comes twice among the values that were entered. */
@@ -274,17 +268,14 @@ static dtrain_status dtrain__part_values(dtrain__part_writer *part, const dtrain
         dtrain__index_value value;
         if (pair->key == NULL || pair->value == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: value %zu has no key or no value", i);
-        value.key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
-        value.value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
-        if (value.key_length == 0 || memchr(pair->key, 0, value.key_length) != NULL)
+        size_t key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
+        size_t value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
+        if (key_length == 0 || memchr(pair->key, 0, key_length) != NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                 "checkpoint: the key of value %zu is empty or has a zero byte", i);
-        value.key = dtrain__index_text(index, pair->key, value.key_length);
-        value.value = dtrain__index_text(index, pair->value, value.value_length);
-        if (value.key == DTRAIN__INDEX_NONE || value.value == DTRAIN__INDEX_NONE ||
-            !DTRAIN__INDEX_ROOM(index, values, value_count, 1))
+        if (dtrain__index_pair(index, pair->key, key_length, pair->value, value_length, &value) != DTRAIN_OK ||
+            DTRAIN__INDEX_ADD(index->allocator, index->values, index->value_count, value) != DTRAIN_OK)
             return DTRAIN_ERR_MEMORY;
-        index->values[index->value_count++] = value;
     }
     return index->value_count > 1 ? dtrain__part_values_once(part) : DTRAIN_OK;
 }
@@ -477,10 +468,8 @@ static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int direct
     dtrain_safetensors_write_desc desc;
     dtrain__staging way = {NULL, NULL, 0};
     uint64_t bytes = 0;
-    void *larger = dtrain__memory_grow(part->allocator, part->sources, sizeof *part->sources, 0, part->item_count + 1);
-    if (larger == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu pieces", part->item_count);
-    part->sources = (dtrain_safetensors_source *)larger;
+    if (!DTRAIN__INDEX_ROOM(part->allocator, part->sources, 0, part->item_count + 1))
+        return DTRAIN_ERR_MEMORY;
     memset(&desc, 0, sizeof desc);
     desc.allocator = part->allocator;
     for (size_t i = 0; i < part->item_count; i++) {
@@ -498,12 +487,8 @@ static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int direct
     dtrain_status status = dtrain_safetensors_size(&bytes, part->sources, part->item_count, &desc);
     if (status != DTRAIN_OK)
         return status;
-    larger = dtrain__memory_grow(part->allocator, part->blocks, sizeof *part->blocks, 0,
-                                 (size_t)dtrain__index_blocks(bytes) + 1);
-    if (larger == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for the hashes of %llu bytes",
-                            (unsigned long long)bytes);
-    part->blocks = (uint64_t *)larger;
+    if (!DTRAIN__INDEX_ROOM(part->allocator, part->blocks, 0, (size_t)dtrain__index_blocks(bytes) + 1))
+        return DTRAIN_ERR_MEMORY;
     status = dtrain__part_put(part, directory, name, part->item_count, file, part->blocks);
     dtrain__staging_free(&way);
     return status;
@@ -516,7 +501,7 @@ static dtrain_status dtrain__part_put_hashes(dtrain__part_writer *part, int dire
     dtrain__index *index = &part->index;
     size_t count = (size_t)dtrain__index_blocks(file->data.data_bytes);
     file->block_count = (size_t)dtrain__index_blocks(8 * (uint64_t)count);
-    if (!DTRAIN__INDEX_ROOM(index, numbers, number_count, file->block_count + 1))
+    if (!DTRAIN__INDEX_ROOM(index->allocator, index->numbers, index->number_count, file->block_count + 1))
         return DTRAIN_ERR_MEMORY;
     file->blocks = index->number_count;
     index->number_count += file->block_count;
@@ -548,9 +533,8 @@ static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory
     file.data.name = dtrain__index_text(index, names[0], strlen(names[0]));
     file.hashes.name = dtrain__index_text(index, names[1], strlen(names[1]));
     if (file.data.name == DTRAIN__INDEX_NONE || file.hashes.name == DTRAIN__INDEX_NONE ||
-        !DTRAIN__INDEX_ROOM(index, files, file_count, 1))
+        DTRAIN__INDEX_ADD(index->allocator, index->files, index->file_count, file) != DTRAIN_OK)
         return DTRAIN_ERR_MEMORY;
-    index->files[index->file_count++] = file;
     status = dtrain__index_settle(index, 0);
     return status == DTRAIN_OK ? dtrain__index_print(index, &part->text, bytes) : status;
 }

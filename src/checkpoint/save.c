@@ -144,7 +144,7 @@ static void dtrain__save_learn(dtrain_checkpoint *ckpt)
 /* Whether a save may be the only one that all ranks have. */
 static int dtrain__save_is_common(const dtrain_checkpoint *ckpt, const dtrain__index_save_id *id)
 {
-    return !ckpt->common.known || (id->nonce == ckpt->common.id.nonce && id->counter == ckpt->common.id.counter);
+    return !ckpt->common.known || dtrain__index_same_save(id, &ckpt->common.id);
 }
 
 /* ---- directories ---- */
@@ -192,15 +192,10 @@ static int dtrain__save_read_id(dtrain_checkpoint *ckpt, int directory, const ch
 {
     dtrain__error before = dtrain__thread_error;
     dtrain__index index;
-    void *text = NULL;
-    size_t bytes = 0;
+    uint64_t ignored = 0;
     dtrain__index_begin(&index, ckpt->allocator);
-    dtrain_status status =
-        dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
-    if (status == DTRAIN_OK)
-        status = dtrain__index_read(&index, name, (const char *)text, bytes);
+    dtrain_status status = dtrain__index_read_file(&index, directory, name, DTRAIN__INDEX_BYTES, &ignored);
     *id = index.facts.id;
-    dtrain__free(ckpt->allocator, text);
     dtrain__index_free(&index);
     dtrain__thread_error = before;
     return status == DTRAIN_OK;
@@ -219,11 +214,6 @@ static void dtrain__save_discard(dtrain_checkpoint *ckpt, int directory)
     }
 }
 
-static int dtrain__save_same(const dtrain__index_save_id *a, const dtrain__index_save_id *b)
-{
-    return a->nonce == b->nonce && a->counter == b->counter;
-}
-
 static int dtrain__save_is_there(int directory, const char *name)
 {
     struct stat there;
@@ -235,7 +225,7 @@ static int dtrain__save_listed(dtrain_checkpoint *ckpt, int directory)
 {
     dtrain__index_save_id id;
     return dtrain__save_read_id(ckpt, directory, DTRAIN__SAVE_INDEX, &id)
-               ? dtrain__save_same(&id, dtrain__save_current(ckpt))
+               ? dtrain__index_same_save(&id, dtrain__save_current(ckpt))
                : dtrain__save_is_there(directory, DTRAIN__SAVE_INDEX);
 }
 
@@ -292,8 +282,7 @@ static int dtrain__save_see_mark(void *user, const char *name)
     dtrain__index_save_id id;
     int rank;
     const char *tail = *name != '.' ? dtrain__part_parse(name, &rank, &id) : NULL;
-    if (tail == NULL || id.nonce != dtrain__save_current(ckpt)->nonce ||
-        id.counter != dtrain__save_current(ckpt)->counter || rank >= ckpt->ranks)
+    if (tail == NULL || !dtrain__index_same_save(&id, dtrain__save_current(ckpt)) || rank >= ckpt->ranks)
         return 0;
     if (strcmp(tail, "failed") == 0)
         marks->failed = rank;
@@ -413,17 +402,13 @@ static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, con
 static dtrain_status dtrain__save_index(dtrain_checkpoint *ckpt, int directory)
 {
     dtrain_status status = DTRAIN_OK;
+    uint64_t ignored = 0;
     size_t bytes = 0;
     dtrain__index_clear(&ckpt->whole);
     for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++) {
         char name[DTRAIN__PART_NAME];
-        void *text = NULL;
         dtrain__part_name(name, rank, dtrain__save_current(ckpt), "done");
-        status =
-            dtrain__file_read_all(directory, name, DTRAIN__INDEX_BYTES, ckpt->allocator, &text, &bytes, "checkpoint");
-        if (status == DTRAIN_OK)
-            status = dtrain__index_read(&ckpt->whole, name, (const char *)text, bytes);
-        dtrain__free(ckpt->allocator, text);
+        status = dtrain__index_read_file(&ckpt->whole, directory, name, DTRAIN__INDEX_BYTES, &ignored);
     }
     if (status == DTRAIN_OK)
         status = dtrain__index_settle(&ckpt->whole, 1);
@@ -481,7 +466,7 @@ static int dtrain__save_look(void *user, const char *name)
         return 0;
     if (!tidy->has_files)
         tidy->first = id;
-    tidy->mixed |= !dtrain__save_same(&id, &tidy->first);
+    tidy->mixed |= !dtrain__index_same_save(&id, &tidy->first);
     tidy->has_files = 1;
     return 0;
 }
@@ -509,14 +494,14 @@ static int dtrain__save_sweep(void *user, const char *name)
         return 0;
     }
     data = !temporary && strstr(tail, "safetensors") != NULL;
-    if (data && ((tidy->has_index && !tidy->prunes && dtrain__save_same(&id, &tidy->visible)) ||
-                 (tidy->has_before && dtrain__save_same(&id, &tidy->before))))
+    if (data && ((tidy->has_index && !tidy->prunes && dtrain__index_same_save(&id, &tidy->visible)) ||
+                 (tidy->has_before && dtrain__index_same_save(&id, &tidy->before))))
         return 0;
     if (id.nonce == dtrain__save_current(ckpt)->nonce)
         dead = id.counter < dtrain__save_current(ckpt)->counter;
     else
-        dead = (ckpt->replaces && dtrain__save_same(&id, &ckpt->replaced)) ||
-               (tidy->prunes && dtrain__save_same(&id, &tidy->visible)) ||
+        dead = (ckpt->replaces && dtrain__index_same_save(&id, &ckpt->replaced)) ||
+               (tidy->prunes && dtrain__index_same_save(&id, &tidy->visible)) ||
                dtrain__save_old(tidy, tidy->directory, name);
     if (dead)
         dtrain__file_sys_unlink(tidy->directory, name, 0);
@@ -571,13 +556,8 @@ static int dtrain__save_find_step(void *user, const char *name)
     uint64_t step;
     if (!dtrain__part_is_step(name, &step))
         return 0;
-    void *larger = dtrain__memory_grow(ckpt->allocator, ckpt->steps, sizeof *ckpt->steps, ckpt->step_count, 1);
-    ckpt->steps_cut = larger == NULL;
-    if (larger == NULL)
-        return 1;
-    ckpt->steps = (uint64_t *)larger;
-    ckpt->steps[ckpt->step_count++] = step;
-    return 0;
+    ckpt->steps_cut = DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, step) != DTRAIN_OK;
+    return ckpt->steps_cut;
 }
 
 static int dtrain__save_by_step(const void *left, const void *right)

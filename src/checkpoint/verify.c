@@ -1,22 +1,25 @@
 /* ---- >>verify ----
  * Reading files whose blocks carry hashes. What is read is whole blocks, a window of them at a time, each checked
  * before a byte of it is given out; ranges that come in the order of the file read no block twice. Hashes come from a
- * file that is read in the same way, and whose own are in the index. */
+ * file that is read in the same way, and whose own are in the index. Of files without hashes, as those of a model, what
+ * is wanted is read, and short ranges with the rest of a page. */
 #ifndef DTRAIN__VERIFY
 #define DTRAIN__VERIFY
 #include "save.c"
 #include "../format/safetensors_read.c"
 
-#define DTRAIN__VERIFY_WINDOW 16 /* blocks at a time: 1 MiB */
+#define DTRAIN__VERIFY_WINDOW ((size_t)16 * DTRAIN__INDEX_BLOCK) /* bytes at a time: checked while in a cache */
+#define DTRAIN__VERIFY_PAGE 4096
 
 typedef struct dtrain__verify_file {
     const char *name; /* for texts */
-    int fd;
+    int fd;           /* of `file` */
+    int borrowed;     /* 1: the file is somebody else's, who closes it */
     dtrain_safetensors *file;
     uint64_t data_begin, data_bytes;
     unsigned char *window;
     size_t window_bytes;
-    uint64_t first, blocks;           /* blocks in the window: first to first + blocks */
+    uint64_t begin, end;              /* of the data that is in the window */
     const uint64_t *hashes;           /* of the blocks; NULL: they are in `from` */
     struct dtrain__verify_file *from; /* NULL too: nothing is checked */
     uint64_t *bytes_read;
@@ -24,8 +27,10 @@ typedef struct dtrain__verify_file {
 
 static void dtrain__verify_file_close(dtrain__verify_file *open, dtrain_allocator *allocator)
 {
-    dtrain_safetensors_close(open->file);
-    dtrain__file_close(open->fd);
+    if (open->file == NULL)
+        dtrain__file_close(open->fd);
+    if (!open->borrowed)
+        dtrain_safetensors_close(open->file);
     dtrain__free(allocator, open->window);
     memset(open, 0, sizeof *open);
     open->fd = -1;
@@ -51,49 +56,46 @@ static dtrain_status dtrain__verify_file_header(dtrain__verify_file *open, const
     return status;
 }
 
-/* Opens a file of an index. A failed one is closed. */
+static dtrain_status dtrain__verify_file_window(dtrain__verify_file *open, size_t bytes, dtrain_allocator *allocator)
+{
+    open->window_bytes = bytes;
+    open->window = (unsigned char *)dtrain__alloc(allocator, bytes);
+    return open->window != NULL ? DTRAIN_OK
+                                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes", bytes);
+}
+
+/* Opens a file of an index; close it also after an error. */
 static dtrain_status dtrain__verify_file_open(dtrain__verify_file *open, int directory, const char *name,
-                                              const dtrain__index_hashed *entry, int verify, size_t window_blocks,
+                                              const dtrain__index_hashed *entry, int verify, size_t window_bytes,
                                               dtrain_allocator *allocator, uint64_t *bytes_read)
 {
-    dtrain_safetensors_desc desc;
+    dtrain_safetensors_desc desc = {0, allocator};
     uint64_t bytes = 0;
-    memset(open, 0, sizeof *open);
-    memset(&desc, 0, sizeof desc);
-    desc.allocator = allocator;
     open->name = name;
     open->bytes_read = bytes_read;
     open->data_begin = entry->header_bytes;
     open->data_bytes = entry->data_bytes;
     dtrain_status status = dtrain__file_open(&open->fd, &bytes, directory, name, "checkpoint");
-    if (status != DTRAIN_OK)
-        return status;
-    if (bytes < entry->header_bytes || bytes - entry->header_bytes != entry->data_bytes)
+    if (status == DTRAIN_OK && (bytes < entry->header_bytes || bytes - entry->header_bytes != entry->data_bytes))
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "checkpoint file \"%s\" has %llu bytes, where the index says %llu and %llu: it was cut",
                               name, (unsigned long long)bytes, (unsigned long long)entry->header_bytes,
                               (unsigned long long)entry->data_bytes);
     if (status == DTRAIN_OK && verify)
         status = dtrain__verify_file_header(open, entry);
-    if (status == DTRAIN_OK)
-        status = dtrain__safetensors_open_fd(&open->file, open->fd, &desc);
+    if (status != DTRAIN_OK)
+        return status;
+    *bytes_read += entry->header_bytes;
+    status = dtrain__safetensors_make(&open->file, open->fd, NULL, bytes, &desc, name);
+    if (status != DTRAIN_OK)
+        open->fd = -1; /* closed */
     if (status == DTRAIN_OK && dtrain__safetensors_header_bytes(open->file) != entry->header_bytes)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "checkpoint file \"%s\": its header has another length than the "
-                              "index says",
-                              name);
-    *bytes_read += entry->header_bytes;
-    open->window_bytes = window_blocks * DTRAIN__INDEX_BLOCK;
-    if (status == DTRAIN_OK && (open->window = (unsigned char *)dtrain__alloc(allocator, open->window_bytes)) == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for %zu bytes", open->window_bytes);
-    if (status != DTRAIN_OK) {
-        open->window_bytes = open->window != NULL ? open->window_bytes : 0;
-        dtrain__verify_file_close(open, allocator);
-    }
-    return status;
+                              "checkpoint file \"%s\": its header has another length than the index says", name);
+    return status == DTRAIN_OK ? dtrain__verify_file_window(open, window_bytes, allocator) : status;
 }
 
-static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want,
+static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want, size_t each,
                                              const unsigned char **data, size_t *have);
 
 /* The hash that a block should have. */
@@ -105,76 +107,78 @@ static dtrain_status dtrain__verify_file_hash(dtrain__verify_file *open, uint64_
         *hash = open->hashes[block];
         return DTRAIN_OK;
     }
-    dtrain_status status = dtrain__verify_file_get(open->from, 8 * block, 8, &data, &have);
+    dtrain_status status = dtrain__verify_file_get(open->from, 8 * block, 8, 8, &data, &have);
     if (status == DTRAIN_OK)
         *hash = dtrain__load_le64(data);
     return status;
 }
 
-/* Checks blocks that were read to `data`, bytes of them. */
-static dtrain_status dtrain__verify_file_check(dtrain__verify_file *open, const unsigned char *data, uint64_t first,
-                                               uint64_t blocks, uint64_t bytes)
+static int dtrain__verify_file_hashed(const dtrain__verify_file *open)
 {
-    for (uint64_t i = 0; i < blocks && (open->hashes != NULL || open->from != NULL); i++) {
-        uint64_t expected = 0, begin = i * DTRAIN__INDEX_BLOCK;
-        uint64_t n = bytes - begin < DTRAIN__INDEX_BLOCK ? bytes - begin : DTRAIN__INDEX_BLOCK;
-        dtrain_status status = dtrain__verify_file_hash(open, first + i, &expected);
-        if (status != DTRAIN_OK)
-            return status;
-        if (dtrain__xxh64_of(data + begin, (size_t)n, 0) != expected)
-            return dtrain__fail(
-                NULL, DTRAIN_ERR_CORRUPT,
-                "checkpoint file \"%s\": bytes %llu to %llu have not the hash that was saved: they were "
-                "damaged",
-                open->name, (unsigned long long)(open->data_begin + begin + first * DTRAIN__INDEX_BLOCK),
-                (unsigned long long)(open->data_begin + begin + first * DTRAIN__INDEX_BLOCK + n - 1));
-    }
-    return DTRAIN_OK;
+    return open->hashes != NULL || open->from != NULL;
 }
 
-/* Gives the address of the data at an offset, and how many of the `want` bytes from there on are with it, at least one.
- * The range is inside the data. */
-static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want,
+/* Reads `bytes` bytes of the data, whole blocks where they are hashed, and checks them. */
+static dtrain_status dtrain__verify_file_read(dtrain__verify_file *open, uint64_t offset, uint64_t bytes,
+                                              unsigned char *out)
+{
+    dtrain_status status =
+        dtrain__file_read_at(open->fd, out, bytes, open->data_begin + offset, open->name, "checkpoint");
+    *open->bytes_read += bytes;
+    for (uint64_t at = 0; status == DTRAIN_OK && at < bytes && dtrain__verify_file_hashed(open);
+         at += DTRAIN__INDEX_BLOCK) {
+        uint64_t expected = 0, n = bytes - at < DTRAIN__INDEX_BLOCK ? bytes - at : DTRAIN__INDEX_BLOCK;
+        status = dtrain__verify_file_hash(open, (offset + at) / DTRAIN__INDEX_BLOCK, &expected);
+        if (status == DTRAIN_OK && dtrain__xxh64_of(out + at, (size_t)n, 0) != expected)
+            status = dtrain__fail(
+                NULL, DTRAIN_ERR_CORRUPT,
+                "checkpoint file \"%s\": bytes %llu to %llu have not the hash that was saved: they were damaged",
+                open->name, (unsigned long long)(open->data_begin + offset + at),
+                (unsigned long long)(open->data_begin + offset + at + n - 1));
+    }
+    return status;
+}
+
+static uint64_t dtrain__verify_least(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
+/* Gives the address of the data at an offset, and how many of the `want` bytes from there on are with it, at least
+ * `each`, which is 8 at most. The range is inside the data, and where that is hashed, in its blocks at multiples of
+ * `each`. */
+static dtrain_status dtrain__verify_file_get(dtrain__verify_file *open, uint64_t offset, uint64_t want, size_t each,
                                              const unsigned char **data, size_t *have)
 {
-    uint64_t block = offset / DTRAIN__INDEX_BLOCK, end = (offset + want - 1) / DTRAIN__INDEX_BLOCK + 1;
-    if (block < open->first || block >= open->first + open->blocks) {
-        uint64_t most = open->window_bytes / DTRAIN__INDEX_BLOCK, n = end - block < most ? end - block : most;
-        uint64_t begin = block * DTRAIN__INDEX_BLOCK, bytes = n * DTRAIN__INDEX_BLOCK;
-        bytes = bytes < open->data_bytes - begin ? bytes : open->data_bytes - begin;
-        open->blocks = 0;
-        dtrain_status status =
-            dtrain__file_read_at(open->fd, open->window, bytes, open->data_begin + begin, open->name, "checkpoint");
-        *open->bytes_read += bytes;
-        if (status == DTRAIN_OK)
-            status = dtrain__verify_file_check(open, open->window, block, n, bytes);
+    if (offset < open->begin || open->end < offset + each) {
+        int hashed = dtrain__verify_file_hashed(open);
+        uint64_t begin = hashed ? offset - offset % DTRAIN__INDEX_BLOCK : offset;
+        uint64_t unit = hashed ? DTRAIN__INDEX_BLOCK : DTRAIN__VERIFY_PAGE;
+        uint64_t bytes = (offset + want - begin + unit - 1) / unit * unit;
+        bytes = dtrain__verify_least(dtrain__verify_least(bytes, open->window_bytes), open->data_bytes - begin);
+        open->begin = open->end = 0;
+        dtrain_status status = dtrain__verify_file_read(open, begin, bytes, open->window);
         if (status != DTRAIN_OK)
             return status;
-        open->first = block;
-        open->blocks = n;
+        open->begin = begin;
+        open->end = begin + bytes;
     }
-    uint64_t left = (open->first + open->blocks) * DTRAIN__INDEX_BLOCK - offset;
-    *data = open->window + (offset - open->first * DTRAIN__INDEX_BLOCK);
-    *have = (size_t)(want < left ? want : left);
+    *data = open->window + (offset - open->begin);
+    *have = (size_t)dtrain__verify_least(want, open->end - offset);
     return DTRAIN_OK;
 }
 
-/* Reads whole blocks straight to where they go: *bytes of the `want` from an offset on, 0 where a block does not begin
- * there, or is in the window, or is not wanted whole. */
+/* Reads straight to where it goes: *bytes of the `want` from an offset on. None where they are in the window, or too
+ * few; where they are hashed, whole blocks alone. */
 static dtrain_status dtrain__verify_file_direct(dtrain__verify_file *open, uint64_t offset, uint64_t want,
                                                 unsigned char *out, size_t *bytes)
 {
-    uint64_t block = offset / DTRAIN__INDEX_BLOCK, blocks = want / DTRAIN__INDEX_BLOCK;
+    uint64_t unit = dtrain__verify_file_hashed(open) ? DTRAIN__INDEX_BLOCK : 1, some = want - want % unit;
     *bytes = 0;
-    if (offset % DTRAIN__INDEX_BLOCK != 0 || blocks == 0 ||
-        (block >= open->first && block < open->first + open->blocks))
+    if (some < DTRAIN__VERIFY_PAGE || offset % unit != 0 || (offset >= open->begin && offset < open->end))
         return DTRAIN_OK;
-    blocks = blocks < DTRAIN__VERIFY_WINDOW ? blocks : DTRAIN__VERIFY_WINDOW; /* checked while in a cache */
-    *bytes = (size_t)(blocks * DTRAIN__INDEX_BLOCK);
-    dtrain_status status =
-        dtrain__file_read_at(open->fd, out, *bytes, open->data_begin + offset, open->name, "checkpoint");
-    *open->bytes_read += *bytes;
-    return status == DTRAIN_OK ? dtrain__verify_file_check(open, out, block, blocks, *bytes) : status;
+    *bytes = (size_t)dtrain__verify_least(some, DTRAIN__VERIFY_WINDOW);
+    return dtrain__verify_file_read(open, offset, *bytes, out);
 }
 
 /* ---- files of an index ---- */
@@ -203,20 +207,19 @@ static void dtrain__verify_begin(dtrain__verify_reader *reader, const dtrain__in
 
 static void dtrain__verify_close(dtrain__verify_reader *reader)
 {
-    if (reader->open == DTRAIN__INDEX_NONE)
-        return;
     dtrain__verify_file_close(&reader->data, reader->allocator);
-    if (reader->hashes.file != NULL)
-        dtrain__verify_file_close(&reader->hashes, reader->allocator);
+    dtrain__verify_file_close(&reader->hashes, reader->allocator);
     reader->open = DTRAIN__INDEX_NONE;
 }
 
+/* Opens the file of a file's hashes. */
 static dtrain_status dtrain__verify_open_hashes(dtrain__verify_reader *reader, int directory,
                                                 const dtrain__index_file *file)
 {
     const dtrain__index *index = reader->index;
-    dtrain_status status = dtrain__verify_file_open(&reader->hashes, directory, index->texts + file->hashes.name,
-                                                    &file->hashes, 1, 1, reader->allocator, &reader->bytes_read);
+    dtrain_status status =
+        dtrain__verify_file_open(&reader->hashes, directory, index->texts + file->hashes.name, &file->hashes, 1,
+                                 DTRAIN__INDEX_BLOCK, reader->allocator, &reader->bytes_read);
     if (status != DTRAIN_OK)
         return status;
     const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(reader->hashes.file, "xxh64", 5);
@@ -239,38 +242,47 @@ static dtrain_status dtrain__verify_open(dtrain__verify_reader *reader, int dire
     dtrain_status status =
         dtrain__verify_file_open(&reader->data, directory, reader->index->texts + file->data.name, &file->data,
                                  reader->verify, DTRAIN__VERIFY_WINDOW, reader->allocator, &reader->bytes_read);
-    if (status != DTRAIN_OK)
-        return status;
-    reader->open = number;
-    memset(&reader->hashes, 0, sizeof reader->hashes);
-    reader->hashes.fd = -1;
-    if (reader->verify && file->data.data_bytes > 0)
+    if (status == DTRAIN_OK && reader->verify && file->data.data_bytes > 0)
         status = dtrain__verify_open_hashes(reader, directory, file);
-    if (status != DTRAIN_OK)
+    if (status == DTRAIN_OK)
+        reader->open = number;
+    else
         dtrain__verify_close(reader);
     return status;
 }
 
-/* Finds a piece in the open file; *begin: where its data begins in the file's. */
-static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dtrain__index_tensor *tensor,
-                                         const dtrain__index_piece *piece, uint64_t *begin)
+/* The same of an open file of a model, which has no hashes. */
+static dtrain_status dtrain__verify_open_model(dtrain__verify_reader *reader, dtrain_safetensors *file, size_t number)
 {
-    const char *base = dtrain__index_name(reader->index, tensor);
-    char number[24] = "", *name;
-    size_t room, length;
-    if (piece->number != DTRAIN__INDEX_NONE)
-        snprintf(number, sizeof number, "#%zu", piece->number);
-    length = tensor->name_length + strlen(number);
-    room = length + 1;
-    name = (char *)dtrain__alloc(reader->allocator, room);
+    dtrain__verify_file *open = &reader->data;
+    if (reader->open == number)
+        return DTRAIN_OK;
+    dtrain__verify_close(reader);
+    open->borrowed = 1;
+    open->file = file;
+    open->name = dtrain__safetensors_data(file, &open->fd, &open->data_begin, &open->data_bytes);
+    open->bytes_read = &reader->bytes_read;
+    reader->open = number;
+    return dtrain__verify_file_window(open, DTRAIN__VERIFY_WINDOW, reader->allocator);
+}
+
+/* Finds a piece in the open file; *begin: where its data begins in the file's. */
+static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dtrain__index_piece *piece,
+                                         uint64_t *begin)
+{
+    const dtrain__index_tensor *tensor = &reader->index->tensors[piece->tensor];
+    size_t length = tensor->name_length, room = length + 24;
+    char *name = (char *)dtrain__alloc(reader->allocator, room);
     if (name == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a name");
-    memcpy(name, base, tensor->name_length);
-    memcpy(name + tensor->name_length, number, strlen(number));
+    memcpy(name, dtrain__index_name(reader->index, tensor), length);
+    if (piece->number != DTRAIN__INDEX_NONE)
+        length += (size_t)snprintf(name + length, 24, "#%zu", piece->number);
     const dtrain_safetensors_tensor *found = dtrain_safetensors_find(reader->data.file, name, length);
     dtrain_status status = DTRAIN_OK;
     if (found == NULL || found->dtype != tensor->dtype || found->count != piece->count ||
-        (found->begin - reader->data.data_begin) % (dtrain_dtype_bits(tensor->dtype) / 8) != 0)
+        (dtrain__verify_file_hashed(&reader->data) &&
+         (found->begin - reader->data.data_begin) % (dtrain_dtype_bits(tensor->dtype) / 8) != 0))
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                               "checkpoint file \"%s\" has no tensor \"%.200s\" of %zu %s, which the index says it has",
                               reader->data.name, name, piece->count, dtrain_dtype_name(tensor->dtype));
@@ -280,66 +292,67 @@ static dtrain_status dtrain__verify_find(dtrain__verify_reader *reader, const dt
     return status;
 }
 
-/* Copies `count` elements of the open file's data from a byte on, and converts them. */
-static dtrain_status dtrain__verify_copy(dtrain__verify_reader *reader, uint64_t offset, size_t count,
-                                         dtrain_dtype from, void *out, dtrain_dtype to)
+/* Copies `count` elements of a file's data from a byte on, and converts them. */
+static dtrain_status dtrain__verify_copy(dtrain__verify_file *file, uint64_t offset, size_t count, dtrain_dtype from,
+                                         void *out, dtrain_dtype to)
 {
     size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
     unsigned char *into = (unsigned char *)out, turned[4096];
-    while (count > 0) {
-        const unsigned char *data;
-        size_t have = 0, n;
-        dtrain_status status = DTRAIN_OK;
+    dtrain_status status = DTRAIN_OK;
+    while (count > 0 && status == DTRAIN_OK) {
+        uint64_t want = (uint64_t)count * from_bytes;
+        const unsigned char *data = NULL;
+        size_t have = 0;
         if (from == to && !DTRAIN__FILE_SWAP)
-            status = dtrain__verify_file_direct(&reader->data, offset, (uint64_t)count * from_bytes, into, &have);
+            status = dtrain__verify_file_direct(file, offset, want, into, &have);
+        int direct = have > 0;
+        if (status == DTRAIN_OK && !direct)
+            status = dtrain__verify_file_get(file, offset, want, from_bytes, &data, &have);
         if (status != DTRAIN_OK)
             return status;
-        if (have > 0) {
-            into += have;
-            offset += have;
-            count -= have / from_bytes;
-            continue;
-        }
-        status = dtrain__verify_file_get(&reader->data, offset, (uint64_t)count * from_bytes, &data, &have);
-        if (status != DTRAIN_OK)
-            return status;
-        n = have / from_bytes;
+        size_t n = have / from_bytes;
         if (DTRAIN__FILE_SWAP) { /* the window stays as it is read */
             n = n < sizeof turned / from_bytes ? n : sizeof turned / from_bytes;
             memcpy(turned, data, n * from_bytes);
             dtrain__safetensors_swap(turned, n * from_bytes, from);
             data = turned;
         }
-        if (from == to)
-            memcpy(into, data, n * from_bytes);
-        else
+        if (from != to)
             status = dtrain_convert(data, from, into, to, n);
-        if (status != DTRAIN_OK)
-            return status;
+        else if (!direct)
+            memcpy(into, data, n * from_bytes);
         into += n * to_bytes;
         offset += n * from_bytes;
         count -= n;
     }
-    return DTRAIN_OK;
+    return status;
 }
 
-/* The same into memory of a device, NULL for the CPU's; a device's is there after dtrain__staging_wait. */
-static dtrain_status dtrain__verify_put(dtrain__verify_reader *reader, uint64_t offset, size_t count, dtrain_dtype from,
-                                        void *out, dtrain_dtype to, dtrain_device *device)
+/* Where data goes: memory of a device, NULL for the CPU's. A device's is there after dtrain__staging_wait. */
+typedef struct dtrain__verify_target {
+    void *data;
+    dtrain_dtype dtype;
+    dtrain_device *device;
+    dtrain__staging *way;
+} dtrain__verify_target;
+
+/* The same to elements `at` to at + count of a target. */
+static dtrain_status dtrain__verify_put(dtrain__verify_file *file, uint64_t offset, size_t count, dtrain_dtype from,
+                                        const dtrain__verify_target *to, size_t at)
 {
-    size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to) / 8, have = 0;
-    unsigned char *into = (unsigned char *)out;
+    size_t from_bytes = dtrain_dtype_bits(from) / 8, to_bytes = dtrain_dtype_bits(to->dtype) / 8, have = 0;
+    unsigned char *into = (unsigned char *)to->data + at * to_bytes;
     dtrain_status status = DTRAIN_OK;
-    if (device == NULL)
-        return dtrain__verify_copy(reader, offset, count, from, out, to);
+    if (to->device == NULL)
+        return dtrain__verify_copy(file, offset, count, from, into, to->dtype);
     while (count > 0 && status == DTRAIN_OK) {
-        void *at;
-        status = dtrain__staging_room(&reader->way, device, count * to_bytes, &at, &have);
+        void *room;
+        status = dtrain__staging_room(to->way, to->device, count * to_bytes, &room, &have);
         size_t n = have / to_bytes;
         if (status == DTRAIN_OK)
-            status = dtrain__verify_copy(reader, offset, n, from, at, to);
+            status = dtrain__verify_copy(file, offset, n, from, room, to->dtype);
         if (status == DTRAIN_OK)
-            status = dtrain__staging_send(&reader->way, into, n * to_bytes);
+            status = dtrain__staging_send(to->way, into, n * to_bytes);
         into += n * to_bytes;
         offset += (uint64_t)n * from_bytes;
         count -= n;
@@ -347,26 +360,38 @@ static dtrain_status dtrain__verify_put(dtrain__verify_reader *reader, uint64_t 
     return status;
 }
 
-/* Reads what a stored piece, in the open file, and a wanted region share; out is memory of device. */
-static dtrain_status dtrain__verify_read(dtrain__verify_reader *reader, const dtrain__index_tensor *tensor,
-                                         const dtrain__index_piece *piece, const dtrain__region *want, void *out,
-                                         dtrain_dtype to, dtrain_device *device, uint64_t *bytes)
+/* Puts what the regions of a stored piece and of a target share into the target. The stored one's data begins at a byte
+ * of the file; packed: from there on the file has what they share, and nothing else. */
+static dtrain_status dtrain__verify_share(dtrain__verify_file *file, uint64_t begin, int packed,
+                                          const dtrain__region *have, dtrain_dtype dtype, const dtrain__region *want,
+                                          const dtrain__verify_target *to, uint64_t *bytes)
 {
-    size_t from_bytes = dtrain_dtype_bits(tensor->dtype) / 8, to_bytes = dtrain_dtype_bits(to) / 8;
-    dtrain__region have;
+    size_t each = dtrain_dtype_bits(dtype) / 8, done = 0;
     dtrain__region_overlap overlap;
     dtrain__region_overlap_run run;
-    uint64_t begin = 0;
-    dtrain__index_region(reader->index, tensor, piece, &have);
-    if (!dtrain__region_overlap_begin(&overlap, &have, want))
+    dtrain_status status = DTRAIN_OK;
+    if (!dtrain__region_overlap_begin(&overlap, have, want))
         return DTRAIN_OK;
-    dtrain_status status = dtrain__verify_find(reader, tensor, piece, &begin);
     while (status == DTRAIN_OK && dtrain__region_overlap_next(&overlap, &run)) {
-        status = dtrain__verify_put(reader, begin + (uint64_t)run.from_begin * from_bytes, run.count, tensor->dtype,
-                                    (unsigned char *)out + run.to_begin * to_bytes, to, device);
-        *bytes += (uint64_t)run.count * from_bytes;
+        status = dtrain__verify_put(file, begin + (uint64_t)(packed ? done : run.from_begin) * each, run.count, dtype,
+                                    to, run.to_begin);
+        done += run.count;
     }
+    *bytes += (uint64_t)done * each;
     return status;
+}
+
+/* Reads what a stored piece, in the open file, and the region of a target share. */
+static dtrain_status dtrain__verify_read(dtrain__verify_reader *reader, const dtrain__index_piece *piece,
+                                         const dtrain__region *want, const dtrain__verify_target *to, uint64_t *bytes)
+{
+    const dtrain__index_tensor *tensor = &reader->index->tensors[piece->tensor];
+    dtrain__region have;
+    uint64_t begin = 0;
+    dtrain_status status = dtrain__verify_find(reader, piece, &begin);
+    dtrain__index_region(reader->index, tensor, piece, &have);
+    return status == DTRAIN_OK ? dtrain__verify_share(&reader->data, begin, 0, &have, tensor->dtype, want, to, bytes)
+                               : status;
 }
 
 #endif

@@ -55,12 +55,6 @@ static int dtrain__file_sys_open_beside(int directory, const char *name, char be
     return dtrain__os_open_beside(directory, name, beside, 256);
 }
 
-static int dtrain__file_sys_dup(int fd)
-{
-    DTRAIN__FILE_TRY("dup");
-    return fcntl(fd, F_DUPFD_CLOEXEC, 0);
-}
-
 static int dtrain__file_sys_stat(int fd, struct stat *status)
 {
     DTRAIN__FILE_TRY("stat");

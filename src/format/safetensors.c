@@ -30,7 +30,7 @@ struct dtrain_safetensors {
     int fd;                      /* -1: memory alone */
     const unsigned char *memory; /* the whole file: the mapping, or the caller's; NULL: neither */
     void *mapping;
-    uint64_t file_bytes, header_bytes, read_bytes;
+    uint64_t file_bytes, header_bytes;
     unsigned char *header; /* header_have bytes, texts unescaped */
     size_t header_have;    /* have: header_bytes - 8, or up to a zero byte that ends it early */
     dtrain__safetensors_entry *entries;

@@ -65,16 +65,31 @@ static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
     return DTRAIN_OK;
 }
 
-/* Reads and checks the header of a file whose source and size are set; closes it on an error. */
-static dtrain_status dtrain__safetensors_finish(dtrain_safetensors **out, dtrain_safetensors *file, int map)
+/* Reads and checks the header of a file: of a descriptor, which is the file's from here on, or where that is -1 of
+ * memory. label: what texts call it. */
+static dtrain_status dtrain__safetensors_make(dtrain_safetensors **out, int fd, const void *memory, uint64_t bytes,
+                                              const dtrain_safetensors_desc *desc, const char *label)
 {
     dtrain_status (*const steps[])(dtrain_safetensors *) = {
         dtrain__safetensors_frame, dtrain__safetensors_parse, dtrain__safetensors_sort,
         dtrain__safetensors_names, dtrain__safetensors_check, dtrain__safetensors_store_shapes};
+    dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
+    dtrain_safetensors *file = (dtrain_safetensors *)dtrain__memory_owner(
+        allocator, sizeof *file, offsetof(dtrain_safetensors, own), &allocator);
     dtrain_status status = DTRAIN_OK;
+    *out = NULL;
+    if (file == NULL) {
+        dtrain__file_close(fd);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
+    }
+    file->allocator = allocator;
+    file->fd = fd;
+    file->memory = (const unsigned char *)memory;
+    file->file_bytes = bytes;
+    snprintf(file->label, sizeof file->label, "%s", label);
     for (size_t i = 0; i < sizeof steps / sizeof *steps && status == DTRAIN_OK; i++)
         status = steps[i](file);
-    if (status == DTRAIN_OK && map && file->fd >= 0)
+    if (status == DTRAIN_OK && fd >= 0 && desc != NULL && desc->map)
         status = dtrain__safetensors_map(file);
     if (status == DTRAIN_OK)
         *out = file;
@@ -83,35 +98,15 @@ static dtrain_status dtrain__safetensors_finish(dtrain_safetensors **out, dtrain
     return status;
 }
 
-static dtrain_status dtrain__safetensors_new(dtrain_safetensors **file, const dtrain_safetensors_desc *desc,
-                                             const char *label)
-{
-    dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
-    *file = (dtrain_safetensors *)dtrain__memory_owner(allocator, sizeof **file, offsetof(dtrain_safetensors, own),
-                                                       &allocator);
-    if (*file == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
-    (*file)->allocator = allocator;
-    (*file)->fd = -1;
-    snprintf((*file)->label, sizeof(*file)->label, "%s", label);
-    return DTRAIN_OK;
-}
-
 /* Opens a file of a directory; label is what texts call it. */
 static dtrain_status dtrain__safetensors_open_at(dtrain_safetensors **file, int directory, const char *name,
                                                  const dtrain_safetensors_desc *desc, const char *label)
 {
-    dtrain_safetensors *made;
+    uint64_t bytes = 0;
+    int fd;
     *file = NULL;
-    dtrain_status status = dtrain__safetensors_new(&made, desc, label);
-    if (status != DTRAIN_OK)
-        return status;
-    status = dtrain__file_open(&made->fd, &made->file_bytes, directory, name, "safetensors_open");
-    if (status != DTRAIN_OK) {
-        dtrain_safetensors_close(made);
-        return status;
-    }
-    return dtrain__safetensors_finish(file, made, desc != NULL && desc->map);
+    dtrain_status status = dtrain__file_open(&fd, &bytes, directory, name, "safetensors_open");
+    return status == DTRAIN_OK ? dtrain__safetensors_make(file, fd, NULL, bytes, desc, label) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, const char *path,
@@ -122,46 +117,13 @@ DTRAIN_API dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, cons
     return dtrain__safetensors_open_at(file, DTRAIN__FILE_HERE, path, desc, path);
 }
 
-/* The same of a descriptor, which is duplicated and whose offset is neither used nor moved. The file begins at its
- * first byte. */
-static dtrain_status dtrain__safetensors_open_fd(dtrain_safetensors **file, int fd, const dtrain_safetensors_desc *desc)
-{
-    char label[64];
-    dtrain_safetensors *made;
-    if (file == NULL || fd < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_fd: %s",
-                            file == NULL ? "file is NULL" : "fd is negative");
-    *file = NULL;
-    snprintf(label, sizeof label, "descriptor %d", fd);
-    dtrain_status status = dtrain__safetensors_new(&made, desc, label);
-    if (status != DTRAIN_OK)
-        return status;
-    made->fd = dtrain__file_sys_dup(fd);
-    if (made->fd < 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_open_fd: %s: %s", label, strerror(errno));
-    else
-        status = dtrain__file_size(made->fd, &made->file_bytes, label, "safetensors_open_fd");
-    if (status != DTRAIN_OK) {
-        dtrain_safetensors_close(made);
-        return status;
-    }
-    return dtrain__safetensors_finish(file, made, desc != NULL && desc->map);
-}
-
 DTRAIN_API dtrain_status dtrain_safetensors_open_memory(dtrain_safetensors **file, const void *data, size_t bytes,
                                                         const dtrain_safetensors_desc *desc)
 {
-    dtrain_safetensors *made;
     if (file == NULL || (data == NULL && bytes > 0))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_memory: %s is NULL",
                             file == NULL ? "file" : "data");
-    *file = NULL;
-    dtrain_status status = dtrain__safetensors_new(&made, desc, "memory");
-    if (status != DTRAIN_OK)
-        return status;
-    made->memory = (const unsigned char *)data;
-    made->file_bytes = bytes;
-    return dtrain__safetensors_finish(file, made, 0);
+    return dtrain__safetensors_make(file, -1, data, bytes, desc, "memory");
 }
 
 DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file)
@@ -229,10 +191,15 @@ static uint64_t dtrain__safetensors_header_bytes(const dtrain_safetensors *file)
     return file != NULL ? file->header_bytes : 0;
 }
 
-/* How many bytes of data the reading calls have read of a file so far; the header is not counted. */
-static uint64_t dtrain__safetensors_bytes_read(const dtrain_safetensors *file)
+/* Gives what a reader of the data itself needs of an open file: its descriptor, and where the data is. Returns what
+ * texts call it. */
+static const char *dtrain__safetensors_data(const dtrain_safetensors *file, int *fd, uint64_t *data_begin,
+                                            uint64_t *data_bytes)
 {
-    return file != NULL ? __atomic_load_n(&file->read_bytes, __ATOMIC_RELAXED) : 0;
+    *fd = file->fd;
+    *data_begin = file->header_bytes;
+    *data_bytes = file->file_bytes - file->header_bytes;
+    return file->label;
 }
 
 #endif

@@ -1,22 +1,20 @@
 /* ---- >>safetensors reading ----
- * Whole tensors, flat ranges and boxes of an open file, converted on the way where that is asked for. Everything is
- * made of runs, elements that follow each other in the file: what needs no conversion is read to where it belongs, the
- * rest through a buffer on the stack. A file changes only in its counter, so that any number of threads may read. */
+ * Whole tensors and ranges of an open file. What needs no conversion is read to where it belongs, the rest through a
+ * buffer on the stack. A file does not change, so that any number of threads may read. */
 #ifndef DTRAIN__SAFETENSORS_READ
 #define DTRAIN__SAFETENSORS_READ
 #include "../tensor/dtype.c"
 #include "safetensors_open.c"
 
 #define DTRAIN__SAFETENSORS_STAGE 32768 /* bytes on the stack */
-#define DTRAIN__SAFETENSORS_GAP 4096    /* a page: the system reads it anyway, and a call costs as much */
 
 /* One reading call. */
 typedef struct dtrain__safetensors_reading {
     dtrain_safetensors *file;
     const dtrain_safetensors_tensor *tensor;
     dtrain_dtype dtype;
-    uint64_t bits, out_bits; /* of an element, in the file and in out */
-    unsigned char *out;      /* where the next element goes; only the last may end inside a byte, and none does */
+    uint64_t bits;      /* of an element in the file */
+    unsigned char *out; /* where the next element goes; only the last may end inside a byte, and none does */
 } dtrain__safetensors_reading;
 
 /* Turns the bytes of numbers around, on machines that store them the other way; a complex number is two. */
@@ -34,67 +32,46 @@ static void dtrain__safetensors_swap(void *data, uint64_t bytes, dtrain_dtype dt
         }
 }
 
-/* The byte of the file where element i begins. */
-static uint64_t dtrain__safetensors_place_of(const dtrain__safetensors_reading *reading, size_t i)
-{
-    return reading->tensor->begin + (uint64_t)i / 8 * reading->bits + i % 8 * reading->bits / 8;
-}
-
 static dtrain_status dtrain__safetensors_bytes(dtrain__safetensors_reading *reading, uint64_t offset, void *out,
                                                uint64_t bytes)
 {
     dtrain_safetensors *file = reading->file;
     dtrain_status status = DTRAIN_OK;
-    char text[DTRAIN__ERROR_BYTES], quoted[64];
+    char quoted[64];
     if (file->fd < 0)
         memcpy(out, file->memory + offset, (size_t)bytes);
     else
         status = dtrain__file_read_at(file->fd, out, bytes, offset, file->label, "safetensors_read");
     if (status == DTRAIN_OK)
-        __atomic_add_fetch(&file->read_bytes, bytes, __ATOMIC_RELAXED);
-    if (status == DTRAIN_OK)
         return status;
-    snprintf(text, sizeof text, "%s", dtrain_last_error());
-    return dtrain__fail(NULL, status, "%s; tensor \"%s\"", text,
+    return dtrain__fail(NULL, status, "%s; tensor \"%s\"", dtrain_last_error(),
                         dtrain__safetensors_quote(quoted, reading->tensor->name, reading->tensor->name_length));
 }
 
-/* Moves elements that were read into a buffer to where they belong. */
-static void dtrain__safetensors_deliver(dtrain__safetensors_reading *reading, unsigned char *from, size_t count)
-{
-    uint64_t bytes = (uint64_t)count * reading->bits / 8;
-    dtrain__safetensors_swap(from, bytes, reading->tensor->dtype);
-    if (reading->dtype == reading->tensor->dtype) {
-        memcpy(reading->out, from, (size_t)bytes);
-        reading->out += bytes;
-    } else {
-        dtrain__dtype_convert(from, reading->tensor->dtype, reading->out, reading->dtype, count);
-        reading->out += (uint64_t)count * reading->out_bits / 8;
-    }
-}
-
-/* Reads elements that follow each other. */
+/* Reads elements that follow each other: what needs no conversion straight to where it goes. */
 static dtrain_status dtrain__safetensors_run(dtrain__safetensors_reading *reading, size_t begin, size_t count)
 {
     /* float64 as large as the stage, and 16 bytes aligned, for the kernels that convert */
     uint64_t stage[DTRAIN__SAFETENSORS_STAGE / sizeof(uint64_t)];
-    uint64_t offset = dtrain__safetensors_place_of(reading, begin), bytes;
+    uint64_t offset = reading->tensor->begin + (uint64_t)begin / 8 * reading->bits + begin % 8 * reading->bits / 8;
     dtrain_status status = DTRAIN_OK;
     if (reading->dtype == reading->tensor->dtype) {
-        bytes = (uint64_t)count / 8 * reading->bits + count % 8 * reading->bits / 8;
+        uint64_t bytes = (uint64_t)count / 8 * reading->bits + count % 8 * reading->bits / 8;
         status = dtrain__safetensors_bytes(reading, offset, reading->out, bytes);
         if (status == DTRAIN_OK)
             dtrain__safetensors_swap(reading->out, bytes, reading->dtype);
-        reading->out += bytes;
         return status;
     }
     while (count > 0 && status == DTRAIN_OK) {
         size_t some = (size_t)(sizeof stage * 8 / reading->bits);
         some = some < count ? some : count;
-        bytes = (uint64_t)some * reading->bits / 8;
+        uint64_t bytes = (uint64_t)some * reading->bits / 8;
         status = dtrain__safetensors_bytes(reading, offset, stage, bytes);
-        if (status == DTRAIN_OK)
-            dtrain__safetensors_deliver(reading, (unsigned char *)stage, some);
+        if (status != DTRAIN_OK)
+            return status;
+        dtrain__safetensors_swap(stage, bytes, reading->tensor->dtype);
+        dtrain__dtype_convert(stage, reading->tensor->dtype, reading->out, reading->dtype, some);
+        reading->out += (uint64_t)some * dtrain_dtype_bits(reading->dtype) / 8;
         offset += bytes;
         count -= some;
     }
@@ -115,7 +92,6 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
     reading->tensor = tensor;
     reading->dtype = (int)dtype == 0 ? tensor->dtype : dtype;
     reading->bits = dtrain_dtype_bits(tensor->dtype);
-    reading->out_bits = dtrain_dtype_bits(reading->dtype);
     reading->out = (unsigned char *)out;
     if (tensor->end > file->file_bytes)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: tensor \"%s\" is of another file",
@@ -156,126 +132,6 @@ DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const
                                                tensor->count);
     mode = dtrain__fpmode_enter();
     status = dtrain__safetensors_run(&reading, begin, count);
-    dtrain__fpmode_restore(mode);
-    return status;
-}
-
-/* A box as runs: `run` elements each, and odometer dimensions 0 to outer - 1 that say where they begin. */
-typedef struct dtrain__safetensors_box {
-    size_t run, runs;
-    int outer;
-    size_t step; /* elements from one run to the next along the last of these dimensions; 0: there is one run */
-} dtrain__safetensors_box;
-
-/* Checks a box and finds its longest runs. A box of nothing has no runs. */
-static dtrain_status dtrain__safetensors_box_runs(const dtrain__safetensors_reading *reading, const size_t *begin,
-                                                  const size_t *size, dtrain__safetensors_box *box)
-{
-    const size_t *shape = reading->tensor->shape;
-    size_t inner = 1;
-    int whole = 1; /* all dimensions so far, from the last one on, are taken whole */
-    box->run = box->runs = 1;
-    box->step = 0;
-    box->outer = 0;
-    for (int d = reading->tensor->ndim - 1; d >= 0; d--) {
-        if (begin[d] > shape[d] || size[d] > shape[d] - begin[d])
-            return dtrain__safetensors_reading_bad(reading, "a box beyond its shape", begin[d], size[d], shape[d]);
-        if (whole)
-            box->run *= size[d];
-        else
-            box->runs *= size[d];
-        if (!whole && box->outer == 0 && size[d] > 1) {
-            box->outer = d + 1;
-            box->step = inner;
-        }
-        whole = whole && size[d] == shape[d];
-        inner *= shape[d];
-    }
-    box->runs = box->run > 0 ? box->runs : 0;
-    return DTRAIN_OK;
-}
-
-/* The flat index of run number `run` of a box. */
-static size_t dtrain__safetensors_box_at(const dtrain_safetensors_tensor *tensor, const size_t *begin,
-                                         const size_t *size, int outer, size_t run)
-{
-    size_t at = 0, stride = 1;
-    for (int d = tensor->ndim - 1; d >= 0; d--) {
-        size_t index = begin[d];
-        if (d < outer) {
-            index += run % size[d];
-            run /= size[d];
-        }
-        at += index * stride;
-        stride *= tensor->shape[d];
-    }
-    return at;
-}
-
-/* Reads `runs` short runs at even distances, with the gaps between them. */
-static dtrain_status dtrain__safetensors_strided(dtrain__safetensors_reading *reading, size_t begin, size_t run,
-                                                 size_t step, size_t runs)
-{
-    uint64_t stage[DTRAIN__SAFETENSORS_STAGE / sizeof(uint64_t)];
-    uint64_t step_bytes = (uint64_t)step * reading->bits / 8, run_bytes = (uint64_t)run * reading->bits / 8;
-    dtrain_status status = DTRAIN_OK;
-    while (runs > 0 && status == DTRAIN_OK) {
-        size_t some = (size_t)((sizeof stage - run_bytes) / step_bytes + 1);
-        some = some < runs ? some : runs;
-        status = dtrain__safetensors_bytes(reading, dtrain__safetensors_place_of(reading, begin), stage,
-                                           (some - 1) * step_bytes + run_bytes);
-        for (size_t i = 0; i < some && status == DTRAIN_OK; i++)
-            dtrain__safetensors_deliver(reading, (unsigned char *)stage + i * step_bytes, run);
-        begin += some * step;
-        runs -= some;
-    }
-    return status;
-}
-
-static dtrain_status dtrain__safetensors_box_read(dtrain__safetensors_reading *reading, const size_t *begin,
-                                                  const size_t *size, const dtrain__safetensors_box *box)
-{
-    dtrain_status status = DTRAIN_OK;
-    uint64_t run_bytes = (uint64_t)box->run / 8 * reading->bits + box->run % 8 * reading->bits / 8;
-    uint64_t step_bytes = (uint64_t)box->step / 8 * reading->bits + box->step % 8 * reading->bits / 8;
-    /* runs that stand at even distances: those of the last odometer dimension */
-    size_t count = box->outer > 0 ? size[box->outer - 1] : 1;
-    int strided = box->outer > 0 && count > 1 && step_bytes - run_bytes <= DTRAIN__SAFETENSORS_GAP &&
-                  step_bytes <= DTRAIN__SAFETENSORS_STAGE / 2;
-    for (size_t run = 0; run < box->runs && status == DTRAIN_OK; run += strided ? count : 1) {
-        size_t at = dtrain__safetensors_box_at(reading->tensor, begin, size, box->outer, run);
-        status = strided ? dtrain__safetensors_strided(reading, at, box->run, box->step, count)
-                         : dtrain__safetensors_run(reading, at, box->run);
-    }
-    return status;
-}
-
-/* Reads a box of a tensor: along each dimension d, size[d] indices from begin[d] on; out gets them row by row, without
- * gaps; otherwise as dtrain_safetensors_read. Rows that meet in the file are read as one, and so, through a
- * buffer, are those with gaps of up to 4 KiB between them. */
-static dtrain_status dtrain__safetensors_read_box(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
-                                                  const size_t *begin, const size_t *size, void *out,
-                                                  dtrain_dtype dtype)
-{
-    dtrain__safetensors_reading reading;
-    dtrain__safetensors_box box;
-    dtrain_status status = dtrain__safetensors_reading_begin(&reading, file, tensor, out, dtype);
-    uint64_t mode;
-    if (status == DTRAIN_OK && tensor->ndim > 0 && (begin == NULL || size == NULL))
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read_box: %s is NULL",
-                              begin == NULL ? "begin" : "size");
-    if (status == DTRAIN_OK)
-        status = dtrain__safetensors_box_runs(&reading, begin, size, &box);
-    if (status != DTRAIN_OK || box.runs == 0)
-        return status;
-    if (out == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read_box: out is NULL");
-    size_t at = dtrain__safetensors_box_at(tensor, begin, size, box.outer, 0);
-    if (at % 8 * reading.bits % 8 != 0 || box.run % 8 * reading.bits % 8 != 0 || box.step % 8 * reading.bits % 8 != 0)
-        return dtrain__safetensors_reading_bad(&reading, "rows that begin or end inside a byte", at, box.run,
-                                               tensor->count);
-    mode = dtrain__fpmode_enter();
-    status = dtrain__safetensors_box_read(&reading, begin, size, &box);
     dtrain__fpmode_restore(mode);
     return status;
 }

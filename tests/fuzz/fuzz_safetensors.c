@@ -21,14 +21,13 @@ static void quiet(void *user, dtrain_log_level level, const char *text)
     (void)text;
 }
 
-/* Reads a tensor whole, in two halves and as a box, to memory of exactly its size. */
+/* Reads a tensor whole and in two halves, to memory of exactly its size. */
 static void read_all(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor)
 {
     size_t bytes = (size_t)(tensor->end - tensor->begin), half = tensor->count / 16 * 8;
-    size_t *begin = (size_t *)calloc((size_t)tensor->ndim + 1, sizeof *begin);
     unsigned char *out = (unsigned char *)malloc(bytes + 1), *again = (unsigned char *)malloc(bytes + 1);
     const void *view = NULL;
-    require(begin != NULL && out != NULL && again != NULL);
+    require(out != NULL && again != NULL);
     require(dtrain_safetensors_find(file, tensor->name, tensor->name_length) == tensor);
     require(tensor->name[tensor->name_length] == '\0');
     require(dtrain_safetensors_read(file, tensor, 0, tensor->count, out, (dtrain_dtype)0) == DTRAIN_OK);
@@ -37,25 +36,8 @@ static void read_all(dtrain_safetensors *file, const dtrain_safetensors_tensor *
                                           again + half / 8 * dtrain_dtype_bits(tensor->dtype),
                                           (dtrain_dtype)0) == DTRAIN_OK);
     require(memcmp(out, again, bytes) == 0);
-    memset(again, 0, bytes);
-    require(dtrain__safetensors_read_box(file, tensor, begin, tensor->shape, again, (dtrain_dtype)0) == DTRAIN_OK);
-    require(memcmp(out, again, bytes) == 0);
     if (dtrain_safetensors_view(file, tensor, &view) == DTRAIN_OK && bytes > 0)
         require(memcmp(out, view, bytes) == 0);
-    for (int d = 0; d < tensor->ndim; d++) /* one index of each dimension */
-        begin[d] = tensor->shape[d] / 2;
-    if (tensor->count > 0 && tensor->ndim > 0 && dtrain_dtype_bits(tensor->dtype) >= 8) {
-        size_t *size = (size_t *)malloc((size_t)tensor->ndim * sizeof *size), count = 1;
-        require(size != NULL);
-        for (int d = 0; d < tensor->ndim; d++) {
-            size[d] = d % 2 ? tensor->shape[d] - begin[d] : 1;
-            count *= size[d];
-        }
-        require(count <= tensor->count);
-        require(dtrain__safetensors_read_box(file, tensor, begin, size, again, (dtrain_dtype)0) == DTRAIN_OK);
-        free(size);
-    }
-    free(begin);
     free(out);
     free(again);
 }
