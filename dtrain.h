@@ -30102,14 +30102,14 @@ static void dtrain_device_group_destroy(dtrain_device_group *group)
 #ifndef DTRAIN__TOPK
 #define DTRAIN__TOPK
 
-/* Some elements of a vector, in ascending order of their index. Zero before its first use: what fills it grows its
- * arrays and keeps them. */
+/* Some elements of a vector, in ascending order of their index. Zero but for the allocator before its first use: what
+ * fills it grows its arrays and keeps them. */
 typedef struct dtrain__sparse {
     uint32_t *indices; /* ascending, none twice, below original_count */
     float *values;
     size_t count;
     size_t original_count;       /* elements of the whole vector */
-    size_t capacity;             /* of the arrays; written by the library. 0: they are the caller's */
+    size_t capacity;             /* of the arrays */
     dtrain_allocator *allocator; /* NULL: the C library */
 } dtrain__sparse;
 
@@ -30228,32 +30228,22 @@ static dtrain_allocator *dtrain__topk_allocator(const dtrain__sparse *sparse, dt
 }
 
 /* Room for count elements and what a vector's store writes beyond them, half more where it has to grow, as counts vary
- * a little; what is in the arrays is lost. */
+ * a little; what is in the arrays, which are one block, is lost. */
 static dtrain_status dtrain__topk_reserve(dtrain__sparse *sparse, size_t count)
 {
-    dtrain_allocator heap, *allocator = dtrain__topk_allocator(sparse, &heap);
+    dtrain_allocator heap;
     size_t capacity, bytes;
+    uint32_t *block = NULL;
     sparse->count = 0;
     if (sparse->capacity > 0 && sparse->capacity - DTRAIN__TOPK_BLOCK >= count)
         return DTRAIN_OK;
-    if (sparse->capacity == 0) {
-        sparse->indices = NULL;
-        sparse->values = NULL;
-    }
-    if (!dtrain__add_size(count, count / 2 + 256 + DTRAIN__TOPK_BLOCK, &capacity) ||
-        !dtrain__mul_size(capacity, sizeof(float), &bytes))
+    if (dtrain__add_size(count, count / 2 + 256 + DTRAIN__TOPK_BLOCK, &capacity) &&
+        dtrain__mul_size(capacity, 2 * sizeof(float), &bytes))
+        block = (uint32_t *)dtrain__memory_room(dtrain__topk_allocator(sparse, &heap), sparse->indices, bytes);
+    if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements", count);
-    void *indices = dtrain__alloc(allocator, bytes), *values = dtrain__alloc(allocator, bytes);
-    if (indices == NULL || values == NULL) {
-        dtrain__free(allocator, indices);
-        dtrain__free(allocator, values);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements, twice %zu bytes", count,
-                            bytes);
-    }
-    dtrain__free(allocator, sparse->indices);
-    dtrain__free(allocator, sparse->values);
-    sparse->indices = (uint32_t *)indices;
-    sparse->values = (float *)values;
+    sparse->indices = block;
+    sparse->values = (float *)(void *)(block + capacity);
     sparse->capacity = capacity;
     return DTRAIN_OK;
 }
@@ -30261,13 +30251,7 @@ static dtrain_status dtrain__topk_reserve(dtrain__sparse *sparse, size_t count)
 static void dtrain__sparse_destroy(dtrain__sparse *sparse)
 {
     dtrain_allocator heap;
-    if (sparse == NULL)
-        return;
-    if (sparse->capacity > 0) {
-        dtrain_allocator *allocator = dtrain__topk_allocator(sparse, &heap);
-        dtrain__free(allocator, sparse->indices);
-        dtrain__free(allocator, sparse->values);
-    }
+    dtrain__free(dtrain__topk_allocator(sparse, &heap), sparse->indices);
     memset(sparse, 0, sizeof *sparse);
 }
 
@@ -30307,13 +30291,11 @@ DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio)
 
 DTRAIN__EXACT_BEGIN
 
-/* Returns the ratio of a step, counted from 0; the same bits on every machine. 0 for NULL.
+/* Returns the ratio of a step, counted from 0; the same bits on every machine.
  *
  *   source   Lin, Han, Mao, Wang, Dally, Deep Gradient Compression, ICLR 2018 */
 static double dtrain__topk_ratio(const dtrain_topk_schedule *schedule, uint64_t step)
 {
-    if (schedule == NULL)
-        return 0.0;
     double ratio = schedule->first_ratio > 0.0 ? schedule->first_ratio : 0.25;
     double factor = schedule->factor > 0.0 && schedule->factor < 1.0 ? schedule->factor : 0.25;
     uint64_t stage = schedule->stage_steps > 0 ? step / schedule->stage_steps : UINT64_MAX;
@@ -30495,21 +30477,6 @@ static void dtrain__topk_surely(dtrain__topk_source *from, dtrain__sparse *spars
     dtrain__topk_exactly(from, &search, sparse);
 }
 
-static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const dtrain__sparse *sparse, const char *call)
-{
-    if (sparse == NULL || (from->count > 0 && (from->data == NULL || (from->sum != NULL && from->add == NULL))))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s of %zu elements: %s is NULL", call, from->count,
-                            sparse == NULL ? "sparse" : "the data");
-    if (from->k > from->count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: k is %zu, but there are %zu elements", call, from->k,
-                            from->count);
-    if ((uint64_t)from->count > UINT32_MAX)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "%s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
-                            from->count);
-    return DTRAIN_OK;
-}
-
 /* Elements that a selection of k of n needs room for. */
 static size_t dtrain__topk_room(size_t n, size_t k)
 {
@@ -30517,68 +30484,54 @@ static size_t dtrain__topk_room(size_t n, size_t k)
     return room < n ? room : n;
 }
 
-static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain__sparse *sparse, const char *call)
+/* Makes room for a selection of at most `room` of `count` elements. */
+static dtrain_status dtrain__topk_open(dtrain__sparse *sparse, size_t count, size_t room)
+{
+    sparse->original_count = count;
+    if ((uint64_t)count > UINT32_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "topk: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", count);
+    return dtrain__topk_reserve(sparse, room);
+}
+
+static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain__sparse *sparse)
 {
     size_t n = from->count, k = from->k, sample = n / 64 < DTRAIN__TOPK_SAMPLE ? n / 64 : DTRAIN__TOPK_SAMPLE;
-    dtrain_status status = dtrain__topk_check(from, sparse, call);
-    if (status == DTRAIN_OK)
-        status = dtrain__topk_reserve(sparse, dtrain__topk_room(n, k));
+    dtrain_status status = dtrain__topk_open(sparse, n, dtrain__topk_room(n, k));
     if (status != DTRAIN_OK)
         return status;
-    sparse->original_count = n;
-    if (k == 0) {
-        dtrain__topk_collect(from, DTRAIN__TOPK_NEVER, sparse);
-        return DTRAIN_OK;
-    }
-    if (k == n) {
-        dtrain__topk_collect(from, 0, sparse);
-        return DTRAIN_OK;
-    }
-    if (n >= DTRAIN__TOPK_SAMPLED && k < n / 2 &&
-        dtrain__topk_collect(from, dtrain__topk_guess(from, sparse->values, sample), sparse) && sparse->count >= k)
+    if (k == 0 || k == n)
+        dtrain__topk_collect(from, k == 0 ? DTRAIN__TOPK_NEVER : 0, sparse);
+    else if (n >= DTRAIN__TOPK_SAMPLED && k < n / 2 &&
+             dtrain__topk_collect(from, dtrain__topk_guess(from, sparse->values, sample), sparse) && sparse->count >= k)
         dtrain__topk_keep(sparse, k);
     else
         dtrain__topk_surely(from, sparse);
     return DTRAIN_OK;
 }
 
-/* Selects the k elements of largest magnitude, NaN and then infinity before all numbers, of equals the first; allocates
- * only what sparse lacks. */
+/* Selects the k elements of largest magnitude, k <= count, NaN and then infinity before all numbers, of equals the
+ * first; allocates only what sparse lacks. */
 static dtrain_status dtrain__topk_pick(const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, k};
-    return dtrain__topk_select(&from, sparse, "topk");
+    return dtrain__topk_select(&from, sparse);
 }
 
 /* Adds data to sum, and selects of the sum, in one pass. */
 static dtrain_status dtrain__topk_add(float *sum, const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {sum, sum, data, count, k};
-    return dtrain__topk_select(&from, sparse, "topk_add");
+    return dtrain__topk_select(&from, sparse);
 }
 
-/* Selects as dtrain__topk_pick every element whose magnitude is at least threshold, and every NaN.
- *
- *   threshold   0 or above, not NaN */
+/* Selects every element whose magnitude is at least threshold, which is above 0, and every NaN. */
 static dtrain_status dtrain__topk_threshold(const float *data, size_t count, float threshold, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, 0};
-    uint32_t bar;
-    memcpy(&bar, &threshold, sizeof bar);
-    bar = bar == 0x80000000u ? 0 : bar;
-    dtrain_status status = dtrain__topk_check(&from, sparse, "threshold");
-    if (status == DTRAIN_OK && bar > 0x7f800000u)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threshold: it is %g, expected a number of at least 0",
-                              (double)threshold);
-    size_t room = count / 64;
-    if (status == DTRAIN_OK)
-        status = dtrain__topk_reserve(sparse, room);
-    while (status == DTRAIN_OK && !dtrain__topk_collect(&from, bar, sparse)) {
-        room = sparse->capacity < count / 4 ? 4 * sparse->capacity : count;
-        status = dtrain__topk_reserve(sparse, room);
-    }
-    if (status == DTRAIN_OK)
-        sparse->original_count = count;
+    dtrain_status status = dtrain__topk_open(sparse, count, count / 64);
+    while (status == DTRAIN_OK && !dtrain__topk_collect(&from, dtrain__topk_bits(&threshold), sparse))
+        status = dtrain__topk_reserve(sparse, sparse->capacity < count / 4 ? 4 * sparse->capacity : count);
     return status;
 }
 
@@ -30602,48 +30555,12 @@ typedef struct dtrain__sparse_header {
     uint64_t count, original_count, index_bytes;
 } dtrain__sparse_header;
 
-static dtrain_status dtrain__sparse_check(const dtrain__sparse *sparse, const char *call)
-{
-    if (sparse == NULL || (sparse->count > 0 && (sparse->indices == NULL || sparse->values == NULL)))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s NULL", call,
-                            sparse == NULL ? "sparse is" : "its arrays are");
-    if (sparse->count > sparse->original_count || (uint64_t)sparse->original_count > UINT32_MAX)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: sparse has %zu elements of %zu; expected no more than those, and less than 2^32", call,
-                            sparse->count, sparse->original_count);
-    for (size_t i = 0; i < sparse->count; i++)
-        if (sparse->indices[i] >= sparse->original_count || (i > 0 && sparse->indices[i] <= sparse->indices[i - 1]))
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "%s: index %zu is %lu of %zu elements%s; expected ascending ones in range", call, i,
-                                (unsigned long)sparse->indices[i], sparse->original_count,
-                                sparse->indices[i] < sparse->original_count ? ", not above the one before" : "");
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__sparse_check_dense(const dtrain__sparse *sparse, const float *data, size_t count,
-                                                const char *call)
-{
-    dtrain_status status = dtrain__sparse_check(sparse, call);
-    if (status == DTRAIN_OK && (count != sparse->original_count || (count > 0 && data == NULL)))
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: sparse is of %zu elements, data %s %zu", call,
-                              sparse->original_count, count > 0 && data == NULL ? "is NULL, count" : "has", count);
-    return status;
-}
-
-static void dtrain__sparse_write_now(const dtrain__sparse *sparse, float *data)
+static void dtrain__sparse_write(const dtrain__sparse *sparse, float *data)
 {
     if (sparse->original_count > 0)
         memset(data, 0, sparse->original_count * sizeof(float));
     for (size_t i = 0; i < sparse->count; i++)
         data[sparse->indices[i]] = sparse->values[i];
-}
-
-static dtrain_status dtrain__sparse_write(const dtrain__sparse *sparse, float *data, size_t count)
-{
-    dtrain_status status = dtrain__sparse_check_dense(sparse, data, count, "sparse_write");
-    if (status == DTRAIN_OK)
-        dtrain__sparse_write_now(sparse, data);
-    return status;
 }
 
 /* How many elements were left out before the i-th. */
@@ -30652,7 +30569,7 @@ static uint32_t dtrain__sparse_gap(const dtrain__sparse *sparse, size_t i)
     return i == 0 ? sparse->indices[0] : sparse->indices[i] - sparse->indices[i - 1] - 1;
 }
 
-/* The bytes of a good vector's indices; SIZE_MAX for a form that cannot be. */
+/* The bytes of a vector's indices; SIZE_MAX for a form that cannot be. */
 static size_t dtrain__sparse_index_bytes(const dtrain__sparse *sparse, dtrain_index_form form)
 {
     size_t bytes = sparse->count;
@@ -30692,18 +30609,13 @@ static size_t dtrain__sparse_width(dtrain_dtype values)
     return values == DTRAIN_F32 ? 4 : values == DTRAIN_BF16 || values == DTRAIN_F16 ? 2 : 0;
 }
 
-/* Settles the form and returns the packed size of a good vector; 0 for what cannot be. */
+/* Settles the form and returns the packed size. */
 static size_t dtrain__sparse_size(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form *form)
 {
     size_t width = dtrain__sparse_width(values);
-    if (width == 0)
-        return 0;
     if (*form == DTRAIN_INDEX_AUTO)
         *form = dtrain__sparse_shortest(sparse, width);
-    size_t indices = dtrain__sparse_index_bytes(sparse, *form);
-    if (indices == SIZE_MAX)
-        return 0;
-    return DTRAIN__SPARSE_HEADER + indices +
+    return DTRAIN__SPARSE_HEADER + dtrain__sparse_index_bytes(sparse, *form) +
            width * (*form == DTRAIN_INDEX_NONE ? sparse->original_count : sparse->count);
 }
 
@@ -30738,9 +30650,9 @@ static void dtrain__sparse_pack_dense(const dtrain__sparse *sparse, dtrain_dtype
     }
 }
 
-/* Packs a good vector into as many bytes as dtrain__sparse_size has said. */
-static void dtrain__sparse_pack_now(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
-                                    unsigned char *out)
+/* Packs a vector into as many bytes as dtrain__sparse_size has said, values rounded to the nearest. */
+static void dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+                                unsigned char *out)
 {
     dtrain__sparse_header header;
     uint64_t mode = dtrain__fpmode_enter();
@@ -30758,33 +30670,6 @@ static void dtrain__sparse_pack_now(const dtrain__sparse *sparse, dtrain_dtype v
     else
         dtrain__dtype_convert(sparse->values, DTRAIN_F32, out, values, sparse->count);
     dtrain__fpmode_restore(mode);
-}
-
-/* Packs sparse: a header of 32 bytes, the indices, the values.
- *
- *   values     DTRAIN_F32; DTRAIN_BF16 or DTRAIN_F16: rounded to the nearest
- *   out        capacity bytes
- *   bytes      out: how many were written
- *   errors     DTRAIN_ERR_INVALID  another dtype; a form that cannot be; too little capacity; a bad
- *                                  sparse */
-static dtrain_status dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
-                                         void *out, size_t capacity, size_t *bytes)
-{
-    dtrain_status status = dtrain__sparse_check(sparse, "sparse_pack");
-    if (status != DTRAIN_OK)
-        return status;
-    size_t size = dtrain__sparse_size(sparse, values, &form);
-    if (size == 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "sparse_pack: values as %s with index form %d of %zu elements; expected F32, BF16 or F16, "
-                            "and U16 for at most 65536",
-                            dtrain_dtype_name(values), (int)form, sparse->original_count);
-    if (out == NULL || bytes == NULL || capacity < size)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "sparse_pack: %zu bytes are needed, %s %zu", size,
-                            out == NULL || bytes == NULL ? "out or bytes is NULL, capacity" : "there are", capacity);
-    dtrain__sparse_pack_now(sparse, values, form, (unsigned char *)out);
-    *bytes = size;
-    return DTRAIN_OK;
 }
 
 /* Says whether the header and the number of bytes fit each other and what was expected; counts are below 2^32 then. */
@@ -30869,8 +30754,6 @@ static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *d
 {
     const unsigned char *from = (const unsigned char *)data;
     dtrain__sparse_header header;
-    if (sparse == NULL || data == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "sparse_unpack: %s is NULL", data == NULL ? "data" : "sparse");
     sparse->count = 0;
     if (bytes < DTRAIN__SPARSE_HEADER)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "sparse_unpack: %zu bytes came, a header alone has %d", bytes,
@@ -32100,7 +31983,7 @@ static dtrain_status dtrain__selections_dense(dtrain__selections *x)
     float *out = x->there != NULL ? dtrain__device_vector_whole(x->there) : x->out;
     if (out == NULL)
         return dtrain__thread_error.status;
-    dtrain__sparse_write_now(&x->state->chosen, out);
+    dtrain__sparse_write(&x->state->chosen, out);
     *x->sent += dtrain__plan_sent_bytes(x->count, x->ranks);
     dtrain_status status = dtrain_all_reduce(x->comm, out, out, x->count, DTRAIN_F32, DTRAIN_SUM);
     for (size_t i = 0; status == DTRAIN_OK && i < x->count; i++) {
@@ -32132,7 +32015,7 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
         status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__sparse_pack_now(&state->chosen, state->desc.values, form, state->in + offsets[x->rank]);
+    dtrain__sparse_pack(&state->chosen, state->desc.values, form, state->in + offsets[x->rank]);
     status = dtrain_all_gather_v(x->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
     *x->sent += mine * (uint64_t)(x->ranks - 1);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
@@ -32189,7 +32072,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
                 part.indices[i] -= (uint32_t)begin;
             size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
             if (pass == 1)
-                dtrain__sparse_pack_now(&part, state->desc.values, form, state->out + offsets[r]);
+                dtrain__sparse_pack(&part, state->desc.values, form, state->out + offsets[r]);
             for (size_t i = 0; i < part.count; i++)
                 part.indices[i] += (uint32_t)begin;
             offsets[r] = pass == 0 ? at : offsets[r];
@@ -32270,7 +32153,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     dtrain_status status = dtrain__feedback_reserve(&state->out, state->allocator, (size_t)mine);
     if (status != DTRAIN_OK)
         return dtrain__feedback_broken(x->comm, status, x->rank);
-    dtrain__sparse_pack_now(merged, state->desc.values, form, state->out);
+    dtrain__sparse_pack(merged, state->desc.values, form, state->out);
     status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
@@ -45216,13 +45099,12 @@ static size_t dtrain__server_topk_bytes(const dtrain_compressor *compressor, siz
 static void dtrain__server_topk_pack(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
-    size_t k = dtrain_topk_count(count, topk->ratio), bytes = dtrain__server_topk_bytes(compressor, count), written;
-    dtrain_status status = dtrain__topk_pick(in, count, k, &topk->sparse);
-    if (status == DTRAIN_OK)
-        status = dtrain__sparse_pack(&topk->sparse, topk->values, dtrain__server_topk_form(topk, count, k), out, bytes,
-                                     &written);
-    if (status != DTRAIN_OK)
-        memset(out, 0, bytes);
+    size_t k = dtrain_topk_count(count, topk->ratio);
+    if (dtrain__topk_pick(in, count, k, &topk->sparse) == DTRAIN_OK)
+        dtrain__sparse_pack(&topk->sparse, topk->values, dtrain__server_topk_form(topk, count, k),
+                            (unsigned char *)out);
+    else
+        memset(out, 0, dtrain__server_topk_bytes(compressor, count));
 }
 
 static void dtrain__server_topk_unpack(const dtrain_compressor *compressor, const void *in, float *out, size_t count)
@@ -45230,8 +45112,8 @@ static void dtrain__server_topk_unpack(const dtrain_compressor *compressor, cons
     dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
     topk->status = dtrain__sparse_unpack(&topk->sparse, in, dtrain__server_topk_bytes(compressor, count), count);
     if (topk->status == DTRAIN_OK)
-        topk->status = dtrain__sparse_write(&topk->sparse, out, count);
-    if (topk->status != DTRAIN_OK)
+        dtrain__sparse_write(&topk->sparse, out);
+    else
         memset(out, 0, count * sizeof(float));
 }
 

@@ -255,7 +255,7 @@ static dtrain_status dtrain__selections_dense(dtrain__selections *x)
     float *out = x->there != NULL ? dtrain__device_vector_whole(x->there) : x->out;
     if (out == NULL)
         return dtrain__thread_error.status;
-    dtrain__sparse_write_now(&x->state->chosen, out);
+    dtrain__sparse_write(&x->state->chosen, out);
     *x->sent += dtrain__plan_sent_bytes(x->count, x->ranks);
     dtrain_status status = dtrain_all_reduce(x->comm, out, out, x->count, DTRAIN_F32, DTRAIN_SUM);
     for (size_t i = 0; status == DTRAIN_OK && i < x->count; i++) {
@@ -287,7 +287,7 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
         status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__sparse_pack_now(&state->chosen, state->desc.values, form, state->in + offsets[x->rank]);
+    dtrain__sparse_pack(&state->chosen, state->desc.values, form, state->in + offsets[x->rank]);
     status = dtrain_all_gather_v(x->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
     *x->sent += mine * (uint64_t)(x->ranks - 1);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
@@ -344,7 +344,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
                 part.indices[i] -= (uint32_t)begin;
             size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
             if (pass == 1)
-                dtrain__sparse_pack_now(&part, state->desc.values, form, state->out + offsets[r]);
+                dtrain__sparse_pack(&part, state->desc.values, form, state->out + offsets[r]);
             for (size_t i = 0; i < part.count; i++)
                 part.indices[i] += (uint32_t)begin;
             offsets[r] = pass == 0 ? at : offsets[r];
@@ -425,7 +425,7 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
     dtrain_status status = dtrain__feedback_reserve(&state->out, state->allocator, (size_t)mine);
     if (status != DTRAIN_OK)
         return dtrain__feedback_broken(x->comm, status, x->rank);
-    dtrain__sparse_pack_now(merged, state->desc.values, form, state->out);
+    dtrain__sparse_pack(merged, state->desc.values, form, state->out);
     status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);

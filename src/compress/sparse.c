@@ -19,48 +19,12 @@ typedef struct dtrain__sparse_header {
     uint64_t count, original_count, index_bytes;
 } dtrain__sparse_header;
 
-static dtrain_status dtrain__sparse_check(const dtrain__sparse *sparse, const char *call)
-{
-    if (sparse == NULL || (sparse->count > 0 && (sparse->indices == NULL || sparse->values == NULL)))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s NULL", call,
-                            sparse == NULL ? "sparse is" : "its arrays are");
-    if (sparse->count > sparse->original_count || (uint64_t)sparse->original_count > UINT32_MAX)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: sparse has %zu elements of %zu; expected no more than those, and less than 2^32", call,
-                            sparse->count, sparse->original_count);
-    for (size_t i = 0; i < sparse->count; i++)
-        if (sparse->indices[i] >= sparse->original_count || (i > 0 && sparse->indices[i] <= sparse->indices[i - 1]))
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "%s: index %zu is %lu of %zu elements%s; expected ascending ones in range", call, i,
-                                (unsigned long)sparse->indices[i], sparse->original_count,
-                                sparse->indices[i] < sparse->original_count ? ", not above the one before" : "");
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__sparse_check_dense(const dtrain__sparse *sparse, const float *data, size_t count,
-                                                const char *call)
-{
-    dtrain_status status = dtrain__sparse_check(sparse, call);
-    if (status == DTRAIN_OK && (count != sparse->original_count || (count > 0 && data == NULL)))
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: sparse is of %zu elements, data %s %zu", call,
-                              sparse->original_count, count > 0 && data == NULL ? "is NULL, count" : "has", count);
-    return status;
-}
-
-static void dtrain__sparse_write_now(const dtrain__sparse *sparse, float *data)
+static void dtrain__sparse_write(const dtrain__sparse *sparse, float *data)
 {
     if (sparse->original_count > 0)
         memset(data, 0, sparse->original_count * sizeof(float));
     for (size_t i = 0; i < sparse->count; i++)
         data[sparse->indices[i]] = sparse->values[i];
-}
-
-static dtrain_status dtrain__sparse_write(const dtrain__sparse *sparse, float *data, size_t count)
-{
-    dtrain_status status = dtrain__sparse_check_dense(sparse, data, count, "sparse_write");
-    if (status == DTRAIN_OK)
-        dtrain__sparse_write_now(sparse, data);
-    return status;
 }
 
 /* How many elements were left out before the i-th. */
@@ -69,7 +33,7 @@ static uint32_t dtrain__sparse_gap(const dtrain__sparse *sparse, size_t i)
     return i == 0 ? sparse->indices[0] : sparse->indices[i] - sparse->indices[i - 1] - 1;
 }
 
-/* The bytes of a good vector's indices; SIZE_MAX for a form that cannot be. */
+/* The bytes of a vector's indices; SIZE_MAX for a form that cannot be. */
 static size_t dtrain__sparse_index_bytes(const dtrain__sparse *sparse, dtrain_index_form form)
 {
     size_t bytes = sparse->count;
@@ -109,18 +73,13 @@ static size_t dtrain__sparse_width(dtrain_dtype values)
     return values == DTRAIN_F32 ? 4 : values == DTRAIN_BF16 || values == DTRAIN_F16 ? 2 : 0;
 }
 
-/* Settles the form and returns the packed size of a good vector; 0 for what cannot be. */
+/* Settles the form and returns the packed size. */
 static size_t dtrain__sparse_size(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form *form)
 {
     size_t width = dtrain__sparse_width(values);
-    if (width == 0)
-        return 0;
     if (*form == DTRAIN_INDEX_AUTO)
         *form = dtrain__sparse_shortest(sparse, width);
-    size_t indices = dtrain__sparse_index_bytes(sparse, *form);
-    if (indices == SIZE_MAX)
-        return 0;
-    return DTRAIN__SPARSE_HEADER + indices +
+    return DTRAIN__SPARSE_HEADER + dtrain__sparse_index_bytes(sparse, *form) +
            width * (*form == DTRAIN_INDEX_NONE ? sparse->original_count : sparse->count);
 }
 
@@ -155,9 +114,9 @@ static void dtrain__sparse_pack_dense(const dtrain__sparse *sparse, dtrain_dtype
     }
 }
 
-/* Packs a good vector into as many bytes as dtrain__sparse_size has said. */
-static void dtrain__sparse_pack_now(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
-                                    unsigned char *out)
+/* Packs a vector into as many bytes as dtrain__sparse_size has said, values rounded to the nearest. */
+static void dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
+                                unsigned char *out)
 {
     dtrain__sparse_header header;
     uint64_t mode = dtrain__fpmode_enter();
@@ -175,33 +134,6 @@ static void dtrain__sparse_pack_now(const dtrain__sparse *sparse, dtrain_dtype v
     else
         dtrain__dtype_convert(sparse->values, DTRAIN_F32, out, values, sparse->count);
     dtrain__fpmode_restore(mode);
-}
-
-/* Packs sparse: a header of 32 bytes, the indices, the values.
- *
- *   values     DTRAIN_F32; DTRAIN_BF16 or DTRAIN_F16: rounded to the nearest
- *   out        capacity bytes
- *   bytes      out: how many were written
- *   errors     DTRAIN_ERR_INVALID  another dtype; a form that cannot be; too little capacity; a bad
- *                                  sparse */
-static dtrain_status dtrain__sparse_pack(const dtrain__sparse *sparse, dtrain_dtype values, dtrain_index_form form,
-                                         void *out, size_t capacity, size_t *bytes)
-{
-    dtrain_status status = dtrain__sparse_check(sparse, "sparse_pack");
-    if (status != DTRAIN_OK)
-        return status;
-    size_t size = dtrain__sparse_size(sparse, values, &form);
-    if (size == 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "sparse_pack: values as %s with index form %d of %zu elements; expected F32, BF16 or F16, "
-                            "and U16 for at most 65536",
-                            dtrain_dtype_name(values), (int)form, sparse->original_count);
-    if (out == NULL || bytes == NULL || capacity < size)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "sparse_pack: %zu bytes are needed, %s %zu", size,
-                            out == NULL || bytes == NULL ? "out or bytes is NULL, capacity" : "there are", capacity);
-    dtrain__sparse_pack_now(sparse, values, form, (unsigned char *)out);
-    *bytes = size;
-    return DTRAIN_OK;
 }
 
 /* Says whether the header and the number of bytes fit each other and what was expected; counts are below 2^32 then. */
@@ -286,8 +218,6 @@ static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *d
 {
     const unsigned char *from = (const unsigned char *)data;
     dtrain__sparse_header header;
-    if (sparse == NULL || data == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "sparse_unpack: %s is NULL", data == NULL ? "data" : "sparse");
     sparse->count = 0;
     if (bytes < DTRAIN__SPARSE_HEADER)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "sparse_unpack: %zu bytes came, a header alone has %d", bytes,

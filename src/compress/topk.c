@@ -11,14 +11,14 @@
 #include "../base/memory.c"
 #include "../tensor/isa.c"
 
-/* Some elements of a vector, in ascending order of their index. Zero before its first use: what fills it grows its
- * arrays and keeps them. */
+/* Some elements of a vector, in ascending order of their index. Zero but for the allocator before its first use: what
+ * fills it grows its arrays and keeps them. */
 typedef struct dtrain__sparse {
     uint32_t *indices; /* ascending, none twice, below original_count */
     float *values;
     size_t count;
     size_t original_count;       /* elements of the whole vector */
-    size_t capacity;             /* of the arrays; written by the library. 0: they are the caller's */
+    size_t capacity;             /* of the arrays */
     dtrain_allocator *allocator; /* NULL: the C library */
 } dtrain__sparse;
 
@@ -137,32 +137,22 @@ static dtrain_allocator *dtrain__topk_allocator(const dtrain__sparse *sparse, dt
 }
 
 /* Room for count elements and what a vector's store writes beyond them, half more where it has to grow, as counts vary
- * a little; what is in the arrays is lost. */
+ * a little; what is in the arrays, which are one block, is lost. */
 static dtrain_status dtrain__topk_reserve(dtrain__sparse *sparse, size_t count)
 {
-    dtrain_allocator heap, *allocator = dtrain__topk_allocator(sparse, &heap);
+    dtrain_allocator heap;
     size_t capacity, bytes;
+    uint32_t *block = NULL;
     sparse->count = 0;
     if (sparse->capacity > 0 && sparse->capacity - DTRAIN__TOPK_BLOCK >= count)
         return DTRAIN_OK;
-    if (sparse->capacity == 0) {
-        sparse->indices = NULL;
-        sparse->values = NULL;
-    }
-    if (!dtrain__add_size(count, count / 2 + 256 + DTRAIN__TOPK_BLOCK, &capacity) ||
-        !dtrain__mul_size(capacity, sizeof(float), &bytes))
+    if (dtrain__add_size(count, count / 2 + 256 + DTRAIN__TOPK_BLOCK, &capacity) &&
+        dtrain__mul_size(capacity, 2 * sizeof(float), &bytes))
+        block = (uint32_t *)dtrain__memory_room(dtrain__topk_allocator(sparse, &heap), sparse->indices, bytes);
+    if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements", count);
-    void *indices = dtrain__alloc(allocator, bytes), *values = dtrain__alloc(allocator, bytes);
-    if (indices == NULL || values == NULL) {
-        dtrain__free(allocator, indices);
-        dtrain__free(allocator, values);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "sparse: no memory for %zu elements, twice %zu bytes", count,
-                            bytes);
-    }
-    dtrain__free(allocator, sparse->indices);
-    dtrain__free(allocator, sparse->values);
-    sparse->indices = (uint32_t *)indices;
-    sparse->values = (float *)values;
+    sparse->indices = block;
+    sparse->values = (float *)(void *)(block + capacity);
     sparse->capacity = capacity;
     return DTRAIN_OK;
 }
@@ -170,13 +160,7 @@ static dtrain_status dtrain__topk_reserve(dtrain__sparse *sparse, size_t count)
 static void dtrain__sparse_destroy(dtrain__sparse *sparse)
 {
     dtrain_allocator heap;
-    if (sparse == NULL)
-        return;
-    if (sparse->capacity > 0) {
-        dtrain_allocator *allocator = dtrain__topk_allocator(sparse, &heap);
-        dtrain__free(allocator, sparse->indices);
-        dtrain__free(allocator, sparse->values);
-    }
+    dtrain__free(dtrain__topk_allocator(sparse, &heap), sparse->indices);
     memset(sparse, 0, sizeof *sparse);
 }
 
@@ -216,13 +200,11 @@ DTRAIN_API size_t dtrain_topk_count(size_t count, double ratio)
 
 DTRAIN__EXACT_BEGIN
 
-/* Returns the ratio of a step, counted from 0; the same bits on every machine. 0 for NULL.
+/* Returns the ratio of a step, counted from 0; the same bits on every machine.
  *
  *   source   Lin, Han, Mao, Wang, Dally, Deep Gradient Compression, ICLR 2018 */
 static double dtrain__topk_ratio(const dtrain_topk_schedule *schedule, uint64_t step)
 {
-    if (schedule == NULL)
-        return 0.0;
     double ratio = schedule->first_ratio > 0.0 ? schedule->first_ratio : 0.25;
     double factor = schedule->factor > 0.0 && schedule->factor < 1.0 ? schedule->factor : 0.25;
     uint64_t stage = schedule->stage_steps > 0 ? step / schedule->stage_steps : UINT64_MAX;
@@ -404,21 +386,6 @@ static void dtrain__topk_surely(dtrain__topk_source *from, dtrain__sparse *spars
     dtrain__topk_exactly(from, &search, sparse);
 }
 
-static dtrain_status dtrain__topk_check(const dtrain__topk_source *from, const dtrain__sparse *sparse, const char *call)
-{
-    if (sparse == NULL || (from->count > 0 && (from->data == NULL || (from->sum != NULL && from->add == NULL))))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s of %zu elements: %s is NULL", call, from->count,
-                            sparse == NULL ? "sparse" : "the data");
-    if (from->k > from->count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: k is %zu, but there are %zu elements", call, from->k,
-                            from->count);
-    if ((uint64_t)from->count > UINT32_MAX)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "%s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
-                            from->count);
-    return DTRAIN_OK;
-}
-
 /* Elements that a selection of k of n needs room for. */
 static size_t dtrain__topk_room(size_t n, size_t k)
 {
@@ -426,68 +393,54 @@ static size_t dtrain__topk_room(size_t n, size_t k)
     return room < n ? room : n;
 }
 
-static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain__sparse *sparse, const char *call)
+/* Makes room for a selection of at most `room` of `count` elements. */
+static dtrain_status dtrain__topk_open(dtrain__sparse *sparse, size_t count, size_t room)
+{
+    sparse->original_count = count;
+    if ((uint64_t)count > UINT32_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "topk: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", count);
+    return dtrain__topk_reserve(sparse, room);
+}
+
+static dtrain_status dtrain__topk_select(dtrain__topk_source *from, dtrain__sparse *sparse)
 {
     size_t n = from->count, k = from->k, sample = n / 64 < DTRAIN__TOPK_SAMPLE ? n / 64 : DTRAIN__TOPK_SAMPLE;
-    dtrain_status status = dtrain__topk_check(from, sparse, call);
-    if (status == DTRAIN_OK)
-        status = dtrain__topk_reserve(sparse, dtrain__topk_room(n, k));
+    dtrain_status status = dtrain__topk_open(sparse, n, dtrain__topk_room(n, k));
     if (status != DTRAIN_OK)
         return status;
-    sparse->original_count = n;
-    if (k == 0) {
-        dtrain__topk_collect(from, DTRAIN__TOPK_NEVER, sparse);
-        return DTRAIN_OK;
-    }
-    if (k == n) {
-        dtrain__topk_collect(from, 0, sparse);
-        return DTRAIN_OK;
-    }
-    if (n >= DTRAIN__TOPK_SAMPLED && k < n / 2 &&
-        dtrain__topk_collect(from, dtrain__topk_guess(from, sparse->values, sample), sparse) && sparse->count >= k)
+    if (k == 0 || k == n)
+        dtrain__topk_collect(from, k == 0 ? DTRAIN__TOPK_NEVER : 0, sparse);
+    else if (n >= DTRAIN__TOPK_SAMPLED && k < n / 2 &&
+             dtrain__topk_collect(from, dtrain__topk_guess(from, sparse->values, sample), sparse) && sparse->count >= k)
         dtrain__topk_keep(sparse, k);
     else
         dtrain__topk_surely(from, sparse);
     return DTRAIN_OK;
 }
 
-/* Selects the k elements of largest magnitude, NaN and then infinity before all numbers, of equals the first; allocates
- * only what sparse lacks. */
+/* Selects the k elements of largest magnitude, k <= count, NaN and then infinity before all numbers, of equals the
+ * first; allocates only what sparse lacks. */
 static dtrain_status dtrain__topk_pick(const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, k};
-    return dtrain__topk_select(&from, sparse, "topk");
+    return dtrain__topk_select(&from, sparse);
 }
 
 /* Adds data to sum, and selects of the sum, in one pass. */
 static dtrain_status dtrain__topk_add(float *sum, const float *data, size_t count, size_t k, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {sum, sum, data, count, k};
-    return dtrain__topk_select(&from, sparse, "topk_add");
+    return dtrain__topk_select(&from, sparse);
 }
 
-/* Selects as dtrain__topk_pick every element whose magnitude is at least threshold, and every NaN.
- *
- *   threshold   0 or above, not NaN */
+/* Selects every element whose magnitude is at least threshold, which is above 0, and every NaN. */
 static dtrain_status dtrain__topk_threshold(const float *data, size_t count, float threshold, dtrain__sparse *sparse)
 {
     dtrain__topk_source from = {data, NULL, NULL, count, 0};
-    uint32_t bar;
-    memcpy(&bar, &threshold, sizeof bar);
-    bar = bar == 0x80000000u ? 0 : bar;
-    dtrain_status status = dtrain__topk_check(&from, sparse, "threshold");
-    if (status == DTRAIN_OK && bar > 0x7f800000u)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threshold: it is %g, expected a number of at least 0",
-                              (double)threshold);
-    size_t room = count / 64;
-    if (status == DTRAIN_OK)
-        status = dtrain__topk_reserve(sparse, room);
-    while (status == DTRAIN_OK && !dtrain__topk_collect(&from, bar, sparse)) {
-        room = sparse->capacity < count / 4 ? 4 * sparse->capacity : count;
-        status = dtrain__topk_reserve(sparse, room);
-    }
-    if (status == DTRAIN_OK)
-        sparse->original_count = count;
+    dtrain_status status = dtrain__topk_open(sparse, count, count / 64);
+    while (status == DTRAIN_OK && !dtrain__topk_collect(&from, dtrain__topk_bits(&threshold), sparse))
+        status = dtrain__topk_reserve(sparse, sparse->capacity < count / 4 ? 4 * sparse->capacity : count);
     return status;
 }
 

@@ -49,13 +49,12 @@ static size_t dtrain__server_topk_bytes(const dtrain_compressor *compressor, siz
 static void dtrain__server_topk_pack(const dtrain_compressor *compressor, const float *in, size_t count, void *out)
 {
     dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
-    size_t k = dtrain_topk_count(count, topk->ratio), bytes = dtrain__server_topk_bytes(compressor, count), written;
-    dtrain_status status = dtrain__topk_pick(in, count, k, &topk->sparse);
-    if (status == DTRAIN_OK)
-        status = dtrain__sparse_pack(&topk->sparse, topk->values, dtrain__server_topk_form(topk, count, k), out, bytes,
-                                     &written);
-    if (status != DTRAIN_OK)
-        memset(out, 0, bytes);
+    size_t k = dtrain_topk_count(count, topk->ratio);
+    if (dtrain__topk_pick(in, count, k, &topk->sparse) == DTRAIN_OK)
+        dtrain__sparse_pack(&topk->sparse, topk->values, dtrain__server_topk_form(topk, count, k),
+                            (unsigned char *)out);
+    else
+        memset(out, 0, dtrain__server_topk_bytes(compressor, count));
 }
 
 static void dtrain__server_topk_unpack(const dtrain_compressor *compressor, const void *in, float *out, size_t count)
@@ -63,8 +62,8 @@ static void dtrain__server_topk_unpack(const dtrain_compressor *compressor, cons
     dtrain__server_topk *topk = (dtrain__server_topk *)compressor->self;
     topk->status = dtrain__sparse_unpack(&topk->sparse, in, dtrain__server_topk_bytes(compressor, count), count);
     if (topk->status == DTRAIN_OK)
-        topk->status = dtrain__sparse_write(&topk->sparse, out, count);
-    if (topk->status != DTRAIN_OK)
+        dtrain__sparse_write(&topk->sparse, out);
+    else
         memset(out, 0, count * sizeof(float));
 }
 

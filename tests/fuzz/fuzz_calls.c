@@ -163,6 +163,7 @@ static void packed(input *in)
     float out[COUNT];
     dtrain__sparse sparse;
     dtrain_compressor q;
+    long before = -1;
     dtrain_allocator heap = {NULL, NULL, 0, 0};
     memset(&sparse, 0, sizeof sparse);
     size_t bytes = in->bytes;
@@ -170,9 +171,11 @@ static void packed(input *in)
     if (exact == NULL)
         abort();
     take(in, exact, bytes);
-    if (dtrain__sparse_unpack(&sparse, exact, bytes, COUNT) == DTRAIN_OK &&
-        dtrain__sparse_write(&sparse, memset(out, 0, sizeof out), COUNT) != DTRAIN_OK)
-        abort();
+    if (dtrain__sparse_unpack(&sparse, exact, bytes, COUNT) == DTRAIN_OK)
+        dtrain__sparse_write(&sparse, out);
+    for (size_t i = 0; i < sparse.count; before = sparse.indices[i++])
+        if (sparse.indices[i] >= COUNT || (long)sparse.indices[i] <= before)
+            abort();
     dtrain__sparse_destroy(&sparse);
     free(exact);
     for (unsigned which = 3; which < 7; which++) { /* of a quantiser the length follows from the count */
