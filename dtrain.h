@@ -31389,9 +31389,10 @@ static dtrain_status dtrain__feedback_broken(dtrain_comm *comm, dtrain_status st
 #endif
 
 /* ---- >>device_vector ----
- * What an all-reduce through a compressor does to a vector that is a device's, and pinned memory between the two. All
- * of it is queued on the device; the CPU waits where it reads what it will send, once a step for a selection. As each
- * step waits before it writes pinned memory, what the step before has queued from there is over by then.
+ * What an all-reduce through a compressor does to a vector of a device, or of the CPU where the device is NULL, and the
+ * memory between the two. All of it is queued on the device; the CPU waits where it reads what it will send, once a
+ * step for a selection. As each step waits before it writes pinned memory, what the step before has queued from there
+ * is over by then.
  * A device has no kernels that write single elements, or look for what is no number and drop it: bits are multiplied
  * by ones and zeros as integers instead, which leaves them as they are or makes them zero, whatever they mean. */
 #ifndef DTRAIN__DEVICE_VECTOR
@@ -31403,7 +31404,19 @@ typedef struct dtrain__device_buffer {
     size_t bytes;
 } dtrain__device_buffer;
 
-/* Some elements of a vector: indices, then values, in pinned memory and as they are on the device. */
+/* What is in a vector's buffers. */
+enum {
+    DTRAIN__DEVICE_OUT, /* pinned: packed parts, to all ranks and from them */
+    DTRAIN__DEVICE_IN,
+    DTRAIN__DEVICE_WHOLE,     /* pinned: all elements */
+    DTRAIN__DEVICE_OUT_THERE, /* the device's from here on: those parts; the CPU's vector has them in the first two */
+    DTRAIN__DEVICE_IN_THERE,
+    DTRAIN__DEVICE_WIDE,   /* what parts unpack to */
+    DTRAIN__DEVICE_SPREAD, /* a constant */
+    DTRAIN__DEVICE_BUFFERS
+};
+
+/* Some elements of a vector on a device: indices, then values, in pinned memory and as they are on the device. */
 typedef struct dtrain__device_elements {
     dtrain__device_buffer here, there;
     uint32_t *indices, *indices_there;
@@ -31412,8 +31425,9 @@ typedef struct dtrain__device_elements {
 } dtrain__device_elements;
 
 typedef struct dtrain__device_vector {
-    dtrain_device *device;
+    dtrain_device *device; /* NULL: the CPU */
     dtrain_comm *comm;
+    dtrain_allocator *allocator; /* of the CPU's memory */
     size_t count;
     float *residual, *velocity; /* NULL: none */
     float *out;                 /* of this call: written at its end, and room until then */
@@ -31421,9 +31435,7 @@ typedef struct dtrain__device_vector {
     dtrain_device_selection *selection;
     size_t k; /* of the selection */
     dtrain__device_elements chosen, left, kept, sums;
-    dtrain__device_buffer whole;                             /* pinned: all elements */
-    dtrain__device_buffer out_here, in_here;                 /* pinned: packed parts, to all ranks and from them */
-    dtrain__device_buffer out_there, in_there, wide, spread; /* the device's: those, what they unpack to, a constant */
+    dtrain__device_buffer buffers[DTRAIN__DEVICE_BUFFERS];
 } dtrain__device_vector;
 
 /* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
@@ -31435,29 +31447,46 @@ static DTRAIN__NOINLINE dtrain_status dtrain__device_vector_broken(dtrain_comm *
 
 /* ---- memory ---- */
 
-static dtrain_status dtrain__device_buffer_reserve(dtrain_device *device, dtrain_memory memory,
+static void dtrain__device_vector_free(dtrain__device_vector *v, dtrain_memory memory, void *pointer)
+{
+    if (v->device != NULL)
+        dtrain_device_free(v->device, memory, pointer);
+    else
+        dtrain__free(v->allocator, pointer);
+}
+
+static dtrain_status dtrain__device_buffer_reserve(dtrain__device_vector *v, dtrain_memory memory,
                                                    dtrain__device_buffer *buffer, size_t bytes)
 {
     void *made = NULL;
     size_t whole;
     if (buffer->data != NULL && buffer->bytes >= bytes)
         return DTRAIN_OK;
+    if (v->device == NULL) {
+        dtrain_status status = dtrain__feedback_reserve(&buffer->data, v->allocator, bytes);
+        buffer->bytes = dtrain__memory_bytes(buffer->data);
+        return status;
+    }
     if (!dtrain__add_size(bytes, bytes / 2 + 4096, &whole))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
-    dtrain_device_free(device, memory, buffer->data);
+    dtrain_device_free(v->device, memory, buffer->data);
     buffer->data = NULL;
-    dtrain_status status = dtrain_device_alloc(device, memory, whole, &made);
-    if (status != DTRAIN_OK)
-        return status;
+    dtrain_status status = dtrain_device_alloc(v->device, memory, whole, &made);
     buffer->data = (unsigned char *)made;
     buffer->bytes = whole;
-    return DTRAIN_OK;
+    return status;
 }
 
-static void dtrain__device_buffer_free(dtrain_device *device, dtrain_memory memory, dtrain__device_buffer *buffer)
+/* Sees to it that one of a vector's buffers has so many bytes. */
+static dtrain_status dtrain__device_vector_reserve(dtrain__device_vector *v, int which, size_t bytes)
 {
-    dtrain_device_free(device, memory, buffer->data);
-    memset(buffer, 0, sizeof *buffer);
+    dtrain_memory memory = which <= DTRAIN__DEVICE_WHOLE ? DTRAIN_MEMORY_PINNED : DTRAIN_MEMORY_DEVICE;
+    return dtrain__device_buffer_reserve(v, memory, &v->buffers[which], bytes);
+}
+
+static float *dtrain__device_vector_floats(const dtrain__device_vector *v, int which)
+{
+    return (float *)(void *)v->buffers[which].data;
 }
 
 /* Makes room for count elements of a list; what was in it is lost. */
@@ -31472,9 +31501,9 @@ static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, d
     if (!dtrain__add_size(count, count / 2 + 64, &capacity) || !dtrain__mul_size(capacity, 8, &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a list of %zu elements", count);
     capacity -= capacity % 16; /* values are as well aligned as indices */
-    dtrain_status status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &list->here, bytes);
+    dtrain_status status = dtrain__device_buffer_reserve(v, DTRAIN_MEMORY_PINNED, &list->here, bytes);
     if (status == DTRAIN_OK)
-        status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
+        status = dtrain__device_buffer_reserve(v, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
     if (status != DTRAIN_OK)
         return status;
     list->capacity = capacity;
@@ -31485,45 +31514,38 @@ static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, d
     return DTRAIN_OK;
 }
 
-static void dtrain__device_elements_free(dtrain_device *device, dtrain__device_elements *list)
-{
-    dtrain__device_buffer_free(device, DTRAIN_MEMORY_PINNED, &list->here);
-    dtrain__device_buffer_free(device, DTRAIN_MEMORY_DEVICE, &list->there);
-}
-
 /* Fresh memory of zeros. */
-static dtrain_status dtrain__device_vector_zeros(dtrain_device *device, size_t count, float **made)
+static dtrain_status dtrain__device_vector_zeros(dtrain__device_vector *v, float **made)
 {
     const uint32_t zero = 0;
     size_t bytes;
     void *memory = NULL;
-    if (!dtrain__mul_size(count, sizeof(float), &bytes))
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", count);
+    int good = dtrain__mul_size(v->count, sizeof(float), &bytes);
+    if (good && v->device == NULL)
+        *made = (float *)dtrain__alloc(v->allocator, bytes);
+    if (!good || (v->device == NULL && *made == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", v->count);
+    if (v->device == NULL)
+        return DTRAIN_OK;
     /* also for none: a state that is listed has an address */
-    dtrain_status status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &memory);
+    dtrain_status status = dtrain_device_alloc(v->device, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &memory);
     *made = (float *)memory;
-    return status == DTRAIN_OK ? dtrain_device_fill(device, memory, &zero, 4, count) : status;
+    return status == DTRAIN_OK ? dtrain_device_fill(v->device, memory, &zero, 4, v->count) : status;
 }
 
-static void dtrain__device_vector_destroy(dtrain__device_vector *v, dtrain_allocator *allocator)
+static void dtrain__device_vector_destroy(dtrain__device_vector *v)
 {
-    if (v == NULL)
-        return;
+    dtrain__device_elements *lists[4] = {&v->chosen, &v->left, &v->kept, &v->sums};
     dtrain_device_selection_destroy(v->device, v->selection);
-    dtrain_device_free(v->device, DTRAIN_MEMORY_DEVICE, v->residual);
-    dtrain_device_free(v->device, DTRAIN_MEMORY_DEVICE, v->velocity);
-    dtrain__device_elements_free(v->device, &v->chosen);
-    dtrain__device_elements_free(v->device, &v->left);
-    dtrain__device_elements_free(v->device, &v->kept);
-    dtrain__device_elements_free(v->device, &v->sums);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_PINNED, &v->whole);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_PINNED, &v->out_here);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_PINNED, &v->in_here);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->wide);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->spread);
-    dtrain__free(allocator, v);
+    dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, v->residual);
+    dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, v->velocity);
+    for (int i = 0; i < 4; i++) {
+        dtrain__device_vector_free(v, DTRAIN_MEMORY_PINNED, lists[i]->here.data);
+        dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, lists[i]->there.data);
+    }
+    for (int i = 0; i < DTRAIN__DEVICE_BUFFERS; i++)
+        dtrain__device_vector_free(v, i <= DTRAIN__DEVICE_WHOLE ? DTRAIN_MEMORY_PINNED : DTRAIN_MEMORY_DEVICE,
+                                   v->buffers[i].data);
 }
 
 /* ---- arithmetic ---- */
@@ -31575,9 +31597,13 @@ static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float 
                                : status;
 }
 
-/* velocity = velocity * momentum + in */
-static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum)
+/* velocity = velocity * momentum + in * factor, which on a device is 1 */
+static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum, float factor)
 {
+    if (v->device == NULL) {
+        dtrain__feedback_velocity(v->velocity, in, momentum, factor, v->count);
+        return DTRAIN_OK;
+    }
     dtrain_status status = dtrain_device_scale(v->device, DTRAIN_F32, v->velocity, (double)momentum, v->count);
     if (status == DTRAIN_OK)
         status = dtrain_device_axpy(v->device, DTRAIN_F32, v->velocity, 1.0, in, v->count);
@@ -31586,7 +31612,7 @@ static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const 
 
 static dtrain_status dtrain__device_vector_can_divide(const dtrain__device_vector *v, int ranks)
 {
-    if ((ranks & (ranks - 1)) == 0 || ranks <= DTRAIN__DEVICE_MOST)
+    if (v->device == NULL || (ranks & (ranks - 1)) == 0 || ranks <= DTRAIN__DEVICE_MOST)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                         "compressed all_reduce on rank %d, %s: DTRAIN_MEAN over %d ranks; a device divides by powers "
@@ -31594,22 +31620,26 @@ static dtrain_status dtrain__device_vector_can_divide(const dtrain__device_vecto
                         dtrain_comm_rank(v->comm), dtrain_device_name(v->device), ranks, DTRAIN__DEVICE_MOST);
 }
 
-/* out = out / ranks. By a power of two that is a product; else it is the mean with as many -0 as are missing, which
- * leave any sum as it is. */
+/* out = out / ranks. On a device, by a power of two that is a product; else it is the mean with as many -0 as are
+ * missing, which leave any sum as it is. */
 static dtrain_status dtrain__device_vector_divide(dtrain__device_vector *v, int ranks)
 {
     const uint32_t minus = 0x80000000u;
     const void *in[DTRAIN__DEVICE_MOST];
     void *out[1];
-    dtrain_status status;
+    if (v->device == NULL) {
+        dtrain__fold_divide_f32(v->out, (double)ranks, v->count);
+        return DTRAIN_OK;
+    }
     if ((ranks & (ranks - 1)) == 0)
         return dtrain__device_vector_broken(
             v->comm, v->device, dtrain_device_scale(v->device, DTRAIN_F32, v->out, 1.0 / (double)ranks, v->count));
-    status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
+    dtrain_status status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_SPREAD, v->count * sizeof(float));
+    void *spread = v->buffers[DTRAIN__DEVICE_SPREAD].data;
     if (status == DTRAIN_OK)
-        status = dtrain_device_fill(v->device, v->spread.data, &minus, 4, v->count);
+        status = dtrain_device_fill(v->device, spread, &minus, 4, v->count);
     for (int r = 0; r < ranks; r++)
-        in[r] = v->spread.data;
+        in[r] = spread;
     in[0] = out[0] = v->out;
     if (status == DTRAIN_OK)
         status = dtrain_device_reduce(v->device, DTRAIN_F32, DTRAIN_MEAN, in, ranks, out, 1, 0, v->count);
@@ -31721,15 +31751,6 @@ static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
     return dtrain__device_vector_add(v, &v->sums, v->out);
 }
 
-/* Says where the CPU may write a whole vector; NULL: there is no memory. */
-static float *dtrain__device_vector_whole(dtrain__device_vector *v)
-{
-    dtrain_status status =
-        dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->whole, v->count * sizeof(float));
-    dtrain__device_vector_broken(v->comm, v->device, status);
-    return (float *)(void *)v->whole.data;
-}
-
 #endif
 
 /* ---- >>selections ----
@@ -31756,10 +31777,7 @@ typedef struct dtrain__selections_state {
 /* What one call is about. */
 typedef struct dtrain__selections {
     dtrain__selections_state *state;
-    dtrain_comm *comm;
-    dtrain__device_vector *there; /* the vector is a device's, and these two are NULL; NULL: it is the CPU's */
-    float *residual, *out;
-    size_t count;
+    dtrain__device_vector *v;
     uint64_t *sent;
     int rank, ranks;
     double ratio; /* of this step */
@@ -31829,7 +31847,6 @@ static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__spar
 {
     dtrain__sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
     dtrain_status status = DTRAIN_OK;
-    uint64_t mode = dtrain__fpmode_enter();
     memset(&nothing, 0, sizeof nothing);
     for (int n = x->ranks; status == DTRAIN_OK && n > 1; n = (n + 1) / 2) {
         for (int i = 0; status == DTRAIN_OK && i < n; i += 2)
@@ -31838,9 +31855,8 @@ static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__spar
         to = from;
         from = next;
     }
-    dtrain__fpmode_restore(mode);
     *merged = &from[0];
-    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, x->rank);
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->v->comm, status, x->rank);
 }
 
 /* Rounds values to what the wire carries. */
@@ -31848,13 +31864,11 @@ static void dtrain__selections_round(const dtrain__selections_state *state, dtra
 {
     unsigned char tile[2 * DTRAIN__SPARSE_TILE];
     dtrain_dtype wire = state->desc.values;
-    uint64_t mode = dtrain__fpmode_enter();
     for (size_t at = 0; wire != DTRAIN_F32 && at < sparse->count; at += DTRAIN__SPARSE_TILE) {
         size_t n = sparse->count - at < DTRAIN__SPARSE_TILE ? sparse->count - at : DTRAIN__SPARSE_TILE;
         dtrain__dtype_convert(sparse->values + at, DTRAIN_F32, tile, wire, n);
         dtrain__dtype_convert(tile, wire, sparse->values + at, DTRAIN_F32, n);
     }
-    dtrain__fpmode_restore(mode);
 }
 
 /* whole - part, or 0 where that is no number. */
@@ -31866,13 +31880,23 @@ static float dtrain__selections_rest(float whole, float part)
     return (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
 }
 
+/* The number, 0 in the place of -0. */
+static float dtrain__selections_unsigned(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = bits == 0x80000000u ? 0 : bits;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 /* Counts a step, of which it notes the ratio; returns how many elements that is. */
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
     x->ratio = dtrain__topk_ratio(&state->desc.schedule, dtrain__feedback_steps(state->step));
     dtrain__feedback_count(state->step);
-    return dtrain_topk_count(x->count, x->ratio);
+    return dtrain_topk_count(x->v->count, x->ratio);
 }
 
 /* Has the device select, round and keep. */
@@ -31882,42 +31906,43 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
     size_t k = dtrain__selections_next(x);
     dtrain_status status = dtrain__topk_reserve(chosen, k);
     if (status == DTRAIN_OK)
-        status = dtrain__device_vector_select(x->there, in, k);
+        status = dtrain__device_vector_select(x->v, in, k);
     if (status != DTRAIN_OK)
         return status;
     if (k > 0) {
-        memcpy(chosen->indices, x->there->chosen.indices, k * sizeof(uint32_t));
-        memcpy(chosen->values, x->there->chosen.values, k * sizeof(float));
+        memcpy(chosen->indices, x->v->chosen.indices, k * sizeof(uint32_t));
+        memcpy(chosen->values, x->v->chosen.values, k * sizeof(float));
     }
     chosen->count = k;
-    chosen->original_count = x->count;
+    chosen->original_count = x->v->count;
     dtrain__selections_round(x->state, chosen);
-    return dtrain__device_vector_leave(x->there, chosen->values);
+    return dtrain__device_vector_leave(x->v, chosen->values);
 }
 
-/* Selects of what is to be sent, rounds that, and leaves the rest in the residual. */
+/* Selects of what is to be sent, rounds that, leaves the rest in the residual, and nothing in the velocity. */
 static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
 {
-    dtrain__selections_state *state = x->state;
-    dtrain__sparse *chosen = &state->chosen;
+    const dtrain__device_vector *v = x->v;
+    dtrain__sparse *chosen = &x->state->chosen;
+    float threshold = x->state->desc.threshold;
     dtrain_status status;
-    uint64_t mode = dtrain__fpmode_enter();
     size_t k = dtrain__selections_next(x);
-    if (state->desc.threshold > 0.0f && x->residual != NULL)
-        dtrain__fold_sum_f32(x->residual, in, x->count);
-    if (state->desc.threshold > 0.0f)
-        status =
-            dtrain__topk_threshold(x->residual != NULL ? x->residual : in, x->count, state->desc.threshold, chosen);
-    else if (x->residual != NULL)
-        status = dtrain__topk_add(x->residual, in, x->count, k, chosen);
+    if (threshold > 0.0f && v->residual != NULL)
+        dtrain__fold_sum_f32(v->residual, in, v->count);
+    if (threshold > 0.0f)
+        status = dtrain__topk_threshold(v->residual != NULL ? v->residual : in, v->count, threshold, chosen);
+    else if (v->residual != NULL)
+        status = dtrain__topk_add(v->residual, in, v->count, k, chosen);
     else
-        status = dtrain__topk_pick(in, x->count, k, chosen);
-    if (status == DTRAIN_OK)
-        dtrain__selections_round(state, chosen);
-    for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
-        x->residual[chosen->indices[i]] = dtrain__selections_rest(x->residual[chosen->indices[i]], chosen->values[i]);
-    dtrain__fpmode_restore(mode);
-    return status;
+        status = dtrain__topk_pick(in, v->count, k, chosen);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__selections_round(x->state, chosen);
+    for (size_t i = 0; v->residual != NULL && i < chosen->count; i++)
+        v->residual[chosen->indices[i]] = dtrain__selections_rest(v->residual[chosen->indices[i]], chosen->values[i]);
+    for (size_t i = 0; v->velocity != NULL && v->masks && i < chosen->count; i++)
+        v->velocity[chosen->indices[i]] = 0.0f;
+    return DTRAIN_OK;
 }
 
 /* Turns the sizes that ranks told into counts and offsets; each of a vector of at most `most` elements. */
@@ -31929,7 +31954,7 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
         if (sizes[r] > DTRAIN__SPARSE_HEADER + 9 * (uint64_t)most) {
             dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%llu bytes are announced for at most %zu elements",
                          (unsigned long long)sizes[r], most);
-            return dtrain__feedback_broken(x->comm, DTRAIN_ERR_CORRUPT, r);
+            return dtrain__feedback_broken(x->v->comm, DTRAIN_ERR_CORRUPT, r);
         }
         counts[r] = (size_t)sizes[r];
         offsets[r] = *total;
@@ -31943,83 +31968,101 @@ static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, 
                                                dtrain__sparse *piece)
 {
     dtrain_status status = dtrain__sparse_unpack(piece, x->state->in + at, bytes, count);
-    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->v->comm, status, from);
 }
 
 /* Begins a result of at most `most` elements that are not 0. */
 static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most)
 {
-    if (x->there != NULL)
-        return dtrain__device_vector_begin(x->there, &x->there->sums, most);
-    if (x->count > 0)
-        memset(x->out, 0, x->count * sizeof(float));
+    if (x->v->device != NULL)
+        return dtrain__device_vector_begin(x->v, &x->v->sums, most);
+    if (x->v->count > 0)
+        memset(x->v->out, 0, x->v->count * sizeof(float));
     return DTRAIN_OK;
 }
 
 /* Writes some elements of the part of the result from `begin` on. */
 static void dtrain__selections_write(dtrain__selections *x, const dtrain__sparse *sparse, size_t begin)
 {
-    dtrain__device_elements *list = x->there != NULL ? &x->there->sums : NULL;
+    dtrain__device_elements *list = x->v->device != NULL ? &x->v->sums : NULL;
     for (size_t i = 0; list != NULL && i < sparse->count; i++) {
         list->indices[list->count] = (uint32_t)(begin + sparse->indices[i]);
         list->values[list->count++] = sparse->values[i];
     }
-    for (size_t i = 0; list == NULL && i < sparse->count; i++) {
-        uint32_t bits;
-        memcpy(&bits, &sparse->values[i], sizeof bits);
-        bits = bits == 0x80000000u ? 0 : bits;
-        memcpy(&x->out[begin + sparse->indices[i]], &bits, sizeof bits);
-    }
+    for (size_t i = 0; list == NULL && i < sparse->count; i++)
+        x->v->out[begin + sparse->indices[i]] = dtrain__selections_unsigned(sparse->values[i]);
 }
 
 static dtrain_status dtrain__selections_end(dtrain__selections *x)
 {
-    return x->there != NULL ? dtrain__device_vector_end(x->there) : DTRAIN_OK;
+    return x->v->device != NULL ? dtrain__device_vector_end(x->v) : DTRAIN_OK;
 }
 
 /* The selections are longer than the vectors: adds up these. */
 static dtrain_status dtrain__selections_dense(dtrain__selections *x)
 {
-    float *out = x->there != NULL ? dtrain__device_vector_whole(x->there) : x->out;
-    if (out == NULL)
-        return dtrain__thread_error.status;
-    dtrain__sparse_write(&x->state->chosen, out);
-    *x->sent += dtrain__plan_sent_bytes(x->count, x->ranks);
-    dtrain_status status = dtrain_all_reduce(x->comm, out, out, x->count, DTRAIN_F32, DTRAIN_SUM);
-    for (size_t i = 0; status == DTRAIN_OK && i < x->count; i++) {
-        uint32_t bits;
-        memcpy(&bits, &out[i], sizeof bits);
-        bits = bits == 0x80000000u ? 0 : bits;
-        memcpy(&out[i], &bits, sizeof bits);
+    dtrain__device_vector *v = x->v;
+    float *out = v->out;
+    dtrain_status status = DTRAIN_OK;
+    if (v->device != NULL) {
+        status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_WHOLE, v->count * sizeof(float));
+        out = dtrain__device_vector_floats(v, DTRAIN__DEVICE_WHOLE);
     }
-    if (status != DTRAIN_OK || x->there == NULL)
+    if (status != DTRAIN_OK)
+        return dtrain__device_vector_broken(v->comm, v->device, status);
+    dtrain__sparse_write(&x->state->chosen, out);
+    *x->sent += dtrain__plan_sent_bytes(v->count, x->ranks);
+    status = dtrain_all_reduce(v->comm, out, out, v->count, DTRAIN_F32, DTRAIN_SUM);
+    for (size_t i = 0; status == DTRAIN_OK && i < v->count; i++)
+        out[i] = dtrain__selections_unsigned(out[i]);
+    if (status != DTRAIN_OK || v->device == NULL)
         return status;
-    status = dtrain_device_copy(x->there->device, x->there->out, out, x->count * sizeof(float));
-    return dtrain__device_vector_broken(x->comm, x->there->device, status);
+    status = dtrain_device_copy(v->device, v->out, out, v->count * sizeof(float));
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Settles the form of what this rank gives to all, and where all ranks' packed selections come in, total bytes. */
+static dtrain_status dtrain__selections_announce(dtrain__selections *x, const dtrain__sparse *mine,
+                                                 dtrain_index_form *form, size_t *total)
+{
+    dtrain__selections_state *state = x->state;
+    *form = state->desc.indices;
+    uint64_t bytes = dtrain__sparse_size(mine, state->desc.values, form);
+    dtrain_status status = dtrain_all_gather(x->v->comm, &bytes, state->sizes, (size_t)x->ranks, DTRAIN_U64);
+    *x->sent += 8 * (uint64_t)(x->ranks - 1);
+    return status == DTRAIN_OK ? dtrain__selections_place(x, state->sizes, x->v->count, state->numbers,
+                                                          state->numbers + x->ranks, total)
+                               : status;
+}
+
+/* Gathers them. */
+static dtrain_status dtrain__selections_exchange(dtrain__selections *x, const dtrain__sparse *mine,
+                                                 dtrain_index_form form, size_t total)
+{
+    dtrain__selections_state *state = x->state;
+    size_t *counts = state->numbers, *offsets = counts + x->ranks;
+    dtrain_status status = dtrain__feedback_reserve(&state->in, state->allocator, total);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__sparse_pack(mine, state->desc.values, form, state->in + offsets[x->rank]);
+    *x->sent += counts[x->rank] * (uint64_t)(x->ranks - 1);
+    return dtrain_all_gather_v(x->v->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
 }
 
 static dtrain_status dtrain__selections_gather(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
-    dtrain_index_form form = state->desc.indices;
-    uint64_t mine = dtrain__sparse_size(&state->chosen, state->desc.values, &form);
-    size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
+    const size_t *counts = state->numbers, *offsets = counts + x->ranks;
+    dtrain_index_form form;
+    size_t total = 0;
     dtrain__sparse *merged = NULL;
-    dtrain_status status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
-    if (status == DTRAIN_OK)
-        status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
-    *x->sent += 8 * (uint64_t)(x->ranks - 1);
-    if (status == DTRAIN_OK && x->ranks > 1 && (uint64_t)total > 8 * (uint64_t)x->count)
+    dtrain_status status = dtrain__selections_announce(x, &state->chosen, &form, &total);
+    if (status == DTRAIN_OK && x->ranks > 1 && (uint64_t)total > 8 * (uint64_t)x->v->count)
         return dtrain__selections_dense(x);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__sparse_pack(&state->chosen, state->desc.values, form, state->in + offsets[x->rank]);
-    status = dtrain_all_gather_v(x->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
-    *x->sent += mine * (uint64_t)(x->ranks - 1);
+        status = dtrain__selections_exchange(x, &state->chosen, form, total);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
-        status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->count, &state->pieces[r]);
+        status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->v->count, &state->pieces[r]);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
     if (status == DTRAIN_OK)
@@ -32036,7 +32079,7 @@ static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int r
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
     dtrain__sparse part;
     memset(&part, 0, sizeof part);
-    part.original_count = dtrain__split(x->count, x->ranks, rank, begin);
+    part.original_count = dtrain__split(x->v->count, x->ranks, rank, begin);
     part.indices = x->state->chosen.indices + bounds[rank];
     part.values = x->state->chosen.values + bounds[rank];
     part.count = bounds[rank + 1] - bounds[rank];
@@ -32049,7 +32092,7 @@ static void dtrain__selections_cut(dtrain__selections *x)
     const dtrain__sparse *chosen = &x->state->chosen;
     size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks, next = 0;
     for (int r = 0; r < x->ranks; r++) {
-        size_t begin, count = dtrain__split(x->count, x->ranks, r, &begin);
+        size_t begin, count = dtrain__split(x->v->count, x->ranks, r, &begin);
         bounds[r] = next;
         while (next < chosen->count && chosen->indices[next] < begin + count)
             next++;
@@ -32094,13 +32137,14 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     size_t *counts = state->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
     dtrain_status status = dtrain__selections_pack_parts(x, counts, offsets);
     if (status == DTRAIN_OK)
-        status = dtrain_all_to_all(x->comm, state->sizes, state->sizes + n, n, DTRAIN_U64);
+        status = dtrain_all_to_all(x->v->comm, state->sizes, state->sizes + n, n, DTRAIN_U64);
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes + n, part, in_counts, in_offsets, &total);
     if (status == DTRAIN_OK)
         status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status == DTRAIN_OK)
-        status = dtrain_all_to_all_v(x->comm, state->out, counts, offsets, state->in, in_counts, in_offsets, DTRAIN_U8);
+        status =
+            dtrain_all_to_all_v(x->v->comm, state->out, counts, offsets, state->in, in_counts, in_offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
         status = dtrain__selections_unpack(x, r, in_offsets[r], in_counts[r], part, &state->pieces[r]);
     return status;
@@ -32109,12 +32153,14 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
 /* Adds to the residual what is not passed on of an element of this rank's part. */
 static void dtrain__selections_keep(dtrain__selections *x, size_t index, float left)
 {
-    if (x->there != NULL && x->there->residual != NULL) {
-        dtrain__device_elements *kept = &x->there->kept;
+    dtrain__device_elements *kept = &x->v->kept;
+    if (x->v->residual == NULL)
+        return;
+    if (x->v->device == NULL) {
+        x->v->residual[index] = x->v->residual[index] + left;
+    } else {
         kept->indices[kept->count] = (uint32_t)index;
         kept->values[kept->count++] = left;
-    } else if (x->residual != NULL) {
-        x->residual[index] = x->residual[index] + left;
     }
 }
 
@@ -32126,11 +32172,11 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sp
     dtrain__sparse *picked = &state->picked;
     size_t keeps = state->desc.exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && quota < merged->count ? quota : merged->count;
     dtrain_status status = dtrain__topk_pick(merged->values, merged->count, keeps, picked);
-    uint64_t mode = dtrain__fpmode_enter();
     size_t next = 0;
-    if (status == DTRAIN_OK)
-        dtrain__selections_round(state, picked);
-    for (size_t i = 0; status == DTRAIN_OK && i < merged->count; i++) {
+    if (status != DTRAIN_OK)
+        return dtrain__feedback_broken(x->v->comm, status, x->rank);
+    dtrain__selections_round(state, picked);
+    for (size_t i = 0; i < merged->count; i++) {
         int passes = next < picked->count && picked->indices[next] == i;
         float whole = merged->values[i], part = passes ? picked->values[next] : 0.0f;
         dtrain__selections_keep(x, begin + merged->indices[i], dtrain__selections_rest(whole, part));
@@ -32138,34 +32184,24 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sp
         merged->values[next] = part;
         next += (size_t)passes;
     }
-    dtrain__fpmode_restore(mode);
     merged->count = next;
-    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, x->rank);
+    return DTRAIN_OK;
 }
 
 /* Gathers every rank's sums, each straight into its part of the result. */
 static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain__sparse *merged)
 {
     dtrain__selections_state *state = x->state;
-    dtrain_index_form form = state->desc.indices;
-    uint64_t mine = dtrain__sparse_size(merged, state->desc.values, &form);
-    size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
-    dtrain_status status = dtrain__feedback_reserve(&state->out, state->allocator, (size_t)mine);
-    if (status != DTRAIN_OK)
-        return dtrain__feedback_broken(x->comm, status, x->rank);
-    dtrain__sparse_pack(merged, state->desc.values, form, state->out);
-    status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
+    const size_t *counts = state->numbers, *offsets = counts + x->ranks;
+    dtrain_index_form form;
+    size_t total = 0, count = x->v->count;
+    dtrain_status status = dtrain__selections_announce(x, merged, &form, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
-    if (status == DTRAIN_OK)
-        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
-    if (status == DTRAIN_OK)
-        status = dtrain_all_gather_v(x->comm, state->out, state->in, counts, offsets, DTRAIN_U8);
-    *x->sent += (8 + mine) * (uint64_t)(x->ranks - 1);
+        status = dtrain__selections_exchange(x, merged, form, total);
     if (status == DTRAIN_OK) /* no value has less than 2 bytes */
-        status = dtrain__selections_begin(x, total / 2 < x->count ? total / 2 : x->count);
+        status = dtrain__selections_begin(x, total / 2 < count ? total / 2 : count);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
-        size_t begin, part = dtrain__split(x->count, x->ranks, r, &begin);
+        size_t begin, part = dtrain__split(count, x->ranks, r, &begin);
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], part, &state->pieces[0]);
         if (status == DTRAIN_OK)
             dtrain__selections_write(x, &state->pieces[0], begin);
@@ -32175,63 +32211,50 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
 
 static dtrain_status dtrain__selections_split(dtrain__selections *x)
 {
-    size_t begin, part = dtrain__split(x->count, x->ranks, x->rank, &begin);
+    dtrain__device_vector *v = x->v;
+    size_t begin, part = dtrain__split(v->count, x->ranks, x->rank, &begin);
     dtrain__sparse *merged = NULL;
     dtrain_status status = dtrain__selections_scatter(x, part);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
-    if (status == DTRAIN_OK && x->there != NULL)
-        status = dtrain__device_vector_begin(x->there, &x->there->kept, merged->count);
+    if (status == DTRAIN_OK && v->device != NULL)
+        status = dtrain__device_vector_begin(v, &v->kept, merged->count);
     if (status == DTRAIN_OK)
         status = dtrain__selections_settle(x, merged, begin, dtrain_topk_count(part, x->ratio));
-    if (status == DTRAIN_OK && x->there != NULL)
-        status = dtrain__device_vector_add(x->there, &x->there->kept, x->there->residual);
+    if (status == DTRAIN_OK && v->device != NULL)
+        status = dtrain__device_vector_add(v, &v->kept, v->residual);
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
 }
 
-static dtrain_status dtrain__selections_run(dtrain__selections *x, const float *in)
+/* Sums what all ranks send of `in` and of their residuals into v->out. */
+static dtrain_status dtrain__selections_run(const dtrain_compressor *compressor, dtrain__device_vector *v,
+                                            const float *in, uint64_t *sent)
 {
-    dtrain_sparse_exchange way = x->state->desc.exchange;
-    dtrain_status status = dtrain__selections_open(x->state, x->ranks);
+    dtrain__selections x = {
+        (dtrain__selections_state *)compressor->self, v, sent, dtrain_comm_rank(v->comm), dtrain_comm_size(v->comm), 0};
+    dtrain_sparse_exchange way = x.state->desc.exchange;
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_status status = dtrain__selections_open(x.state, x.ranks);
     if (status == DTRAIN_OK)
-        status = x->there != NULL ? dtrain__selections_select_there(x, in) : dtrain__selections_select(x, in);
-    if (status != DTRAIN_OK)
-        return status;
-    if (way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x->ranks <= 8))
-        return dtrain__selections_gather(x);
-    return dtrain__selections_split(x);
-}
-
-static dtrain__selections dtrain__selections_of(const dtrain_compressor *compressor, dtrain_comm *comm, size_t count,
-                                                uint64_t *sent)
-{
-    dtrain__selections x;
-    memset(&x, 0, sizeof x);
-    x.state = (dtrain__selections_state *)compressor->self;
-    x.comm = comm;
-    x.rank = dtrain_comm_rank(comm);
-    x.ranks = dtrain_comm_size(comm);
-    x.count = count;
-    x.sent = sent;
-    return x;
+        status = (v->device != NULL ? dtrain__selections_select_there : dtrain__selections_select)(&x, in);
+    if (status == DTRAIN_OK) {
+        int gathers = way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x.ranks <= 8);
+        status = (gathers ? dtrain__selections_gather : dtrain__selections_split)(&x);
+    }
+    dtrain__fpmode_restore(mode);
+    return status;
 }
 
 static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
                                                float *residual, float *out, size_t count, uint64_t *sent)
 {
-    dtrain__selections x = dtrain__selections_of(compressor, comm, count, sent);
-    x.residual = residual;
-    x.out = out;
-    return dtrain__selections_run(&x, in);
-}
-
-/* The same of a vector on a device, whose result is there->out. */
-static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *compressor, dtrain__device_vector *there,
-                                                     const float *in, uint64_t *sent)
-{
-    dtrain__selections x = dtrain__selections_of(compressor, there->comm, there->count, sent);
-    x.there = there;
-    return dtrain__selections_run(&x, in);
+    dtrain__device_vector v;
+    memset(&v, 0, sizeof v);
+    v.comm = comm;
+    v.count = count;
+    v.residual = residual;
+    v.out = out;
+    return dtrain__selections_run(compressor, &v, in, sent);
 }
 
 static void dtrain__selections_destroy(void *self)
@@ -32316,7 +32339,7 @@ typedef struct dtrain__powersgd {
     size_t rows, columns, rank;
     uint64_t seed;
     float *left;  /* rows x rank */
-    float *right; /* rank x columns: Q transposed */
+    float *right; /* rank x columns: Q transposed; in the same block */
 } dtrain__powersgd;
 
 DTRAIN__EXACT_BEGIN
@@ -32442,29 +32465,21 @@ static void dtrain__powersgd_restart(dtrain__powersgd *p)
 static dtrain_status dtrain__powersgd_whole(dtrain_comm *comm, const float *in, float *residual, float *out,
                                             size_t count, uint64_t *sent)
 {
-    uint64_t mode = dtrain__fpmode_enter();
     if (residual != NULL) {
         dtrain__fold_sum_f32(residual, in, count);
         memcpy(out, residual, count * sizeof(float));
         memset(residual, 0, count * sizeof(float));
         in = out;
     }
-    dtrain__fpmode_restore(mode);
     *sent += dtrain__plan_sent_bytes(count, dtrain_comm_size(comm));
     return dtrain_all_reduce(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM);
 }
 
-static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
-                                             float *residual, float *out, size_t count, uint64_t *sent)
+static dtrain_status dtrain__powersgd_thin(dtrain__powersgd *p, dtrain_comm *comm, const float *in, float *residual,
+                                           float *out, size_t count, uint64_t *sent)
 {
-    dtrain__powersgd *p = (dtrain__powersgd *)compressor->self;
     size_t left = p->rows * p->rank, right = p->columns * p->rank;
-    if (count != p->rows * p->columns)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "powersgd: a vector of %zu elements, the matrix has %zu x %zu",
-                            count, p->rows, p->columns);
-    if (left + right >= count)
-        return count == 0 ? DTRAIN_OK : dtrain__powersgd_whole(comm, in, residual, out, count, sent);
-    uint64_t mode = dtrain__fpmode_enter();
+    *sent += dtrain__plan_sent_bytes(left + right, dtrain_comm_size(comm));
     if (residual != NULL)
         dtrain__fold_sum_f32(residual, in, count);
     const float *m = residual != NULL ? residual : in;
@@ -32472,7 +32487,7 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
     dtrain__powersgd_left(m, p->right, p->left, p->rows, p->columns, p->rank);
     dtrain_status status = dtrain_all_reduce(comm, p->left, p->left, left, DTRAIN_F32, DTRAIN_SUM);
     if (status != DTRAIN_OK)
-        goto done;
+        return status;
     dtrain__powersgd_orthonormalize(p->left, p->rows, p->rank);
     dtrain__powersgd_right(m, p->right, p->left, p->rows, p->columns, p->rank);
     if (residual != NULL) {
@@ -32482,8 +32497,22 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
     status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
     if (status == DTRAIN_OK)
         dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
-done:
-    *sent += dtrain__plan_sent_bytes(left + right, dtrain_comm_size(comm));
+    return status;
+}
+
+static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
+                                             float *residual, float *out, size_t count, uint64_t *sent)
+{
+    dtrain__powersgd *p = (dtrain__powersgd *)compressor->self;
+    if (count != p->rows * p->columns)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "powersgd: a vector of %zu elements, the matrix has %zu x %zu",
+                            count, p->rows, p->columns);
+    if (count == 0)
+        return DTRAIN_OK;
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_status status = (p->rows + p->columns) * p->rank < count
+                               ? dtrain__powersgd_thin(p, comm, in, residual, out, count, sent)
+                               : dtrain__powersgd_whole(comm, in, residual, out, count, sent);
     dtrain__fpmode_restore(mode);
     return status;
 }
@@ -32491,41 +32520,36 @@ done:
 static void dtrain__powersgd_destroy(void *self)
 {
     dtrain__powersgd *p = (dtrain__powersgd *)self;
-    dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = p->allocator;
+    dtrain_allocator *allocator = p->allocator;
     dtrain__free(allocator, p->left);
-    dtrain__free(allocator, p->right);
-    dtrain__free(allocator != &p->heap ? allocator : &heap, p);
+    dtrain__free(allocator, p);
 }
 
 DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
                                                     int rank, uint64_t seed, dtrain_allocator *allocator)
 {
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
-    size_t elements, left, right, r = rank == 0 ? 4 : (size_t)rank;
-    if (compressor == NULL || rank < 0 || rank > DTRAIN__POWERSGD_RANKS || !dtrain__mul_size(rows, columns, &elements))
+    size_t bytes, r = rank == 0 ? 4 : (size_t)rank;
+    if (compressor == NULL || rank < 0 || rank > DTRAIN__POWERSGD_RANKS || !dtrain__mul_size(rows, columns, &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compressor_powersgd: a matrix of %zu x %zu with rank %d; expected rank 1 to %d, or 0 for "
                             "4, and a place for the compressor",
                             rows, columns, rank, DTRAIN__POWERSGD_RANKS);
     memset(compressor, 0, sizeof *compressor);
-    dtrain__powersgd *p = NULL;
-    if (dtrain__mul_size(rows, r * sizeof(float), &left) && dtrain__mul_size(columns, r * sizeof(float), &right))
-        p = (dtrain__powersgd *)dtrain__alloc(allocator != NULL ? allocator : &heap, sizeof *p);
-    if (p != NULL) {
-        p->allocator = allocator != NULL ? allocator : &p->heap;
-        p->rows = rows;
-        p->columns = columns;
-        p->rank = r;
-        p->seed = seed;
-        p->left = (float *)dtrain__alloc(p->allocator, left);
-        p->right = (float *)dtrain__alloc(p->allocator, right);
-    }
-    if (p == NULL || p->left == NULL || p->right == NULL) {
-        if (p != NULL)
-            dtrain__powersgd_destroy(p);
+    dtrain__powersgd *p =
+        (dtrain__powersgd *)dtrain__memory_owner(allocator, sizeof *p, offsetof(dtrain__powersgd, heap), &allocator);
+    if (p != NULL && dtrain__add_size(rows, columns, &bytes) && dtrain__mul_size(bytes, r * sizeof(float), &bytes))
+        p->left = (float *)dtrain__alloc(allocator, bytes);
+    if (p == NULL || p->left == NULL) {
+        dtrain__free(allocator, p);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_powersgd: no memory for %zu x %zu by %zu", rows,
                             columns, r);
     }
+    p->allocator = allocator;
+    p->rows = rows;
+    p->columns = columns;
+    p->rank = r;
+    p->seed = seed;
+    p->right = p->left + rows * r;
     compressor->name = "powersgd";
     compressor->self = p;
     compressor->reduce = dtrain__powersgd_reduce;
@@ -32535,151 +32559,172 @@ DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compresso
 
 #endif
 
-/* ---- >>device_packed ----
- * What packing compressors do in an all-reduce, of a vector that is a device's: >>compressed step by step, packed,
- * unpacked and added up there. Packed bytes alone are copied to the CPU, and sent by it as its own. Where one of them
- * stands for what is no number, which the CPU sees in them, such is dropped from what is left. */
-#ifndef DTRAIN__DEVICE_PACKED
-#define DTRAIN__DEVICE_PACKED
+/* ---- >>packed ----
+ * The all-reduce of a vector by a compressor that packs: give each rank its part of all, add as float32 by the tree,
+ * pack the sum, gather. A part's owner keeps what its second packing lost. Where the vector is a device's, that packs,
+ * unpacks and adds up; packed bytes alone are copied to the CPU, and sent by it as its own. Where one of them stands
+ * for what is no number, which the CPU sees in them, such is dropped from what is left. */
+#ifndef DTRAIN__PACKED
+#define DTRAIN__PACKED
 
 /* What one call is about. */
-typedef struct dtrain__device_packed {
+typedef struct dtrain__packed {
     dtrain__device_vector *v;
     const dtrain_compressor *q;
     size_t *counts, *offsets, *in_counts, *in_offsets; /* of packed parts, in bytes */
+    unsigned char *out_here, *in_here;                 /* these parts, where they are sent from, and come in */
+    unsigned char *out, *in;                           /* the same on the device; the CPU's are those */
+    float *wide;                                       /* what comes in, unpacked */
     size_t begin, part;                                /* this rank's */
     int rank, ranks;
-    uint64_t sent;
-} dtrain__device_packed;
+    uint64_t *sent;
+} dtrain__packed;
 
 /* Whether a device can pack so. */
-static int dtrain__device_packed_can(const dtrain_compressor *q)
+static int dtrain__packed_can(const dtrain_compressor *q)
 {
     return q->reduce == NULL && (q->pack == dtrain__quantise_int8_pack_now ||
                                  q->pack == dtrain__quantise_fp8_pack_now || q->pack == dtrain__quantise_cast_pack_now);
 }
 
-static dtrain_status dtrain__device_packed_pack(const dtrain__device_packed *p, const float *in, size_t count,
-                                                size_t at)
+static dtrain_dtype dtrain__packed_code(const dtrain_compressor *q)
 {
-    dtrain_device *device = p->v->device;
-    unsigned char *out = p->v->out_there.data + at;
-    if (p->q->pack == dtrain__quantise_cast_pack_now)
-        return dtrain_device_convert(device, in, DTRAIN_F32, out, (dtrain_dtype)p->q->block, count);
-    return dtrain_device_pack(device, p->q->pack == dtrain__quantise_int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3,
-                              p->q->block, in, count, out);
+    return q->pack == dtrain__quantise_int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3;
 }
 
-static dtrain_status dtrain__device_packed_unpack(const dtrain__device_packed *p, const unsigned char *in, float *out,
-                                                  size_t count)
+/* Packs some elements to their place among all parts. */
+static dtrain_status dtrain__packed_pack(const dtrain__packed *p, const float *in, size_t count, size_t at)
 {
     dtrain_device *device = p->v->device;
-    if (p->q->pack == dtrain__quantise_cast_pack_now)
-        return dtrain_device_convert(device, in, (dtrain_dtype)p->q->block, out, DTRAIN_F32, count);
-    return dtrain_device_unpack(device, p->q->pack == dtrain__quantise_int8_pack_now ? DTRAIN_I8 : DTRAIN_F8_E4M3,
-                                p->q->block, in, out, count, 0);
+    const dtrain_compressor *q = p->q;
+    if (device != NULL && q->pack != dtrain__quantise_cast_pack_now)
+        return dtrain_device_pack(device, dtrain__packed_code(q), q->block, in, count, p->out + at);
+    if (device != NULL)
+        return dtrain_device_convert(device, in, DTRAIN_F32, p->out + at, (dtrain_dtype)q->block, count);
+    q->pack(q, in, count, p->out + at);
+    return DTRAIN_OK;
+}
+
+static dtrain_status dtrain__packed_unpack(const dtrain__packed *p, const unsigned char *in, float *out, size_t count)
+{
+    dtrain_device *device = p->v->device;
+    const dtrain_compressor *q = p->q;
+    if (device != NULL && q->pack != dtrain__quantise_cast_pack_now)
+        return dtrain_device_unpack(device, dtrain__packed_code(q), q->block, in, out, count, 0);
+    if (device != NULL)
+        return dtrain_device_convert(device, in, (dtrain_dtype)q->block, out, DTRAIN_F32, count);
+    q->unpack(q, in, out, count);
+    return DTRAIN_OK;
 }
 
 /* Whether packed bytes on the CPU may stand for an infinity or NaN: of a cast a number, of others the largest of a
  * block, which its scale tells. */
-static int dtrain__device_packed_bad(const dtrain_compressor *q, const unsigned char *packed, size_t count)
+static int dtrain__packed_bad(const dtrain_compressor *q, const unsigned char *packed, size_t count)
 {
     float top = q->pack == dtrain__quantise_int8_pack_now ? 127.0f : 448.0f;
-    if (q->pack == dtrain__quantise_cast_pack_now) {
-        unsigned exponent = q->block == DTRAIN_F16 ? 0x7c00u : 0x7f80u;
-        int bad = 0;
-        for (size_t i = 0; i < count; i++) {
-            uint16_t half;
-            memcpy(&half, packed + 2 * i, 2);
-            bad |= (half & exponent) == exponent;
-        }
-        return bad;
-    }
+    if (q->pack == dtrain__quantise_cast_pack_now)
+        return dtrain__device_unbounded((dtrain_dtype)q->block, packed, count);
     for (size_t i = 0; i < dtrain__quantise_blocks(count, q->block); i++) {
         float scale;
-        uint32_t bits;
         memcpy(&scale, packed + 4 * i, 4);
         scale = scale * top;
-        memcpy(&bits, &scale, 4);
-        if ((bits & 0x7f800000u) == 0x7f800000u)
+        if (dtrain__device_unbounded(DTRAIN_F32, &scale, 1))
             return 1;
     }
     return 0;
 }
 
-/* Makes all memory that steps of a vector need: packed parts, and what unpacks of them, to all of the vector at least,
- * and to twice a part. */
-static dtrain_status dtrain__device_packed_reserve(dtrain__device_vector *v, const dtrain_compressor *q, int ranks)
+/* Between the CPU and the device; on the CPU they are the same. */
+static dtrain_status dtrain__packed_move(const dtrain__packed *p, unsigned char *to, const unsigned char *from,
+                                         size_t bytes)
 {
-    size_t out = 0, in, wide, part = dtrain__split(v->count, ranks, 0, NULL); /* no other's is longer */
-    int good = dtrain__mul_size(q->bytes(q, part), (size_t)ranks, &in) &&
-               dtrain__mul_size(part * sizeof(float), (size_t)(ranks > 2 ? ranks : 2), &wide);
-    for (int r = 0; good && r < ranks; r++)
-        good = dtrain__add_size(out, q->bytes(q, dtrain__split(v->count, ranks, r, NULL)), &out);
-    if (!good)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to pack %zu elements for %d ranks", v->count, ranks);
-    dtrain_status status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->out_here, out);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->in_here, in);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there, out);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there, in);
-    return status == DTRAIN_OK ? dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->wide, wide)
-                               : status;
-}
-
-static void dtrain__device_packed_place(dtrain__device_packed *p)
-{
-    size_t at = 0;
-    for (int r = 0; r < p->ranks; r++) {
-        p->offsets[r] = at;
-        p->counts[r] = p->q->bytes(p->q, dtrain__split(p->v->count, p->ranks, r, NULL));
-        at += p->counts[r];
-        p->sent += r != p->rank ? p->counts[r] : 0;
-        p->in_counts[r] = p->q->bytes(p->q, p->part);
-        p->in_offsets[r] = (size_t)r * p->in_counts[r];
-    }
+    return to == from ? DTRAIN_OK : dtrain_device_copy(p->v->device, to, from, bytes);
 }
 
 /* All bytes of the packed vector. */
-static size_t dtrain__device_packed_total(const dtrain__device_packed *p)
+static size_t dtrain__packed_total(const dtrain__packed *p)
 {
     return p->offsets[p->ranks - 1] + p->counts[p->ranks - 1];
 }
 
-/* Unpacks all parts to out. */
-static dtrain_status dtrain__device_packed_open(const dtrain__device_packed *p)
+/* Begins a call: places the packed parts, and makes all memory that it needs. `numbers` has room for 4 a rank. */
+static dtrain_status dtrain__packed_open(dtrain__packed *p, dtrain__device_vector *v, const dtrain_compressor *q,
+                                         size_t *numbers, uint64_t *sent)
+{
+    int there = v->device != NULL;
+    size_t out = 0, in, wide, longest;
+    p->v = v;
+    p->q = q;
+    p->sent = sent;
+    p->rank = dtrain_comm_rank(v->comm);
+    p->ranks = dtrain_comm_size(v->comm);
+    p->part = dtrain__split(v->count, p->ranks, p->rank, &p->begin);
+    p->counts = numbers;
+    p->offsets = p->counts + p->ranks;
+    p->in_counts = p->offsets + p->ranks;
+    p->in_offsets = p->in_counts + p->ranks;
+    longest = dtrain__split(v->count, p->ranks, 0, NULL);
+    int good = dtrain__mul_size(q->bytes(q, longest), (size_t)p->ranks, &in) &&
+               dtrain__mul_size(longest * sizeof(float), (size_t)(p->ranks > 2 ? p->ranks : 2), &wide);
+    for (int r = 0; good && r < p->ranks; r++) {
+        p->counts[r] = q->bytes(q, dtrain__split(v->count, p->ranks, r, NULL));
+        p->offsets[r] = out;
+        p->in_counts[r] = q->bytes(q, p->part);
+        p->in_offsets[r] = (size_t)r * p->in_counts[r];
+        good = dtrain__add_size(out, p->counts[r], &out);
+    }
+    if (!good)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to pack %zu elements for %d ranks", v->count, p->ranks);
+    dtrain_status status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_OUT, out);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_IN, in);
+    if (status == DTRAIN_OK && there)
+        status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_OUT_THERE, out);
+    if (status == DTRAIN_OK && there)
+        status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_IN_THERE, in);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_WIDE, wide);
+    p->out_here = v->buffers[DTRAIN__DEVICE_OUT].data;
+    p->in_here = v->buffers[DTRAIN__DEVICE_IN].data;
+    p->out = there ? v->buffers[DTRAIN__DEVICE_OUT_THERE].data : p->out_here;
+    p->in = there ? v->buffers[DTRAIN__DEVICE_IN_THERE].data : p->in_here;
+    p->wide = dtrain__device_vector_floats(v, DTRAIN__DEVICE_WIDE);
+    return status;
+}
+
+/* data = data - sent, 0 where that is no number; here: the bytes of `sent`, whose numbers are lost. */
+static dtrain_status dtrain__packed_subtract(const dtrain__packed *p, float *data, float *sent,
+                                             const unsigned char *here, size_t count)
+{
+    dtrain__device_vector *v = p->v;
+    if (v->device == NULL) {
+        dtrain__feedback_left(data, sent, count);
+        return DTRAIN_OK;
+    }
+    dtrain_status status = dtrain_device_axpy(v->device, DTRAIN_F32, data, -1.0, sent, count);
+    if (status != DTRAIN_OK || !dtrain__packed_bad(p->q, here, count))
+        return status;
+    status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_SPREAD, count * sizeof(float));
+    return status == DTRAIN_OK ? dtrain__device_vector_finite(
+                                     v, data, sent, dtrain__device_vector_floats(v, DTRAIN__DEVICE_SPREAD), count)
+                               : status;
+}
+
+/* Unpacks all parts to v->out; takes: and takes them from the residual. */
+static dtrain_status dtrain__packed_unpack_all(const dtrain__packed *p, int takes)
 {
     dtrain_status status = DTRAIN_OK;
     for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++) {
-        size_t begin, part = dtrain__split(p->v->count, p->ranks, r, &begin);
-        status = dtrain__device_packed_unpack(p, p->v->out_there.data + p->offsets[r], p->v->out + begin, part);
+        size_t begin, at = p->offsets[r], part = dtrain__split(p->v->count, p->ranks, r, &begin);
+        status = dtrain__packed_unpack(p, p->out + at, p->v->out + begin, part);
+        if (status == DTRAIN_OK && takes)
+            status = dtrain__packed_subtract(p, p->v->residual + begin, p->v->out + begin, p->out_here + at, part);
     }
     return status;
 }
 
-/* Takes what was packed from the residual. */
-static dtrain_status dtrain__device_packed_left(const dtrain__device_packed *p)
-{
-    dtrain__device_vector *v = p->v;
-    int bad = 0;
-    dtrain_status status = dtrain__device_packed_open(p);
-    if (status == DTRAIN_OK)
-        status = dtrain_device_axpy(v->device, DTRAIN_F32, v->residual, -1.0, v->out, v->count);
-    for (int r = 0; !bad && r < p->ranks; r++)
-        bad = dtrain__device_packed_bad(p->q, v->out_here.data + p->offsets[r],
-                                        dtrain__split(v->count, p->ranks, r, NULL));
-    if (status != DTRAIN_OK || !bad)
-        return status;
-    status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
-    return status == DTRAIN_OK
-               ? dtrain__device_vector_finite(v, v->residual, v->out, (float *)(void *)v->spread.data, v->count)
-               : status;
-}
-
 /* Packs every rank's part of what is to be sent; the CPU has it when this returns. */
-static dtrain_status dtrain__device_packed_send(const dtrain__device_packed *p, const float *in)
+static dtrain_status dtrain__packed_send(const dtrain__packed *p, const float *in)
 {
     dtrain__device_vector *v = p->v;
     const float *from = v->residual != NULL ? v->residual : in;
@@ -32688,23 +32733,22 @@ static dtrain_status dtrain__device_packed_send(const dtrain__device_packed *p, 
         status = dtrain_device_axpy(v->device, DTRAIN_F32, v->residual, 1.0, in, v->count);
     for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++) {
         size_t begin, part = dtrain__split(v->count, p->ranks, r, &begin);
-        status = dtrain__device_packed_pack(p, from + begin, part, p->offsets[r]);
+        status = dtrain__packed_pack(p, from + begin, part, p->offsets[r]);
     }
+    *p->sent += dtrain__packed_total(p) - p->counts[p->rank];
     if (status == DTRAIN_OK)
-        status = dtrain_device_copy(v->device, v->out_here.data, v->out_there.data, dtrain__device_packed_total(p));
+        status = dtrain__packed_move(p, p->out_here, p->out, dtrain__packed_total(p));
     if (status == DTRAIN_OK)
         status = dtrain_device_wait(v->device);
     if (status == DTRAIN_OK && v->residual != NULL)
-        status = dtrain__device_packed_left(p);
+        status = dtrain__packed_unpack_all(p, 1);
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Adds up the unpacked parts of all ranks in this rank's part of out, as many at once as a device takes. So many are a
- * whole subtree, as that is a power of two. */
-static dtrain_status dtrain__device_packed_tree(const dtrain__device_packed *p)
+/* Adds up the unpacked parts of all ranks in this rank's part of v->out, as many at once as a device takes. So many are
+ * a whole subtree, as that is a power of two. */
+static dtrain_status dtrain__packed_tree(const dtrain__packed *p)
 {
-    dtrain__device_vector *v = p->v;
-    float *wide = (float *)(void *)v->wide.data;
     size_t ranks = (size_t)p->ranks, stride = 1;
     dtrain_status status = DTRAIN_OK;
     do {
@@ -32714,247 +32758,123 @@ static dtrain_status dtrain__device_packed_tree(const dtrain__device_packed *p)
             void *out[1];
             int n = 0;
             for (size_t r = first; r < ranks && r < first + next; r += stride)
-                in[n++] = wide + r * p->part;
-            out[0] = next >= ranks ? v->out + p->begin : wide + first * p->part;
-            status = dtrain_device_reduce(v->device, DTRAIN_F32, DTRAIN_SUM, in, n, out, 1, 0, p->part);
+                in[n++] = p->wide + r * p->part;
+            out[0] = next >= ranks ? p->v->out + p->begin : p->wide + first * p->part;
+            status = dtrain_device_reduce(p->v->device, DTRAIN_F32, DTRAIN_SUM, in, n, out, 1, 0, p->part);
         }
         stride = next;
     } while (stride < ranks);
     return status;
 }
 
-static dtrain_status dtrain__device_packed_fold(const dtrain__device_packed *p)
+/* Packs the sum of a rank's part of v->out to its place, and keeps what that loses; the CPU has it when this returns.
+ */
+static dtrain_status dtrain__packed_settle(const dtrain__packed *p, int rank)
 {
     dtrain__device_vector *v = p->v;
-    float *wide = (float *)(void *)v->wide.data;
-    size_t bytes = p->in_counts[p->rank];
-    dtrain_status status = dtrain_device_copy(v->device, v->in_there.data, v->in_here.data, bytes * (size_t)p->ranks);
-    for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++)
-        status =
-            dtrain__device_packed_unpack(p, v->in_there.data + p->in_offsets[r], wide + (size_t)r * p->part, p->part);
-    return status == DTRAIN_OK ? dtrain__device_packed_tree(p) : status;
-}
-
-/* Keeps what packing the sum of this rank's part loses. */
-static dtrain_status dtrain__device_packed_keep(const dtrain__device_packed *p)
-{
-    dtrain__device_vector *v = p->v;
-    float *lost = (float *)(void *)v->wide.data, *back = lost + p->part, *sum = v->out + p->begin;
-    dtrain_status status = dtrain_device_copy(v->device, lost, sum, p->part * sizeof(float));
+    size_t at = p->offsets[rank], begin, part = dtrain__split(v->count, p->ranks, rank, &begin);
+    float *lost = p->wide, *back = lost + part;
+    dtrain_status status = dtrain__packed_pack(p, v->out + begin, part, at);
+    *p->sent += p->counts[rank] * (uint64_t)(p->ranks - 1);
     if (status == DTRAIN_OK)
-        status = dtrain__device_packed_unpack(p, v->out_there.data + p->offsets[p->rank], back, p->part);
+        status = dtrain__packed_move(p, p->out_here + at, p->out + at, p->counts[rank]);
     if (status == DTRAIN_OK)
-        status = dtrain_device_axpy(v->device, DTRAIN_F32, lost, -1.0, back, p->part);
-    if (status == DTRAIN_OK && dtrain__device_packed_bad(p->q, v->out_here.data + p->offsets[p->rank], p->part))
-        status = dtrain__device_vector_finite(v, lost, back, sum, p->part);
-    return status == DTRAIN_OK ? dtrain_device_axpy(v->device, DTRAIN_F32, v->residual + p->begin, 1.0, lost, p->part)
+        status = dtrain_device_wait(v->device);
+    if (status != DTRAIN_OK || v->residual == NULL || part == 0)
+        return status;
+    status = dtrain_device_copy(v->device, lost, v->out + begin, part * sizeof(float));
+    if (status == DTRAIN_OK)
+        status = dtrain__packed_unpack(p, p->out + at, back, part);
+    if (status == DTRAIN_OK)
+        status = dtrain__packed_subtract(p, lost, back, p->out_here + at, part);
+    return status == DTRAIN_OK ? dtrain_device_axpy(v->device, DTRAIN_F32, v->residual + begin, 1.0, lost, part)
                                : status;
 }
 
-/* Adds up this rank's part and packs the sum; the CPU has it when this returns. */
-static dtrain_status dtrain__device_packed_sum(dtrain__device_packed *p)
+/* Adds up what came for this rank's part, and packs the sum. */
+static dtrain_status dtrain__packed_sum(const dtrain__packed *p)
 {
     dtrain__device_vector *v = p->v;
-    size_t at = p->offsets[p->rank];
-    dtrain_status status = dtrain__device_packed_fold(p);
-    p->sent += p->counts[p->rank] * (uint64_t)(p->ranks - 1);
+    dtrain_status status = dtrain__packed_move(p, p->in, p->in_here, p->in_counts[p->rank] * (size_t)p->ranks);
+    for (int r = 0; status == DTRAIN_OK && r < p->ranks; r++)
+        status = dtrain__packed_unpack(p, p->in + p->in_offsets[r], p->wide + (size_t)r * p->part, p->part);
     if (status == DTRAIN_OK)
-        status = dtrain__device_packed_pack(p, v->out + p->begin, p->part, at);
+        status = dtrain__packed_tree(p);
     if (status == DTRAIN_OK)
-        status = dtrain_device_copy(v->device, v->out_here.data + at, v->out_there.data + at, p->counts[p->rank]);
-    if (status == DTRAIN_OK)
-        status = dtrain_device_wait(v->device);
-    if (status == DTRAIN_OK && v->residual != NULL && p->part > 0)
-        status = dtrain__device_packed_keep(p);
+        status = dtrain__packed_settle(p, p->rank);
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
-/* Sums what all ranks send of `in` and of their residuals into v->out; `numbers` has room for 4 a rank. */
-static dtrain_status dtrain__device_packed_reduce(dtrain__device_vector *v, const dtrain_compressor *q, size_t *numbers,
-                                                  const float *in, uint64_t *sent)
+/* Sums what all ranks send of `in` and of their residuals into v->out. */
+static dtrain_status dtrain__packed_reduce(dtrain__device_vector *v, const dtrain_compressor *q, size_t *numbers,
+                                           const float *in, uint64_t *sent)
 {
-    dtrain__device_packed p;
-    p.v = v;
-    p.q = q;
-    p.rank = dtrain_comm_rank(v->comm);
-    p.ranks = dtrain_comm_size(v->comm);
-    p.counts = numbers;
-    p.offsets = numbers + p.ranks;
-    p.in_counts = p.offsets + p.ranks;
-    p.in_offsets = p.in_counts + p.ranks;
-    p.part = dtrain__split(v->count, p.ranks, p.rank, &p.begin);
-    p.sent = 0;
-    dtrain__device_packed_place(&p);
-    dtrain_status status = dtrain__device_packed_send(&p, in);
+    dtrain__packed p;
+    dtrain_status status = dtrain__packed_open(&p, v, q, numbers, sent);
     if (status == DTRAIN_OK)
-        status = dtrain_all_to_all_v(v->comm, v->out_here.data, p.counts, p.offsets, v->in_here.data, p.in_counts,
-                                     p.in_offsets, DTRAIN_U8);
+        status = dtrain__packed_send(&p, in);
     if (status == DTRAIN_OK)
-        status = dtrain__device_packed_sum(&p);
+        status = dtrain_all_to_all_v(v->comm, p.out_here, p.counts, p.offsets, p.in_here, p.in_counts, p.in_offsets,
+                                     DTRAIN_U8);
     if (status == DTRAIN_OK)
-        status = dtrain_all_gather_v(v->comm, v->out_here.data + p.offsets[p.rank], v->out_here.data, p.counts,
-                                     p.offsets, DTRAIN_U8);
-    *sent += p.sent;
+        status = dtrain__packed_sum(&p);
+    if (status == DTRAIN_OK)
+        status =
+            dtrain_all_gather_v(v->comm, p.out_here + p.offsets[p.rank], p.out_here, p.counts, p.offsets, DTRAIN_U8);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain_device_copy(v->device, v->out_there.data, v->out_here.data, dtrain__device_packed_total(&p));
+    status = dtrain__packed_move(&p, p.out, p.out_here, dtrain__packed_total(&p));
     if (status == DTRAIN_OK)
-        status = dtrain__device_packed_open(&p);
+        status = dtrain__packed_unpack_all(&p, 0);
     return dtrain__device_vector_broken(v->comm, v->device, status);
 }
 
 #endif
 
 /* ---- >>compressed ----
- * The all-reduce of one vector through a compressor, and what a step hands to the next. Packing compressors: quantise,
- * give each rank its part of all, add as float32 by the tree, quantise, gather. A part's owner keeps what its second
- * packing lost. What a device's vector asks of it is >>device_vector's and >>device_packed's. */
+ * The all-reduce of one vector through a compressor, and what a step hands to the next: >>selections, >>powersgd or
+ * >>packed does it, on the vector that >>device_vector describes. */
 #ifndef DTRAIN__COMPRESSED
 #define DTRAIN__COMPRESSED
 
 struct dtrain_compressed {
-    dtrain_comm *comm;
-    dtrain_allocator *allocator;
+    dtrain__device_vector vector;
     dtrain_compressor compressor;
     dtrain_compressed_desc desc;
-    size_t count;
-    int rank, ranks;
-    dtrain__device_vector *there;   /* what the vector has on its device; NULL: it is the CPU's */
-    float *residual, *velocity;     /* of the CPU's; NULL: none */
-    float dense_steps[2];           /* not compressed, up to start_step; see >>feedback */
-    size_t *numbers;                /* 4 * ranks: counts and offsets of what goes out, and of what comes in */
-    const void **parts;             /* what is folded, a rank */
-    unsigned char *out, *in, *wide; /* what goes out, what comes in, and that unpacked; they grow */
+    float dense_steps[2]; /* not compressed, up to start_step; see >>feedback */
+    size_t *numbers;      /* of >>packed: 4 * ranks */
     dtrain_compressed_stats stats;
 };
-
-/* Packs every rank's part of `from`, which it then unpacks to out, to take that from the residual. */
-static void dtrain__compressed_pack(dtrain_compressed *c, const float *from, float *out)
-{
-    const dtrain_compressor *q = &c->compressor;
-    size_t *counts = c->numbers, *offsets = counts + c->ranks, at = 0;
-    for (int r = 0; r < c->ranks; r++) {
-        size_t begin, part = dtrain__split(c->count, c->ranks, r, &begin);
-        offsets[r] = at;
-        counts[r] = q->bytes(q, part);
-        q->pack(q, from + begin, part, c->out + at);
-        at += counts[r];
-        c->stats.sent_bytes += r != c->rank ? counts[r] : 0;
-        if (c->residual == NULL)
-            continue;
-        q->unpack(q, c->out + offsets[r], out + begin, part);
-        dtrain__feedback_left(c->residual + begin, out + begin, part);
-    }
-}
-
-/* Unpacks what came and adds it up in this rank's part of out. */
-static void dtrain__compressed_fold(dtrain_compressed *c, float *sum, size_t part)
-{
-    const dtrain_compressor *q = &c->compressor;
-    size_t bytes = q->bytes(q, part);
-    void *outs[1];
-    outs[0] = sum;
-    for (int r = 0; r < c->ranks; r++) {
-        float *wide = (float *)(void *)c->wide + (size_t)r * part;
-        q->unpack(q, c->in + (size_t)r * bytes, wide, part);
-        c->parts[r] = wide;
-    }
-    if (part > 0)
-        dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, c->parts, c->ranks, outs, 1, 0, part);
-}
-
-/* Packs the sum of a rank's part into its place among those of all, and keeps what that loses. */
-static void dtrain__compressed_pack_sum(dtrain_compressed *c, int rank, const float *sum, size_t begin, size_t part)
-{
-    const dtrain_compressor *q = &c->compressor;
-    const size_t *offsets = c->numbers + c->ranks;
-    float *lost = (float *)(void *)c->wide, *back = lost + part;
-    q->pack(q, sum, part, c->out + offsets[rank]);
-    c->stats.sent_bytes += q->bytes(q, part) * (uint64_t)(c->ranks - 1);
-    if (c->residual == NULL || part == 0)
-        return;
-    memcpy(lost, sum, part * sizeof(float));
-    q->unpack(q, c->out + offsets[rank], back, part);
-    dtrain__feedback_left(lost, back, part);
-    dtrain__fold_sum_f32(c->residual + begin, lost, part);
-}
-
-/* What all parts, what comes for one of them, and the unpacked need. */
-static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c, size_t part)
-{
-    const dtrain_compressor *q = &c->compressor;
-    size_t all = 0, in = q->bytes(q, part), wide;
-    dtrain_status status = DTRAIN_OK;
-    for (int r = 0; r < c->ranks; r++)
-        if (!dtrain__add_size(all, q->bytes(q, dtrain__split(c->count, c->ranks, r, NULL)), &all))
-            all = SIZE_MAX;
-    if (!dtrain__mul_size(in, (size_t)c->ranks, &in))
-        in = SIZE_MAX;
-    if (!dtrain__mul_size(part * sizeof(float), (size_t)(c->ranks > 2 ? c->ranks : 2), &wide))
-        wide = SIZE_MAX;
-    status = dtrain__feedback_reserve(&c->out, c->allocator, all);
-    if (status == DTRAIN_OK)
-        status = dtrain__feedback_reserve(&c->in, c->allocator, in);
-    if (status == DTRAIN_OK)
-        status = dtrain__feedback_reserve(&c->wide, c->allocator, wide);
-    return status;
-}
-
-static dtrain_status dtrain__compressed_dense(dtrain_compressed *c, const float *in, float *out)
-{
-    const dtrain_compressor *q = &c->compressor;
-    size_t begin, part = dtrain__split(c->count, c->ranks, c->rank, &begin), n = (size_t)c->ranks;
-    size_t *counts = c->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
-    dtrain_status status = dtrain__compressed_reserve(c, part);
-    if (status != DTRAIN_OK)
-        return status;
-    if (c->residual != NULL)
-        dtrain__fold_sum_f32(c->residual, in, c->count);
-    dtrain__compressed_pack(c, c->residual != NULL ? c->residual : in, out);
-    for (size_t r = 0; r < n; r++) {
-        in_counts[r] = q->bytes(q, part);
-        in_offsets[r] = r * in_counts[r];
-    }
-    status = dtrain_all_to_all_v(c->comm, c->out, counts, offsets, c->in, in_counts, in_offsets, DTRAIN_U8);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__compressed_fold(c, out + begin, part);
-    dtrain__compressed_pack_sum(c, c->rank, out + begin, begin, part);
-    status = dtrain_all_gather_v(c->comm, c->out + offsets[c->rank], c->out, counts, offsets, DTRAIN_U8);
-    for (int r = 0; status == DTRAIN_OK && r < c->ranks; r++) {
-        size_t at, count = dtrain__split(c->count, c->ranks, r, &at);
-        q->unpack(q, c->out + offsets[r], out + at, count);
-    }
-    return status;
-}
 
 static int dtrain__compressed_is_topk(const dtrain_compressed *c)
 {
     return c->compressor.reduce == dtrain__selections_reduce;
 }
 
-/* Shortens the vector, and folds it into the velocity; returns what is to be sent, which may be in out. */
-static const float *dtrain__compressed_prepare(dtrain_compressed *c, const float *in, float *out)
+/* Shortens the vector, and folds it into the velocity. *in: what is to be sent then, which may be in out. */
+static dtrain_status dtrain__compressed_prepare(dtrain_compressed *c, const float **in, float *out)
 {
+    dtrain__device_vector *v = &c->vector;
+    double ranks = (double)dtrain_comm_size(v->comm);
     float factor = 1.0f;
-    if (c->desc.max_norm > 0.0f && c->count > 0)
-        factor =
-            dtrain__feedback_factor(in, c->count, (double)c->desc.max_norm / dtrain__vector_sqrt_f64((double)c->ranks));
-    if (c->velocity != NULL) {
-        dtrain__feedback_velocity(c->velocity, in, c->desc.momentum, factor, c->count);
-        return c->velocity;
+    if (c->desc.max_norm > 0.0f && v->count > 0)
+        factor = dtrain__feedback_factor(*in, v->count, (double)c->desc.max_norm / dtrain__vector_sqrt_f64(ranks));
+    if (v->velocity != NULL) {
+        const float *from = *in;
+        *in = v->velocity;
+        return dtrain__device_vector_gain(v, from, c->desc.momentum, factor);
     }
     if (factor != 1.0f) {
-        dtrain__fold_weigh_f32(in, (double)factor, out, c->count);
-        return out;
+        dtrain__fold_weigh_f32(*in, (double)factor, out, v->count);
+        *in = out;
     }
-    return in;
+    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const float *in, const float *out,
                                               dtrain_op op)
 {
-    if (c == NULL || (c->count > 0 && (in == NULL || out == NULL)))
+    if (c == NULL || (c->vector.count > 0 && (in == NULL || out == NULL)))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed all_reduce: %s is NULL",
                             c == NULL    ? "the object"
                             : in == NULL ? "in"
@@ -32973,45 +32893,30 @@ static void dtrain__compressed_at_step(dtrain_compressed *c, uint64_t step)
     c->dense_steps[1] = (float)(step >> 24 & 0xffffff);
 }
 
-static dtrain_status dtrain__compressed_here(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
+static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
 {
-    const float *from = dtrain__compressed_prepare(c, in, out);
-    dtrain_status status;
+    dtrain__device_vector *v = &c->vector;
+    const dtrain_compressor *q = &c->compressor;
+    uint64_t *sent = &c->stats.sent_bytes;
+    int ranks = dtrain_comm_size(v->comm), divides = op == DTRAIN_MEAN && ranks > 1;
+    dtrain_status status = divides ? dtrain__device_vector_can_divide(v, ranks) : DTRAIN_OK;
+    v->out = out;
+    if (status == DTRAIN_OK)
+        status = dtrain__compressed_prepare(c, &in, out);
+    if (status != DTRAIN_OK)
+        return status;
     if (dtrain__feedback_steps(c->dense_steps) < c->desc.start_step) {
         dtrain__feedback_count(c->dense_steps);
-        c->stats.sent_bytes += dtrain__plan_sent_bytes(c->count, c->ranks);
-        return dtrain_all_reduce(c->comm, from, out, c->count, DTRAIN_F32, op);
+        *sent += dtrain__plan_sent_bytes(v->count, ranks);
+        return dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
     }
-    if (c->compressor.reduce != NULL)
-        status = c->compressor.reduce(&c->compressor, c->comm, from, c->residual, out, c->count, &c->stats.sent_bytes);
+    if (dtrain__compressed_is_topk(c))
+        status = dtrain__selections_run(q, v, in, sent);
+    else if (q->reduce != NULL)
+        status = q->reduce(q, v->comm, in, v->residual, out, v->count, sent);
     else
-        status = dtrain__compressed_dense(c, from, out);
-    if (status == DTRAIN_OK && c->velocity != NULL && !c->desc.no_masking) {
-        const dtrain__sparse *chosen = &((dtrain__selections_state *)c->compressor.self)->chosen;
-        for (size_t i = 0; i < chosen->count; i++) /* the velocity of what was sent starts anew */
-            c->velocity[chosen->indices[i]] = 0.0f;
-    }
-    if (status == DTRAIN_OK && op == DTRAIN_MEAN && c->ranks > 1)
-        dtrain__fold_divide_f32(out, (double)c->ranks, c->count);
-    return status;
-}
-
-/* The same on a device. */
-static dtrain_status dtrain__compressed_there(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
-{
-    dtrain__device_vector *v = c->there;
-    uint64_t *sent = &c->stats.sent_bytes;
-    int divides = op == DTRAIN_MEAN && c->ranks > 1;
-    dtrain_status status = divides ? dtrain__device_vector_can_divide(v, c->ranks) : DTRAIN_OK;
-    v->out = out;
-    if (status == DTRAIN_OK && v->velocity != NULL)
-        status = dtrain__device_vector_gain(v, in, c->desc.momentum);
-    in = v->velocity != NULL ? v->velocity : in;
-    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c))
-        status = dtrain__selections_reduce_there(&c->compressor, v, in, sent);
-    else if (status == DTRAIN_OK)
-        status = dtrain__device_packed_reduce(v, &c->compressor, c->numbers, in, sent);
-    return status == DTRAIN_OK && divides ? dtrain__device_vector_divide(v, c->ranks) : status;
+        status = dtrain__packed_reduce(v, q, c->numbers, in, sent);
+    return status == DTRAIN_OK && divides ? dtrain__device_vector_divide(v, ranks) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compressed, const float *in, float *out,
@@ -33022,18 +32927,17 @@ DTRAIN_API dtrain_status dtrain_compressed_all_reduce(dtrain_compressed *compres
     if (status != DTRAIN_OK)
         return status;
     uint64_t mode = dtrain__fpmode_enter();
-    status = (c->there != NULL ? dtrain__compressed_there : dtrain__compressed_here)(c, in, out, op);
+    status = dtrain__compressed_run(c, in, out, op);
     c->stats.steps++;
-    c->stats.dense_bytes += dtrain__plan_sent_bytes(c->count, c->ranks);
+    c->stats.dense_bytes += dtrain__plan_sent_bytes(c->vector.count, dtrain_comm_size(c->vector.comm));
     dtrain__fpmode_restore(mode);
     return status;
 }
 
 static void dtrain__compressed_list(const dtrain_compressed *c, const dtrain__pieces_row *row, dtrain__lister *lister)
 {
-    dtrain_device *device = c->there != NULL ? c->desc.device : NULL;
-    const float *residual = device != NULL ? c->there->residual : c->residual, *start = NULL, *step = NULL;
-    const float *velocity = device != NULL ? c->there->velocity : c->velocity;
+    const dtrain__device_vector *v = &c->vector;
+    const float *start = NULL, *step = NULL;
     size_t starts = 0;
     if (dtrain__compressed_is_topk(c))
         step = ((const dtrain__selections_state *)c->compressor.self)->step;
@@ -33042,8 +32946,8 @@ static void dtrain__compressed_list(const dtrain_compressed *c, const dtrain__pi
         start = p->right;
         starts = p->columns * p->rank;
     }
-    dtrain__pieces_put_row(lister, row, "residual", DTRAIN_F32, residual, c->count, device);
-    dtrain__pieces_put_row(lister, row, "velocity", DTRAIN_F32, velocity, c->count, device);
+    dtrain__pieces_put_row(lister, row, "residual", DTRAIN_F32, v->residual, v->count, v->device);
+    dtrain__pieces_put_row(lister, row, "velocity", DTRAIN_F32, v->velocity, v->count, v->device);
     dtrain__pieces_put_row(lister, row, "start", DTRAIN_F32, start, starts, NULL);
     dtrain__pieces_put_row(lister, row, "step", DTRAIN_F32, step, 2, NULL);
     if (c->desc.start_step > 0)
@@ -33053,7 +32957,7 @@ static void dtrain__compressed_list(const dtrain_compressed *c, const dtrain__pi
 static dtrain_status dtrain__compressed_list_one(const dtrain_pieces *list, dtrain__lister *lister)
 {
     const dtrain_compressed *c = (const dtrain_compressed *)list->object;
-    dtrain__pieces_row row = {c->rank, c->ranks, 1, 0, 0};
+    dtrain__pieces_row row = {dtrain_comm_rank(c->vector.comm), dtrain_comm_size(c->vector.comm), 1, 0, 0};
     dtrain__compressed_list(c, &row, lister);
     return DTRAIN_OK;
 }
@@ -33095,114 +32999,96 @@ static dtrain_status dtrain__compressed_check_there(const dtrain_compressed *c)
 {
     const char *device = dtrain_device_name(c->desc.device), *cure = "or keep the vector on the CPU, device NULL";
     const dtrain_compressor *q = &c->compressor;
-    int topk = dtrain__compressed_is_topk(c);
-    if (!topk && !dtrain__device_packed_can(q))
+    int topk = dtrain__compressed_is_topk(c), rank = dtrain_comm_rank(c->vector.comm);
+    float threshold = topk ? ((const dtrain__selections_state *)q->self)->desc.threshold : 0.0f;
+    if (!topk && !dtrain__packed_can(q))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: %s has no kernels for the compressor %s: take top-k, int8, "
                             "fp8, or a cast, %s",
-                            c->rank, device, q->name != NULL ? q->name : "of your own", cure);
-    if (topk && ((const dtrain__selections_state *)q->self)->desc.threshold > 0.0f)
+                            rank, device, q->name != NULL ? q->name : "of your own", cure);
+    if (threshold > 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: %s selects so many elements, not those from a threshold of "
                             "%g on: give topk a ratio, %s",
-                            c->rank, device, (double)((const dtrain__selections_state *)q->self)->desc.threshold, cure);
+                            rank, device, (double)threshold, cure);
     if (c->desc.start_step > 0)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: start_step is %llu, and a vector on %s is compressed from "
                             "its first step on: leave it 0, %s",
-                            c->rank, (unsigned long long)c->desc.start_step, device, cure);
+                            rank, (unsigned long long)c->desc.start_step, device, cure);
     if (c->desc.max_norm > 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "compressed_create on rank %d: max_norm is %g, and %s does not shorten a rank's vector: "
                             "leave it 0 and call dtrain_device_clip before, %s",
-                            c->rank, (double)c->desc.max_norm, device, cure);
+                            rank, (double)c->desc.max_norm, device, cure);
     return DTRAIN_OK;
 }
 
-/* Makes the state of a vector on a device; what fails is the caller's to destroy. */
-static dtrain_status dtrain__compressed_open_there(dtrain_compressed *c)
+/* Makes all memory that steps on a device need. */
+static dtrain_status dtrain__compressed_reserve(dtrain_compressed *c)
 {
-    dtrain_device *device = c->desc.device;
-    dtrain_status status = dtrain__compressed_check_there(c);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__device_vector *v = (dtrain__device_vector *)dtrain__alloc(c->allocator, sizeof *v);
-    c->there = v;
-    if (v == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for %zu bytes", sizeof *v);
-    v->device = device;
-    v->comm = c->comm;
-    v->count = c->count;
-    v->masks = !c->desc.no_masking;
-    if (!c->desc.no_feedback)
-        status = dtrain__device_vector_zeros(device, c->count, &v->residual);
-    if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
-        status = dtrain__device_vector_zeros(device, c->count, &v->velocity);
-    if (status == DTRAIN_OK && dtrain__compressed_is_topk(c)) {
-        const dtrain__selections_state *state = (const dtrain__selections_state *)c->compressor.self;
-        double ratio = dtrain__topk_ratio(&state->desc.schedule, 0); /* of the first step */
-        status = dtrain__device_vector_aim(v, dtrain_topk_count(c->count, ratio));
-    } else if (status == DTRAIN_OK) {
-        status = dtrain__device_packed_reserve(v, &c->compressor, c->ranks);
-    }
-    if (status == DTRAIN_OK)
-        return status;
-    return dtrain__fail(NULL, status, "compressed_create of %zu elements on rank %d, %s: %.500s", c->count, c->rank,
-                        dtrain_device_name(device), dtrain__thread_error.text);
+    dtrain__device_vector *v = &c->vector;
+    dtrain__packed unused;
+    if (!dtrain__compressed_is_topk(c))
+        return dtrain__packed_open(&unused, v, &c->compressor, c->numbers, &c->stats.sent_bytes);
+    const dtrain__selections_state *state = (const dtrain__selections_state *)c->compressor.self;
+    double ratio = dtrain__topk_ratio(&state->desc.schedule, 0); /* of the first step */
+    return dtrain__device_vector_aim(v, dtrain_topk_count(v->count, ratio));
 }
 
 /* Fills what is there already but for its memory; what fails is the caller's to destroy. */
 static dtrain_status dtrain__compressed_init(dtrain_compressed *c)
 {
-    size_t bytes = 0, n = (size_t)c->ranks;
-    int good = dtrain__mul_size(c->count, sizeof(float), &bytes), here = c->desc.device == NULL;
-    int residual = here && !c->desc.no_feedback, velocity = here && c->desc.momentum > 0.0f;
+    dtrain__device_vector *v = &c->vector;
     dtrain_status status = dtrain__compressed_check_desc(&c->compressor, &c->desc);
+    if (status == DTRAIN_OK && v->device != NULL)
+        status = dtrain__compressed_check_there(c);
     if (status != DTRAIN_OK)
         return status;
-    c->numbers = (size_t *)dtrain__alloc(c->allocator, 4 * n * sizeof(size_t));
-    c->parts = (const void **)dtrain__alloc(c->allocator, n * sizeof(void *));
-    if (good && residual)
-        c->residual = (float *)dtrain__alloc(c->allocator, bytes);
-    if (good && velocity)
-        c->velocity = (float *)dtrain__alloc(c->allocator, bytes);
-    if (!good || c->numbers == NULL || c->parts == NULL || (residual && c->residual == NULL) ||
-        (velocity && c->velocity == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for the state of %zu elements",
-                            c->count);
-    return here ? DTRAIN_OK : dtrain__compressed_open_there(c);
+    c->numbers = (size_t *)dtrain__alloc(v->allocator, 4 * (size_t)dtrain_comm_size(v->comm) * sizeof(size_t));
+    if (c->numbers == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for counts and offsets");
+    if (status == DTRAIN_OK && !c->desc.no_feedback)
+        status = dtrain__device_vector_zeros(v, &v->residual);
+    if (status == DTRAIN_OK && c->desc.momentum > 0.0f)
+        status = dtrain__device_vector_zeros(v, &v->velocity);
+    if (status == DTRAIN_OK && v->device != NULL)
+        status = dtrain__compressed_reserve(c);
+    if (status == DTRAIN_OK)
+        return status;
+    return dtrain__fail(NULL, status, "compressed_create of %zu elements on rank %d, %s: %.500s", v->count,
+                        dtrain_comm_rank(v->comm), dtrain_device_name(v->device), dtrain__thread_error.text);
 }
 
 DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed, dtrain_comm *comm, size_t count,
                                                   const dtrain_compressor *compressor,
                                                   const dtrain_compressed_desc *desc)
 {
+    dtrain_compressed *c = NULL;
+    dtrain_status status;
     if (compressed != NULL)
         *compressed = NULL;
-    if (compressed == NULL || comm == NULL || compressor == NULL) {
+    if (compressed == NULL || comm == NULL || compressor == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: %s is NULL",
+                              compressed == NULL ? "compressed"
+                              : comm == NULL     ? "the group"
+                                                 : "the compressor");
+    else if ((c = (dtrain_compressed *)dtrain__alloc(dtrain_comm_allocator(comm), sizeof *c)) == NULL)
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for %zu bytes", sizeof *c);
+    if (c == NULL) {
         if (compressor != NULL && compressor->destroy != NULL)
             compressor->destroy(compressor->self);
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "compressed_create: %s is NULL",
-                            compressed == NULL ? "compressed"
-                            : comm == NULL     ? "the group"
-                                               : "the compressor");
+        return status;
     }
-    dtrain_allocator *allocator = dtrain_comm_allocator(comm);
-    dtrain_compressed *c = (dtrain_compressed *)dtrain__alloc(allocator, sizeof *c);
-    if (c == NULL) {
-        if (compressor->destroy != NULL)
-            compressor->destroy(compressor->self);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressed_create: no memory for %zu bytes", sizeof *c);
-    }
-    c->comm = comm;
-    c->allocator = allocator;
     c->compressor = *compressor;
-    c->count = count;
-    c->rank = dtrain_comm_rank(comm);
-    c->ranks = dtrain_comm_size(comm);
     if (desc != NULL)
         c->desc = *desc;
-    dtrain_status status = dtrain__compressed_init(c);
+    c->vector.device = c->desc.device;
+    c->vector.comm = comm;
+    c->vector.allocator = dtrain_comm_allocator(comm);
+    c->vector.count = count;
+    c->vector.masks = !c->desc.no_masking;
+    status = dtrain__compressed_init(c);
     if (status == DTRAIN_OK)
         *compressed = c;
     else
@@ -33212,19 +33098,54 @@ DTRAIN_API dtrain_status dtrain_compressed_create(dtrain_compressed **compressed
 
 DTRAIN_API void dtrain_compressed_destroy(dtrain_compressed *compressed)
 {
-    dtrain_compressed *c = compressed;
-    if (c == NULL)
+    if (compressed == NULL)
         return;
-    dtrain__quantise_destroy(&c->compressor);
-    dtrain__device_vector_destroy(c->there, c->allocator);
-    dtrain__free(c->allocator, c->residual);
-    dtrain__free(c->allocator, c->velocity);
-    dtrain__free(c->allocator, c->numbers);
-    dtrain__free(c->allocator, c->parts);
-    dtrain__free(c->allocator, c->out);
-    dtrain__free(c->allocator, c->in);
-    dtrain__free(c->allocator, c->wide);
-    dtrain__free(c->allocator, c);
+    dtrain_allocator *allocator = compressed->vector.allocator;
+    dtrain__quantise_destroy(&compressed->compressor);
+    dtrain__device_vector_destroy(&compressed->vector);
+    dtrain__free(allocator, compressed->numbers);
+    dtrain__free(allocator, compressed);
+}
+
+/* ---- for owners of the state of a vector of the CPU's ---- */
+
+/* NULL: it has none. */
+static float *dtrain__compressed_residual(const dtrain_compressed *c)
+{
+    return c->vector.residual;
+}
+
+/* How much memory the state takes but for what a step packs, which its owner lends. */
+static size_t dtrain__compressed_bytes(size_t count, int ranks, const dtrain_compressed_desc *desc)
+{
+    return sizeof(dtrain_compressed) + 4 * (size_t)ranks * sizeof(size_t) +
+           (desc->no_feedback ? 0 : count * sizeof(float));
+}
+
+/* Lends memory for what a step packs, what comes in, and that unpacked, or takes it back: NULL. */
+static void dtrain__compressed_lend(dtrain_compressed *c, unsigned char *const *rooms, const size_t *bytes)
+{
+    static const int which[3] = {DTRAIN__DEVICE_OUT, DTRAIN__DEVICE_IN, DTRAIN__DEVICE_WIDE};
+    for (int i = 0; i < 3; i++) {
+        c->vector.buffers[which[i]].data = rooms != NULL ? rooms[i] : NULL;
+        c->vector.buffers[which[i]].bytes = rooms != NULL ? bytes[i] : 0;
+    }
+}
+
+/* Goes on in another group, of no more ranks. */
+static void dtrain__compressed_move(dtrain_compressed *c, dtrain_comm *comm)
+{
+    c->vector.comm = comm;
+}
+
+/* Packs `in`, unless it is NULL, for an owner that sends what is packed itself; out: room for the sum. */
+static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__packed *p, const float *in, float *out)
+{
+    dtrain_status status = dtrain__packed_open(p, &c->vector, &c->compressor, c->numbers, &c->stats.sent_bytes);
+    c->vector.out = out;
+    if (status == DTRAIN_OK && in != NULL)
+        status = dtrain__compressed_prepare(c, &in, out);
+    return status == DTRAIN_OK && in != NULL ? dtrain__packed_send(p, in) : status;
 }
 
 #endif
@@ -35509,7 +35430,7 @@ static void dtrain__compression_fold(dtrain__compression_set *set, float *vector
         dtrain__compression_part *part = &set->parts[i];
         part->folded = part->before != NULL;
         if (part->folded)
-            memcpy(part->before, part->state->residual, part->count * sizeof(float));
+            memcpy(part->before, dtrain__compressed_residual(part->state), part->count * sizeof(float));
         if (!part->dense)
             dtrain__feedback_velocity(vector + part->at, momenta->m + part->at, momenta->rest1, momenta->factor,
                                       part->count);
@@ -35524,7 +35445,7 @@ static void dtrain__compression_step_over(dtrain__compression_set *set, int drop
     for (size_t i = 0; i < set->part_count; i++) {
         dtrain__compression_part *part = &set->parts[i];
         if (part->folded && dropped)
-            memcpy(part->state->residual, part->before, part->count * sizeof(float));
+            memcpy(dtrain__compressed_residual(part->state), part->before, part->count * sizeof(float));
         part->folded = 0;
     }
 }
@@ -46639,8 +46560,7 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
         if (serves)
             dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
         if (packs) {
-            sizes->packs += sizeof(dtrain_compressed) + (size_t)ranks * (4 * sizeof(size_t) + sizeof(void *));
-            sizes->packs += !desc->compress->feedback.no_feedback ? count * sizeof(float) : 0;
+            sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
             dtrain__rounds_rooms(sizes, &q, count, ranks);
         }
         packed = packs && count > packed ? count : packed;
@@ -46848,11 +46768,8 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
         dtrain_comm_destroy(old);
     local->server = dtrain__rounds_find_server(local, group);
     for (int i = 0; group != NULL && i < local->desc.fragments; i++)
-        if (local->fragments[i].pack != NULL) {
-            local->fragments[i].pack->comm = group;
-            local->fragments[i].pack->rank = dtrain_comm_rank(group);
-            local->fragments[i].pack->ranks = dtrain_comm_size(group);
-        }
+        if (local->fragments[i].pack != NULL)
+            dtrain__compressed_move(local->fragments[i].pack, group);
 }
 
 /* Makes the two groups over which rounds are opened; a server is rank 0 of them. Collective; on an error there is
@@ -46972,9 +46889,9 @@ static void dtrain__rounds_regroup(dtrain_local_sgd *local, int agreed, const ch
 typedef struct dtrain__rounds_transfer {
     dtrain_local_sgd *local;
     const dtrain__rounds_fragment *f;
-    dtrain_compressed *pack;
-    const float
-        *in; /* what this rank brings, elements or, where they are packed, the sign that it does; NULL: nothing */
+    int packs;
+    dtrain__packed packed; /* where it packs */
+    const float *in;       /* what this rank brings; NULL: nothing */
     int n, server;
     size_t pieces;
     uint64_t sent;
@@ -46983,7 +46900,7 @@ typedef struct dtrain__rounds_transfer {
 /* Where a piece is, and how long. */
 static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, size_t *begin)
 {
-    if (t->pack != NULL)
+    if (t->packs)
         return dtrain__split(t->f->count, t->n, (int)p, begin);
     *begin = p * DTRAIN__ROUNDS_PIECE;
     return t->f->count - *begin < DTRAIN__ROUNDS_PIECE ? t->f->count - *begin : DTRAIN__ROUNDS_PIECE;
@@ -46991,8 +46908,8 @@ static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, s
 
 static size_t dtrain__rounds_slice_bytes(const dtrain__rounds_transfer *t, size_t p)
 {
-    size_t begin, count = dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? t->pack->compressor.bytes(&t->pack->compressor, count) : count * sizeof(float);
+    size_t begin;
+    return t->packs ? t->packed.counts[p] : dtrain__rounds_slice(t, p, &begin) * sizeof(float);
 }
 
 /* Whether another rank of the group brings something, by what it said. */
@@ -47009,7 +46926,7 @@ static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t 
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? (const void *)(t->pack->out + t->pack->numbers[t->n + (int)p]) : values + begin;
+    return t->packs ? (const void *)(t->packed.out + t->packed.offsets[p]) : values + begin;
 }
 
 /* The handle of what is received from a peer in a piece's turn; after it that of what is sent there. */
@@ -47047,7 +46964,7 @@ static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, si
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? t->pack->in + t->pack->numbers[t->n + (int)p] : (unsigned char *)(t->local->sum + begin);
+    return t->packs ? t->packed.in + t->packed.offsets[p] : (unsigned char *)(t->local->sum + begin);
 }
 
 static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
@@ -47058,10 +46975,9 @@ static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
         status = dtrain__rounds_wait_work(&works[0]);
         if (status == DTRAIN_OK)
             status = dtrain__rounds_wait_work(&works[1]);
-        if (status == DTRAIN_OK && p >= DTRAIN__ROUNDS_WAYS && t->pack != NULL) {
+        if (status == DTRAIN_OK && p >= DTRAIN__ROUNDS_WAYS && t->packs) {
             size_t begin, back = p - DTRAIN__ROUNDS_WAYS, count = dtrain__rounds_slice(t, back, &begin);
-            t->pack->compressor.unpack(&t->pack->compressor, dtrain__rounds_answer(t, back), t->local->sum + begin,
-                                       count);
+            status = dtrain__packed_unpack(&t->packed, dtrain__rounds_answer(t, back), t->local->sum + begin, count);
         }
         if (p >= t->pieces || status != DTRAIN_OK)
             continue;
@@ -47110,19 +47026,18 @@ static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int ra
     int brings = rank == t->server ? t->in != NULL : dtrain__rounds_brings(t, rank);
     const void *from = rank == t->server ? (brings ? dtrain__rounds_from(t, p, t->in) : NULL)
                                          : (const void *)dtrain__rounds_inbox(t, rank, p);
-    float *wide = t->pack != NULL ? (float *)(void *)t->pack->wide + (size_t)rank * count
-                                  : (float *)(void *)dtrain__rounds_inbox(t, rank, p);
+    float *wide = t->packs ? t->packed.wide + (size_t)rank * count : (float *)(void *)dtrain__rounds_inbox(t, rank, p);
     if (!brings)
         memset(wide, 0, count * sizeof(float));
-    else if (t->pack != NULL)
-        t->pack->compressor.unpack(&t->pack->compressor, (const unsigned char *)from, wide, count);
+    else if (t->packs)
+        DTRAIN_IGNORE(dtrain__packed_unpack(&t->packed, (const unsigned char *)from, wide, count));
     else
         return (const float *)from;
     return wide;
 }
 
 /* Adds up a piece of all ranks, by the tree, and packs the sum, of which all have what that leaves. */
-static void dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
+static dtrain_status dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
 {
     size_t begin, count = dtrain__rounds_slice(t, p, &begin);
     float *sum = t->local->sum + begin;
@@ -47132,11 +47047,11 @@ static void dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
         t->local->parts[r] = dtrain__rounds_part(t, r, p);
     if (count > 0)
         dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, t->local->parts, t->n, outs, 1, 0, count);
-    if (t->pack == NULL)
-        return;
-    dtrain__compressed_pack_sum(t->pack, (int)p, sum, begin, count);
-    t->pack->compressor.unpack(&t->pack->compressor, (const unsigned char *)dtrain__rounds_from(t, p, NULL), sum,
-                               count);
+    if (!t->packs)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__packed_settle(&t->packed, (int)p);
+    return status == DTRAIN_OK ? dtrain__packed_unpack(&t->packed, t->packed.out + t->packed.offsets[p], sum, count)
+                               : status;
 }
 
 static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
@@ -47146,9 +47061,8 @@ static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
         status = dtrain__rounds_expect_all(t, p);
     for (size_t p = 0; p < t->pieces && status == DTRAIN_OK; p++) {
         status = dtrain__rounds_wait_turn(t, p);
-        if (status != DTRAIN_OK)
-            return status;
-        dtrain__rounds_fold(t, p);
+        if (status == DTRAIN_OK)
+            status = dtrain__rounds_fold(t, p);
         for (int r = 0; r < t->n && status == DTRAIN_OK; r++)
             if (r != t->server)
                 status = dtrain__rounds_give(t, r, p, t->local->sum);
@@ -47162,34 +47076,24 @@ static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
 
 /* ---- both ---- */
 
-/* Packs what this rank brings, and notes where each part is. */
-static void dtrain__rounds_pack(dtrain__rounds_transfer *t)
-{
-    dtrain_compressed *c = t->pack;
-    float *scratch = t->local->sum;
-    size_t at = 0;
-    for (int r = 0; r < t->n; r++) {
-        c->numbers[t->n + r] = at;
-        at += dtrain__rounds_slice_bytes(t, (size_t)r);
-    }
-    if (t->in == NULL)
-        return;
-    const float *from = dtrain__compressed_prepare(c, t->in, scratch);
-    if (c->residual != NULL)
-        dtrain__fold_sum_f32(c->residual, from, c->count);
-    dtrain__compressed_pack(c, c->residual != NULL ? c->residual : from, scratch);
-}
-
 /* The sum of what the members bring, in local->sum; in: this rank's, or NULL. */
 static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in)
 {
-    dtrain__rounds_transfer t = {local, f, f->pack, in, dtrain_comm_size(local->group), local->server, 0, 0};
-    t.pieces = t.pack != NULL ? (size_t)t.n : (f->count - 1) / DTRAIN__ROUNDS_PIECE + 1;
+    dtrain__rounds_transfer t;
+    dtrain_status status = DTRAIN_OK;
+    t.local = local;
+    t.f = f;
+    t.packs = f->pack != NULL;
+    t.in = in;
+    t.n = dtrain_comm_size(local->group);
+    t.server = local->server;
+    t.pieces = t.packs ? (size_t)t.n : (f->count - 1) / DTRAIN__ROUNDS_PIECE + 1;
+    t.sent = 0;
     uint64_t mode = dtrain__fpmode_enter();
-    if (t.pack != NULL)
-        dtrain__rounds_pack(&t);
-    dtrain_status status =
-        dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
+    if (t.packs)
+        status = dtrain__compressed_begin(f->pack, &t.packed, in, local->sum);
+    if (status == DTRAIN_OK)
+        status = dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
     dtrain__fpmode_restore(mode);
     if (status != DTRAIN_OK) { /* nothing may be under way when the buffers are used again */
         dtrain__error cause = dtrain__thread_error;
@@ -47352,26 +47256,27 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
 /* The sum over the members of what each brings, in sum; in: this rank's, or NULL, and then sum is zero. */
 static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
 {
-    dtrain_compressed *pack = f->pack;
-    const float *from = in != NULL ? in : local->sum;
-    int n = dtrain_comm_size(local->group);
-    if (pack == NULL && local->server >= 0)
-        return dtrain__rounds_through(local, f, in);
-    if (pack == NULL) {
-        dtrain__rounds_sent(local, dtrain__plan_sent_bytes(f->count, n));
-        return dtrain_all_reduce(local->group, from, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
+    const float *from = in != NULL ? in : local->sum, *residual;
+    uint64_t sent = dtrain__plan_sent_bytes(f->count, dtrain_comm_size(local->group));
+    dtrain_status status;
+    if (f->pack != NULL) {
+        sent = dtrain_compressed_get_stats(f->pack).sent_bytes;
+        residual = dtrain__compressed_residual(f->pack);
+        dtrain__compressed_lend(f->pack, local->rooms, local->sizes.rooms);
+        if (residual != NULL)
+            memcpy(local->saved, residual, f->count * sizeof(float));
     }
-    uint64_t before = pack->stats.sent_bytes;
-    pack->out = local->rooms[0];
-    pack->in = local->rooms[1];
-    pack->wide = local->rooms[2];
-    if (pack->residual != NULL)
-        memcpy(local->saved, pack->residual, f->count * sizeof(float));
-    dtrain_status status = local->server >= 0 ? dtrain__rounds_through(local, f, in)
-                                              : dtrain_compressed_all_reduce(pack, from, local->sum, DTRAIN_SUM);
-    pack->out = pack->in = pack->wide = NULL;
-    if (local->server < 0)
-        dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
+    if (local->server >= 0) {
+        status = dtrain__rounds_through(local, f, in);
+    } else if (f->pack != NULL) {
+        status = dtrain_compressed_all_reduce(f->pack, from, local->sum, DTRAIN_SUM);
+        dtrain__rounds_sent(local, dtrain_compressed_get_stats(f->pack).sent_bytes - sent);
+    } else {
+        status = dtrain_all_reduce(local->group, from, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
+        dtrain__rounds_sent(local, sent);
+    }
+    if (f->pack != NULL)
+        dtrain__compressed_lend(f->pack, NULL, NULL);
     return status;
 }
 
@@ -47400,8 +47305,8 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
         dtrain__rounds_commit(local, fragment, mine, total, local->hellos + DTRAIN__ROUNDS_WORDS, members);
         return 1;
     }
-    if (reduced && f->pack != NULL && f->pack->residual != NULL)
-        memcpy(f->pack->residual, local->saved, f->count * sizeof(float));
+    if (reduced && f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL)
+        memcpy(dtrain__compressed_residual(f->pack), local->saved, f->count * sizeof(float));
     pthread_mutex_lock(&local->mutex); /* what this rank had handed in is handed in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;
@@ -48080,11 +47985,11 @@ static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__list
     dtrain__pieces_put_row(lister, &row, "counters", DTRAIN_U64, l->counters, fragments + 1, NULL);
     for (int i = 0; i < l->desc.fragments; i++) {
         char name[24];
-        const dtrain_compressed *pack = l->fragments[i].pack;
+        const dtrain__rounds_fragment *f = &l->fragments[i];
+        const float *residual = f->pack != NULL ? dtrain__compressed_residual(f->pack) : NULL;
         snprintf(name, sizeof name, "residual.%d", i);
-        row.number += pack != NULL && pack->residual != NULL;
-        if (pack != NULL)
-            dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, pack->residual, pack->count, NULL);
+        row.number += residual != NULL;
+        dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, residual, f->count, NULL);
     }
     return DTRAIN_OK;
 }

@@ -1,7 +1,8 @@
 /* ---- >>device_vector ----
- * What an all-reduce through a compressor does to a vector that is a device's, and pinned memory between the two. All
- * of it is queued on the device; the CPU waits where it reads what it will send, once a step for a selection. As each
- * step waits before it writes pinned memory, what the step before has queued from there is over by then.
+ * What an all-reduce through a compressor does to a vector of a device, or of the CPU where the device is NULL, and the
+ * memory between the two. All of it is queued on the device; the CPU waits where it reads what it will send, once a
+ * step for a selection. As each step waits before it writes pinned memory, what the step before has queued from there
+ * is over by then.
  * A device has no kernels that write single elements, or look for what is no number and drop it: bits are multiplied
  * by ones and zeros as integers instead, which leaves them as they are or makes them zero, whatever they mean. */
 #ifndef DTRAIN__DEVICE_VECTOR
@@ -18,7 +19,19 @@ typedef struct dtrain__device_buffer {
     size_t bytes;
 } dtrain__device_buffer;
 
-/* Some elements of a vector: indices, then values, in pinned memory and as they are on the device. */
+/* What is in a vector's buffers. */
+enum {
+    DTRAIN__DEVICE_OUT, /* pinned: packed parts, to all ranks and from them */
+    DTRAIN__DEVICE_IN,
+    DTRAIN__DEVICE_WHOLE,     /* pinned: all elements */
+    DTRAIN__DEVICE_OUT_THERE, /* the device's from here on: those parts; the CPU's vector has them in the first two */
+    DTRAIN__DEVICE_IN_THERE,
+    DTRAIN__DEVICE_WIDE,   /* what parts unpack to */
+    DTRAIN__DEVICE_SPREAD, /* a constant */
+    DTRAIN__DEVICE_BUFFERS
+};
+
+/* Some elements of a vector on a device: indices, then values, in pinned memory and as they are on the device. */
 typedef struct dtrain__device_elements {
     dtrain__device_buffer here, there;
     uint32_t *indices, *indices_there;
@@ -27,8 +40,9 @@ typedef struct dtrain__device_elements {
 } dtrain__device_elements;
 
 typedef struct dtrain__device_vector {
-    dtrain_device *device;
+    dtrain_device *device; /* NULL: the CPU */
     dtrain_comm *comm;
+    dtrain_allocator *allocator; /* of the CPU's memory */
     size_t count;
     float *residual, *velocity; /* NULL: none */
     float *out;                 /* of this call: written at its end, and room until then */
@@ -36,9 +50,7 @@ typedef struct dtrain__device_vector {
     dtrain_device_selection *selection;
     size_t k; /* of the selection */
     dtrain__device_elements chosen, left, kept, sums;
-    dtrain__device_buffer whole;                             /* pinned: all elements */
-    dtrain__device_buffer out_here, in_here;                 /* pinned: packed parts, to all ranks and from them */
-    dtrain__device_buffer out_there, in_there, wide, spread; /* the device's: those, what they unpack to, a constant */
+    dtrain__device_buffer buffers[DTRAIN__DEVICE_BUFFERS];
 } dtrain__device_vector;
 
 /* A device has failed in the middle of a step, or has no memory for it: the other ranks shall not wait for this one. */
@@ -50,29 +62,46 @@ static DTRAIN__NOINLINE dtrain_status dtrain__device_vector_broken(dtrain_comm *
 
 /* ---- memory ---- */
 
-static dtrain_status dtrain__device_buffer_reserve(dtrain_device *device, dtrain_memory memory,
+static void dtrain__device_vector_free(dtrain__device_vector *v, dtrain_memory memory, void *pointer)
+{
+    if (v->device != NULL)
+        dtrain_device_free(v->device, memory, pointer);
+    else
+        dtrain__free(v->allocator, pointer);
+}
+
+static dtrain_status dtrain__device_buffer_reserve(dtrain__device_vector *v, dtrain_memory memory,
                                                    dtrain__device_buffer *buffer, size_t bytes)
 {
     void *made = NULL;
     size_t whole;
     if (buffer->data != NULL && buffer->bytes >= bytes)
         return DTRAIN_OK;
+    if (v->device == NULL) {
+        dtrain_status status = dtrain__feedback_reserve(&buffer->data, v->allocator, bytes);
+        buffer->bytes = dtrain__memory_bytes(buffer->data);
+        return status;
+    }
     if (!dtrain__add_size(bytes, bytes / 2 + 4096, &whole))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
-    dtrain_device_free(device, memory, buffer->data);
+    dtrain_device_free(v->device, memory, buffer->data);
     buffer->data = NULL;
-    dtrain_status status = dtrain_device_alloc(device, memory, whole, &made);
-    if (status != DTRAIN_OK)
-        return status;
+    dtrain_status status = dtrain_device_alloc(v->device, memory, whole, &made);
     buffer->data = (unsigned char *)made;
     buffer->bytes = whole;
-    return DTRAIN_OK;
+    return status;
 }
 
-static void dtrain__device_buffer_free(dtrain_device *device, dtrain_memory memory, dtrain__device_buffer *buffer)
+/* Sees to it that one of a vector's buffers has so many bytes. */
+static dtrain_status dtrain__device_vector_reserve(dtrain__device_vector *v, int which, size_t bytes)
 {
-    dtrain_device_free(device, memory, buffer->data);
-    memset(buffer, 0, sizeof *buffer);
+    dtrain_memory memory = which <= DTRAIN__DEVICE_WHOLE ? DTRAIN_MEMORY_PINNED : DTRAIN_MEMORY_DEVICE;
+    return dtrain__device_buffer_reserve(v, memory, &v->buffers[which], bytes);
+}
+
+static float *dtrain__device_vector_floats(const dtrain__device_vector *v, int which)
+{
+    return (float *)(void *)v->buffers[which].data;
 }
 
 /* Makes room for count elements of a list; what was in it is lost. */
@@ -87,9 +116,9 @@ static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, d
     if (!dtrain__add_size(count, count / 2 + 64, &capacity) || !dtrain__mul_size(capacity, 8, &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a list of %zu elements", count);
     capacity -= capacity % 16; /* values are as well aligned as indices */
-    dtrain_status status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &list->here, bytes);
+    dtrain_status status = dtrain__device_buffer_reserve(v, DTRAIN_MEMORY_PINNED, &list->here, bytes);
     if (status == DTRAIN_OK)
-        status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
+        status = dtrain__device_buffer_reserve(v, DTRAIN_MEMORY_DEVICE, &list->there, bytes);
     if (status != DTRAIN_OK)
         return status;
     list->capacity = capacity;
@@ -100,45 +129,38 @@ static dtrain_status dtrain__device_elements_reserve(dtrain__device_vector *v, d
     return DTRAIN_OK;
 }
 
-static void dtrain__device_elements_free(dtrain_device *device, dtrain__device_elements *list)
-{
-    dtrain__device_buffer_free(device, DTRAIN_MEMORY_PINNED, &list->here);
-    dtrain__device_buffer_free(device, DTRAIN_MEMORY_DEVICE, &list->there);
-}
-
 /* Fresh memory of zeros. */
-static dtrain_status dtrain__device_vector_zeros(dtrain_device *device, size_t count, float **made)
+static dtrain_status dtrain__device_vector_zeros(dtrain__device_vector *v, float **made)
 {
     const uint32_t zero = 0;
     size_t bytes;
     void *memory = NULL;
-    if (!dtrain__mul_size(count, sizeof(float), &bytes))
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", count);
+    int good = dtrain__mul_size(v->count, sizeof(float), &bytes);
+    if (good && v->device == NULL)
+        *made = (float *)dtrain__alloc(v->allocator, bytes);
+    if (!good || (v->device == NULL && *made == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu elements", v->count);
+    if (v->device == NULL)
+        return DTRAIN_OK;
     /* also for none: a state that is listed has an address */
-    dtrain_status status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &memory);
+    dtrain_status status = dtrain_device_alloc(v->device, DTRAIN_MEMORY_DEVICE, bytes > 0 ? bytes : 1, &memory);
     *made = (float *)memory;
-    return status == DTRAIN_OK ? dtrain_device_fill(device, memory, &zero, 4, count) : status;
+    return status == DTRAIN_OK ? dtrain_device_fill(v->device, memory, &zero, 4, v->count) : status;
 }
 
-static void dtrain__device_vector_destroy(dtrain__device_vector *v, dtrain_allocator *allocator)
+static void dtrain__device_vector_destroy(dtrain__device_vector *v)
 {
-    if (v == NULL)
-        return;
+    dtrain__device_elements *lists[4] = {&v->chosen, &v->left, &v->kept, &v->sums};
     dtrain_device_selection_destroy(v->device, v->selection);
-    dtrain_device_free(v->device, DTRAIN_MEMORY_DEVICE, v->residual);
-    dtrain_device_free(v->device, DTRAIN_MEMORY_DEVICE, v->velocity);
-    dtrain__device_elements_free(v->device, &v->chosen);
-    dtrain__device_elements_free(v->device, &v->left);
-    dtrain__device_elements_free(v->device, &v->kept);
-    dtrain__device_elements_free(v->device, &v->sums);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_PINNED, &v->whole);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_PINNED, &v->out_here);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_PINNED, &v->in_here);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->out_there);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->in_there);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->wide);
-    dtrain__device_buffer_free(v->device, DTRAIN_MEMORY_DEVICE, &v->spread);
-    dtrain__free(allocator, v);
+    dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, v->residual);
+    dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, v->velocity);
+    for (int i = 0; i < 4; i++) {
+        dtrain__device_vector_free(v, DTRAIN_MEMORY_PINNED, lists[i]->here.data);
+        dtrain__device_vector_free(v, DTRAIN_MEMORY_DEVICE, lists[i]->there.data);
+    }
+    for (int i = 0; i < DTRAIN__DEVICE_BUFFERS; i++)
+        dtrain__device_vector_free(v, i <= DTRAIN__DEVICE_WHOLE ? DTRAIN_MEMORY_PINNED : DTRAIN_MEMORY_DEVICE,
+                                   v->buffers[i].data);
 }
 
 /* ---- arithmetic ---- */
@@ -190,9 +212,13 @@ static dtrain_status dtrain__device_vector_drop(dtrain__device_vector *v, float 
                                : status;
 }
 
-/* velocity = velocity * momentum + in */
-static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum)
+/* velocity = velocity * momentum + in * factor, which on a device is 1 */
+static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const float *in, float momentum, float factor)
 {
+    if (v->device == NULL) {
+        dtrain__feedback_velocity(v->velocity, in, momentum, factor, v->count);
+        return DTRAIN_OK;
+    }
     dtrain_status status = dtrain_device_scale(v->device, DTRAIN_F32, v->velocity, (double)momentum, v->count);
     if (status == DTRAIN_OK)
         status = dtrain_device_axpy(v->device, DTRAIN_F32, v->velocity, 1.0, in, v->count);
@@ -201,7 +227,7 @@ static dtrain_status dtrain__device_vector_gain(dtrain__device_vector *v, const 
 
 static dtrain_status dtrain__device_vector_can_divide(const dtrain__device_vector *v, int ranks)
 {
-    if ((ranks & (ranks - 1)) == 0 || ranks <= DTRAIN__DEVICE_MOST)
+    if (v->device == NULL || (ranks & (ranks - 1)) == 0 || ranks <= DTRAIN__DEVICE_MOST)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                         "compressed all_reduce on rank %d, %s: DTRAIN_MEAN over %d ranks; a device divides by powers "
@@ -209,22 +235,26 @@ static dtrain_status dtrain__device_vector_can_divide(const dtrain__device_vecto
                         dtrain_comm_rank(v->comm), dtrain_device_name(v->device), ranks, DTRAIN__DEVICE_MOST);
 }
 
-/* out = out / ranks. By a power of two that is a product; else it is the mean with as many -0 as are missing, which
- * leave any sum as it is. */
+/* out = out / ranks. On a device, by a power of two that is a product; else it is the mean with as many -0 as are
+ * missing, which leave any sum as it is. */
 static dtrain_status dtrain__device_vector_divide(dtrain__device_vector *v, int ranks)
 {
     const uint32_t minus = 0x80000000u;
     const void *in[DTRAIN__DEVICE_MOST];
     void *out[1];
-    dtrain_status status;
+    if (v->device == NULL) {
+        dtrain__fold_divide_f32(v->out, (double)ranks, v->count);
+        return DTRAIN_OK;
+    }
     if ((ranks & (ranks - 1)) == 0)
         return dtrain__device_vector_broken(
             v->comm, v->device, dtrain_device_scale(v->device, DTRAIN_F32, v->out, 1.0 / (double)ranks, v->count));
-    status = dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_DEVICE, &v->spread, v->count * sizeof(float));
+    dtrain_status status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_SPREAD, v->count * sizeof(float));
+    void *spread = v->buffers[DTRAIN__DEVICE_SPREAD].data;
     if (status == DTRAIN_OK)
-        status = dtrain_device_fill(v->device, v->spread.data, &minus, 4, v->count);
+        status = dtrain_device_fill(v->device, spread, &minus, 4, v->count);
     for (int r = 0; r < ranks; r++)
-        in[r] = v->spread.data;
+        in[r] = spread;
     in[0] = out[0] = v->out;
     if (status == DTRAIN_OK)
         status = dtrain_device_reduce(v->device, DTRAIN_F32, DTRAIN_MEAN, in, ranks, out, 1, 0, v->count);
@@ -334,15 +364,6 @@ static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
     if (status != DTRAIN_OK)
         return dtrain__device_vector_broken(v->comm, v->device, status);
     return dtrain__device_vector_add(v, &v->sums, v->out);
-}
-
-/* Says where the CPU may write a whole vector; NULL: there is no memory. */
-static float *dtrain__device_vector_whole(dtrain__device_vector *v)
-{
-    dtrain_status status =
-        dtrain__device_buffer_reserve(v->device, DTRAIN_MEMORY_PINNED, &v->whole, v->count * sizeof(float));
-    dtrain__device_vector_broken(v->comm, v->device, status);
-    return (float *)(void *)v->whole.data;
 }
 
 #endif

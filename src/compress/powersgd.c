@@ -17,7 +17,7 @@ typedef struct dtrain__powersgd {
     size_t rows, columns, rank;
     uint64_t seed;
     float *left;  /* rows x rank */
-    float *right; /* rank x columns: Q transposed */
+    float *right; /* rank x columns: Q transposed; in the same block */
 } dtrain__powersgd;
 
 DTRAIN__EXACT_BEGIN
@@ -143,29 +143,21 @@ static void dtrain__powersgd_restart(dtrain__powersgd *p)
 static dtrain_status dtrain__powersgd_whole(dtrain_comm *comm, const float *in, float *residual, float *out,
                                             size_t count, uint64_t *sent)
 {
-    uint64_t mode = dtrain__fpmode_enter();
     if (residual != NULL) {
         dtrain__fold_sum_f32(residual, in, count);
         memcpy(out, residual, count * sizeof(float));
         memset(residual, 0, count * sizeof(float));
         in = out;
     }
-    dtrain__fpmode_restore(mode);
     *sent += dtrain__plan_sent_bytes(count, dtrain_comm_size(comm));
     return dtrain_all_reduce(comm, in, out, count, DTRAIN_F32, DTRAIN_SUM);
 }
 
-static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
-                                             float *residual, float *out, size_t count, uint64_t *sent)
+static dtrain_status dtrain__powersgd_thin(dtrain__powersgd *p, dtrain_comm *comm, const float *in, float *residual,
+                                           float *out, size_t count, uint64_t *sent)
 {
-    dtrain__powersgd *p = (dtrain__powersgd *)compressor->self;
     size_t left = p->rows * p->rank, right = p->columns * p->rank;
-    if (count != p->rows * p->columns)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "powersgd: a vector of %zu elements, the matrix has %zu x %zu",
-                            count, p->rows, p->columns);
-    if (left + right >= count)
-        return count == 0 ? DTRAIN_OK : dtrain__powersgd_whole(comm, in, residual, out, count, sent);
-    uint64_t mode = dtrain__fpmode_enter();
+    *sent += dtrain__plan_sent_bytes(left + right, dtrain_comm_size(comm));
     if (residual != NULL)
         dtrain__fold_sum_f32(residual, in, count);
     const float *m = residual != NULL ? residual : in;
@@ -173,7 +165,7 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
     dtrain__powersgd_left(m, p->right, p->left, p->rows, p->columns, p->rank);
     dtrain_status status = dtrain_all_reduce(comm, p->left, p->left, left, DTRAIN_F32, DTRAIN_SUM);
     if (status != DTRAIN_OK)
-        goto done;
+        return status;
     dtrain__powersgd_orthonormalize(p->left, p->rows, p->rank);
     dtrain__powersgd_right(m, p->right, p->left, p->rows, p->columns, p->rank);
     if (residual != NULL) {
@@ -183,8 +175,22 @@ static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor
     status = dtrain_all_reduce(comm, p->right, p->right, right, DTRAIN_F32, DTRAIN_SUM);
     if (status == DTRAIN_OK)
         dtrain__powersgd_product(out, p->right, p->left, p->rows, p->columns, p->rank);
-done:
-    *sent += dtrain__plan_sent_bytes(left + right, dtrain_comm_size(comm));
+    return status;
+}
+
+static dtrain_status dtrain__powersgd_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
+                                             float *residual, float *out, size_t count, uint64_t *sent)
+{
+    dtrain__powersgd *p = (dtrain__powersgd *)compressor->self;
+    if (count != p->rows * p->columns)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "powersgd: a vector of %zu elements, the matrix has %zu x %zu",
+                            count, p->rows, p->columns);
+    if (count == 0)
+        return DTRAIN_OK;
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_status status = (p->rows + p->columns) * p->rank < count
+                               ? dtrain__powersgd_thin(p, comm, in, residual, out, count, sent)
+                               : dtrain__powersgd_whole(comm, in, residual, out, count, sent);
     dtrain__fpmode_restore(mode);
     return status;
 }
@@ -192,41 +198,36 @@ done:
 static void dtrain__powersgd_destroy(void *self)
 {
     dtrain__powersgd *p = (dtrain__powersgd *)self;
-    dtrain_allocator heap = {NULL, NULL, 0, 0}, *allocator = p->allocator;
+    dtrain_allocator *allocator = p->allocator;
     dtrain__free(allocator, p->left);
-    dtrain__free(allocator, p->right);
-    dtrain__free(allocator != &p->heap ? allocator : &heap, p);
+    dtrain__free(allocator, p);
 }
 
 DTRAIN_API dtrain_status dtrain_compressor_powersgd(dtrain_compressor *compressor, size_t rows, size_t columns,
                                                     int rank, uint64_t seed, dtrain_allocator *allocator)
 {
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
-    size_t elements, left, right, r = rank == 0 ? 4 : (size_t)rank;
-    if (compressor == NULL || rank < 0 || rank > DTRAIN__POWERSGD_RANKS || !dtrain__mul_size(rows, columns, &elements))
+    size_t bytes, r = rank == 0 ? 4 : (size_t)rank;
+    if (compressor == NULL || rank < 0 || rank > DTRAIN__POWERSGD_RANKS || !dtrain__mul_size(rows, columns, &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compressor_powersgd: a matrix of %zu x %zu with rank %d; expected rank 1 to %d, or 0 for "
                             "4, and a place for the compressor",
                             rows, columns, rank, DTRAIN__POWERSGD_RANKS);
     memset(compressor, 0, sizeof *compressor);
-    dtrain__powersgd *p = NULL;
-    if (dtrain__mul_size(rows, r * sizeof(float), &left) && dtrain__mul_size(columns, r * sizeof(float), &right))
-        p = (dtrain__powersgd *)dtrain__alloc(allocator != NULL ? allocator : &heap, sizeof *p);
-    if (p != NULL) {
-        p->allocator = allocator != NULL ? allocator : &p->heap;
-        p->rows = rows;
-        p->columns = columns;
-        p->rank = r;
-        p->seed = seed;
-        p->left = (float *)dtrain__alloc(p->allocator, left);
-        p->right = (float *)dtrain__alloc(p->allocator, right);
-    }
-    if (p == NULL || p->left == NULL || p->right == NULL) {
-        if (p != NULL)
-            dtrain__powersgd_destroy(p);
+    dtrain__powersgd *p =
+        (dtrain__powersgd *)dtrain__memory_owner(allocator, sizeof *p, offsetof(dtrain__powersgd, heap), &allocator);
+    if (p != NULL && dtrain__add_size(rows, columns, &bytes) && dtrain__mul_size(bytes, r * sizeof(float), &bytes))
+        p->left = (float *)dtrain__alloc(allocator, bytes);
+    if (p == NULL || p->left == NULL) {
+        dtrain__free(allocator, p);
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compressor_powersgd: no memory for %zu x %zu by %zu", rows,
                             columns, r);
     }
+    p->allocator = allocator;
+    p->rows = rows;
+    p->columns = columns;
+    p->rank = r;
+    p->seed = seed;
+    p->right = p->left + rows * r;
     compressor->name = "powersgd";
     compressor->self = p;
     compressor->reduce = dtrain__powersgd_reduce;

@@ -28,10 +28,7 @@ typedef struct dtrain__selections_state {
 /* What one call is about. */
 typedef struct dtrain__selections {
     dtrain__selections_state *state;
-    dtrain_comm *comm;
-    dtrain__device_vector *there; /* the vector is a device's, and these two are NULL; NULL: it is the CPU's */
-    float *residual, *out;
-    size_t count;
+    dtrain__device_vector *v;
     uint64_t *sent;
     int rank, ranks;
     double ratio; /* of this step */
@@ -101,7 +98,6 @@ static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__spar
 {
     dtrain__sparse *from = x->state->pieces, *to = from + x->ranks, nothing;
     dtrain_status status = DTRAIN_OK;
-    uint64_t mode = dtrain__fpmode_enter();
     memset(&nothing, 0, sizeof nothing);
     for (int n = x->ranks; status == DTRAIN_OK && n > 1; n = (n + 1) / 2) {
         for (int i = 0; status == DTRAIN_OK && i < n; i += 2)
@@ -110,9 +106,8 @@ static dtrain_status dtrain__selections_fold(dtrain__selections *x, dtrain__spar
         to = from;
         from = next;
     }
-    dtrain__fpmode_restore(mode);
     *merged = &from[0];
-    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, x->rank);
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->v->comm, status, x->rank);
 }
 
 /* Rounds values to what the wire carries. */
@@ -120,13 +115,11 @@ static void dtrain__selections_round(const dtrain__selections_state *state, dtra
 {
     unsigned char tile[2 * DTRAIN__SPARSE_TILE];
     dtrain_dtype wire = state->desc.values;
-    uint64_t mode = dtrain__fpmode_enter();
     for (size_t at = 0; wire != DTRAIN_F32 && at < sparse->count; at += DTRAIN__SPARSE_TILE) {
         size_t n = sparse->count - at < DTRAIN__SPARSE_TILE ? sparse->count - at : DTRAIN__SPARSE_TILE;
         dtrain__dtype_convert(sparse->values + at, DTRAIN_F32, tile, wire, n);
         dtrain__dtype_convert(tile, wire, sparse->values + at, DTRAIN_F32, n);
     }
-    dtrain__fpmode_restore(mode);
 }
 
 /* whole - part, or 0 where that is no number. */
@@ -138,13 +131,23 @@ static float dtrain__selections_rest(float whole, float part)
     return (bits & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
 }
 
+/* The number, 0 in the place of -0. */
+static float dtrain__selections_unsigned(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    bits = bits == 0x80000000u ? 0 : bits;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 /* Counts a step, of which it notes the ratio; returns how many elements that is. */
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
     x->ratio = dtrain__topk_ratio(&state->desc.schedule, dtrain__feedback_steps(state->step));
     dtrain__feedback_count(state->step);
-    return dtrain_topk_count(x->count, x->ratio);
+    return dtrain_topk_count(x->v->count, x->ratio);
 }
 
 /* Has the device select, round and keep. */
@@ -154,42 +157,43 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
     size_t k = dtrain__selections_next(x);
     dtrain_status status = dtrain__topk_reserve(chosen, k);
     if (status == DTRAIN_OK)
-        status = dtrain__device_vector_select(x->there, in, k);
+        status = dtrain__device_vector_select(x->v, in, k);
     if (status != DTRAIN_OK)
         return status;
     if (k > 0) {
-        memcpy(chosen->indices, x->there->chosen.indices, k * sizeof(uint32_t));
-        memcpy(chosen->values, x->there->chosen.values, k * sizeof(float));
+        memcpy(chosen->indices, x->v->chosen.indices, k * sizeof(uint32_t));
+        memcpy(chosen->values, x->v->chosen.values, k * sizeof(float));
     }
     chosen->count = k;
-    chosen->original_count = x->count;
+    chosen->original_count = x->v->count;
     dtrain__selections_round(x->state, chosen);
-    return dtrain__device_vector_leave(x->there, chosen->values);
+    return dtrain__device_vector_leave(x->v, chosen->values);
 }
 
-/* Selects of what is to be sent, rounds that, and leaves the rest in the residual. */
+/* Selects of what is to be sent, rounds that, leaves the rest in the residual, and nothing in the velocity. */
 static dtrain_status dtrain__selections_select(dtrain__selections *x, const float *in)
 {
-    dtrain__selections_state *state = x->state;
-    dtrain__sparse *chosen = &state->chosen;
+    const dtrain__device_vector *v = x->v;
+    dtrain__sparse *chosen = &x->state->chosen;
+    float threshold = x->state->desc.threshold;
     dtrain_status status;
-    uint64_t mode = dtrain__fpmode_enter();
     size_t k = dtrain__selections_next(x);
-    if (state->desc.threshold > 0.0f && x->residual != NULL)
-        dtrain__fold_sum_f32(x->residual, in, x->count);
-    if (state->desc.threshold > 0.0f)
-        status =
-            dtrain__topk_threshold(x->residual != NULL ? x->residual : in, x->count, state->desc.threshold, chosen);
-    else if (x->residual != NULL)
-        status = dtrain__topk_add(x->residual, in, x->count, k, chosen);
+    if (threshold > 0.0f && v->residual != NULL)
+        dtrain__fold_sum_f32(v->residual, in, v->count);
+    if (threshold > 0.0f)
+        status = dtrain__topk_threshold(v->residual != NULL ? v->residual : in, v->count, threshold, chosen);
+    else if (v->residual != NULL)
+        status = dtrain__topk_add(v->residual, in, v->count, k, chosen);
     else
-        status = dtrain__topk_pick(in, x->count, k, chosen);
-    if (status == DTRAIN_OK)
-        dtrain__selections_round(state, chosen);
-    for (size_t i = 0; status == DTRAIN_OK && x->residual != NULL && i < chosen->count; i++)
-        x->residual[chosen->indices[i]] = dtrain__selections_rest(x->residual[chosen->indices[i]], chosen->values[i]);
-    dtrain__fpmode_restore(mode);
-    return status;
+        status = dtrain__topk_pick(in, v->count, k, chosen);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__selections_round(x->state, chosen);
+    for (size_t i = 0; v->residual != NULL && i < chosen->count; i++)
+        v->residual[chosen->indices[i]] = dtrain__selections_rest(v->residual[chosen->indices[i]], chosen->values[i]);
+    for (size_t i = 0; v->velocity != NULL && v->masks && i < chosen->count; i++)
+        v->velocity[chosen->indices[i]] = 0.0f;
+    return DTRAIN_OK;
 }
 
 /* Turns the sizes that ranks told into counts and offsets; each of a vector of at most `most` elements. */
@@ -201,7 +205,7 @@ static dtrain_status dtrain__selections_place(dtrain__selections *x, const uint6
         if (sizes[r] > DTRAIN__SPARSE_HEADER + 9 * (uint64_t)most) {
             dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "%llu bytes are announced for at most %zu elements",
                          (unsigned long long)sizes[r], most);
-            return dtrain__feedback_broken(x->comm, DTRAIN_ERR_CORRUPT, r);
+            return dtrain__feedback_broken(x->v->comm, DTRAIN_ERR_CORRUPT, r);
         }
         counts[r] = (size_t)sizes[r];
         offsets[r] = *total;
@@ -215,83 +219,101 @@ static dtrain_status dtrain__selections_unpack(dtrain__selections *x, int from, 
                                                dtrain__sparse *piece)
 {
     dtrain_status status = dtrain__sparse_unpack(piece, x->state->in + at, bytes, count);
-    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, from);
+    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->v->comm, status, from);
 }
 
 /* Begins a result of at most `most` elements that are not 0. */
 static dtrain_status dtrain__selections_begin(dtrain__selections *x, size_t most)
 {
-    if (x->there != NULL)
-        return dtrain__device_vector_begin(x->there, &x->there->sums, most);
-    if (x->count > 0)
-        memset(x->out, 0, x->count * sizeof(float));
+    if (x->v->device != NULL)
+        return dtrain__device_vector_begin(x->v, &x->v->sums, most);
+    if (x->v->count > 0)
+        memset(x->v->out, 0, x->v->count * sizeof(float));
     return DTRAIN_OK;
 }
 
 /* Writes some elements of the part of the result from `begin` on. */
 static void dtrain__selections_write(dtrain__selections *x, const dtrain__sparse *sparse, size_t begin)
 {
-    dtrain__device_elements *list = x->there != NULL ? &x->there->sums : NULL;
+    dtrain__device_elements *list = x->v->device != NULL ? &x->v->sums : NULL;
     for (size_t i = 0; list != NULL && i < sparse->count; i++) {
         list->indices[list->count] = (uint32_t)(begin + sparse->indices[i]);
         list->values[list->count++] = sparse->values[i];
     }
-    for (size_t i = 0; list == NULL && i < sparse->count; i++) {
-        uint32_t bits;
-        memcpy(&bits, &sparse->values[i], sizeof bits);
-        bits = bits == 0x80000000u ? 0 : bits;
-        memcpy(&x->out[begin + sparse->indices[i]], &bits, sizeof bits);
-    }
+    for (size_t i = 0; list == NULL && i < sparse->count; i++)
+        x->v->out[begin + sparse->indices[i]] = dtrain__selections_unsigned(sparse->values[i]);
 }
 
 static dtrain_status dtrain__selections_end(dtrain__selections *x)
 {
-    return x->there != NULL ? dtrain__device_vector_end(x->there) : DTRAIN_OK;
+    return x->v->device != NULL ? dtrain__device_vector_end(x->v) : DTRAIN_OK;
 }
 
 /* The selections are longer than the vectors: adds up these. */
 static dtrain_status dtrain__selections_dense(dtrain__selections *x)
 {
-    float *out = x->there != NULL ? dtrain__device_vector_whole(x->there) : x->out;
-    if (out == NULL)
-        return dtrain__thread_error.status;
-    dtrain__sparse_write(&x->state->chosen, out);
-    *x->sent += dtrain__plan_sent_bytes(x->count, x->ranks);
-    dtrain_status status = dtrain_all_reduce(x->comm, out, out, x->count, DTRAIN_F32, DTRAIN_SUM);
-    for (size_t i = 0; status == DTRAIN_OK && i < x->count; i++) {
-        uint32_t bits;
-        memcpy(&bits, &out[i], sizeof bits);
-        bits = bits == 0x80000000u ? 0 : bits;
-        memcpy(&out[i], &bits, sizeof bits);
+    dtrain__device_vector *v = x->v;
+    float *out = v->out;
+    dtrain_status status = DTRAIN_OK;
+    if (v->device != NULL) {
+        status = dtrain__device_vector_reserve(v, DTRAIN__DEVICE_WHOLE, v->count * sizeof(float));
+        out = dtrain__device_vector_floats(v, DTRAIN__DEVICE_WHOLE);
     }
-    if (status != DTRAIN_OK || x->there == NULL)
+    if (status != DTRAIN_OK)
+        return dtrain__device_vector_broken(v->comm, v->device, status);
+    dtrain__sparse_write(&x->state->chosen, out);
+    *x->sent += dtrain__plan_sent_bytes(v->count, x->ranks);
+    status = dtrain_all_reduce(v->comm, out, out, v->count, DTRAIN_F32, DTRAIN_SUM);
+    for (size_t i = 0; status == DTRAIN_OK && i < v->count; i++)
+        out[i] = dtrain__selections_unsigned(out[i]);
+    if (status != DTRAIN_OK || v->device == NULL)
         return status;
-    status = dtrain_device_copy(x->there->device, x->there->out, out, x->count * sizeof(float));
-    return dtrain__device_vector_broken(x->comm, x->there->device, status);
+    status = dtrain_device_copy(v->device, v->out, out, v->count * sizeof(float));
+    return dtrain__device_vector_broken(v->comm, v->device, status);
+}
+
+/* Settles the form of what this rank gives to all, and where all ranks' packed selections come in, total bytes. */
+static dtrain_status dtrain__selections_announce(dtrain__selections *x, const dtrain__sparse *mine,
+                                                 dtrain_index_form *form, size_t *total)
+{
+    dtrain__selections_state *state = x->state;
+    *form = state->desc.indices;
+    uint64_t bytes = dtrain__sparse_size(mine, state->desc.values, form);
+    dtrain_status status = dtrain_all_gather(x->v->comm, &bytes, state->sizes, (size_t)x->ranks, DTRAIN_U64);
+    *x->sent += 8 * (uint64_t)(x->ranks - 1);
+    return status == DTRAIN_OK ? dtrain__selections_place(x, state->sizes, x->v->count, state->numbers,
+                                                          state->numbers + x->ranks, total)
+                               : status;
+}
+
+/* Gathers them. */
+static dtrain_status dtrain__selections_exchange(dtrain__selections *x, const dtrain__sparse *mine,
+                                                 dtrain_index_form form, size_t total)
+{
+    dtrain__selections_state *state = x->state;
+    size_t *counts = state->numbers, *offsets = counts + x->ranks;
+    dtrain_status status = dtrain__feedback_reserve(&state->in, state->allocator, total);
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__sparse_pack(mine, state->desc.values, form, state->in + offsets[x->rank]);
+    *x->sent += counts[x->rank] * (uint64_t)(x->ranks - 1);
+    return dtrain_all_gather_v(x->v->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
 }
 
 static dtrain_status dtrain__selections_gather(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
-    dtrain_index_form form = state->desc.indices;
-    uint64_t mine = dtrain__sparse_size(&state->chosen, state->desc.values, &form);
-    size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
+    const size_t *counts = state->numbers, *offsets = counts + x->ranks;
+    dtrain_index_form form;
+    size_t total = 0;
     dtrain__sparse *merged = NULL;
-    dtrain_status status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
-    if (status == DTRAIN_OK)
-        status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
-    *x->sent += 8 * (uint64_t)(x->ranks - 1);
-    if (status == DTRAIN_OK && x->ranks > 1 && (uint64_t)total > 8 * (uint64_t)x->count)
+    dtrain_status status = dtrain__selections_announce(x, &state->chosen, &form, &total);
+    if (status == DTRAIN_OK && x->ranks > 1 && (uint64_t)total > 8 * (uint64_t)x->v->count)
         return dtrain__selections_dense(x);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
-    if (status != DTRAIN_OK)
-        return status;
-    dtrain__sparse_pack(&state->chosen, state->desc.values, form, state->in + offsets[x->rank]);
-    status = dtrain_all_gather_v(x->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
-    *x->sent += mine * (uint64_t)(x->ranks - 1);
+        status = dtrain__selections_exchange(x, &state->chosen, form, total);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
-        status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->count, &state->pieces[r]);
+        status = dtrain__selections_unpack(x, r, offsets[r], counts[r], x->v->count, &state->pieces[r]);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
     if (status == DTRAIN_OK)
@@ -308,7 +330,7 @@ static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int r
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
     dtrain__sparse part;
     memset(&part, 0, sizeof part);
-    part.original_count = dtrain__split(x->count, x->ranks, rank, begin);
+    part.original_count = dtrain__split(x->v->count, x->ranks, rank, begin);
     part.indices = x->state->chosen.indices + bounds[rank];
     part.values = x->state->chosen.values + bounds[rank];
     part.count = bounds[rank + 1] - bounds[rank];
@@ -321,7 +343,7 @@ static void dtrain__selections_cut(dtrain__selections *x)
     const dtrain__sparse *chosen = &x->state->chosen;
     size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks, next = 0;
     for (int r = 0; r < x->ranks; r++) {
-        size_t begin, count = dtrain__split(x->count, x->ranks, r, &begin);
+        size_t begin, count = dtrain__split(x->v->count, x->ranks, r, &begin);
         bounds[r] = next;
         while (next < chosen->count && chosen->indices[next] < begin + count)
             next++;
@@ -366,13 +388,14 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     size_t *counts = state->numbers, *offsets = counts + n, *in_counts = counts + 2 * n, *in_offsets = counts + 3 * n;
     dtrain_status status = dtrain__selections_pack_parts(x, counts, offsets);
     if (status == DTRAIN_OK)
-        status = dtrain_all_to_all(x->comm, state->sizes, state->sizes + n, n, DTRAIN_U64);
+        status = dtrain_all_to_all(x->v->comm, state->sizes, state->sizes + n, n, DTRAIN_U64);
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes + n, part, in_counts, in_offsets, &total);
     if (status == DTRAIN_OK)
         status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status == DTRAIN_OK)
-        status = dtrain_all_to_all_v(x->comm, state->out, counts, offsets, state->in, in_counts, in_offsets, DTRAIN_U8);
+        status =
+            dtrain_all_to_all_v(x->v->comm, state->out, counts, offsets, state->in, in_counts, in_offsets, DTRAIN_U8);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++)
         status = dtrain__selections_unpack(x, r, in_offsets[r], in_counts[r], part, &state->pieces[r]);
     return status;
@@ -381,12 +404,14 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
 /* Adds to the residual what is not passed on of an element of this rank's part. */
 static void dtrain__selections_keep(dtrain__selections *x, size_t index, float left)
 {
-    if (x->there != NULL && x->there->residual != NULL) {
-        dtrain__device_elements *kept = &x->there->kept;
+    dtrain__device_elements *kept = &x->v->kept;
+    if (x->v->residual == NULL)
+        return;
+    if (x->v->device == NULL) {
+        x->v->residual[index] = x->v->residual[index] + left;
+    } else {
         kept->indices[kept->count] = (uint32_t)index;
         kept->values[kept->count++] = left;
-    } else if (x->residual != NULL) {
-        x->residual[index] = x->residual[index] + left;
     }
 }
 
@@ -398,11 +423,11 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sp
     dtrain__sparse *picked = &state->picked;
     size_t keeps = state->desc.exchange == DTRAIN_EXCHANGE_SPLIT_TOPK && quota < merged->count ? quota : merged->count;
     dtrain_status status = dtrain__topk_pick(merged->values, merged->count, keeps, picked);
-    uint64_t mode = dtrain__fpmode_enter();
     size_t next = 0;
-    if (status == DTRAIN_OK)
-        dtrain__selections_round(state, picked);
-    for (size_t i = 0; status == DTRAIN_OK && i < merged->count; i++) {
+    if (status != DTRAIN_OK)
+        return dtrain__feedback_broken(x->v->comm, status, x->rank);
+    dtrain__selections_round(state, picked);
+    for (size_t i = 0; i < merged->count; i++) {
         int passes = next < picked->count && picked->indices[next] == i;
         float whole = merged->values[i], part = passes ? picked->values[next] : 0.0f;
         dtrain__selections_keep(x, begin + merged->indices[i], dtrain__selections_rest(whole, part));
@@ -410,34 +435,24 @@ static dtrain_status dtrain__selections_settle(dtrain__selections *x, dtrain__sp
         merged->values[next] = part;
         next += (size_t)passes;
     }
-    dtrain__fpmode_restore(mode);
     merged->count = next;
-    return status == DTRAIN_OK ? status : dtrain__feedback_broken(x->comm, status, x->rank);
+    return DTRAIN_OK;
 }
 
 /* Gathers every rank's sums, each straight into its part of the result. */
 static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtrain__sparse *merged)
 {
     dtrain__selections_state *state = x->state;
-    dtrain_index_form form = state->desc.indices;
-    uint64_t mine = dtrain__sparse_size(merged, state->desc.values, &form);
-    size_t *counts = state->numbers, *offsets = counts + x->ranks, total = 0;
-    dtrain_status status = dtrain__feedback_reserve(&state->out, state->allocator, (size_t)mine);
-    if (status != DTRAIN_OK)
-        return dtrain__feedback_broken(x->comm, status, x->rank);
-    dtrain__sparse_pack(merged, state->desc.values, form, state->out);
-    status = dtrain_all_gather(x->comm, &mine, state->sizes, (size_t)x->ranks, DTRAIN_U64);
+    const size_t *counts = state->numbers, *offsets = counts + x->ranks;
+    dtrain_index_form form;
+    size_t total = 0, count = x->v->count;
+    dtrain_status status = dtrain__selections_announce(x, merged, &form, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__selections_place(x, state->sizes, x->count, counts, offsets, &total);
-    if (status == DTRAIN_OK)
-        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
-    if (status == DTRAIN_OK)
-        status = dtrain_all_gather_v(x->comm, state->out, state->in, counts, offsets, DTRAIN_U8);
-    *x->sent += (8 + mine) * (uint64_t)(x->ranks - 1);
+        status = dtrain__selections_exchange(x, merged, form, total);
     if (status == DTRAIN_OK) /* no value has less than 2 bytes */
-        status = dtrain__selections_begin(x, total / 2 < x->count ? total / 2 : x->count);
+        status = dtrain__selections_begin(x, total / 2 < count ? total / 2 : count);
     for (int r = 0; status == DTRAIN_OK && r < x->ranks; r++) {
-        size_t begin, part = dtrain__split(x->count, x->ranks, r, &begin);
+        size_t begin, part = dtrain__split(count, x->ranks, r, &begin);
         status = dtrain__selections_unpack(x, r, offsets[r], counts[r], part, &state->pieces[0]);
         if (status == DTRAIN_OK)
             dtrain__selections_write(x, &state->pieces[0], begin);
@@ -447,63 +462,50 @@ static dtrain_status dtrain__selections_spread(dtrain__selections *x, const dtra
 
 static dtrain_status dtrain__selections_split(dtrain__selections *x)
 {
-    size_t begin, part = dtrain__split(x->count, x->ranks, x->rank, &begin);
+    dtrain__device_vector *v = x->v;
+    size_t begin, part = dtrain__split(v->count, x->ranks, x->rank, &begin);
     dtrain__sparse *merged = NULL;
     dtrain_status status = dtrain__selections_scatter(x, part);
     if (status == DTRAIN_OK)
         status = dtrain__selections_fold(x, &merged);
-    if (status == DTRAIN_OK && x->there != NULL)
-        status = dtrain__device_vector_begin(x->there, &x->there->kept, merged->count);
+    if (status == DTRAIN_OK && v->device != NULL)
+        status = dtrain__device_vector_begin(v, &v->kept, merged->count);
     if (status == DTRAIN_OK)
         status = dtrain__selections_settle(x, merged, begin, dtrain_topk_count(part, x->ratio));
-    if (status == DTRAIN_OK && x->there != NULL)
-        status = dtrain__device_vector_add(x->there, &x->there->kept, x->there->residual);
+    if (status == DTRAIN_OK && v->device != NULL)
+        status = dtrain__device_vector_add(v, &v->kept, v->residual);
     return status == DTRAIN_OK ? dtrain__selections_spread(x, merged) : status;
 }
 
-static dtrain_status dtrain__selections_run(dtrain__selections *x, const float *in)
+/* Sums what all ranks send of `in` and of their residuals into v->out. */
+static dtrain_status dtrain__selections_run(const dtrain_compressor *compressor, dtrain__device_vector *v,
+                                            const float *in, uint64_t *sent)
 {
-    dtrain_sparse_exchange way = x->state->desc.exchange;
-    dtrain_status status = dtrain__selections_open(x->state, x->ranks);
+    dtrain__selections x = {
+        (dtrain__selections_state *)compressor->self, v, sent, dtrain_comm_rank(v->comm), dtrain_comm_size(v->comm), 0};
+    dtrain_sparse_exchange way = x.state->desc.exchange;
+    uint64_t mode = dtrain__fpmode_enter();
+    dtrain_status status = dtrain__selections_open(x.state, x.ranks);
     if (status == DTRAIN_OK)
-        status = x->there != NULL ? dtrain__selections_select_there(x, in) : dtrain__selections_select(x, in);
-    if (status != DTRAIN_OK)
-        return status;
-    if (way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x->ranks <= 8))
-        return dtrain__selections_gather(x);
-    return dtrain__selections_split(x);
-}
-
-static dtrain__selections dtrain__selections_of(const dtrain_compressor *compressor, dtrain_comm *comm, size_t count,
-                                                uint64_t *sent)
-{
-    dtrain__selections x;
-    memset(&x, 0, sizeof x);
-    x.state = (dtrain__selections_state *)compressor->self;
-    x.comm = comm;
-    x.rank = dtrain_comm_rank(comm);
-    x.ranks = dtrain_comm_size(comm);
-    x.count = count;
-    x.sent = sent;
-    return x;
+        status = (v->device != NULL ? dtrain__selections_select_there : dtrain__selections_select)(&x, in);
+    if (status == DTRAIN_OK) {
+        int gathers = way == DTRAIN_EXCHANGE_GATHER || (way == DTRAIN_EXCHANGE_AUTO && x.ranks <= 8);
+        status = (gathers ? dtrain__selections_gather : dtrain__selections_split)(&x);
+    }
+    dtrain__fpmode_restore(mode);
+    return status;
 }
 
 static dtrain_status dtrain__selections_reduce(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in,
                                                float *residual, float *out, size_t count, uint64_t *sent)
 {
-    dtrain__selections x = dtrain__selections_of(compressor, comm, count, sent);
-    x.residual = residual;
-    x.out = out;
-    return dtrain__selections_run(&x, in);
-}
-
-/* The same of a vector on a device, whose result is there->out. */
-static dtrain_status dtrain__selections_reduce_there(const dtrain_compressor *compressor, dtrain__device_vector *there,
-                                                     const float *in, uint64_t *sent)
-{
-    dtrain__selections x = dtrain__selections_of(compressor, there->comm, there->count, sent);
-    x.there = there;
-    return dtrain__selections_run(&x, in);
+    dtrain__device_vector v;
+    memset(&v, 0, sizeof v);
+    v.comm = comm;
+    v.count = count;
+    v.residual = residual;
+    v.out = out;
+    return dtrain__selections_run(compressor, &v, in, sent);
 }
 
 static void dtrain__selections_destroy(void *self)

@@ -411,11 +411,11 @@ static dtrain_status dtrain__rounds_list(const dtrain_pieces *list, dtrain__list
     dtrain__pieces_put_row(lister, &row, "counters", DTRAIN_U64, l->counters, fragments + 1, NULL);
     for (int i = 0; i < l->desc.fragments; i++) {
         char name[24];
-        const dtrain_compressed *pack = l->fragments[i].pack;
+        const dtrain__rounds_fragment *f = &l->fragments[i];
+        const float *residual = f->pack != NULL ? dtrain__compressed_residual(f->pack) : NULL;
         snprintf(name, sizeof name, "residual.%d", i);
-        row.number += pack != NULL && pack->residual != NULL;
-        if (pack != NULL)
-            dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, pack->residual, pack->count, NULL);
+        row.number += residual != NULL;
+        dtrain__pieces_put_row(lister, &row, name, DTRAIN_F32, residual, f->count, NULL);
     }
     return DTRAIN_OK;
 }

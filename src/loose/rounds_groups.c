@@ -93,11 +93,8 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
         dtrain_comm_destroy(old);
     local->server = dtrain__rounds_find_server(local, group);
     for (int i = 0; group != NULL && i < local->desc.fragments; i++)
-        if (local->fragments[i].pack != NULL) {
-            local->fragments[i].pack->comm = group;
-            local->fragments[i].pack->rank = dtrain_comm_rank(group);
-            local->fragments[i].pack->ranks = dtrain_comm_size(group);
-        }
+        if (local->fragments[i].pack != NULL)
+            dtrain__compressed_move(local->fragments[i].pack, group);
 }
 
 /* Makes the two groups over which rounds are opened; a server is rank 0 of them. Collective; on an error there is

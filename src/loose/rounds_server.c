@@ -13,9 +13,9 @@
 typedef struct dtrain__rounds_transfer {
     dtrain_local_sgd *local;
     const dtrain__rounds_fragment *f;
-    dtrain_compressed *pack;
-    const float
-        *in; /* what this rank brings, elements or, where they are packed, the sign that it does; NULL: nothing */
+    int packs;
+    dtrain__packed packed; /* where it packs */
+    const float *in;       /* what this rank brings; NULL: nothing */
     int n, server;
     size_t pieces;
     uint64_t sent;
@@ -24,7 +24,7 @@ typedef struct dtrain__rounds_transfer {
 /* Where a piece is, and how long. */
 static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, size_t *begin)
 {
-    if (t->pack != NULL)
+    if (t->packs)
         return dtrain__split(t->f->count, t->n, (int)p, begin);
     *begin = p * DTRAIN__ROUNDS_PIECE;
     return t->f->count - *begin < DTRAIN__ROUNDS_PIECE ? t->f->count - *begin : DTRAIN__ROUNDS_PIECE;
@@ -32,8 +32,8 @@ static size_t dtrain__rounds_slice(const dtrain__rounds_transfer *t, size_t p, s
 
 static size_t dtrain__rounds_slice_bytes(const dtrain__rounds_transfer *t, size_t p)
 {
-    size_t begin, count = dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? t->pack->compressor.bytes(&t->pack->compressor, count) : count * sizeof(float);
+    size_t begin;
+    return t->packs ? t->packed.counts[p] : dtrain__rounds_slice(t, p, &begin) * sizeof(float);
 }
 
 /* Whether another rank of the group brings something, by what it said. */
@@ -50,7 +50,7 @@ static const void *dtrain__rounds_from(const dtrain__rounds_transfer *t, size_t 
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? (const void *)(t->pack->out + t->pack->numbers[t->n + (int)p]) : values + begin;
+    return t->packs ? (const void *)(t->packed.out + t->packed.offsets[p]) : values + begin;
 }
 
 /* The handle of what is received from a peer in a piece's turn; after it that of what is sent there. */
@@ -88,7 +88,7 @@ static unsigned char *dtrain__rounds_answer(const dtrain__rounds_transfer *t, si
 {
     size_t begin;
     dtrain__rounds_slice(t, p, &begin);
-    return t->pack != NULL ? t->pack->in + t->pack->numbers[t->n + (int)p] : (unsigned char *)(t->local->sum + begin);
+    return t->packs ? t->packed.in + t->packed.offsets[p] : (unsigned char *)(t->local->sum + begin);
 }
 
 static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
@@ -99,10 +99,9 @@ static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
         status = dtrain__rounds_wait_work(&works[0]);
         if (status == DTRAIN_OK)
             status = dtrain__rounds_wait_work(&works[1]);
-        if (status == DTRAIN_OK && p >= DTRAIN__ROUNDS_WAYS && t->pack != NULL) {
+        if (status == DTRAIN_OK && p >= DTRAIN__ROUNDS_WAYS && t->packs) {
             size_t begin, back = p - DTRAIN__ROUNDS_WAYS, count = dtrain__rounds_slice(t, back, &begin);
-            t->pack->compressor.unpack(&t->pack->compressor, dtrain__rounds_answer(t, back), t->local->sum + begin,
-                                       count);
+            status = dtrain__packed_unpack(&t->packed, dtrain__rounds_answer(t, back), t->local->sum + begin, count);
         }
         if (p >= t->pieces || status != DTRAIN_OK)
             continue;
@@ -151,19 +150,18 @@ static const float *dtrain__rounds_part(const dtrain__rounds_transfer *t, int ra
     int brings = rank == t->server ? t->in != NULL : dtrain__rounds_brings(t, rank);
     const void *from = rank == t->server ? (brings ? dtrain__rounds_from(t, p, t->in) : NULL)
                                          : (const void *)dtrain__rounds_inbox(t, rank, p);
-    float *wide = t->pack != NULL ? (float *)(void *)t->pack->wide + (size_t)rank * count
-                                  : (float *)(void *)dtrain__rounds_inbox(t, rank, p);
+    float *wide = t->packs ? t->packed.wide + (size_t)rank * count : (float *)(void *)dtrain__rounds_inbox(t, rank, p);
     if (!brings)
         memset(wide, 0, count * sizeof(float));
-    else if (t->pack != NULL)
-        t->pack->compressor.unpack(&t->pack->compressor, (const unsigned char *)from, wide, count);
+    else if (t->packs)
+        DTRAIN_IGNORE(dtrain__packed_unpack(&t->packed, (const unsigned char *)from, wide, count));
     else
         return (const float *)from;
     return wide;
 }
 
 /* Adds up a piece of all ranks, by the tree, and packs the sum, of which all have what that leaves. */
-static void dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
+static dtrain_status dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
 {
     size_t begin, count = dtrain__rounds_slice(t, p, &begin);
     float *sum = t->local->sum + begin;
@@ -173,11 +171,11 @@ static void dtrain__rounds_fold(dtrain__rounds_transfer *t, size_t p)
         t->local->parts[r] = dtrain__rounds_part(t, r, p);
     if (count > 0)
         dtrain__fold(DTRAIN_F32, DTRAIN_SUM, 1.0, t->local->parts, t->n, outs, 1, 0, count);
-    if (t->pack == NULL)
-        return;
-    dtrain__compressed_pack_sum(t->pack, (int)p, sum, begin, count);
-    t->pack->compressor.unpack(&t->pack->compressor, (const unsigned char *)dtrain__rounds_from(t, p, NULL), sum,
-                               count);
+    if (!t->packs)
+        return DTRAIN_OK;
+    dtrain_status status = dtrain__packed_settle(&t->packed, (int)p);
+    return status == DTRAIN_OK ? dtrain__packed_unpack(&t->packed, t->packed.out + t->packed.offsets[p], sum, count)
+                               : status;
 }
 
 static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
@@ -187,9 +185,8 @@ static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
         status = dtrain__rounds_expect_all(t, p);
     for (size_t p = 0; p < t->pieces && status == DTRAIN_OK; p++) {
         status = dtrain__rounds_wait_turn(t, p);
-        if (status != DTRAIN_OK)
-            return status;
-        dtrain__rounds_fold(t, p);
+        if (status == DTRAIN_OK)
+            status = dtrain__rounds_fold(t, p);
         for (int r = 0; r < t->n && status == DTRAIN_OK; r++)
             if (r != t->server)
                 status = dtrain__rounds_give(t, r, p, t->local->sum);
@@ -203,34 +200,24 @@ static dtrain_status dtrain__rounds_answer_all(dtrain__rounds_transfer *t)
 
 /* ---- both ---- */
 
-/* Packs what this rank brings, and notes where each part is. */
-static void dtrain__rounds_pack(dtrain__rounds_transfer *t)
-{
-    dtrain_compressed *c = t->pack;
-    float *scratch = t->local->sum;
-    size_t at = 0;
-    for (int r = 0; r < t->n; r++) {
-        c->numbers[t->n + r] = at;
-        at += dtrain__rounds_slice_bytes(t, (size_t)r);
-    }
-    if (t->in == NULL)
-        return;
-    const float *from = dtrain__compressed_prepare(c, t->in, scratch);
-    if (c->residual != NULL)
-        dtrain__fold_sum_f32(c->residual, from, c->count);
-    dtrain__compressed_pack(c, c->residual != NULL ? c->residual : from, scratch);
-}
-
 /* The sum of what the members bring, in local->sum; in: this rank's, or NULL. */
 static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrain__rounds_fragment *f, const float *in)
 {
-    dtrain__rounds_transfer t = {local, f, f->pack, in, dtrain_comm_size(local->group), local->server, 0, 0};
-    t.pieces = t.pack != NULL ? (size_t)t.n : (f->count - 1) / DTRAIN__ROUNDS_PIECE + 1;
+    dtrain__rounds_transfer t;
+    dtrain_status status = DTRAIN_OK;
+    t.local = local;
+    t.f = f;
+    t.packs = f->pack != NULL;
+    t.in = in;
+    t.n = dtrain_comm_size(local->group);
+    t.server = local->server;
+    t.pieces = t.packs ? (size_t)t.n : (f->count - 1) / DTRAIN__ROUNDS_PIECE + 1;
+    t.sent = 0;
     uint64_t mode = dtrain__fpmode_enter();
-    if (t.pack != NULL)
-        dtrain__rounds_pack(&t);
-    dtrain_status status =
-        dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
+    if (t.packs)
+        status = dtrain__compressed_begin(f->pack, &t.packed, in, local->sum);
+    if (status == DTRAIN_OK)
+        status = dtrain_comm_rank(local->group) == t.server ? dtrain__rounds_answer_all(&t) : dtrain__rounds_ask(&t);
     dtrain__fpmode_restore(mode);
     if (status != DTRAIN_OK) { /* nothing may be under way when the buffers are used again */
         dtrain__error cause = dtrain__thread_error;

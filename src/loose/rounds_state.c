@@ -223,8 +223,7 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
         if (serves)
             dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
         if (packs) {
-            sizes->packs += sizeof(dtrain_compressed) + (size_t)ranks * (4 * sizeof(size_t) + sizeof(void *));
-            sizes->packs += !desc->compress->feedback.no_feedback ? count * sizeof(float) : 0;
+            sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
             dtrain__rounds_rooms(sizes, &q, count, ranks);
         }
         packed = packs && count > packed ? count : packed;

@@ -120,26 +120,27 @@ static dtrain_status dtrain__rounds_hello(dtrain_local_sgd *local, int fragment,
 /* The sum over the members of what each brings, in sum; in: this rank's, or NULL, and then sum is zero. */
 static dtrain_status dtrain__rounds_reduce(dtrain_local_sgd *local, dtrain__rounds_fragment *f, const float *in)
 {
-    dtrain_compressed *pack = f->pack;
-    const float *from = in != NULL ? in : local->sum;
-    int n = dtrain_comm_size(local->group);
-    if (pack == NULL && local->server >= 0)
-        return dtrain__rounds_through(local, f, in);
-    if (pack == NULL) {
-        dtrain__rounds_sent(local, dtrain__plan_sent_bytes(f->count, n));
-        return dtrain_all_reduce(local->group, from, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
+    const float *from = in != NULL ? in : local->sum, *residual;
+    uint64_t sent = dtrain__plan_sent_bytes(f->count, dtrain_comm_size(local->group));
+    dtrain_status status;
+    if (f->pack != NULL) {
+        sent = dtrain_compressed_get_stats(f->pack).sent_bytes;
+        residual = dtrain__compressed_residual(f->pack);
+        dtrain__compressed_lend(f->pack, local->rooms, local->sizes.rooms);
+        if (residual != NULL)
+            memcpy(local->saved, residual, f->count * sizeof(float));
     }
-    uint64_t before = pack->stats.sent_bytes;
-    pack->out = local->rooms[0];
-    pack->in = local->rooms[1];
-    pack->wide = local->rooms[2];
-    if (pack->residual != NULL)
-        memcpy(local->saved, pack->residual, f->count * sizeof(float));
-    dtrain_status status = local->server >= 0 ? dtrain__rounds_through(local, f, in)
-                                              : dtrain_compressed_all_reduce(pack, from, local->sum, DTRAIN_SUM);
-    pack->out = pack->in = pack->wide = NULL;
-    if (local->server < 0)
-        dtrain__rounds_sent(local, pack->stats.sent_bytes - before);
+    if (local->server >= 0) {
+        status = dtrain__rounds_through(local, f, in);
+    } else if (f->pack != NULL) {
+        status = dtrain_compressed_all_reduce(f->pack, from, local->sum, DTRAIN_SUM);
+        dtrain__rounds_sent(local, dtrain_compressed_get_stats(f->pack).sent_bytes - sent);
+    } else {
+        status = dtrain_all_reduce(local->group, from, local->sum, f->count, DTRAIN_F32, DTRAIN_SUM);
+        dtrain__rounds_sent(local, sent);
+    }
+    if (f->pack != NULL)
+        dtrain__compressed_lend(f->pack, NULL, NULL);
     return status;
 }
 
@@ -168,8 +169,8 @@ static int dtrain__rounds_round(dtrain_local_sgd *local, int fragment)
         dtrain__rounds_commit(local, fragment, mine, total, local->hellos + DTRAIN__ROUNDS_WORDS, members);
         return 1;
     }
-    if (reduced && f->pack != NULL && f->pack->residual != NULL)
-        memcpy(f->pack->residual, local->saved, f->count * sizeof(float));
+    if (reduced && f->pack != NULL && dtrain__compressed_residual(f->pack) != NULL)
+        memcpy(dtrain__compressed_residual(f->pack), local->saved, f->count * sizeof(float));
     pthread_mutex_lock(&local->mutex); /* what this rank had handed in is handed in again */
     f->state = mine ? DTRAIN__ROUNDS_READY : f->state;
     local->stats.undone++;

@@ -259,7 +259,7 @@ static void dtrain__compression_fold(dtrain__compression_set *set, float *vector
         dtrain__compression_part *part = &set->parts[i];
         part->folded = part->before != NULL;
         if (part->folded)
-            memcpy(part->before, part->state->residual, part->count * sizeof(float));
+            memcpy(part->before, dtrain__compressed_residual(part->state), part->count * sizeof(float));
         if (!part->dense)
             dtrain__feedback_velocity(vector + part->at, momenta->m + part->at, momenta->rest1, momenta->factor,
                                       part->count);
@@ -274,7 +274,7 @@ static void dtrain__compression_step_over(dtrain__compression_set *set, int drop
     for (size_t i = 0; i < set->part_count; i++) {
         dtrain__compression_part *part = &set->parts[i];
         if (part->folded && dropped)
-            memcpy(part->state->residual, part->before, part->count * sizeof(float));
+            memcpy(dtrain__compressed_residual(part->state), part->before, part->count * sizeof(float));
         part->folded = 0;
     }
 }
