@@ -11838,6 +11838,20 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
     return missing;
 }
 
+/* Writes what ends a group; the thread's own last error stays. */
+__attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
+                                                                             const char *format, ...)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    dtrain__error kept = dtrain__thread_error;
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    dtrain__fail(cause, status, "%s", text);
+    dtrain__thread_error = kept;
+}
+
 /* Says that `rank`, which an operation needs, has left. Where it did so with an error, the group is to be broken by
  * *lost; returns whether. */
 static int dtrain__membership_lost(const dtrain__membership *members, int rank, dtrain__error *lost)
@@ -12024,8 +12038,8 @@ static void dtrain__store_copy(const dtrain__store_call *call, const void *data,
 /* ---- >>control_plane ----
  * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
  * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
- * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a
- * call of the group, except where they say more. */
+ * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be
+ * called by any thread of the rank that is in a call of the group, except where they say more. */
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
 
@@ -12057,7 +12071,7 @@ typedef struct dtrain__end {
     const dtrain__plane *plane;
     dtrain__origin *origin;
     dtrain__membership *members;
-    dtrain__shared *shared;      /* NULL: ranks do not read each other's buffers */
+    dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
     dtrain_allocator *allocator;
 } dtrain__end;
 
@@ -12110,7 +12124,7 @@ struct dtrain__plane {
     int keeps;      /* it owns what was given to publish, for as long as a peer may read it */
     int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
-    int (*world)(void *self, int rank);     /* the rank in the world */
+    int (*world)(void *self, int rank);                                                   /* the rank in the world */
     uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
     int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
     /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
@@ -12248,12 +12262,31 @@ typedef struct dtrain__asker {
 } dtrain__asker;
 
 typedef struct dtrain__consent dtrain__consent;
+typedef struct dtrain__council dtrain__council;
 
-typedef struct dtrain__council {
+/* This process's end of one group: the first member of what its transport has for the group. */
+typedef struct dtrain__seat {
+    struct dtrain__seat *next;
+    dtrain__council *council;
+    uint64_t id; /* the same on all members; 0: the world */
+    int rank, size;
+    int *worlds; /* of each member its rank in the world */
+    dtrain__membership members;
+    unsigned char *bound; /* of each rank of the world, 1: its loss ends this group too; NULL: members alone count */
+    uint64_t leader;      /* 1 + the id of the group whose end is this one's, too; 0: there is none */
+    uint64_t calls;       /* collectives that this end has ended, as it leaves */
+    int forked;           /* the end of a child's copy: touches nothing that the parent still uses */
+    dtrain__store_call *asks; /* its call that waits for an answer of the store */
+} dtrain__seat;
+
+struct dtrain__council {
     void *self; /* the owner, given to every function */
     dtrain_allocator *allocator;
     dtrain__origin *origin;
     int rank, size; /* of the world */
+    int given_up;   /* the others say that this rank is lost */
+    uint64_t news;  /* counts what a waiting caller should look at */
+    dtrain__seat *seats;
     dtrain__store store;
     dtrain__asker *askers;
     uint32_t asked;                             /* requests to the store */
@@ -12262,13 +12295,16 @@ typedef struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
     /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);          /* something has come that a caller may wait for */
-    int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
-    /* The rank in the world of the group's rank i; -1: it has fewer; -2: this process has no such group. */
-    int (*member)(void *self, uint64_t group, int i);
-    /* Where the group keeps its call that waits for an answer; NULL: this process has no such group. */
-    dtrain__store_call **(*call)(void *self, uint64_t group);
-} dtrain__council;
+    void (*tell)(void *self);                    /* something has come that a caller may wait for */
+    int (*gone)(void *self, int rank);           /* DTRAIN__PRESENT ... */
+    void (*lock)(void *self, int on);            /* for a caller of a seat's: what guards the council */
+    void (*lost)(dtrain__seat *seat, int world); /* marks what is known of a rank that is gone */
+    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that it has */
+    /* Waits until there may be news, which `seen` counts, or until_ns; turn: how often this call has waited. */
+    void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
+    dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
+    const dtrain__plane *plane;
+};
 
 /* Reading a message: each take says whether there was enough. */
 typedef struct dtrain__reader {
@@ -12298,6 +12334,245 @@ static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out
     reader->at += bytes;
     reader->left -= (size_t)bytes;
     return 1;
+}
+
+/* ---- seats ---- */
+
+static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council *council, uint64_t id)
+{
+    dtrain__seat *seat = council->seats;
+    while (seat != NULL && seat->id != id)
+        seat = seat->next;
+    return seat;
+}
+
+/* Fills a new seat; worlds NULL: members have the same ranks in the world. Returns 0 when there is no memory. */
+static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, const int *worlds, int size,
+                             int rank)
+{
+    seat->council = council;
+    seat->id = id;
+    seat->rank = rank;
+    seat->size = seat->members.size = size;
+    seat->members.ranks =
+        (dtrain__departure *)dtrain__alloc(council->allocator, (size_t)size * sizeof(dtrain__departure));
+    seat->worlds = (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int));
+    for (int i = 0; seat->worlds != NULL && i < size; i++)
+        seat->worlds[i] = worlds != NULL ? worlds[i] : i;
+    return seat->members.ranks != NULL && seat->worlds != NULL;
+}
+
+/* Frees what the seat has. */
+static void dtrain__seat_free(dtrain__seat *seat)
+{
+    dtrain_allocator *allocator = seat->council->allocator;
+    for (int rank = 0; seat->members.ranks != NULL && rank < seat->size; rank++)
+        dtrain__free(allocator, (void *)(uintptr_t)seat->members.ranks[rank].why);
+    dtrain__free(allocator, seat->members.ranks);
+    dtrain__free(allocator, seat->worlds);
+    dtrain__free(allocator, seat->bound);
+}
+
+static void dtrain__seat_unlink(dtrain__seat *seat)
+{
+    dtrain__seat **at = &seat->council->seats;
+    while (*at != seat)
+        at = &(*at)->next;
+    *at = seat->next;
+}
+
+/* The group's rank of the world's `world`; -1: not a member. */
+static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
+{
+    for (int rank = 0; rank < seat->size; rank++)
+        if (seat->worlds[rank] == world)
+            return rank;
+    return -1;
+}
+
+/* Ends the group here, and those that follow it; the first cause stays. Returns 0 when it had ended before. */
+static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
+{
+    if (!dtrain__membership_break(&seat->members, cause))
+        return 0;
+    for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
+        if (__atomic_load_n(&other->leader, __ATOMIC_SEQ_CST) == seat->id + 1)
+            dtrain__seat_break(other, cause);
+    seat->council->tell(seat->council->self);
+    return 1;
+}
+
+/* Ends the group on all its members. */
+static DTRAIN__NOINLINE void dtrain__seat_end(dtrain__seat *seat, int about, const dtrain__error *cause)
+{
+    if (dtrain__seat_break(seat, cause))
+        seat->council->ended(seat, about, cause);
+}
+
+/* A member's end of the group is gone, which had ended so many collectives; operations that need it will fail, others
+ * need not. `why` may be empty. */
+static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
+{
+    size_t bytes = strlen(why) + 1;
+    char *text = NULL;
+    if (dtrain__membership_left(&seat->members, rank))
+        return;
+    if (bytes > 1)
+        text = (char *)dtrain__alloc(seat->council->allocator, bytes);
+    if (text != NULL)
+        memcpy(text, why, bytes);
+    seat->members.ranks[rank].why = text;
+    seat->members.ranks[rank].calls = calls;
+    dtrain__membership_leave(&seat->members, rank);
+    seat->council->tell(seat->council->self);
+}
+
+/* Ends the group because a rank of the world is lost that is a member and has not left it, or that it is bound to.
+ * name: of the process, or empty. Returns whether that ended it. */
+static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status, const char *name, const char *why)
+{
+    int rank = dtrain__seat_rank(seat, world), named = name[0] != 0, broke;
+    dtrain__error cause;
+    if (rank < 0 ? seat->bound == NULL || !seat->bound[world] : dtrain__membership_left(&seat->members, rank))
+        return 0;
+    if (rank < 0)
+        dtrain__membership_because(&cause, status,
+                                   "rank %d of the world%s%s%s, of another group of this mesh, is lost: %.400s", world,
+                                   named ? " (" : "", name, named ? ")" : "", why);
+    else if (seat->id == 0)
+        dtrain__membership_because(&cause, status, "rank %d%s%s%s is lost: %.400s", rank, named ? " (" : "", name,
+                                   named ? ")" : "", why);
+    else
+        dtrain__membership_because(&cause, status, "rank %d (rank %d of the world%s%s) is lost: %.400s", rank, world,
+                                   named ? ", " : "", name, why);
+    broke = dtrain__seat_break(seat, &cause); /* first: who sees that it has left finds the cause */
+    if (rank >= 0)
+        dtrain__seat_left(seat, rank, why, UINT64_MAX);
+    return broke;
+}
+
+/* Says that a rank has left, which an operation needs; ends the group if it did so with an error. */
+static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
+{
+    const dtrain__error *cause = dtrain__membership_cause(&seat->members);
+    dtrain__error lost;
+    if (cause != NULL)
+        return dtrain__report(cause);
+    if (dtrain__membership_lost(&seat->members, rank, &lost))
+        dtrain__seat_end(seat, rank, &lost);
+    return lost.status;
+}
+
+/* ---- what planes share ---- */
+
+static void dtrain__seat_lock(dtrain__seat *seat, int on)
+{
+    seat->council->lock(seat->council->self, on);
+}
+
+static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                       size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
+    memcpy(&out.data, &data, sizeof data); /* it is only read */
+    dtrain_status status =
+        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__seat_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                       size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
+    dtrain_status status =
+        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
+    *moved = in.moved;
+    return status;
+}
+
+/* Gives out the end of a group; what else the transport has is to be added. */
+static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
+{
+    memset(end, 0, sizeof *end);
+    end->transport.self = seat;
+    end->transport.rank = seat->rank;
+    end->transport.size = seat->size;
+    end->transport.send = dtrain__seat_send;
+    end->transport.recv = dtrain__seat_recv;
+    end->transport.exchange = seat->council->exchange;
+    end->plane = seat->council->plane;
+    end->origin = seat->council->origin;
+    end->members = &seat->members;
+    end->allocator = seat->council->allocator;
+}
+
+static int dtrain__seat_world(void *self, int rank)
+{
+    return ((dtrain__seat *)self)->worlds[rank];
+}
+
+static int dtrain__seat_bound(void *self, int *worlds)
+{
+    const dtrain__seat *seat = (dtrain__seat *)self;
+    int count = 0;
+    if (worlds == NULL)
+        return seat->council->size;
+    for (int rank = 0; seat->bound != NULL && rank < seat->council->size; rank++)
+        if (seat->bound[rank])
+            worlds[count++] = rank;
+    return count;
+}
+
+static int dtrain__seat_bind(void *self, const int *worlds, int count)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__council *council = seat->council;
+    unsigned char *bound = (unsigned char *)dtrain__alloc(council->allocator, (size_t)council->size);
+    if (bound == NULL)
+        return 0;
+    for (int i = 0; i < count; i++)
+        bound[worlds[i]] = 1;
+    dtrain__seat_lock(seat, 1);
+    seat->bound = bound;
+    for (int i = 0; i < count; i++)
+        if (council->gone(council->self, worlds[i]) != DTRAIN__PRESENT)
+            council->lost(seat, worlds[i]);
+    dtrain__seat_lock(seat, 0);
+    return 1;
+}
+
+static void dtrain__seat_follow(void *self, void *leader)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    const dtrain__seat *first = (const dtrain__seat *)leader;
+    dtrain__seat_lock(seat, 1);
+    __atomic_store_n(&seat->leader, first->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
+    if (dtrain__membership_broken(&first->members))
+        dtrain__seat_break(seat, dtrain__membership_cause(&first->members));
+    dtrain__seat_lock(seat, 0);
+}
+
+static void dtrain__seat_needed(void *self, int rank)
+{
+    dtrain__seat_lock((dtrain__seat *)self, 1);
+    dtrain__seat_needs((dtrain__seat *)self, rank);
+    dtrain__seat_lock((dtrain__seat *)self, 0);
+}
+
+static void dtrain__seat_skipped(void *self, int rank, uint64_t calls)
+{
+    dtrain__seat_lock((dtrain__seat *)self, 1);
+    dtrain__seat_left((dtrain__seat *)self, rank, "", calls);
+    dtrain__seat_lock((dtrain__seat *)self, 0);
+}
+
+/* dtrain_transport.leave tells why. */
+static void dtrain__seat_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
+{
+    (void)why;
+    ((dtrain__seat *)self)->forked = forked;
+    ((dtrain__seat *)self)->calls = calls;
 }
 
 /* Reads a list of ranks of the world: begin, then add each. */
@@ -12332,7 +12607,8 @@ static int dtrain__council_leader(const dtrain__council *council)
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {
-    dtrain__store_call **at = council->call(council->self, group), *call = at != NULL ? *at : NULL;
+    const dtrain__seat *seat = dtrain__council_seat(council, group);
+    dtrain__store_call *call = seat != NULL ? seat->asks : NULL;
     if (call == NULL || call->id != id)
         return; /* it was given up */
     call->status = status;
@@ -12454,24 +12730,25 @@ static int dtrain__council_take_answer(dtrain__council *council, int from, dtrai
 }
 
 /* Begins a call of the group's: sends the request, or on rank 0 serves it. */
-static dtrain_status dtrain__council_ask(dtrain__council *council, uint64_t group, int rank, dtrain__store_call *call)
+static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call *call)
 {
+    dtrain__council *council = seat->council;
     unsigned char head[15 + DTRAIN__STORE_KEY_BYTES];
     size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
     dtrain__asker asker;
     asker.next = NULL;
     asker.rank = 0;
-    asker.group = group;
+    asker.group = seat->id;
     asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
     asker.key_bytes = strlen(call->key);
     snprintf(asker.key, sizeof asker.key, "%s", call->key);
     call->answered = 0;
-    *council->call(council->self, group) = call;
+    seat->asks = call;
     if (council->rank == 0) {
         dtrain__council_serve(council, &asker, call->what, call->value, bytes);
         return DTRAIN_OK;
     }
-    dtrain__put_le(head, group, 8);
+    dtrain__put_le(head, seat->id, 8);
     dtrain__put_le(head + 8, asker.id, 4);
     head[12] = (unsigned char)call->what;
     dtrain__put_le(head + 13, asker.key_bytes, 2);
@@ -12479,19 +12756,20 @@ static dtrain_status dtrain__council_ask(dtrain__council *council, uint64_t grou
     if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
         council->gone(council->self, 0) != DTRAIN__PRESENT) /* which the wait for the answer tells */
         return DTRAIN_OK;
-    *council->call(council->self, group) = NULL;
+    seat->asks = NULL;
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
                         "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read them",
-                        dtrain__store_names[call->what], rank, call->key);
+                        dtrain__store_names[call->what], seat->rank, call->key);
 }
 
 /* Looks how the group's call has ended; 0 while it has not. late: it ends now. Then the group has it no more. */
-static int dtrain__council_ended(dtrain__council *council, uint64_t group, int rank, const dtrain__membership *members,
-                                 int late, dtrain_status *status)
+static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *status)
 {
-    dtrain__store_call **at = council->call(council->self, group), *call = *at;
-    const dtrain__error *cause = dtrain__membership_cause(members);
+    const dtrain__council *council = seat->council;
+    dtrain__store_call *call = seat->asks;
+    const dtrain__error *cause = dtrain__membership_cause(&seat->members);
     const char *name = dtrain__store_names[call->what];
+    int rank = seat->rank;
     *status = call->status;
     if (call->answered && *status != DTRAIN_OK && call->why[0] == 0)
         dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer on rank 0", name, rank);
@@ -12512,7 +12790,7 @@ static int dtrain__council_ended(dtrain__council *council, uint64_t group, int r
                                name, rank, call->key);
     else
         return 0;
-    *at = NULL;
+    seat->asks = NULL;
     return 1;
 }
 
@@ -12770,29 +13048,29 @@ static void dtrain__consent_note(dtrain__council *council, dtrain__consent *cons
     }
 }
 
-/* Lists a group of this process. */
-static void dtrain__consent_list(dtrain__council *council, uint64_t group)
+/* Lists a group's members. */
+static void dtrain__consent_list(dtrain__seat *seat)
 {
-    dtrain__council_list(council);
-    for (int world; (world = council->member(council->self, group, council->listed)) >= 0;)
-        dtrain__council_list_add(council, (uint64_t)world);
+    dtrain__council_list(seat->council);
+    for (int i = 0; i < seat->size; i++)
+        dtrain__council_list_add(seat->council, (uint64_t)seat->worlds[i]);
 }
 
 /* This rank votes in its group; voting again changes the flags, unless it is decided. Returns 0 when there is no
  * memory. */
-static int dtrain__consent_vote(dtrain__council *council, uint64_t group, const dtrain__membership *members,
-                                const dtrain__agreement *agreement)
+static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agreement)
 {
+    dtrain__council *council = seat->council;
     int leader = dtrain__council_leader(council);
-    dtrain__consent_list(council, group);
-    dtrain__consent_retire(council, group, agreement->number);
-    dtrain__consent *consent = dtrain__consent_open(council, group, agreement->number, agreement->kind);
+    dtrain__consent_list(seat);
+    dtrain__consent_retire(council, seat->id, agreement->number);
+    dtrain__consent *consent = dtrain__consent_open(council, seat->id, agreement->number, agreement->kind);
     if (consent == NULL)
         return 0;
     if (consent->decided)
         return 1;
-    for (int i = 0; i < members->size; i++)
-        if (dtrain__membership_left(members, i))
+    for (int i = 0; i < seat->size; i++)
+        if (dtrain__membership_left(&seat->members, i))
             consent->votes[i].vote = DTRAIN__VOTE_OUT;
     dtrain__consent_note(council, consent, council->rank, agreement->kind, agreement->flags);
     if (leader != council->rank)
@@ -12801,14 +13079,15 @@ static int dtrain__consent_vote(dtrain__council *council, uint64_t group, const 
     return 1;
 }
 
-/* Whether this rank has heard of the decision; then takes it over. given_up: as in dtrain__agreement. */
-static int dtrain__consent_decided(dtrain__council *council, uint64_t group, dtrain__agreement *agreement, int given_up)
+/* Whether this rank has heard of the decision; then takes it over. */
+static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreement)
 {
-    dtrain__consent_list(council, group);
-    dtrain__consent *consent = dtrain__consent_find(council, group, agreement->number);
+    dtrain__council *council = seat->council;
+    dtrain__consent_list(seat);
+    dtrain__consent *consent = dtrain__consent_find(council, seat->id, agreement->number);
     int decided = consent != NULL && consent->decided;
-    agreement->given_up = given_up;
-    agreement->status = given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
+    agreement->given_up = council->given_up;
+    agreement->status = council->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
     if (consent != NULL && !decided)
         agreement->awaited =
             dtrain__council_leader(council) == council->rank ? dtrain__consent_awaits(council, consent) : -1;
@@ -12818,7 +13097,7 @@ static int dtrain__consent_decided(dtrain__council *council, uint64_t group, dtr
     }
     for (int rank = 0; rank < council->listed; rank++)
         agreement->goes_on[rank] = decided && consent->votes[rank].vote == DTRAIN__VOTE_YES;
-    return decided || given_up;
+    return decided || council->given_up;
 }
 
 /* A member's end of the group is gone, or its process: it votes no more. `world` is its rank in the world. */
@@ -12873,16 +13152,16 @@ static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__read
 static int dtrain__consent_frame_fits(dtrain__council *council, int from, const dtrain__consent_frame *frame)
 {
     int among = from == dtrain__council_leader(council);
-    int known = council->member(council->self, frame->group, 0) >= 0;
+    const dtrain__seat *seat = dtrain__council_seat(council, frame->group);
     if (frame->count == 0 || frame->count > (uint64_t)council->size || (frame->decided && council->rank == 0) ||
-        (known && council->member(council->self, frame->group, (int)frame->count) >= 0))
+        (seat != NULL && frame->count != (uint64_t)seat->size))
         return 0;
     dtrain__council_list(council);
     for (uint64_t i = 0; i < frame->count; i++) {
         const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
         uint64_t world = dtrain__get_le(entry + 8, 4);
         if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_OUT ||
-            (known && council->member(council->self, frame->group, (int)i) != (int)world))
+            (seat != NULL && seat->worlds[i] != (int)world))
             return 0;
         among |= (int)world == from;
     }
@@ -12939,14 +13218,15 @@ static void dtrain__council_left(dtrain__council *council, uint64_t group, int w
 
 /* This rank's end of a group is about to leave, and will tell its members: they first hear what it knows to be decided,
  * as they do not ask it then. Tells the leader, where that is no member. */
-static void dtrain__council_leave(dtrain__council *council, uint64_t group)
+static void dtrain__council_leave(dtrain__seat *seat)
 {
+    dtrain__council *council = seat->council;
     unsigned char head[8];
     int leader = dtrain__council_leader(council);
-    dtrain__put_le(head, group, 8);
-    dtrain__consent_list(council, group);
+    dtrain__put_le(head, seat->id, 8);
+    dtrain__consent_list(seat);
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
-        for (int i = 0; consent->group == group && consent->decided && i < consent->count; i++)
+        for (int i = 0; consent->group == seat->id && consent->decided && i < consent->count; i++)
             if (consent->votes[i].world != leader && consent->votes[i].world != council->rank)
                 dtrain__consent_send(council, consent->votes[i].world, consent);
     if (!council->lists[leader])
@@ -12960,6 +13240,46 @@ static void dtrain__council_lost(dtrain__council *council, int rank)
     if (dtrain__council_leader(council) > rank) /* it has led */
         dtrain__consent_resend(council);
     dtrain__consent_step(council);
+}
+
+/* Waits for a call's end, of an agreement or (NULL) of the store: looks at least once after it has waited. Returns
+ * whether it has ended. */
+static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, dtrain_status *status,
+                              int64_t deadline_ns)
+{
+    dtrain__council *council = seat->council;
+    int ended, late = 0;
+    for (unsigned turn = 0;; turn++) {
+        uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
+        dtrain__seat_lock(seat, 1);
+        ended =
+            agreement != NULL ? dtrain__consent_decided(seat, agreement) : dtrain__council_ended(seat, late, status);
+        dtrain__seat_lock(seat, 0);
+        if (ended || late)
+            return ended;
+        council->wait(seat, turn, deadline_ns, seen);
+        late = dtrain__os_now_ns() >= deadline_ns;
+    }
+}
+
+static int dtrain__seat_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__seat_lock(seat, 1);
+    agreement->starved = !agreement->voted && !dtrain__consent_vote(seat, agreement);
+    dtrain__seat_lock(seat, 0);
+    return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, deadline_ns);
+}
+
+static dtrain_status dtrain__seat_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__seat_lock(seat, 1);
+    dtrain_status status = dtrain__council_ask(seat, call);
+    dtrain__seat_lock(seat, 0);
+    if (status == DTRAIN_OK)
+        dtrain__seat_await(seat, NULL, &status, deadline_ns);
+    return status;
 }
 
 /* One message from a rank that is not gone. Returns 0 when it is malformed or out of place. */
@@ -13737,37 +14057,29 @@ typedef struct dtrain__mux_peer {
 } dtrain__mux_peer;
 
 struct dtrain__mux_lane {
+    dtrain__seat seat; /* first */
     dtrain__mux *mux;
-    dtrain__mux_lane *next;
-    uint64_t id;
-    int size, rank, *worlds;
-    dtrain__membership members;
     dtrain__mux_inbox **inboxes; /* of each rank */
     size_t *done;                /* bytes that have gone to each rank, of which its calls are still to be told */
-    int *bound, bound_count;     /* ranks of the world whose loss breaks it, members or not */
-    uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
-    int follows, forked;
     int64_t waits_ns;   /* since when these wait for a peer to have left, or for what it sent before; 0: they do not */
     int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
-    dtrain_transport own;     /* streams of its own; send NULL: it has none */
-    dtrain__store_call *asks; /* its call that waits for an answer of the store */
+    dtrain_transport own; /* streams of its own; send NULL: it has none */
 };
 
 struct dtrain__mux {
     dtrain__origin origin;
     dtrain_transport table;
     dtrain_allocator own, *allocator;
-    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of lanes */
+    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of seats */
     uint64_t turns;
     uint32_t waiting;   /* threads that want turn */
     int64_t crowded_ns; /* until then others are expected to want it soon */
     dtrain__bell bell;
-    dtrain__mux_lane *lanes;
     dtrain__mux_message *early; /* for lanes that are still to be made */
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    dtrain__council council; /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    dtrain__council council;       /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_plane */
     char why[DTRAIN__ERROR_BYTES]; /* the lane that left last has left */
     int64_t idle_ns;               /* how long the service thread rests between two looks */
 };
@@ -13866,9 +14178,9 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
     unsigned char head[8];
     size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
     dtrain__put_le(head, number, 8);
-    for (int rank = 0; rank < lane->size; rank++)
-        if (rank != lane->rank && !dtrain__membership_left(&lane->members, rank))
-            dtrain__mux_post(lane->mux, lane->worlds[rank], lane->id, kind, head, sizeof head, text, bytes);
+    for (int rank = 0; rank < lane->seat.size; rank++)
+        if (rank != lane->seat.rank && !dtrain__membership_left(&lane->seat.members, rank))
+            dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
 }
 
 /* The first post of a peer; with `sent` bytes of it gone. */
@@ -13890,74 +14202,33 @@ static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_pee
 
 /* ---- who is there ---- */
 
-static int dtrain__mux_rank(const dtrain__mux_lane *lane, int peer)
-{
-    for (int rank = 0; rank < lane->size; rank++)
-        if (lane->worlds[rank] == peer)
-            return rank;
-    return -1;
-}
-
 static dtrain__mux_lane *dtrain__mux_lane_of(const dtrain__mux *mux, uint64_t id)
 {
-    dtrain__mux_lane *lane = mux->lanes;
-    while (lane != NULL && lane->id != id)
-        lane = lane->next;
-    return lane;
+    return (dtrain__mux_lane *)(void *)dtrain__council_seat(&mux->council, id);
 }
 
-/* Breaks a lane and those that follow it; the caller holds turn or mutex. Returns 0 where it was broken before. */
-static int dtrain__mux_break(dtrain__mux_lane *lane, const dtrain__error *cause)
+/* Tells the members that the lane has ended. */
+static void dtrain__mux_end(dtrain__seat *seat, int about, const dtrain__error *cause)
 {
-    if (!dtrain__membership_break(&lane->members, cause))
-        return 0;
-    for (dtrain__mux_lane *other = lane->mux->lanes; other != NULL; other = other->next)
-        if (other->follows && other->leader == lane->id)
-            dtrain__mux_break(other, cause);
-    return 1;
+    (void)about;
+    dtrain__mux_tell((dtrain__mux_lane *)(void *)seat, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
 }
 
-/* Breaks a lane on all its members. The caller holds turn. */
-static void dtrain__mux_end(dtrain__mux_lane *lane, const dtrain__error *cause)
-{
-    if (dtrain__mux_break(lane, cause))
-        dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
-}
-
-/* A rank's end of the lane is gone, which had ended so many collectives. The caller holds turn. */
-static void dtrain__mux_left(dtrain__mux_lane *lane, int rank, uint64_t calls, const void *why, size_t bytes)
-{
-    char *text = NULL;
-    if (dtrain__membership_left(&lane->members, rank))
-        return;
-    if (bytes > 0)
-        text = (char *)dtrain__alloc(lane->mux->allocator, bytes + 1);
-    if (text != NULL)
-        memcpy(text, why, bytes);
-    lane->members.ranks[rank].why = text;
-    lane->members.ranks[rank].calls = calls;
-    dtrain__membership_leave(&lane->members, rank);
-}
-
-/* A peer is gone. Where it has not said so, that ends every lane that has it or is bound to it. */
+/* The lane's peer is gone. Where it has not said so, that ends every lane that has it or is bound to it. */
 static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
 {
-    dtrain__error cause;
-    int rank = dtrain__mux_rank(lane, peer), bound = 0, bye = lane->mux->peers[peer].bye;
-    for (int i = 0; rank < 0 && i < lane->bound_count; i++)
-        bound |= lane->bound[i] == peer;
-    if (rank < 0 ? !bound || bye : dtrain__membership_left(&lane->members, rank))
-        return;
-    if (bound)
-        dtrain__fail(&cause, status, "rank %d of the world, of another group of this mesh, is lost: %.400s", peer, why);
-    else if (lane->id == 0)
-        dtrain__fail(&cause, status, "rank %d is lost: %.400s", rank, why);
-    else
-        dtrain__fail(&cause, status, "rank %d (rank %d of the world) is lost: %.400s", rank, peer, why);
-    if (!bye)
-        dtrain__mux_end(lane, &cause); /* first: who sees that it has left finds the cause */
-    if (rank >= 0)
-        dtrain__mux_left(lane, rank, UINT64_MAX, why, strlen(why));
+    int rank = dtrain__seat_rank(&lane->seat, peer);
+    if (lane->mux->peers[peer].bye && rank >= 0)
+        dtrain__seat_left(&lane->seat, rank, why, UINT64_MAX);
+    else if (!lane->mux->peers[peer].bye && dtrain__seat_lost(&lane->seat, peer, status, "", why))
+        dtrain__mux_end(&lane->seat, peer, &lane->seat.members.cause);
+}
+
+/* The same for a lane that is made, or bound, when it is gone already. */
+static void dtrain__mux_marks(dtrain__seat *seat, int world)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)(void *)seat;
+    dtrain__mux_lost(lane, world, lane->mux->peers[world].gone, "its end of the transport is closed");
 }
 
 /* The transport has said that the peer is lost, or that it is of no more use. The caller holds turn. */
@@ -13978,8 +14249,8 @@ static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
         snprintf(why, sizeof why, "the transport said %s", dtrain_status_name(status));
     for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
         post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
-    for (dtrain__mux_lane *lane = mux->lanes; lane != NULL; lane = lane->next)
-        dtrain__mux_lost(lane, peer, status, why);
+    for (dtrain__seat *seat = mux->council.seats; seat != NULL; seat = seat->next)
+        dtrain__mux_lost((dtrain__mux_lane *)(void *)seat, peer, status, why);
     dtrain__council_lost(&mux->council, peer);
     dtrain__thread_error = kept;
 }
@@ -14076,19 +14347,19 @@ static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_i
 /* A peer's LEAVE or FAIL for a lane that is here. */
 static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const unsigned char *data, size_t bytes)
 {
-    int rank = dtrain__mux_rank(lane, peer);
+    int rank = dtrain__seat_rank(&lane->seat, peer);
     dtrain__error cause;
     if (rank < 0 || bytes < 8)
         return;
-    if (kind == DTRAIN__MUX_LEAVE) {
-        lane->inboxes[rank]->ended = 1;
-        dtrain__mux_left(lane, rank, dtrain__get_le(data, 8), data + 8, bytes - 8);
-        return;
-    }
     cause.status = dtrain__status_told(dtrain__get_le(data, 8));
     snprintf(cause.text, sizeof cause.text, "%.*s", (int)(bytes - 8), (const char *)data + 8);
     dtrain__status_clean(cause.text);
-    dtrain__mux_break(lane, &cause);
+    if (kind == DTRAIN__MUX_LEAVE) {
+        lane->inboxes[rank]->ended = 1;
+        dtrain__seat_left(&lane->seat, rank, cause.text, dtrain__get_le(data, 8));
+    } else {
+        dtrain__seat_break(&lane->seat, &cause);
+    }
 }
 
 /* Counts what a peer has sent for lanes that are still to be made, before it sends to one more. Members make a group
@@ -14267,7 +14538,7 @@ static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int pe
         p->at = p->counted = 0;
         p->owner = lane;
         p->to = out->peer;
-        dtrain__mux_frame(p->stage, lane->id, DTRAIN__MUX_DATA, NULL, n);
+        dtrain__mux_frame(p->stage, lane->seat.id, DTRAIN__MUX_DATA, NULL, n);
         memcpy(p->stage + DTRAIN__MUX_HEADER, p->direct, p->filled - DTRAIN__MUX_HEADER);
     }
     if (p->frame == 0 && post == NULL)
@@ -14510,15 +14781,16 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
         size_t before = in != NULL ? in->moved : 0;
         int sends, receives, more;
         if (in != NULL)
-            dtrain__mux_inbox_take(mux, &mux->peers[lane->worlds[in->peer]], lane->inboxes[in->peer], in);
+            dtrain__mux_inbox_take(mux, &mux->peers[lane->seat.worlds[in->peer]], lane->inboxes[in->peer], in);
         if (out != NULL)
             dtrain__mux_collect(lane, out);
         if (in != NULL)
             *moved |= in->moved > before;
         if ((out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return 1;
-        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->worlds[out->peer], out, &raw_out);
-        receives = in != NULL && dtrain__mux_next_in(lane, mux, lane->worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
+        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->seat.worlds[out->peer], out, &raw_out);
+        receives =
+            in != NULL && dtrain__mux_next_in(lane, mux, lane->seat.worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
         if (!sends && !receives)
             return 0;
         more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
@@ -14531,19 +14803,6 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
     return (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes);
 }
 
-/* Says that a rank has left, which an operation needs; breaks the lane if it did so with an error. The caller holds
- * turn. */
-static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
-{
-    const dtrain__error *cause = dtrain__membership_cause(&lane->members);
-    dtrain__error lost;
-    if (cause != NULL)
-        return dtrain__report(cause);
-    if (dtrain__membership_lost(&lane->members, rank, &lost))
-        dtrain__mux_end(lane, &lost);
-    return lost.status;
-}
-
 /* Says which group's bytes fill what is kept of a call's peers, if that has kept it from going on for long. */
 static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain_transfer *out,
                                       const dtrain_transfer *in)
@@ -14552,14 +14811,14 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
     const dtrain_transfer *ways[] = {out, in};
     int64_t now = dtrain__os_now_ns();
     for (int way = 0; way < 2; way++) {
-        int peer = ways[way] != NULL ? lane->worlds[ways[way]->peer] : mux->table.rank;
+        int peer = ways[way] != NULL ? lane->seat.worlds[ways[way]->peer] : mux->table.rank;
         const dtrain__mux_peer *p = &mux->peers[peer];
-        if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->id)
+        if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->seat.id)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                                 "group %llx waits on rank %d of the world while rank %d sends to group %llx, of which "
                                 "nobody here receives; %zu bytes of it are kept, the most there can be: receive from "
                                 "groups in the order in which peers send, or give the transport `lanes`",
-                                (unsigned long long)lane->id, mux->table.rank, peer, (unsigned long long)p->lane,
+                                (unsigned long long)lane->seat.id, mux->table.rank, peer, (unsigned long long)p->lane,
                                 p->kept);
     }
     return DTRAIN_ERR_TIMEOUT;
@@ -14569,13 +14828,13 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
 static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
                                        int moved)
 {
-    const dtrain__error *cause = dtrain__membership_cause(&lane->members);
+    const dtrain__error *cause = dtrain__membership_cause(&lane->seat.members);
     if (cause != NULL && (!moved || cause->status == DTRAIN_ERR_ABORTED))
         return dtrain__report(cause);
-    if (!moved && in != NULL && dtrain__membership_left(&lane->members, in->peer))
-        return dtrain__mux_needs(lane, in->peer);
-    if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
-        return dtrain__mux_needs(lane, out->peer);
+    if (!moved && in != NULL && dtrain__membership_left(&lane->seat.members, in->peer))
+        return dtrain__seat_needs(&lane->seat, in->peer);
+    if (out != NULL && dtrain__membership_left(&lane->seat.members, out->peer))
+        return dtrain__seat_needs(&lane->seat, out->peer);
     return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
 }
 
@@ -14598,15 +14857,15 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
     dtrain__mux *mux = lane->mux;
     dtrain_status status = DTRAIN_OK;
     *moved = *others = 0;
-    if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
-        return dtrain__mux_needs(lane, out->peer);
+    if (out != NULL && dtrain__membership_left(&lane->seat.members, out->peer))
+        return dtrain__seat_needs(&lane->seat, out->peer);
     if (out != NULL)
-        status = dtrain__mux_stage(mux, lane->worlds[out->peer]);
+        status = dtrain__mux_stage(mux, lane->seat.worlds[out->peer]);
     if (status != DTRAIN_OK)
         return status;
     int complete = dtrain__mux_turn(lane, out, in, until_ns, moved);
     if (out != NULL)
-        dtrain__mux_park(mux, lane->worlds[out->peer]);
+        dtrain__mux_park(mux, lane->seat.worlds[out->peer]);
     lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
     if (!complete && !*moved)
         *others = dtrain__mux_sweep(mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY
@@ -14659,18 +14918,18 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
             return status;
         moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
         dtrain__mux_enter(mux);
-        int left = dtrain__membership_left(&lane->members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
+        int left = dtrain__membership_left(&lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
         lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
         int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
         if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
-            dtrain__mux_lost(lane, lane->worlds[lost], status,
+            dtrain__mux_lost(lane, lane->seat.worlds[lost], status,
                              dtrain__thread_error.status == status ? dtrain__thread_error.text
                                                                    : "its end of the transport is closed");
         else if (!moved)
             dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
-        status = waits && !dtrain__membership_broken(&lane->members) ? DTRAIN_ERR_TIMEOUT
-                                                                     : dtrain__mux_judge(lane, out, in, moved);
+        status = waits && !dtrain__membership_broken(&lane->seat.members) ? DTRAIN_ERR_TIMEOUT
+                                                                          : dtrain__mux_judge(lane, out, in, moved);
         dtrain__mux_exit(mux);
         if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
             return status;
@@ -14680,9 +14939,9 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
 }
 
 /* Sends, receives or both for a lane, as the table's exchange. */
-static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
-                                      int64_t deadline_ns)
+static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__mux *mux = lane->mux;
     int moved, others = 0; /* of other lanes something moved: look again before waiting */
     if (lane->own.send != NULL)
@@ -14707,16 +14966,9 @@ static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
     dtrain_allocator *allocator = lane->mux->allocator;
     if (lane->own.destroy != NULL)
         lane->own.destroy(lane->own.self);
-    for (int rank = 0; lane->members.ranks != NULL && rank < lane->size; rank++) {
-        char *why = (char *)(uintptr_t)lane->members.ranks[rank].why;
-        if (why != NULL)
-            dtrain__free(allocator, why);
-    }
-    dtrain__free(allocator, lane->members.ranks);
-    dtrain__free(allocator, lane->worlds);
+    dtrain__seat_free(&lane->seat);
     dtrain__free(allocator, lane->inboxes);
     dtrain__free(allocator, lane->done);
-    dtrain__free(allocator, lane->bound);
     dtrain__free(allocator, lane);
 }
 
@@ -14775,7 +15027,7 @@ static void dtrain__mux_adopt(dtrain__mux_lane *lane)
     dtrain__mux_message **at = &lane->mux->early;
     while (*at != NULL) {
         dtrain__mux_message *post = *at;
-        if (post->lane != lane->id) {
+        if (post->lane != lane->seat.id) {
             at = &post->next;
             continue;
         }
@@ -14786,7 +15038,7 @@ static void dtrain__mux_adopt(dtrain__mux_lane *lane)
     }
     for (int peer = 0; peer < lane->mux->table.size; peer++)
         if (lane->mux->peers[peer].gone != DTRAIN_OK)
-            dtrain__mux_lost(lane, peer, lane->mux->peers[peer].gone, "its end of the transport is closed");
+            dtrain__mux_marks(&lane->seat, peer);
 }
 
 /* Makes the lane of that name; worlds: each member's rank in the world, NULL: the same. */
@@ -14799,25 +15051,20 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
     *out = lane;
     if (good) {
         lane->mux = mux;
-        lane->id = id;
-        lane->size = lane->members.size = size;
-        lane->rank = rank;
-        lane->members.ranks = (dtrain__departure *)dtrain__alloc(mux->allocator, n * sizeof(dtrain__departure));
-        lane->worlds = (int *)dtrain__alloc(mux->allocator, n * sizeof(int));
         lane->inboxes = (dtrain__mux_inbox **)dtrain__alloc(mux->allocator, n * sizeof(dtrain__mux_inbox *));
         lane->done = (size_t *)dtrain__alloc(mux->allocator, n * sizeof(size_t));
-        good = lane->members.ranks != NULL && lane->worlds != NULL && lane->inboxes != NULL && lane->done != NULL;
+        good = dtrain__seat_open(&lane->seat, &mux->council, id, worlds, size, rank) && lane->inboxes != NULL &&
+               lane->done != NULL;
     }
     dtrain__mux_enter(mux);
     for (int i = 0; good && i < size; i++) {
-        lane->worlds[i] = worlds != NULL ? worlds[i] : i;
-        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->worlds[i], id);
+        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->seat.worlds[i], id);
         good = lane->inboxes[i] != NULL;
     }
     if (good) {
         pthread_mutex_lock(&mux->mutex);
-        lane->next = mux->lanes;
-        mux->lanes = lane;
+        lane->seat.next = mux->council.seats;
+        mux->council.seats = &lane->seat;
         pthread_mutex_unlock(&mux->mutex);
         dtrain__mux_adopt(lane);
     }
@@ -14833,12 +15080,9 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
 static void dtrain__mux_release(dtrain__mux_lane *lane)
 {
     dtrain__mux *mux = lane->mux;
-    dtrain__mux_lane **at = &mux->lanes;
-    while (*at != lane)
-        at = &(*at)->next;
-    *at = lane->next;
-    for (int rank = 0; rank < lane->size; rank++) {
-        int peer = lane->worlds[rank];
+    dtrain__seat_unlink(&lane->seat);
+    for (int rank = 0; rank < lane->seat.size; rank++) {
+        int peer = lane->seat.worlds[rank];
         dtrain__mux_peer *p = &mux->peers[peer];
         p->owner = p->owner == lane ? NULL : p->owner;
         if (peer == mux->table.rank || lane->inboxes[rank]->ended || p->gone != DTRAIN_OK)
@@ -14873,16 +15117,16 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
 {
     dtrain__mux *mux = lane->mux;
     dtrain_transport table = mux->table;
-    int forked = lane->forked, last;
+    int forked = lane->seat.forked, last;
     if (!forked) {
         dtrain__mux_enter(mux);
         pthread_mutex_lock(&mux->mutex);
     }
     dtrain__mux_release(lane);
-    last = mux->lanes == NULL;
+    last = mux->council.seats == NULL;
     if (!forked) {
         pthread_mutex_unlock(&mux->mutex);
-        dtrain__council_left(&mux->council, lane->id, mux->table.rank);
+        dtrain__council_left(&mux->council, lane->seat.id, mux->table.rank);
         if (last)
             dtrain__mux_bye(mux);
         else
@@ -14904,11 +15148,16 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
 
 #endif
 
-/* ---- >>mux_council ----
- * The store of ranks that a transport of the user's own joins, and their votes: a council (see >>council), whose
- * messages the mux carries. Its turn guards it. */
-#ifndef DTRAIN__MUX_COUNCIL
-#define DTRAIN__MUX_COUNCIL
+/* ---- >>mux_plane ----
+ * The control plane of ranks that a transport of the user's own joins: lanes of a mux, whose control messages say who
+ * leaves and what breaks a group, and carry those of the council, which the mux's turn guards. The service thread looks
+ * for what comes while no call does. */
+#ifndef DTRAIN__MUX_PLANE
+#define DTRAIN__MUX_PLANE
+
+#define DTRAIN__MUX_IDLE_NS 50000000 /* between two looks of the service thread, where nothing comes */
+
+/* ---- the council ---- */
 
 static int dtrain__mux_council_send(void *self, int to, int type, const void *head, size_t head_bytes, const void *data,
                                     size_t bytes)
@@ -14929,16 +15178,24 @@ static int dtrain__mux_council_gone(void *self, int rank)
     return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : DTRAIN__LOST;
 }
 
-static int dtrain__mux_council_member(void *self, uint64_t group, int i)
+static void dtrain__mux_council_lock(void *self, int on)
 {
-    const dtrain__mux_lane *lane = dtrain__mux_lane_of((dtrain__mux *)self, group);
-    return lane == NULL ? -2 : i < lane->size ? lane->worlds[i] : -1;
+    if (on)
+        dtrain__mux_enter((dtrain__mux *)self);
+    else
+        dtrain__mux_exit((dtrain__mux *)self);
 }
 
-static dtrain__store_call **dtrain__mux_council_call(void *self, uint64_t group)
+/* Moves what can be moved; where nothing is, rests, first a little and then longer. */
+static void dtrain__mux_council_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
 {
-    dtrain__mux_lane *lane = dtrain__mux_lane_of((dtrain__mux *)self, group);
-    return lane != NULL ? &lane->asks : NULL;
+    dtrain__mux *mux = ((dtrain__mux_lane *)(void *)seat)->mux;
+    (void)seen;
+    dtrain__mux_enter(mux);
+    int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
+    dtrain__mux_exit(mux);
+    if (!moved)
+        dtrain__mux_rest(mux, (int64_t)100000 << (turn < 4 ? turn : 4), until_ns);
 }
 
 static void dtrain__mux_convene(dtrain__mux *mux)
@@ -14952,103 +15209,13 @@ static void dtrain__mux_convene(dtrain__mux *mux)
     council->send = dtrain__mux_council_send;
     council->tell = dtrain__mux_council_tell;
     council->gone = dtrain__mux_council_gone;
-    council->member = dtrain__mux_council_member;
-    council->call = dtrain__mux_council_call;
+    council->lock = dtrain__mux_council_lock;
+    council->lost = dtrain__mux_marks;
+    council->ended = dtrain__mux_end;
+    council->wait = dtrain__mux_council_wait;
 }
 
-/* A call that waits for the council. */
-typedef struct dtrain__mux_wait {
-    dtrain__mux_lane *lane;
-    dtrain__agreement *agreement; /* of a vote; else of the store: */
-    dtrain_status status;
-} dtrain__mux_wait;
-
-static int dtrain__mux_council_ended(dtrain__mux_wait *wait, int late)
-{
-    dtrain__mux_lane *lane = wait->lane;
-    dtrain__council *council = &lane->mux->council;
-    return wait->agreement != NULL
-               ? dtrain__consent_decided(council, lane->id, wait->agreement, 0)
-               : dtrain__council_ended(council, lane->id, lane->rank, &lane->members, late, &wait->status);
-}
-
-/* Moves messages until the call has ended, or its time; the caller holds turn, and has let it go then. Returns whether
- * it has ended. */
-static int dtrain__mux_council_wait(dtrain__mux_wait *wait, int64_t deadline_ns)
-{
-    dtrain__mux *mux = wait->lane->mux;
-    for (int64_t span = 100000;; span = span < DTRAIN__MUX_SHORT_NS ? 2 * span : span) {
-        int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT), late = dtrain__os_now_ns() >= deadline_ns;
-        int ended = dtrain__mux_council_ended(wait, late);
-        dtrain__mux_exit(mux);
-        if (ended || late)
-            return ended;
-        if (!moved)
-            dtrain__mux_rest(mux, span, deadline_ns);
-        dtrain__mux_enter(mux);
-    }
-}
-
-static int dtrain__mux_plane_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux_wait wait = {lane, agreement, DTRAIN_OK};
-    dtrain__mux_enter(lane->mux);
-    agreement->starved =
-        !agreement->voted && !dtrain__consent_vote(&lane->mux->council, lane->id, &lane->members, agreement);
-    if (!agreement->starved)
-        return dtrain__mux_council_wait(&wait, deadline_ns);
-    dtrain__mux_exit(lane->mux);
-    return 0;
-}
-
-static dtrain_status dtrain__mux_plane_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux_wait wait = {lane, NULL, DTRAIN_OK};
-    dtrain__mux_enter(lane->mux);
-    wait.status = dtrain__council_ask(&lane->mux->council, lane->id, lane->rank, call);
-    if (wait.status == DTRAIN_OK)
-        dtrain__mux_council_wait(&wait, deadline_ns);
-    else
-        dtrain__mux_exit(lane->mux);
-    return wait.status;
-}
-
-#endif
-
-/* ---- >>mux_plane ----
- * The control plane of ranks that a transport of the user's own joins: lanes of a mux, whose control messages say who
- * leaves and what breaks a group. The service thread looks for what comes while no call does. */
-#ifndef DTRAIN__MUX_PLANE
-#define DTRAIN__MUX_PLANE
-
-#define DTRAIN__MUX_IDLE_NS 50000000 /* between two looks of the service thread, where nothing comes */
-
-static dtrain_status dtrain__mux_plane_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                            size_t *moved)
-{
-    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
-    memcpy(&out.data, &data, sizeof data); /* it is only read */
-    dtrain_status status = dtrain__mux_move((dtrain__mux_lane *)self, &out, NULL, deadline_ns);
-    *moved = out.moved;
-    return status;
-}
-
-static dtrain_status dtrain__mux_plane_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                            size_t *moved)
-{
-    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
-    dtrain_status status = dtrain__mux_move((dtrain__mux_lane *)self, NULL, &in, deadline_ns);
-    *moved = in.moved;
-    return status;
-}
-
-static dtrain_status dtrain__mux_plane_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in,
-                                                int64_t deadline_ns)
-{
-    return dtrain__mux_move((dtrain__mux_lane *)self, out, in, deadline_ns);
-}
+/* ---- the transport ---- */
 
 /* On the service thread: whoever is in a call does the same, and more. */
 static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
@@ -15093,27 +15260,26 @@ static void dtrain__mux_plane_fail(void *self, dtrain_status why, const char *te
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__mux *mux = lane->mux;
     dtrain__error cause;
-    cause.status = why;
-    snprintf(cause.text, sizeof cause.text, "%s", text);
+    dtrain__membership_because(&cause, why, "%s", text);
     pthread_mutex_lock(&mux->mutex);
-    int first = dtrain__mux_break(lane, &cause);
+    int first = dtrain__seat_break(&lane->seat, &cause);
     pthread_mutex_unlock(&mux->mutex);
     if (!first)
         return;
     dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)why, text);
-    if (lane->id == 0 && mux->table.fail != NULL)
+    if (lane->seat.id == 0 && mux->table.fail != NULL)
         mux->table.fail(mux->table.self, why, text);
 }
 
 static void dtrain__mux_plane_leave(void *self, const char *why)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    if (!lane->forked) {
+    if (!lane->seat.forked) {
         dtrain__mux_enter(lane->mux);
-        dtrain__council_leave(&lane->mux->council, lane->id);
+        dtrain__council_leave(&lane->seat);
         snprintf(lane->mux->why, sizeof lane->mux->why, "%s", why);
         dtrain__mux_exit(lane->mux);
-        dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->calls, why);
+        dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->seat.calls, why);
     }
 }
 
@@ -15122,116 +15288,16 @@ static void dtrain__mux_plane_destroy(void *self)
     dtrain__mux_detach((dtrain__mux_lane *)self);
 }
 
-static int dtrain__mux_plane_world(void *self, int rank)
-{
-    return ((dtrain__mux_lane *)self)->worlds[rank];
-}
-
-static int dtrain__mux_plane_bound(void *self, int *worlds)
-{
-    const dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    if (worlds == NULL)
-        return lane->mux->table.size;
-    for (int i = 0; i < lane->bound_count; i++)
-        worlds[i] = lane->bound[i];
-    return lane->bound_count;
-}
-
-static int dtrain__mux_plane_bind(void *self, const int *worlds, int count)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux *mux = lane->mux;
-    int *bound = (int *)dtrain__alloc(mux->allocator, (size_t)count * sizeof(int));
-    if (bound == NULL)
-        return 0;
-    memcpy(bound, worlds, (size_t)count * sizeof(int));
-    dtrain__mux_enter(mux);
-    lane->bound = bound;
-    lane->bound_count = count;
-    for (int i = 0; i < count; i++)
-        if (mux->peers[worlds[i]].gone != DTRAIN_OK)
-            dtrain__mux_lost(lane, worlds[i], mux->peers[worlds[i]].gone, "its end of the transport is closed");
-    dtrain__mux_exit(mux);
-    return 1;
-}
-
-static void dtrain__mux_plane_follow(void *self, void *leader)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    const dtrain__mux_lane *first = (const dtrain__mux_lane *)leader;
-    pthread_mutex_lock(&lane->mux->mutex);
-    lane->follows = 1;
-    lane->leader = first->id;
-    if (dtrain__membership_broken(&first->members))
-        dtrain__mux_break(lane, dtrain__membership_cause(&first->members));
-    pthread_mutex_unlock(&lane->mux->mutex);
-}
-
-static void dtrain__mux_plane_lost(void *self, int rank)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux_enter(lane->mux);
-    dtrain__mux_needs(lane, rank);
-    dtrain__mux_exit(lane->mux);
-}
-
-static void dtrain__mux_plane_skipped(void *self, int rank, uint64_t calls)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux_enter(lane->mux);
-    dtrain__mux_left(lane, rank, calls, NULL, 0);
-    dtrain__mux_exit(lane->mux);
-}
-
-static void dtrain__mux_plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    (void)why; /* dtrain__mux_plane_leave tells */
-    lane->forked = forked;
-    lane->calls = calls;
-}
-
-static const dtrain__plane *dtrain__mux_plane_table(void);
-
 static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
 {
-    const dtrain_transport *table = &lane->mux->table;
-    memset(end, 0, sizeof *end);
-    end->transport.self = lane;
-    end->transport.rank = lane->rank;
-    end->transport.size = lane->size;
-    end->transport.send = dtrain__mux_plane_send;
-    end->transport.recv = dtrain__mux_plane_recv;
-    if ((lane->own.send != NULL ? lane->own.exchange : table->exchange) != NULL)
-        end->transport.exchange = dtrain__mux_plane_exchange;
+    dtrain__seat_give(&lane->seat, end);
+    if ((lane->own.send != NULL ? lane->own.exchange : lane->mux->table.exchange) == NULL)
+        end->transport.exchange = NULL;
     end->transport.poll = dtrain__mux_plane_poll;
     end->transport.wake = dtrain__mux_plane_wake;
     end->transport.fail = dtrain__mux_plane_fail;
     end->transport.leave = dtrain__mux_plane_leave;
     end->transport.destroy = dtrain__mux_plane_destroy;
-    end->plane = dtrain__mux_plane_table();
-    end->origin = &lane->mux->origin;
-    end->members = &lane->members;
-    end->allocator = lane->mux->allocator;
-}
-
-/* Makes the end of the world over a user's table, which stays the user's on an error. */
-static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
-                                              dtrain_allocator *allocator)
-{
-    dtrain__mux *mux;
-    dtrain__mux_lane *lane;
-    dtrain_status status = dtrain__mux_create(&mux, table, allocator);
-    if (status != DTRAIN_OK)
-        return status;
-    mux->origin.step = dtrain__mux_plane_step;
-    mux->origin.kick = dtrain__mux_plane_kick;
-    status = dtrain__mux_attach(&lane, mux, 0, NULL, table->size, table->rank);
-    if (status == DTRAIN_OK)
-        dtrain__mux_plane_end(end, lane);
-    else
-        dtrain__mux_free(mux);
-    return status;
 }
 
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
@@ -15256,31 +15322,48 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     return status;
 }
 
-static const dtrain__plane *dtrain__mux_plane_table(void)
+static const dtrain__plane dtrain__mux_plane = {
+    0,
+    0,
+    1,
+    dtrain__mux_plane_group,
+    dtrain__seat_world,
+    dtrain__plane_host,
+    dtrain__plane_node_ranks,
+    dtrain__seat_bound,
+    dtrain__seat_bind,
+    dtrain__seat_follow,
+    dtrain__plane_form,
+    dtrain__seat_needed,
+    dtrain__seat_skipped,
+    dtrain__seat_agree,
+    dtrain__seat_store,
+    dtrain__plane_publish,
+    dtrain__plane_last,
+    dtrain__plane_suspect,
+    dtrain__plane_rest,
+    dtrain__seat_leaving,
+};
+
+/* Makes the end of the world over a user's table, which stays the user's on an error. */
+static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
+                                              dtrain_allocator *allocator)
 {
-    static const dtrain__plane table = {
-        0,
-        0,
-        1,
-        dtrain__mux_plane_group,
-        dtrain__mux_plane_world,
-        dtrain__plane_host,
-        dtrain__plane_node_ranks,
-        dtrain__mux_plane_bound,
-        dtrain__mux_plane_bind,
-        dtrain__mux_plane_follow,
-        dtrain__plane_form,
-        dtrain__mux_plane_lost,
-        dtrain__mux_plane_skipped,
-        dtrain__mux_plane_agree,
-        dtrain__mux_plane_store,
-        dtrain__plane_publish,
-        dtrain__plane_last,
-        dtrain__plane_suspect,
-        dtrain__plane_rest,
-        dtrain__mux_plane_leaving,
-    };
-    return &table;
+    dtrain__mux *mux;
+    dtrain__mux_lane *lane;
+    dtrain_status status = dtrain__mux_create(&mux, table, allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    mux->origin.step = dtrain__mux_plane_step;
+    mux->origin.kick = dtrain__mux_plane_kick;
+    mux->council.exchange = dtrain__mux_move;
+    mux->council.plane = &dtrain__mux_plane;
+    status = dtrain__mux_attach(&lane, mux, 0, NULL, table->size, table->rank);
+    if (status == DTRAIN_OK)
+        dtrain__mux_plane_end(end, lane);
+    else
+        dtrain__mux_free(mux);
+    return status;
 }
 
 #endif
@@ -15394,6 +15477,14 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
         v[(i) + 3] = (vec)wide##_unpackhi_epi64(b, d);                                                                 \
     }
 
+/* Adds the key stream to the blocks that have the same place in their 128 bits. */
+#define DTRAIN__CHACHA_WRITE(wide, vec, integer, blocks)                                                               \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 0)                                                                      \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 4)                                                                      \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 8)                                                                      \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 12)                                                                     \
+    blocks(0) blocks(1) blocks(2) blocks(3)
+
 #define DTRAIN__CHACHA_PUT_AVX2(at, x)                                                                                 \
     _mm256_storeu_si256((__m256i *)(void *)(out + (at)),                                                               \
                         _mm256_xor_si256(x, _mm256_loadu_si256((const __m256i *)(const void *)(in + (at)))));
@@ -15407,15 +15498,7 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
         DTRAIN__CHACHA_PUT_AVX2((j)*64 + 256, _mm256_permute2x128_si256(a, b, 0x31))                                   \
         DTRAIN__CHACHA_PUT_AVX2((j)*64 + 288, _mm256_permute2x128_si256(c, d, 0x31))                                   \
     }
-#define DTRAIN__CHACHA_WRITE_AVX2                                                                                      \
-    DTRAIN__CHACHA_COLUMNS(_mm256, dtrain__u32x8, __m256i, 0)                                                          \
-    DTRAIN__CHACHA_COLUMNS(_mm256, dtrain__u32x8, __m256i, 4)                                                          \
-    DTRAIN__CHACHA_COLUMNS(_mm256, dtrain__u32x8, __m256i, 8)                                                          \
-    DTRAIN__CHACHA_COLUMNS(_mm256, dtrain__u32x8, __m256i, 12)                                                         \
-    DTRAIN__CHACHA_BLOCKS_AVX2(0)                                                                                      \
-    DTRAIN__CHACHA_BLOCKS_AVX2(1)                                                                                      \
-    DTRAIN__CHACHA_BLOCKS_AVX2(2)                                                                                      \
-    DTRAIN__CHACHA_BLOCKS_AVX2(3)
+#define DTRAIN__CHACHA_WRITE_AVX2 DTRAIN__CHACHA_WRITE(_mm256, dtrain__u32x8, __m256i, DTRAIN__CHACHA_BLOCKS_AVX2)
 #define DTRAIN__CHACHA_BYTES_AVX2(x, a, b, c, d)                                                                       \
     (dtrain__u32x8) _mm256_shuffle_epi8((__m256i)(x), _mm256_set_epi32(d, c, b, a, d, c, b, a))
 #define DTRAIN__CHACHA_TURN16_AVX2(x) DTRAIN__CHACHA_BYTES_AVX2(x, 0x01000302, 0x05040706, 0x09080b0a, 0x0d0c0f0e)
@@ -15447,14 +15530,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx2, __attribute__((target("avx2"), noinli
         DTRAIN__CHACHA_PUT_AVX512((j)*64 + 768, DTRAIN__CHACHA_512_shuffle(b, d, 0xdd))                                \
     }
 #define DTRAIN__CHACHA_WRITE_AVX512                                                                                    \
-    DTRAIN__CHACHA_COLUMNS(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, 0)                                             \
-    DTRAIN__CHACHA_COLUMNS(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, 4)                                             \
-    DTRAIN__CHACHA_COLUMNS(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, 8)                                             \
-    DTRAIN__CHACHA_COLUMNS(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, 12)                                            \
-    DTRAIN__CHACHA_BLOCKS_AVX512(0)                                                                                    \
-    DTRAIN__CHACHA_BLOCKS_AVX512(1)                                                                                    \
-    DTRAIN__CHACHA_BLOCKS_AVX512(2)                                                                                    \
-    DTRAIN__CHACHA_BLOCKS_AVX512(3)
+    DTRAIN__CHACHA_WRITE(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, DTRAIN__CHACHA_BLOCKS_AVX512)
 
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)),
                       dtrain__u32x16, 16, DTRAIN__CHACHA_TURN16, DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_AVX512)
@@ -15480,6 +15556,10 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
         h[4] += d3 >> 26, h[3] = d3 & DTRAIN__POLY_MASK;                                                               \
     }
 
+#define DTRAIN__POLY_EACH(one) one(0) one(1) one(2) one(3) one(4)
+#define DTRAIN__POLY_LIMB_IN(i) memcpy(&h[i], spread[i], sizeof h[i]);
+#define DTRAIN__POLY_LIMB_OUT(i) memcpy(spread[i], &h[i], sizeof h[i]);
+
 /* Adds whole groups of blocks, a block a lane, to h. All lanes are multiplied by r^lanes at each group but the last,
  * and then by the power that their block wants. Source: Goll and Gueron, "Vectorization of Poly1305", 2015. */
 #define DTRAIN__POLY_KERNEL(name, target, vec, lanes, mul, load)                                                       \
@@ -15499,9 +15579,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
         memset(spread, 0, sizeof spread);                                                                              \
         for (int i = 0; i < 5; i++)                                                                                    \
             spread[i][0] = sum[i];                                                                                     \
-        memcpy(&h[0], spread[0], sizeof h[0]), memcpy(&h[1], spread[1], sizeof h[1]);                                  \
-        memcpy(&h[2], spread[2], sizeof h[2]), memcpy(&h[3], spread[3], sizeof h[3]);                                  \
-        memcpy(&h[4], spread[4], sizeof h[4]);                                                                         \
+        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_IN)                                                                        \
         for (; groups > 0; groups--, data += (lanes)*DTRAIN__POLY_BLOCK) {                                             \
             const vec *r = groups > 1 ? all : last;                                                                    \
             vec low, high;                                                                                             \
@@ -15512,9 +15590,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
             h[4] += high >> 40 | (uint64_t)1 << 24;                                                                    \
             DTRAIN__POLY_TIMES(vec, mul, h, r)                                                                         \
         }                                                                                                              \
-        memcpy(spread[0], &h[0], sizeof h[0]), memcpy(spread[1], &h[1], sizeof h[1]);                                  \
-        memcpy(spread[2], &h[2], sizeof h[2]), memcpy(spread[3], &h[3], sizeof h[3]);                                  \
-        memcpy(spread[4], &h[4], sizeof h[4]);                                                                         \
+        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_OUT)                                                                       \
         for (int i = 0; i < 5; i++) {                                                                                  \
             sum[i] = 0;                                                                                                \
             for (int lane = 0; lane < (lanes); lane++)                                                                 \
@@ -15715,10 +15791,8 @@ static void dtrain__aead_tag(dtrain__poly *poly, const dtrain__chacha_way *way, 
     unsigned char lengths[16];
     dtrain__poly_add(poly, way, extra, extra_bytes);
     dtrain__poly_add(poly, way, data, bytes);
-    for (int i = 0; i < 8; i++) {
-        lengths[i] = (unsigned char)((uint64_t)extra_bytes >> (8 * i) & 255);
-        lengths[8 + i] = (unsigned char)((uint64_t)bytes >> (8 * i) & 255);
-    }
+    dtrain__put_le(lengths, extra_bytes, 8);
+    dtrain__put_le(lengths + 8, bytes, 8);
     dtrain__poly_add(poly, way, lengths, sizeof lengths);
     dtrain__poly_finish(poly, tag);
     dtrain__wipe(poly, sizeof *poly);
@@ -15786,7 +15860,7 @@ static void dtrain__hkdf(const void *secret, size_t secret_bytes, const void *sa
 
 /* ---- >>net ----
  * Sockets as this library wants them: non-blocking, close-on-exec, silent (no SIGPIPE), named in texts.
- * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that net_resolve
+ * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that net_look_up
  * asks the system's resolver for a host name, and net_lock_beside waits for a lock. May call base only. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
@@ -15839,14 +15913,21 @@ static int dtrain__net_is_local(const dtrain__address *address)
     return family == AF_UNIX;
 }
 
+/* A socket's own address, or its peer's. Returns 0 or an errno. */
+static int dtrain__net_end(int fd, int peers, dtrain__address *out)
+{
+    memset(out, 0, sizeof *out);
+    out->bytes = (socklen_t)sizeof out->at.storage;
+    return (peers ? getpeername(fd, &out->at.any, &out->bytes) : getsockname(fd, &out->at.any, &out->bytes)) != 0
+               ? errno
+               : 0;
+}
+
 /* Whether a connection goes to another host, as its own two addresses say. */
 static int dtrain__net_leaves_host(int fd)
 {
     dtrain__address here, there;
-    memset(&here, 0, sizeof here);
-    memset(&there, 0, sizeof there);
-    here.bytes = there.bytes = (socklen_t)sizeof here.at.storage;
-    if (getsockname(fd, &here.at.any, &here.bytes) != 0 || getpeername(fd, &there.at.any, &there.bytes) != 0)
+    if (dtrain__net_end(fd, 0, &here) != 0 || dtrain__net_end(fd, 1, &there) != 0)
         return 1;
     if (here.at.any.sa_family == AF_UNIX || (dtrain__net_is_local(&here) && dtrain__net_is_local(&there)))
         return 0;
@@ -15872,9 +15953,7 @@ static void dtrain__net_set_port(dtrain__address *address, int port)
 static int dtrain__net_port(const dtrain__address *address)
 {
     int family = address->at.any.sa_family;
-    if (family == AF_INET)
-        return ntohs(address->at.v4.sin_port);
-    return family == AF_INET6 ? ntohs(address->at.v6.sin6_port) : 0;
+    return ntohs(family == AF_INET ? address->at.v4.sin_port : family == AF_INET6 ? address->at.v6.sin6_port : 0);
 }
 
 /* The same family with no host: every address of this machine. */
@@ -15984,7 +16063,7 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
 }
 
 /* Finds the addresses that text stands for; *count is how many, at most DTRAIN__MAX_ADDRESSES. flags: 0 or
- * AI_NUMERICHOST, which never waits. */
+ * AI_NUMERICHOST, which never waits; else a name may wait for the system's resolver. */
 static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__address *out, int *count)
 {
     char host[DTRAIN__ADDRESS_BYTES], port[8];
@@ -16017,12 +16096,6 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     return *count > 0
                ? DTRAIN_OK
                : dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: no IPv4 or IPv6 address that this host can use", text);
-}
-
-/* As dtrain__net_look_up; a name may wait for the system's resolver. */
-static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out, int *count)
-{
-    return dtrain__net_look_up(text, 0, out, count);
 }
 
 /* The address that text spells in numbers, or as the path of a unix socket. */
@@ -16165,9 +16238,8 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
     else
         setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : errno;
-    address->bytes = (socklen_t)sizeof address->at.storage;
-    if (error == 0 && getsockname(*fd, any, &address->bytes) != 0)
-        error = errno;
+    if (error == 0)
+        error = dtrain__net_end(*fd, 0, address);
     if (error != 0) {
         close(*fd);
         *fd = -1;
@@ -16196,23 +16268,23 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
 static int dtrain__net_is_mirror(int fd)
 {
     dtrain__address here, there;
-    memset(&here, 0, sizeof here);
-    memset(&there, 0, sizeof there);
-    here.bytes = there.bytes = (socklen_t)sizeof here.at.storage;
-    return getsockname(fd, &here.at.any, &here.bytes) == 0 && getpeername(fd, &there.at.any, &there.bytes) == 0 &&
-           !dtrain__net_is_unix(&here) && here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+    return dtrain__net_end(fd, 0, &here) == 0 && dtrain__net_end(fd, 1, &there) == 0 && !dtrain__net_is_unix(&here) &&
+           here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+}
+
+/* Whether the system takes more to send now. */
+static int dtrain__net_writable(int fd)
+{
+    struct pollfd one = {fd, POLLOUT, 0};
+    return poll(&one, 1, 0) > 0;
 }
 
 /* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
 static int dtrain__net_connected(int fd)
 {
-    struct pollfd one;
     int error = 0;
     socklen_t bytes = sizeof error;
-    one.fd = fd;
-    one.events = POLLOUT;
-    one.revents = 0;
-    if (poll(&one, 1, 0) <= 0)
+    if (!dtrain__net_writable(fd))
         return EINPROGRESS;
     if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0)
         return errno;
@@ -16280,13 +16352,6 @@ static const char *dtrain__net_why(int error)
     case EPROTO: return "it ended without its sealed end";
     default: return strerror(error);
     }
-}
-
-/* Whether the system takes more to send now. */
-static int dtrain__net_writable(int fd)
-{
-    struct pollfd one = {fd, POLLOUT, 0};
-    return poll(&one, 1, 0) > 0;
 }
 
 /* A pipe that wakes a poll(): both ends non-blocking. Returns 0 or an errno. */
@@ -17060,28 +17125,19 @@ static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *str
 /* A growing block of bytes; bytes of it are in use. */
 typedef struct dtrain__bytes {
     unsigned char *data;
-    size_t bytes, capacity;
+    size_t bytes;
     int short_of; /* memory: there was none for something that belongs here */
 } dtrain__bytes;
 
 /* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
 static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block, size_t more)
 {
-    /* a heartbeat with all that it may tell of others fits, so that a warm loop's never allocates */
-    size_t capacity = block->capacity > 0 ? block->capacity : 1024;
-    unsigned char *data;
-    if (more <= block->capacity - block->bytes)
-        return 1;
-    while (capacity - block->bytes < more)
-        capacity *= 2;
-    data = (unsigned char *)dtrain__resize(allocator, block->data, capacity);
-    if (data == NULL) {
-        block->short_of = 1;
-        return 0;
-    }
-    block->data = data;
-    block->capacity = capacity;
-    return 1;
+    /* a heartbeat with all that it may tell of others fits at first, so that a warm loop's never allocates */
+    void *data =
+        dtrain__memory_grow(allocator, block->data, 1, block->bytes, block->data == NULL && more < 1024 ? 1024 : more);
+    block->short_of |= data == NULL;
+    block->data = data != NULL ? (unsigned char *)data : block->data;
+    return data != NULL;
 }
 
 static void dtrain__bytes_drop(dtrain__bytes *block, size_t bytes)
@@ -17110,7 +17166,7 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
  *
  * Whoever holds step_mutex may run the hub: the service thread, or where there is none a caller that waits for data
  * and adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
- * waits. `news` counts what a waiting caller should look at. */
+ * waits. */
 #ifndef DTRAIN__HUB
 #define DTRAIN__HUB
 
@@ -17137,7 +17193,6 @@ typedef struct dtrain__lane {
 
 /* One rank of a channel, as this rank sees it. */
 typedef struct dtrain__peer {
-    int world;               /* its rank there */
     int awaits;              /* POLLIN, POLLOUT: what the service thread could not move */
     uint64_t sent, received; /* bytes of data to and from it, over all lanes */
     dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
@@ -17146,24 +17201,15 @@ typedef struct dtrain__peer {
 typedef struct dtrain__hub dtrain__hub;
 
 typedef struct dtrain__channel {
-    struct dtrain__channel *next;
+    dtrain__seat seat; /* first; written with the hub's mutex held */
     dtrain__hub *hub;
-    uint64_t id; /* the same on all members; 0: the world */
-    int rank, size;
-    dtrain__peer *peers;
-    dtrain__membership members; /* written with the hub's mutex held */
-    uint64_t calls;             /* collectives that this end has ended, as it leaves */
-    unsigned char *bound; /* of each rank of the world, 1: its loss ends this channel too; NULL: members alone count */
-    int follows;          /* the channel named `leader` ends this one with itself */
-    uint64_t leader;
+    dtrain__peer *peers; /* one for each member */
     dtrain__lane *lanes; /* of all peers */
     int attend;          /* some lane has work for whoever steps */
     int wake[2];         /* a pipe to the caller that waits */
     uint32_t waiting;
-    int awaiting;             /* some peer has awaits */
-    int forked;               /* the end of a child's copy: touches nothing that the parent still uses */
-    dtrain__store_call *asks; /* this group's call that waits for an answer of the store */
-    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
+    int awaiting;      /* some peer has awaits */
+    dtrain__tell last; /* what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
 
@@ -17195,7 +17241,7 @@ typedef struct dtrain__member {
     dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
-    dtrain__handshake *handshake; /* a control connection that this rank is making, after rank 0 is gone */
+    dtrain__handshake *handshake; /* a control connection that this rank is making */
     int64_t call_ns;              /* when it tries again */
     int poll_index;
     dtrain__last_heard last;
@@ -17207,27 +17253,23 @@ struct dtrain__hub {
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
-    int crowded;     /* more ranks on this host than processors */
-    int leader;      /* the lowest rank that is not gone, whom this rank keeps its control connection to */
-    int elected;     /* it is new */
-    int handed;      /* it leads as the one before it has left */
-    int given_up;    /* the others say that this rank is lost */
-    int told_sealed; /* the log has it */
-    dtrain__channel *channels, *world; /* world is NULL once its end has left */
-    int leaving;                       /* this process has said goodbye */
-    uint32_t serviced;                 /* a service thread steps */
+    int crowded;       /* more ranks on this host than processors */
+    int leader;        /* the lowest rank that is not gone, whom this rank keeps its control connection to */
+    int elected;       /* it is new */
+    int handed;        /* it leads as the one before it has left */
+    int told_sealed;   /* the log has it */
+    int leaving;       /* this process has said goodbye */
+    uint32_t serviced; /* a service thread steps */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
     int64_t heartbeat_ns, reconnect_ns, period_ns;
     int64_t patience_ns; /* the greatest of the group's limits: for a member to answer, which may not poll meanwhile */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
-    dtrain__handshake *root_handshake;
-    int64_t root_retry_ns, root_wait_ns;
+    int64_t root_wait_ns;
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
     int kick[2]; /* a pipe to whoever steps */
     uint32_t stepping, kicked;
-    uint64_t news;
     dtrain__handshake *handshakes;
     int inbound;
     dtrain__member *members;
@@ -17240,11 +17282,28 @@ struct dtrain__hub {
     dtrain__notes notes;
 };
 
+/* The hub's channels, one after the other; NULL at the end. */
+static dtrain__channel *dtrain__channel_first(const dtrain__hub *hub)
+{
+    return (dtrain__channel *)(void *)hub->council.seats;
+}
+
+static dtrain__channel *dtrain__channel_next(const dtrain__channel *channel)
+{
+    return (dtrain__channel *)(void *)channel->seat.next;
+}
+
+static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
+{
+    return (dtrain__channel *)(void *)dtrain__council_seat(&hub->council, id);
+}
+
 /* Something happened that a caller may wait for; the caller of this holds the mutex. */
 static void dtrain__hub_tell(dtrain__hub *hub)
 {
-    __atomic_add_fetch(&hub->news, 1, __ATOMIC_SEQ_CST);
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+    __atomic_add_fetch(&hub->council.news, 1, __ATOMIC_SEQ_CST);
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
+         channel = dtrain__channel_next(channel))
         if (__atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
             dtrain__net_poke(channel->wake[1]);
 }
@@ -17348,7 +17407,7 @@ static int dtrain__hub_linked(const dtrain__hub *hub, int rank)
 static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason *reason, const dtrain__channel *channel)
 {
     dtrain__member *member = &hub->members[to];
-    int count = channel != NULL && channel->id != 0 ? channel->size : 0;
+    int count = channel != NULL && channel->seat.id != 0 ? channel->seat.size : 0;
     if (!dtrain__hub_linked(hub, to) || !member->joined || member->gone != DTRAIN__PRESENT)
         return;
     size_t begin = dtrain__frame_open(hub, member, reason->type);
@@ -17359,7 +17418,7 @@ static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason 
     dtrain__give(hub, &member->out, reason->calls, 8);
     dtrain__give(hub, &member->out, (uint64_t)count, 4);
     for (int i = 0; i < count; i++)
-        dtrain__give(hub, &member->out, (uint64_t)channel->peers[i].world, 4);
+        dtrain__give(hub, &member->out, (uint64_t)channel->seat.worlds[i], 4);
     dtrain__frame_close(member, begin);
 }
 
@@ -17377,17 +17436,9 @@ static void dtrain__channel_relay(const dtrain__channel *channel, int except, co
     dtrain__hub *hub = channel->hub;
     if (!dtrain__hub_leads(hub) && hub->leader != except)
         dtrain__frame_reason(hub, hub->leader, reason, channel);
-    for (int i = 0; dtrain__hub_leads(hub) && i < channel->size; i++)
-        if (channel->peers[i].world != except)
-            dtrain__frame_reason(hub, channel->peers[i].world, reason, NULL);
-}
-
-static DTRAIN__NOINLINE dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
-{
-    dtrain__channel *channel = hub->channels;
-    while (channel != NULL && channel->id != id)
-        channel = channel->next;
-    return channel;
+    for (int i = 0; dtrain__hub_leads(hub) && i < channel->seat.size; i++)
+        if (channel->seat.worlds[i] != except)
+            dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
 }
 
 /* The lane that the next bytes to or from a peer take, and how many of them. */
@@ -17405,95 +17456,10 @@ static dtrain__handshake *dtrain__channel_admitted(const dtrain__channel *channe
 {
     dtrain__handshake *handshake = channel->hub->handshakes;
     while (handshake != NULL && (handshake->state != DTRAIN__HANDSHAKE_OPEN || handshake->error.status != DTRAIN_OK ||
-                                 handshake->purpose != DTRAIN__PURPOSE_DATA || handshake->channel != channel->id ||
+                                 handshake->purpose != DTRAIN__PURPOSE_DATA || handshake->channel != channel->seat.id ||
                                  handshake->peer != world || handshake->lane != lane))
         handshake = handshake->next;
     return handshake;
-}
-
-/* The channel's rank of the world's `world`; -1: not a member. */
-static DTRAIN__NOINLINE int dtrain__channel_rank(const dtrain__channel *channel, int world)
-{
-    if (channel->id == 0)
-        return world;
-    for (int i = 0; i < channel->size; i++)
-        if (channel->peers[i].world == world)
-            return i;
-    return -1;
-}
-
-/* Ends the channel here; the first cause stays. Returns 0 when it had ended before. */
-static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status, const char *text)
-{
-    dtrain__error cause;
-    cause.status = status;
-    snprintf(cause.text, sizeof cause.text, "%s", text);
-    if (!dtrain__membership_break(&channel->members, &cause))
-        return 0;
-    for (dtrain__channel *other = channel->hub->channels; other != NULL; other = other->next)
-        if (other->follows && other->leader == channel->id)
-            dtrain__channel_break(other, status, cause.text);
-    dtrain__hub_tell(channel->hub);
-    dtrain__hub_kick(channel->hub);
-    return 1;
-}
-
-/* Ends the channel on all its members. */
-static DTRAIN__NOINLINE void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status,
-                                                 const char *text)
-{
-    dtrain__reason reason = {DTRAIN__FRAME_END, channel->id, about, status, text, 0};
-    if (dtrain__channel_break(channel, status, text))
-        dtrain__channel_relay(channel, -1, &reason);
-}
-
-/* A member's end of the channel is gone, which had ended so many collectives; operations that need it will fail, others
- * need not. */
-static void dtrain__channel_left(dtrain__channel *channel, int rank, const char *why, uint64_t calls)
-{
-    size_t bytes = strlen(why) + 1;
-    char *text = NULL;
-    if (dtrain__membership_left(&channel->members, rank))
-        return;
-    if (bytes > 1)
-        text = (char *)dtrain__alloc(channel->hub->allocator, bytes);
-    if (text != NULL)
-        memcpy(text, why, bytes);
-    channel->members.ranks[rank].why = text;
-    channel->members.ranks[rank].calls = calls;
-    dtrain__membership_leave(&channel->members, rank);
-    dtrain__hub_tell(channel->hub);
-}
-
-/* The channel ends because a member of it is lost, unless that has left it before. */
-static void dtrain__channel_lost(dtrain__channel *channel, int rank)
-{
-    int world = channel->peers[rank].world;
-    dtrain__member *member = &channel->hub->members[world];
-    dtrain__error lost, kept = dtrain__thread_error;
-    const char *name = member->name[0] != 0 ? member->name : "unknown process";
-    if (dtrain__membership_left(&channel->members, rank))
-        return;
-    if (channel->id == 0)
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank, name, member->why);
-    else
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (rank %d of the world, %s) is lost: %s", rank, world, name,
-                     member->why);
-    dtrain__thread_error = kept;
-    dtrain__channel_break(channel, lost.status, lost.text); /* first: who sees that it has left finds the cause */
-    channel->members.ranks[rank].calls = UINT64_MAX;
-    dtrain__membership_leave(&channel->members, rank);
-}
-
-/* The channel ends because a rank is lost without which its members cannot go on. */
-static void dtrain__channel_lost_bound(dtrain__channel *channel, int world)
-{
-    const dtrain__member *member = &channel->hub->members[world];
-    dtrain__error lost, kept = dtrain__thread_error;
-    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world (%s), of another group of this mesh, is lost: %s",
-                 world, member->name[0] != 0 ? member->name : "unknown process", member->why);
-    dtrain__thread_error = kept;
-    dtrain__channel_break(channel, lost.status, lost.text);
 }
 
 /* The lowest rank that is not gone leads. Who comes after a rank that left waits a while before it takes over, as the
@@ -17501,9 +17467,7 @@ static void dtrain__channel_lost_bound(dtrain__channel *channel, int world)
 static void dtrain__hub_elect(dtrain__hub *hub, int gone)
 {
     int64_t now = dtrain__os_now_ns(), begin = now + (gone == DTRAIN__LEFT ? DTRAIN__HANDOVER_NS : 0);
-    int leader = 0;
-    while (leader < hub->rank && hub->members[leader].gone != DTRAIN__PRESENT)
-        leader++;
+    int leader = dtrain__council_leader(&hub->council);
     if (leader == hub->leader)
         return;
     hub->leader = leader;
@@ -17524,6 +17488,18 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
     }
 }
 
+/* Marks in a channel that a member is gone. */
+static void dtrain__hub_marks(dtrain__seat *seat, int world)
+{
+    const dtrain__member *member = &((dtrain__hub *)seat->council->self)->members[world];
+    int rank = dtrain__seat_rank(seat, world);
+    if (member->gone == DTRAIN__LOST)
+        dtrain__seat_lost(seat, world, DTRAIN_ERR_PEER_LOST, member->name[0] != 0 ? member->name : "unknown process",
+                          member->why);
+    else if (rank >= 0)
+        dtrain__seat_left(seat, rank, member->why, member->why[0] != 0 ? UINT64_MAX : 0);
+}
+
 /* A member is gone, of its own will or not: every channel that has it hears of it. Who left has said so in each channel
  * of its own before, unless there is a reason. */
 static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *why)
@@ -17534,15 +17510,8 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     member->gone = gone;
     member->expected = 0;
     snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, why);
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next) {
-        int at = dtrain__channel_rank(channel, rank);
-        if (at >= 0 && gone == DTRAIN__LOST)
-            dtrain__channel_lost(channel, at);
-        else if (at >= 0)
-            dtrain__channel_left(channel, at, why, why[0] != 0 ? UINT64_MAX : 0);
-        else if (gone == DTRAIN__LOST && channel->bound != NULL && channel->bound[rank])
-            dtrain__channel_lost_bound(channel, rank);
-    }
+    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
+        dtrain__hub_marks(seat, rank);
     if (hub->formed && rank == hub->leader)
         dtrain__hub_elect(hub, gone);
     dtrain__hub_tell(hub);
@@ -17656,6 +17625,7 @@ static int dtrain__hub_send(void *self, int to, int type, const void *head, size
     dtrain__give_bytes(hub, &member->out, head, head_bytes);
     dtrain__give_bytes(hub, &member->out, data, bytes);
     int good = dtrain__frame_close(member, begin);
+    dtrain__hub_kick(hub);
     if (!good && type == DTRAIN__FRAME_CONSENT)
         dtrain__hub_note(hub, "rank %d has no room to tell rank %d of an agreement", hub->rank, to);
     return good;
@@ -17664,39 +17634,27 @@ static int dtrain__hub_send(void *self, int to, int type, const void *head, size
 static void dtrain__hub_news(void *self)
 {
     dtrain__hub_tell((dtrain__hub *)self);
+    dtrain__hub_kick((dtrain__hub *)self);
+}
+
+static void dtrain__hub_lock(void *self, int on)
+{
+    if (on)
+        pthread_mutex_lock(&((dtrain__hub *)self)->mutex);
+    else
+        pthread_mutex_unlock(&((dtrain__hub *)self)->mutex);
+}
+
+static void dtrain__hub_end(dtrain__seat *seat, int about, const dtrain__error *cause)
+{
+    dtrain__reason reason = {DTRAIN__FRAME_END, seat->id, about, cause->status, cause->text, 0};
+    dtrain__channel_relay((dtrain__channel *)(void *)seat, -1, &reason);
 }
 
 static int dtrain__hub_fate(void *self, int rank)
 {
     const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
     return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
-}
-
-static int dtrain__hub_member(void *self, uint64_t group, int i)
-{
-    const dtrain__channel *channel = dtrain__hub_channel((dtrain__hub *)self, group);
-    return channel == NULL ? -2 : i < channel->size ? channel->peers[i].world : -1;
-}
-
-static dtrain__store_call **dtrain__hub_asks(void *self, uint64_t group)
-{
-    dtrain__channel *channel = dtrain__hub_channel((dtrain__hub *)self, group);
-    return channel != NULL ? &channel->asks : NULL;
-}
-
-static void dtrain__hub_convene(dtrain__hub *hub)
-{
-    dtrain__council *council = &hub->council;
-    council->self = hub;
-    council->allocator = hub->allocator;
-    council->origin = &hub->origin;
-    council->rank = hub->rank;
-    council->size = hub->size;
-    council->send = dtrain__hub_send;
-    council->tell = dtrain__hub_news;
-    council->gone = dtrain__hub_fate;
-    council->member = dtrain__hub_member;
-    council->call = dtrain__hub_asks;
 }
 
 /* What a rank tells of itself when it joins; rank 0 refuses who does not fit. */
@@ -17729,13 +17687,13 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
 /* Gives the channel its lanes, as many as the world has connections. Returns 0 when there is no memory. */
 static int dtrain__channel_lay(dtrain__channel *channel)
 {
-    size_t each = (size_t)channel->hub->connections, count = (size_t)channel->size * each;
+    size_t each = (size_t)channel->hub->connections, count = (size_t)channel->seat.size * each;
     channel->lanes = (dtrain__lane *)dtrain__alloc(channel->hub->allocator, count * sizeof(dtrain__lane));
     if (channel->lanes == NULL)
         return 0;
     for (size_t i = 0; i < count; i++)
         channel->lanes[i].stream.fd = -1;
-    for (int rank = 0; rank < channel->size; rank++)
+    for (int rank = 0; rank < channel->seat.size; rank++)
         channel->peers[rank].lanes = channel->lanes + (size_t)rank * each;
     return 1;
 }
@@ -17743,6 +17701,8 @@ static int dtrain__channel_lay(dtrain__channel *channel)
 /* All have joined, and this rank knows where they are. */
 static void dtrain__hub_formed(dtrain__hub *hub)
 {
+    dtrain__channel *world = dtrain__hub_channel(hub, 0);
+    dtrain__error cause = {DTRAIN_ERR_MEMORY, "no memory for connections"};
     int neighbours = 0;
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
@@ -17750,8 +17710,8 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++)
         neighbours += hub->members[rank].host == hub->members[hub->rank].host;
     hub->crowded = neighbours > dtrain__os_processors();
-    if (hub->world != NULL && !dtrain__channel_lay(hub->world))
-        dtrain__channel_end(hub->world, hub->rank, DTRAIN_ERR_MEMORY, "no memory for connections");
+    if (world != NULL && !dtrain__channel_lay(world))
+        dtrain__seat_end(&world->seat, hub->rank, &cause);
     dtrain__hub_tell(hub);
 }
 
@@ -17778,16 +17738,15 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
  * lists all members. */
 static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
 {
-    const dtrain__channel *channel = dtrain__hub_channel(hub, reason->channel);
+    const dtrain__seat *seat = dtrain__council_seat(&hub->council, reason->channel);
     size_t count = list.left / 4;
     int among = reason->channel == 0;
     uint64_t rank, about = (uint64_t)reason->about;
-    if (reason->channel == 0 ? count > 0 : !hub->formed || (channel != NULL && count != (size_t)channel->size))
+    if (reason->channel == 0 ? count > 0 : !hub->formed || (seat != NULL && count != (size_t)seat->size))
         return 0;
     dtrain__council_list(&hub->council);
     for (size_t i = 0; dtrain__take(&list, &rank, 4); i++) {
-        if (!dtrain__council_list_add(&hub->council, rank) ||
-            (channel != NULL && rank != (uint64_t)channel->peers[i].world))
+        if (!dtrain__council_list_add(&hub->council, rank) || (seat != NULL && rank != (uint64_t)seat->worlds[i]))
             return 0;
         among |= (int)rank == from;
         about = i == (size_t)reason->about ? rank : about;
@@ -17812,10 +17771,11 @@ static void dtrain__hub_forward(dtrain__hub *hub, int from, const dtrain__reason
 /* While the world forms: rank 0 does not want this rank, or fares badly itself. */
 static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
 {
-    if (hub->rank == 0 || hub->formed || hub->world == NULL)
+    dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
+    if (hub->rank == 0 || hub->formed || world == NULL)
         return 0;
     dtrain__fail(&hub->root_error, reason->status, "%s", reason->text);
-    dtrain__channel_break(hub->world, reason->status, hub->root_error.text);
+    dtrain__seat_break(world, &hub->root_error);
     return 1;
 }
 
@@ -17823,29 +17783,32 @@ static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
 static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain__reason *reason,
                                        const dtrain__reader *list)
 {
-    dtrain__channel *channel = dtrain__hub_channel(hub, reason->channel);
+    dtrain__seat *seat = dtrain__council_seat(&hub->council, reason->channel);
+    dtrain__error cause;
     if (dtrain__hub_leads(hub) ? !dtrain__reason_fits(hub, from, reason, *list)
-                               : list->left > 0 || (channel != NULL && reason->about >= channel->size))
+                               : list->left > 0 || (seat != NULL && reason->about >= seat->size))
         return 0;
     if (reason->type == DTRAIN__FRAME_BYE) {
-        if (channel != NULL && reason->about != channel->rank)
-            dtrain__channel_left(channel, reason->about, reason->text, reason->calls);
-        dtrain__council_left(&hub->council, reason->channel,
-                             channel != NULL ? channel->peers[reason->about].world : from);
-        dtrain__hub_forward(hub, from, reason, *list);
-    } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
-        dtrain__hub_forward(hub, from, reason, *list);
+        if (seat != NULL && reason->about != seat->rank)
+            dtrain__seat_left(seat, reason->about, reason->text, reason->calls);
+        dtrain__council_left(&hub->council, reason->channel, seat != NULL ? seat->worlds[reason->about] : from);
+    } else if (seat != NULL) {
+        dtrain__membership_because(&cause, reason->status, "%s", reason->text);
+        if (!dtrain__seat_break(seat, &cause))
+            return 1;
     }
+    dtrain__hub_forward(hub, from, reason, *list);
     return 1;
 }
 
 /* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
 static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 {
-    hub->given_up = 1;
-    snprintf(hub->members[hub->rank].why, sizeof hub->members[hub->rank].why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
-        dtrain__channel_lost(channel, channel->rank);
+    dtrain__member *self = &hub->members[hub->rank];
+    hub->council.given_up = 1;
+    snprintf(self->why, sizeof self->why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
+    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
+        dtrain__seat_lost(seat, hub->rank, DTRAIN_ERR_PEER_LOST, self->name, self->why);
     dtrain__hub_tell(hub);
     return 1;
 }
@@ -17908,11 +17871,12 @@ static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
     own->awaits = -1;
     own->bytes = 0;
     own->heard_ns = now;
-    for (dtrain__channel *channel = hub->channels; channel != NULL && own->awaits < 0; channel = channel->next) {
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL && own->awaits < 0;
+         channel = dtrain__channel_next(channel)) {
         if (channel->last != NULL)
             own->bytes = channel->last(channel->last_user, own->data, sizeof own->data, &own->awaits);
         if (own->awaits >= 0)
-            own->awaits = channel->peers[own->awaits].world;
+            own->awaits = channel->seat.worlds[own->awaits];
     }
 }
 
@@ -18018,11 +17982,9 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
 static void dtrain__hub_short_of_memory(dtrain__hub *hub)
 {
     dtrain__error cause;
-    dtrain__error kept = dtrain__thread_error;
-    dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
-    dtrain__thread_error = kept;
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
-        dtrain__channel_end(channel, channel->rank, cause.status, cause.text);
+    dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
+        dtrain__seat_end(seat, seat->rank, &cause);
 }
 
 /* Handles what is there of a member, until it is held or nothing more has come. */
@@ -18041,7 +18003,7 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
             return;
         }
         ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
-                                        member->in.capacity - member->in.bytes);
+                                        dtrain__memory_bytes(member->in.data) - member->in.bytes);
         if (n < 0)
             dtrain__hub_control_down(hub, rank, dtrain__hub_ended(hub, rank, errno));
         if (n <= 0)
@@ -18139,6 +18101,21 @@ static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrai
     return (handshake->initiator ? now : hub->polled_ns) - (waits ? hub->patience_ns : 0) >= handshake->expires_ns;
 }
 
+/* Advances a connection that is being made: 1 when it is open, 0 while it is under way, -1 when it has failed, as its
+ * error says. */
+static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
+{
+    dtrain__handshake_step(handshake, &hub->keys);
+    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
+        return 1;
+    if (handshake->state == DTRAIN__HANDSHAKE_CLOSED)
+        return -1;
+    if (!dtrain__hub_late(hub, handshake, now))
+        return 0;
+    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", handshake->peer_name);
+    return -1;
+}
+
 /* Starts a connection to `peer`; NULL when the system or the peer refuses at once (errno). */
 static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, const dtrain__address *address)
 {
@@ -18168,19 +18145,14 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
 /* Where `peer` listens for data. */
 static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
 {
-    dtrain__member *member = &hub->members[peer];
-    if (peer == 0) {
-        *out = hub->reached;
+    const dtrain__member *member = &hub->members[peer];
+    *out = hub->reached;
+    if (peer == 0)
         return 1;
-    }
     if (member->address[0] != ':')
         return dtrain__net_parse(member->address, out) == DTRAIN_OK;
-    *out = hub->reached;
-    if (hub->rank == 0) {
-        out->bytes = (socklen_t)sizeof out->at.storage;
-        if (getpeername(member->control.fd, &out->at.any, &out->bytes) != 0)
-            return 0;
-    }
+    if (hub->rank == 0 && dtrain__net_end(member->control.fd, 1, out) != 0)
+        return 0;
     dtrain__net_set_port(out, atoi(member->address + 1));
     return 1;
 }
@@ -18190,21 +18162,21 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
 {
     dtrain__hub *hub = channel->hub;
     dtrain__lane *lane = &channel->peers[rank].lanes[handshake->lane];
-    char text[DTRAIN__WHY_BYTES];
+    dtrain__error cause;
     dtrain_status status = dtrain__hub_resume(hub, &lane->stream, handshake,
                                               hub->members[handshake->peer].host == hub->members[hub->rank].host);
-    if (status == DTRAIN_ERR_MEMORY) {
-        snprintf(text, sizeof text, "rank %d has no memory to seal its connection to rank %d", channel->rank, rank);
-        dtrain__channel_end(channel, channel->rank, status, text);
-    } else if (status != DTRAIN_OK) {
-        snprintf(text, sizeof text,
-                 "rank %d (%s) is lost: its connection came back, but more was lost than can be sent "
-                 "again",
-                 rank, hub->members[handshake->peer].name);
-        dtrain__channel_end(channel, rank, status, text);
-    }
-    if (status != DTRAIN_OK)
+    if (status == DTRAIN_ERR_MEMORY)
+        dtrain__membership_because(&cause, status, "rank %d has no memory to seal its connection to rank %d",
+                                   channel->seat.rank, rank);
+    else if (status != DTRAIN_OK)
+        dtrain__membership_because(&cause, status,
+                                   "rank %d (%s) is lost: its connection came back, but more was lost than can be sent "
+                                   "again",
+                                   rank, hub->members[handshake->peer].name);
+    if (status != DTRAIN_OK) {
+        dtrain__seat_end(&channel->seat, status == DTRAIN_ERR_MEMORY ? channel->seat.rank : rank, &cause);
         return;
+    }
     channel->attend |= lane->stream.again > 0;
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;
@@ -18230,10 +18202,21 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     memcpy(member->job, handshake->job, sizeof member->job);
 }
 
+/* Lets a proved peer in, or sends it away with a text. */
+__attribute__((format(printf, 4, 5))) static void
+dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
+{
+    char text[DTRAIN__VERDICT_TEXT];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    dtrain__handshake_answer(handshake, &hub->keys, status, text);
+}
+
 /* A proved peer wants its control connection: to join, or to go on. */
 static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *handshake)
 {
-    char text[DTRAIN__VERDICT_TEXT];
     dtrain__member *member = &hub->members[handshake->peer];
     int ours = hub->formed && memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
     int again = ours && member->expected;
@@ -18244,26 +18227,19 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
     }
     if (again) {
         handshake->received = member->control.received;
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
-        return;
+        dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
+    } else if (hub->formed) { /* perhaps the last one, about to end: the peer may try again */
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "its group is complete and runs");
+    } else if (member->control.fd >= 0) {
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
+                           "two processes say they are rank %d: %.60s came first, now %.60s; give each process a rank "
+                           "of its own",
+                           handshake->peer, member->name[0] != 0 ? member->name : "another process",
+                           handshake->peer_name);
+    } else {
+        member->control.sent = member->control.received = handshake->received = handshake->peer_received = 0;
+        dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
     }
-    if (hub->formed) {
-        /* perhaps the last one, about to end: the peer may try again */
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_ABORTED, "its group is complete and runs");
-        return;
-    }
-    if (member->control.fd >= 0) {
-        snprintf(text, sizeof text,
-                 "two processes say they are rank %d: %.60s came first, now %.60s; give each process "
-                 "a rank of its own",
-                 handshake->peer, member->name[0] != 0 ? member->name : "another process", handshake->peer_name);
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
-        return;
-    }
-    member->control.sent = member->control.received = 0;
-    handshake->received = 0;
-    handshake->peer_received = 0;
-    dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
 }
 
 /* A proved peer wants a control connection, as one of the two leads now that rank 0 is gone. */
@@ -18271,12 +18247,12 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
 {
     dtrain__member *member = &hub->members[handshake->peer];
     if (memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0) {
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_DENIED, "this is another run's group");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_DENIED, "this is another run's group");
         return;
     }
     if ((member->control.fd >= 0 && hub->reconnect_ns == 0) ||
         (member->handshake != NULL && hub->rank < handshake->peer)) {
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_ABORTED, "the connection is there already");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
     if (member->handshake != NULL)
@@ -18284,18 +18260,18 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
     member->handshake = NULL;
     dtrain__stream_cut(&member->control);
     handshake->received = member->control.received;
-    dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
+    dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
 /* A proved peer wants to send and receive data. */
 static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);
-    int rank = dtrain__channel_rank(channel, handshake->peer);
+    int rank = dtrain__seat_rank(&channel->seat, handshake->peer);
     dtrain__lane *lane;
     if (memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0 || handshake->lane < 0 ||
         handshake->lane >= hub->connections || rank < 0 || channel->lanes == NULL) {
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_DENIED, "this is another run's group");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_DENIED, "this is another run's group");
         return;
     }
     lane = &channel->peers[rank].lanes[handshake->lane];
@@ -18303,7 +18279,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
         handshake->peer_links <
             lane->links) { /* it was on its way when another one was made; its count may be behind */
         handshake->received = lane->links;
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_ABORTED, "the connection is there already");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
     dtrain__handshake *before = dtrain__channel_admitted(channel, handshake->peer, handshake->lane);
@@ -18318,7 +18294,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     channel->attend = 1;
     dtrain__stream_cut(&lane->stream);
     handshake->received = lane->stream.received;
-    dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
+    dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
 /* Whether the peer wants to join and its launcher and this rank's say that they are of two jobs. */
@@ -18338,50 +18314,46 @@ static const char *dtrain__hub_job_text(const char *job)
 /* The peer has proved that it holds the token; what it said in its hello is looked at now. */
 static void dtrain__hub_admit(dtrain__hub *hub, dtrain__handshake *handshake)
 {
-    char text[DTRAIN__VERDICT_TEXT];
-    if (dtrain__hub_other_job(hub, handshake)) {
-        snprintf(text, sizeof text,
-                 "rank %d (%.40s) is of job %.36s, rank 0 (%.40s) of job %.36s: give each job a root of its own, "
-                 "such as another port",
-                 handshake->peer, handshake->name, dtrain__hub_job_text(handshake->job), hub->keys.name,
-                 dtrain__hub_job_text(hub->keys.job));
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_DENIED, text);
-    } else if (handshake->peer_world != hub->size) {
-        snprintf(text, sizeof text,
-                 "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give "
-                 "every process the same world size",
-                 handshake->peer, handshake->peer_name, handshake->peer_world, hub->rank, hub->size);
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
-    } else if (handshake->peer < 0 || handshake->peer >= hub->size || handshake->peer == hub->rank ||
-               dtrain__get_le(handshake->hello + 16, 4) != (uint64_t)hub->rank) {
-        snprintf(text, sizeof text, "rank %d at %.80s wants rank %u, and this is rank %d of %d", handshake->peer,
-                 handshake->peer_name, (unsigned)dtrain__get_le(handshake->hello + 16, 4), hub->rank, hub->size);
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
-    } else if (dtrain__handshake_disagrees(handshake)) {
-        snprintf(text, sizeof text,
-                 "rank %d at %.80s has DTRAIN_SECURE or desc.secure %s, rank %d has it %s; give every rank the same",
-                 handshake->peer, handshake->peer_name, hub->keys.secure > 0 ? "off" : "on", hub->rank,
-                 hub->keys.secure > 0 ? "on" : "off");
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
-    } else if (hub->formed && hub->members[handshake->peer].gone == DTRAIN__LOST) {
-        snprintf(text, sizeof text, "%.240s", hub->members[handshake->peer].why);
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_PEER_LOST, text);
-    } else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->rank == 0) {
+    int peer = handshake->peer;
+    unsigned wanted = (unsigned)dtrain__get_le(handshake->hello + 16, 4);
+    if (dtrain__hub_other_job(hub, handshake))
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_DENIED,
+                           "rank %d (%.40s) is of job %.36s, rank 0 (%.40s) of job %.36s: give each job a root of its "
+                           "own, such as another port",
+                           peer, handshake->name, dtrain__hub_job_text(handshake->job), hub->keys.name,
+                           dtrain__hub_job_text(hub->keys.job));
+    else if (handshake->peer_world != hub->size)
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
+                           "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give every process "
+                           "the same world size",
+                           peer, handshake->peer_name, handshake->peer_world, hub->rank, hub->size);
+    else if (peer < 0 || peer >= hub->size || peer == hub->rank || wanted != (unsigned)hub->rank)
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
+                           "rank %d at %.80s wants rank %u, and this is rank %d of %d", peer, handshake->peer_name,
+                           wanted, hub->rank, hub->size);
+    else if (dtrain__handshake_disagrees(handshake))
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
+                           "rank %d at %.80s has DTRAIN_SECURE or desc.secure %s, rank %d has it %s; give every rank "
+                           "the same",
+                           peer, handshake->peer_name, hub->keys.secure > 0 ? "off" : "on", hub->rank,
+                           hub->keys.secure > 0 ? "on" : "off");
+    else if (hub->formed && hub->members[peer].gone == DTRAIN__LOST)
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_PEER_LOST, "%.240s", hub->members[peer].why);
+    else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->rank == 0)
         dtrain__hub_admit_control(hub, handshake);
-    } else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->formed) {
+    else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->formed)
         dtrain__hub_admit_call(hub, handshake);
-    } else if (handshake->purpose == DTRAIN__PURPOSE_DATA) {
+    else if (handshake->purpose == DTRAIN__PURPOSE_DATA)
         dtrain__hub_admit_data(hub, handshake);
-    } else {
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, "only rank 0 takes control connections");
-    }
+    else
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH, "only rank 0 takes control connections");
 }
 
 /* The inbound connection is open: takes it, unless its channel has left meanwhile. */
 static void dtrain__hub_adopt(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);
-    int rank = channel != NULL ? dtrain__channel_rank(channel, handshake->peer) : -1;
+    int rank = channel != NULL ? dtrain__seat_rank(&channel->seat, handshake->peer) : -1;
     if (handshake->purpose == DTRAIN__PURPOSE_CONTROL)
         dtrain__hub_adopt_control(hub, handshake);
     else if (rank >= 0)
@@ -18410,20 +18382,16 @@ static int dtrain__hub_step_handshake(dtrain__hub *hub, dtrain__handshake *hands
         /* a peer that has the table, or the group, already may come before this rank has it: its handshake waits until
          * the peer gives up; it says nothing before that */
         return !dtrain__hub_late(hub, handshake, now) && dtrain__net_recv(handshake->fd, &last, 1) == 0;
-    if (handshake->state == DTRAIN__HANDSHAKE_PROVED) {
+    if (handshake->state == DTRAIN__HANDSHAKE_PROVED)
         dtrain__hub_admit(hub, handshake);
-        dtrain__handshake_step(handshake, &hub->keys);
+    int open = dtrain__hub_advance(hub, handshake, now);
+    if (open > 0 && handshake->error.status == DTRAIN_OK) {
+        dtrain__hub_adopt(hub, handshake);
+        dtrain__hub_tell(hub);
+    } else if (open > 0) {
+        dtrain__hub_turned_away(hub, handshake->error.status, handshake->error.text, now);
     }
-    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes) {
-        if (handshake->error.status == DTRAIN_OK)
-            dtrain__hub_adopt(hub, handshake);
-        else
-            dtrain__hub_turned_away(hub, handshake->error.status, handshake->error.text, now);
-        if (handshake->error.status == DTRAIN_OK)
-            dtrain__hub_tell(hub);
-        return 0;
-    }
-    return handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now);
+    return open == 0;
 }
 
 static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
@@ -18507,8 +18475,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
     char path[DTRAIN__ADDRESS_BYTES];
-    here->bytes = (socklen_t)sizeof here->at.storage;
-    if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
+    if (dtrain__net_end(hub->members[0].control.fd, 0, here) != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
@@ -18586,44 +18553,41 @@ static void dtrain__hub_complete(dtrain__hub *hub)
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
     dtrain__member *root = &hub->members[0];
-    dtrain__handshake *handshake = hub->root_handshake;
+    dtrain__handshake *handshake = root->handshake;
+    dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
     if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
-        (!hub->formed && (hub->world == NULL || dtrain__membership_broken(&hub->world->members))))
+        (!hub->formed && (world == NULL || dtrain__membership_broken(&world->members))))
         return;
-    if (handshake == NULL && now >= hub->root_retry_ns) {
+    if (handshake == NULL && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
         hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
-        hub->root_retry_ns = now + hub->root_wait_ns;
-        handshake = hub->root_handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
+        root->call_ns = now + hub->root_wait_ns;
+        handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
         if (handshake == NULL)
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
                          strerror(errno));
         else
             handshake->received = root->control.received, hub->reached = *address;
     }
-    if (handshake == NULL)
+    int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
+    if (open == 0)
         return;
-    dtrain__handshake_step(handshake, &hub->keys);
-    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes) {
+    if (open > 0) {
         if (!hub->formed)
             memcpy(hub->keys.run, handshake->challenge + 16, DTRAIN__RUN_BYTES);
         dtrain__hub_adopt_control(hub, handshake);
         if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
-            dtrain__channel_end(hub->world, hub->rank, dtrain__thread_error.status, dtrain__thread_error.text);
-    } else if (handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now)) {
-        return;
+            dtrain__seat_end(world, hub->rank, &dtrain__thread_error);
     } else {
-        if (handshake->state != DTRAIN__HANDSHAKE_CLOSED)
-            dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", handshake->peer_name);
         hub->root_error = handshake->error;
         if (hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST)
             dtrain__hub_lost(hub, 0, 0, handshake->error.text);
         else if (!hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST &&
                  handshake->error.status != DTRAIN_ERR_ABORTED)
-            dtrain__channel_break(hub->world, handshake->error.status, handshake->error.text);
+            dtrain__seat_break(world, &handshake->error);
     }
     dtrain__hub_free_handshake(hub, handshake);
-    hub->root_handshake = NULL;
+    root->handshake = NULL;
     dtrain__hub_tell(hub);
 }
 
@@ -18631,19 +18595,21 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
 {
     dtrain__hub *hub = channel->hub;
     dtrain__peer *peer = &channel->peers[rank];
-    dtrain__member *member = &hub->members[peer->world];
+    dtrain__member *member = &hub->members[channel->seat.worlds[rank]];
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
     if (handshake == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns &&
-        !dtrain__membership_left(&channel->members, rank) &&
-        dtrain__channel_admitted(channel, peer->world, index) == NULL) { /* or each would drop the other's choice */
+        !dtrain__membership_left(&channel->seat.members, rank) &&
+        dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
+            NULL) { /* or each would drop the other's choice */
         lane->retry_ns = now + 50000000;
-        if (!dtrain__hub_peer_address(hub, peer->world, &address))
+        if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address))
             return;
-        handshake = lane->handshake = dtrain__hub_connect(hub, peer->world, DTRAIN__PURPOSE_DATA, &address);
+        handshake = lane->handshake =
+            dtrain__hub_connect(hub, channel->seat.worlds[rank], DTRAIN__PURPOSE_DATA, &address);
         if (handshake != NULL) {
-            handshake->channel = channel->id;
+            handshake->channel = channel->seat.id;
             handshake->lane = index;
             handshake->received = lane->stream.received;
             handshake->links = lane->links;
@@ -18651,21 +18617,17 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
                      strerror(errno));
     }
-    if (handshake == NULL)
+    int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
+    if (open == 0)
         return;
-    dtrain__handshake_step(handshake, &hub->keys);
-    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
+    if (open > 0)
         dtrain__hub_adopt_data(channel, rank, handshake);
     else if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
         dtrain__hub_given_up(hub, handshake->error.text);
     else if (handshake->error.status == DTRAIN_ERR_ABORTED && handshake->peer_received > lane->links)
         lane->links = handshake->peer_received;
-    else if (handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now))
-        return;
     else
-        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
-                 handshake->state == DTRAIN__HANDSHAKE_CLOSED ? handshake->error.text : handshake->peer_name,
-                 handshake->state == DTRAIN__HANDSHAKE_CLOSED ? "" : ": no answer");
+        snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
     lane->handshake = NULL;
     dtrain__hub_free_handshake(hub, handshake);
     dtrain__hub_tell(hub);
@@ -18694,11 +18656,11 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
     }
     dtrain__handshake *handshake = member->handshake;
     if (handshake != NULL) {
-        dtrain__handshake_step(handshake, &hub->keys);
-        if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
-            dtrain__hub_adopt_control(hub, handshake);
-        else if (handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now))
+        int open = dtrain__hub_advance(hub, handshake, now);
+        if (open == 0)
             return;
+        if (open > 0)
+            dtrain__hub_adopt_control(hub, handshake);
         error = handshake->system_error;
         if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
             dtrain__hub_given_up(hub, handshake->error.text);
@@ -18715,7 +18677,7 @@ static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
     if (hub->elected)
         dtrain__consent_resend(&hub->council);
     hub->elected = 0;
-    for (int rank = 0; hub->leader != 0 && !hub->leaving && !hub->given_up && rank < hub->size; rank++)
+    for (int rank = 0; hub->leader != 0 && !hub->leaving && !hub->council.given_up && rank < hub->size; rank++)
         if (dtrain__hub_linked(hub, rank) && hub->members[rank].gone == DTRAIN__PRESENT &&
             hub->members[rank].control.fd < 0)
             dtrain__hub_call(hub, rank, now);
@@ -18798,7 +18760,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
 {
     int busy = 0;
-    for (int rank = 0; rank < channel->size; rank++)
+    for (int rank = 0; rank < channel->seat.size; rank++)
         for (int i = 0; i < channel->hub->connections; i++) {
             dtrain__lane *lane = &channel->peers[rank].lanes[i];
             dtrain__hub_step_lane(channel, rank, i, now);
@@ -18823,9 +18785,11 @@ static void dtrain__hub_work(dtrain__hub *hub)
         if (!member->held && (ready || member->in.bytes > 0)) /* of what was held, too */
             dtrain__hub_listen_to(hub, rank);
     }
-    if (hub->rank == 0 && !hub->formed && hub->world != NULL && !dtrain__membership_broken(&hub->world->members))
+    const dtrain__seat *world = hub->formed ? NULL : dtrain__council_seat(&hub->council, 0);
+    if (hub->rank == 0 && world != NULL && !dtrain__membership_broken(&world->members))
         dtrain__hub_complete(hub);
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
+         channel = dtrain__channel_next(channel))
         if (channel->attend)
             dtrain__hub_step_channel(channel, now);
     dtrain__hub_step_calls(hub, now);
@@ -18848,7 +18812,7 @@ static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 /* Adds the channel's connections that are being made or made good. */
 static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, int64_t due)
 {
-    for (int i = 0; i < channel->size * channel->hub->connections; i++) {
+    for (int i = 0; i < channel->seat.size * channel->hub->connections; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         if (lane->handshake != NULL)
             dtrain__hub_watch(channel->hub, count, lane->handshake->fd,
@@ -18874,19 +18838,13 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         int64_t late = now + handshake->expires_ns - hub->polled_ns;
         due = late < due && handshake->state != DTRAIN__HANDSHAKE_PROVED ? late : due;
     }
-    if (hub->root_handshake != NULL)
-        dtrain__hub_watch(hub, count, hub->root_handshake->fd,
-                          dtrain__handshake_writes(hub->root_handshake) ? POLLOUT : POLLIN);
-    else if (hub->rank != 0 && hub->members[0].control.fd < 0 && hub->members[0].gone == DTRAIN__PRESENT &&
-             hub->root_retry_ns < due)
-        due = hub->root_retry_ns;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         member->poll_index = 0;
         if (member->handshake != NULL)
             dtrain__hub_watch(hub, count, member->handshake->fd,
                               dtrain__handshake_writes(member->handshake) ? POLLOUT : POLLIN);
-        else if (hub->leader != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
+        else if (hub->rank != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
                  member->control.fd < 0 && member->call_ns < due)
             due = member->call_ns;
         int writes = member->out.bytes > 0 || dtrain__stream_owes(&member->control);
@@ -18897,7 +18855,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         if (member->poll_index == *count)
             member->poll_index = 0;
     }
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
+         channel = dtrain__channel_next(channel))
         if (channel->attend)
             due = dtrain__hub_watch_channel(channel, count, due);
     return due;
@@ -18908,7 +18867,7 @@ static int dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
 {
     size_t room;
     int here = 0;
-    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+    for (int rank = 0; channel->awaiting && rank < channel->seat.size; rank++)
         for (int sending = 0; sending < 2; sending++) {
             int event = sending ? POLLOUT : POLLIN;
             if ((channel->peers[rank].awaits & event) == 0)
@@ -18959,7 +18918,8 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     for (int i = 0; i < extra_count; i++)
         dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
-    for (dtrain__channel *channel = hub->channels; serviced && channel != NULL; channel = channel->next)
+    for (dtrain__channel *channel = dtrain__channel_first(hub); serviced && channel != NULL;
+         channel = dtrain__channel_next(channel))
         if (dtrain__hub_watch_awaited(channel, &count))
             until_ns = 0;
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);
@@ -19014,20 +18974,17 @@ static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
 static void dtrain__channel_free(dtrain__channel *channel)
 {
     dtrain__hub *hub = channel->hub;
-    int count = channel->lanes != NULL ? channel->size * hub->connections : 0;
+    int count = channel->lanes != NULL ? channel->seat.size * hub->connections : 0;
     for (int i = 0; i < count; i++) {
         dtrain__lane *lane = &channel->lanes[i];
-        dtrain__channel_hang_up(&lane->stream, channel->forked);
+        dtrain__channel_hang_up(&lane->stream, channel->seat.forked);
         if (lane->handshake != NULL)
             dtrain__hub_free_handshake(hub, lane->handshake);
         dtrain__stream_free(hub->allocator, &lane->stream);
     }
     dtrain__free(hub->allocator, channel->lanes);
-    for (int rank = 0; channel->members.ranks != NULL && rank < channel->size; rank++)
-        dtrain__free(hub->allocator, (void *)(uintptr_t)channel->members.ranks[rank].why);
-    dtrain__free(hub->allocator, channel->members.ranks);
     dtrain__free(hub->allocator, channel->peers);
-    dtrain__free(hub->allocator, channel->bound);
+    dtrain__seat_free(&channel->seat);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
             close(channel->wake[i]);
@@ -19050,14 +19007,10 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     }
     if (channel != NULL) {
         channel->hub = hub;
-        channel->id = id;
-        channel->rank = rank;
-        channel->size = channel->members.size = size;
         channel->wake[0] = channel->wake[1] = -1;
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
-        channel->members.ranks =
-            (dtrain__departure *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__departure));
-        if (channel->peers != NULL && channel->members.ranks != NULL && (!hub->formed || dtrain__channel_lay(channel)))
+        if (dtrain__seat_open(&channel->seat, &hub->council, id, worlds, size, rank) && channel->peers != NULL &&
+            (!hub->formed || dtrain__channel_lay(channel)))
             error = dtrain__net_pipe(channel->wake);
     }
     if (error != 0) {
@@ -19066,42 +19019,14 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
                             "rank %d cannot make its end of a group of %d ranks: %s", rank, size, strerror(error));
     }
-    channel->next = hub->channels;
-    hub->channels = channel;
-    for (int i = 0; i < size; i++) {
-        dtrain__peer *peer = &channel->peers[i];
-        peer->world = worlds != NULL ? worlds[i] : i;
-        if (hub->members[peer->world].gone == DTRAIN__LOST)
-            dtrain__channel_lost(channel, i);
-        else if (hub->members[peer->world].gone == DTRAIN__LEFT)
-            dtrain__channel_left(channel, i, hub->members[peer->world].why, 0);
-    }
+    channel->seat.next = hub->council.seats;
+    hub->council.seats = &channel->seat;
+    for (int i = 0; i < size; i++)
+        if (hub->members[channel->seat.worlds[i]].gone != DTRAIN__PRESENT)
+            dtrain__hub_marks(&channel->seat, channel->seat.worlds[i]);
     dtrain__hub_kick(hub); /* connections may wait for it */
     *out = channel;
     return DTRAIN_OK;
-}
-
-/* Ends the channel whenever one of these ranks of the world is lost; 0: no memory. The caller holds the hub's mutex. */
-static int dtrain__channel_bind(dtrain__channel *channel, const int *worlds, int count)
-{
-    dtrain__hub *hub = channel->hub;
-    channel->bound = (unsigned char *)dtrain__alloc(hub->allocator, (size_t)hub->size);
-    for (int i = 0; channel->bound != NULL && i < count; i++) {
-        channel->bound[worlds[i]] = 1;
-        if (hub->members[worlds[i]].gone == DTRAIN__LOST)
-            dtrain__channel_lost_bound(channel, worlds[i]);
-    }
-    return channel->bound != NULL;
-}
-
-/* From now on what ends the leader ends the channel. The caller holds the hub's mutex. */
-static void dtrain__channel_follow(dtrain__channel *channel, const dtrain__channel *leader)
-{
-    channel->follows = 1;
-    channel->leader = leader->id;
-    const dtrain__error *cause = dtrain__membership_cause(&leader->members);
-    if (cause != NULL)
-        dtrain__channel_break(channel, cause->status, cause->text);
 }
 
 static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
@@ -19132,8 +19057,6 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
         hub->handshakes = handshake->next;
         dtrain__hub_free_handshake(hub, handshake);
     }
-    if (hub->root_handshake != NULL)
-        dtrain__hub_free_handshake(hub, hub->root_handshake);
     dtrain__hub_free_members(hub, forked);
     for (int i = 0; i < 2; i++)
         if (hub->kick[i] >= 0)
@@ -19152,19 +19075,15 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
 static void dtrain__channel_destroy(dtrain__channel *channel)
 {
     dtrain__hub *hub = channel->hub;
-    dtrain__channel **at = &hub->channels;
-    int forked = channel->forked, last;
+    int forked = channel->seat.forked, last;
     if (!forked)
         pthread_mutex_lock(&hub->mutex);
-    while (*at != channel)
-        at = &(*at)->next;
-    *at = channel->next;
-    dtrain__consent_left(&hub->council, channel->id, hub->rank);
+    dtrain__seat_unlink(&channel->seat);
+    dtrain__consent_left(&hub->council, channel->seat.id, hub->rank);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next)
-        if (handshake->purpose == DTRAIN__PURPOSE_DATA && handshake->channel == channel->id)
+        if (handshake->purpose == DTRAIN__PURPOSE_DATA && handshake->channel == channel->seat.id)
             dtrain__handshake_close(handshake);
-    hub->world = hub->world == channel ? NULL : hub->world;
-    last = hub->channels == NULL;
+    last = hub->council.seats == NULL;
     if (!last)
         dtrain__channel_free(channel);
     if (!forked)
@@ -19178,20 +19097,20 @@ static void dtrain__channel_destroy(dtrain__channel *channel)
 }
 
 /* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
- * hub->news was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
+ * `news` was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
 static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
     dtrain__hub *hub = channel->hub;
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
     if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
-        if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen)
+        if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
         pthread_mutex_unlock(&hub->step_mutex);
         return;
     }
     __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen) {
+    if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen) {
         fds[count].fd = channel->wake[0];
         fds[count].events = POLLIN;
         fds[count].revents = 0;
@@ -19200,6 +19119,30 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
             dtrain__net_drain(channel->wake[0]);
     }
     __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
+}
+
+static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
+{
+    struct pollfd none[1];
+    (void)turn;
+    dtrain__hub_wait((dtrain__channel *)(void *)seat, none, 0, until_ns, seen);
+}
+
+static void dtrain__hub_convene(dtrain__hub *hub)
+{
+    dtrain__council *council = &hub->council;
+    council->self = hub;
+    council->allocator = hub->allocator;
+    council->origin = &hub->origin;
+    council->rank = hub->rank;
+    council->size = hub->size;
+    council->send = dtrain__hub_send;
+    council->tell = dtrain__hub_news;
+    council->gone = dtrain__hub_fate;
+    council->lock = dtrain__hub_lock;
+    council->lost = dtrain__hub_marks;
+    council->ended = dtrain__hub_end;
+    council->wait = dtrain__hub_await;
 }
 
 #endif
@@ -19218,16 +19161,6 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
 #define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
 
-/* Says that `rank` has left, which an operation needs; ends the channel if it did so with an error. The caller holds
- * the hub's mutex. */
-static dtrain_status dtrain__socket_left(dtrain__channel *channel, int rank)
-{
-    dtrain__error lost;
-    if (dtrain__membership_lost(&channel->members, rank, &lost))
-        dtrain__channel_end(channel, rank, lost.status, lost.text);
-    return lost.status;
-}
-
 /* The lane has no connection: asks for one, or finds that there will be none. */
 static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__lane *lane, int rank)
 {
@@ -19235,19 +19168,19 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     dtrain__peer *peer = &channel->peers[rank];
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
-    int left = dtrain__membership_left(&channel->members, rank),
+    int left = dtrain__membership_left(&channel->seat.members, rank),
         coming = lane->handshake != NULL ||
-                 dtrain__channel_admitted(channel, peer->world, (int)(lane - peer->lanes)) != NULL;
+                 dtrain__channel_admitted(channel, channel->seat.worlds[rank], (int)(lane - peer->lanes)) != NULL;
     if (left && coming) /* who took it may have sent all there was to send, and left */
         return DTRAIN_OK;
     if (left)
-        return dtrain__socket_left(channel, rank);
+        return dtrain__seat_needs(&channel->seat, rank);
     if (lane->why == EBADMSG && hub->reconnect_ns == 0)
         dtrain__fail(&lost, DTRAIN_ERR_CORRUPT, "rank %d (%s) and rank %d cannot trust their connection: %s", rank,
-                     hub->members[peer->world].name, channel->rank, dtrain__net_why(lane->why));
+                     hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, dtrain__net_why(lane->why));
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s%s",
-                     rank, hub->members[peer->world].name, channel->rank,
+                     rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank,
                      lane->why == EPROTO ? " without its sealed end" : "",
                      hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
@@ -19257,7 +19190,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
         }
         return DTRAIN_OK;
     }
-    dtrain__channel_end(channel, rank, lost.status, lost.text);
+    dtrain__seat_end(&channel->seat, rank, &lost);
     return lost.status;
 }
 
@@ -19280,7 +19213,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
-            lane->why = dtrain__hub_ended(channel->hub, peer->world, errno);
+            lane->why = dtrain__hub_ended(channel->hub, channel->seat.worlds[transfer->peer], errno);
             dtrain__stream_cut(&lane->stream);
             lane->down_ns = dtrain__os_now_ns();
             continue;
@@ -19319,7 +19252,7 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
         status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(channel, out, 1, most, moved);
-    cause = dtrain__membership_cause(&channel->members);
+    cause = dtrain__membership_cause(&channel->seat.members);
     if (cause != NULL && (status != DTRAIN_OK || !*moved || cause->status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(cause);
     if (asked) {
@@ -19368,7 +19301,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     dtrain__channel *channel = (dtrain__channel *)self;
     int64_t sleep_ns = 0, now;
     for (;;) {
-        uint64_t seen = __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST);
+        uint64_t seen = __atomic_load_n(&channel->hub->council.news, __ATOMIC_SEQ_CST);
         int moved = 0;
         dtrain_status status = dtrain__socket_turn(channel, out, in, deadline_ns == 0, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
@@ -19388,29 +19321,6 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
         }
         dtrain__socket_sleep(channel, out, in, deadline_ns, seen);
     }
-}
-
-static dtrain_status dtrain__socket_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                         size_t *moved)
-{
-    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
-    dtrain_status status = DTRAIN_OK;
-    memcpy(&out.data, &data, sizeof data); /* it is only read */
-    if (bytes > 0)
-        status = dtrain__socket_exchange(self, &out, NULL, deadline_ns);
-    *moved = out.moved;
-    return status;
-}
-
-static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                         size_t *moved)
-{
-    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
-    dtrain_status status = DTRAIN_OK;
-    if (bytes > 0)
-        status = dtrain__socket_exchange(self, NULL, &in, deadline_ns);
-    *moved = in.moved;
-    return status;
 }
 
 /* A turn of the hub on its service thread; from the first on nobody else steps. */
@@ -19450,8 +19360,10 @@ static void dtrain__socket_wake(void *self)
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__error cause;
+    dtrain__membership_because(&cause, why, "%s", text);
     pthread_mutex_lock(&channel->hub->mutex);
-    dtrain__channel_end(channel, channel->rank, why, text);
+    dtrain__seat_end(&channel->seat, channel->seat.rank, &cause);
     dtrain__hub_flush_all(channel->hub, 100);
     pthread_mutex_unlock(&channel->hub->mutex);
 }
@@ -19460,12 +19372,12 @@ static void dtrain__socket_leave(void *self, const char *why)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
-    dtrain__reason bye = {DTRAIN__FRAME_BYE, channel->id, channel->rank, DTRAIN_OK, why, channel->calls};
+    dtrain__reason bye = {DTRAIN__FRAME_BYE, channel->seat.id, channel->seat.rank, DTRAIN_OK, why, channel->seat.calls};
     dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, hub->rank, DTRAIN_OK, why, 0};
-    if (channel->forked)
+    if (channel->seat.forked)
         return;
     pthread_mutex_lock(&hub->mutex);
-    hub->leaving = hub->channels == channel && channel->next == NULL;
+    hub->leaving = hub->council.seats == &channel->seat && channel->seat.next == NULL;
     if (!hub->leaving || hub->formed)
         dtrain__channel_relay(channel, -1, &bye);
     if (hub->leaving)
@@ -19508,9 +19420,8 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
     int listens = 0, fd;
     socklen_t bytes = sizeof listens;
-    hub->listening.bytes = (socklen_t)sizeof hub->listening.at.storage;
     if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
-        getsockname(inherited, &hub->listening.at.any, &hub->listening.bytes) != 0 ||
+        dtrain__net_end(inherited, 0, &hub->listening) != 0 ||
         dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__net_manners(inherited) != 0)
         return 0;
     fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
@@ -19592,7 +19503,7 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
 {
     dtrain__error cause;
     char text[DTRAIN__ADDRESS_BYTES + 64];
-    dtrain_status status = dtrain__net_resolve(hub->root, hub->root_addresses, &hub->root_count);
+    dtrain_status status = dtrain__net_look_up(hub->root, 0, hub->root_addresses, &hub->root_count);
     if (status != DTRAIN_OK) {
         cause = dtrain__thread_error;
         return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
@@ -19678,7 +19589,6 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
         hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
     dtrain__socket_introduce(hub);
     dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
-    hub->world = *out;
     return status == DTRAIN_OK ? dtrain__socket_open(hub, desc) : status;
 }
 
@@ -19746,7 +19656,7 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
     dtrain__hub *hub = world->hub;
     dtrain_status status = DTRAIN_OK;
     pthread_mutex_lock(&hub->mutex);
-    const dtrain__error *cause = dtrain__membership_cause(&world->members);
+    const dtrain__error *cause = dtrain__membership_cause(&world->seat.members);
     *formed = hub->formed && cause == NULL;
     if (cause != NULL)
         status = dtrain__fail(NULL, cause->status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
@@ -19760,22 +19670,6 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
     return status;
 }
 
-static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channel *channel)
-{
-    memset(transport, 0, sizeof *transport);
-    transport->self = channel;
-    transport->rank = channel->rank;
-    transport->size = channel->size;
-    transport->send = dtrain__socket_send;
-    transport->recv = dtrain__socket_recv;
-    transport->exchange = dtrain__socket_exchange;
-    transport->poll = dtrain__socket_poll;
-    transport->wake = dtrain__socket_wake;
-    transport->fail = dtrain__socket_fail;
-    transport->leave = dtrain__socket_leave;
-    transport->destroy = dtrain__socket_destroy;
-}
-
 #endif
 
 /* ---- >>socket_plane ----
@@ -19783,27 +19677,14 @@ static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channe
 #ifndef DTRAIN__SOCKET_PLANE
 #define DTRAIN__SOCKET_PLANE
 
-static const dtrain__plane *dtrain__socket_plane_table(void);
-
 static void dtrain__socket_plane_end(dtrain__end *end, dtrain__channel *channel)
 {
-    memset(end, 0, sizeof *end);
-    dtrain__socket_transport(&end->transport, channel);
-    end->plane = dtrain__socket_plane_table();
-    end->origin = &channel->hub->origin;
-    end->members = &channel->members;
-    end->allocator = channel->hub->allocator;
-}
-
-/* Makes this process's end of a new world, which is still to form. */
-static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
-                                                 const dtrain__hub_desc *desc, dtrain_allocator *allocator)
-{
-    dtrain__channel *channel;
-    dtrain_status status = dtrain__socket_create(&channel, keys, desc, allocator);
-    if (status == DTRAIN_OK)
-        dtrain__socket_plane_end(end, channel);
-    return status;
+    dtrain__seat_give(&channel->seat, end);
+    end->transport.poll = dtrain__socket_poll;
+    end->transport.wake = dtrain__socket_wake;
+    end->transport.fail = dtrain__socket_fail;
+    end->transport.leave = dtrain__socket_leave;
+    end->transport.destroy = dtrain__socket_destroy;
 }
 
 static dtrain_status dtrain__socket_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
@@ -19818,24 +19699,19 @@ static dtrain_status dtrain__socket_plane_group(void *self, const dtrain__group_
     return status;
 }
 
-static int dtrain__socket_plane_world(void *self, int rank)
-{
-    return ((dtrain__channel *)self)->peers[rank].world;
-}
-
 static uint64_t dtrain__socket_plane_host(void *self, int rank)
 {
     const dtrain__channel *channel = (dtrain__channel *)self;
-    return channel->hub->members[channel->peers[rank].world].host;
+    return channel->hub->members[channel->seat.worlds[rank]].host;
 }
 
 static int dtrain__socket_plane_node_ranks(void *self)
 {
     const dtrain__channel *channel = (dtrain__channel *)self;
     int n = 1;
-    while (n < channel->size && dtrain__socket_plane_host(self, n) == dtrain__socket_plane_host(self, 0))
+    while (n < channel->seat.size && dtrain__socket_plane_host(self, n) == dtrain__socket_plane_host(self, 0))
         n++;
-    for (int rank = 0; rank < channel->size; rank++) {
+    for (int rank = 0; rank < channel->seat.size; rank++) {
         uint64_t host = dtrain__socket_plane_host(self, rank);
         if (host != dtrain__socket_plane_host(self, rank - rank % n) ||
             (rank >= n && rank % n == 0 && host == dtrain__socket_plane_host(self, rank - 1)))
@@ -19844,111 +19720,18 @@ static int dtrain__socket_plane_node_ranks(void *self)
     return n;
 }
 
-static int dtrain__socket_plane_bound(void *self, int *worlds)
-{
-    const dtrain__channel *channel = (dtrain__channel *)self;
-    int count = 0;
-    if (worlds == NULL)
-        return channel->hub->size;
-    for (int rank = 0; channel->bound != NULL && rank < channel->hub->size; rank++)
-        if (channel->bound[rank])
-            worlds[count++] = rank;
-    return count;
-}
-
-static int dtrain__socket_plane_bind(void *self, const int *worlds, int count)
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    pthread_mutex_lock(&channel->hub->mutex);
-    int good = dtrain__channel_bind(channel, worlds, count);
-    pthread_mutex_unlock(&channel->hub->mutex);
-    return good;
-}
-
-static void dtrain__socket_plane_follow(void *self, void *leader)
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    pthread_mutex_lock(&channel->hub->mutex);
-    dtrain__channel_follow(channel, (dtrain__channel *)leader);
-    pthread_mutex_unlock(&channel->hub->mutex);
-}
-
 static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns,
                                                int wait)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     for (;;) {
-        uint64_t seen = __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST);
+        uint64_t seen = __atomic_load_n(&channel->hub->council.news, __ATOMIC_SEQ_CST);
         struct pollfd none[1];
         dtrain_status status = dtrain__socket_formed(channel, formed, started_ns, deadline_ns);
         if (*formed || status != DTRAIN_OK || !wait)
             return status;
         dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
     }
-}
-
-static void dtrain__socket_plane_lost(void *self, int rank)
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    pthread_mutex_lock(&channel->hub->mutex);
-    dtrain__socket_left(channel, rank);
-    pthread_mutex_unlock(&channel->hub->mutex);
-}
-
-static void dtrain__socket_plane_skipped(void *self, int rank, uint64_t calls)
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    pthread_mutex_lock(&channel->hub->mutex);
-    dtrain__channel_left(channel, rank, "", calls);
-    pthread_mutex_unlock(&channel->hub->mutex);
-}
-
-static int dtrain__socket_plane_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    dtrain__hub *hub = channel->hub;
-    struct pollfd none[1];
-    int good = 1, done, late = 0;
-    pthread_mutex_lock(&hub->mutex);
-    if (!agreement->voted)
-        good = dtrain__consent_vote(&hub->council, channel->id, &channel->members, agreement);
-    pthread_mutex_unlock(&hub->mutex);
-    dtrain__hub_kick(hub);
-    agreement->starved = !good;
-    while (good) {
-        uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
-        pthread_mutex_lock(&hub->mutex);
-        done = dtrain__consent_decided(&hub->council, channel->id, agreement, hub->given_up);
-        pthread_mutex_unlock(&hub->mutex);
-        if (done || late)
-            return done;
-        dtrain__hub_wait(channel, none, 0, deadline_ns, seen); /* once at least, so that a short call gets on */
-        late = dtrain__os_now_ns() >= deadline_ns;
-    }
-    return 0;
-}
-
-static dtrain_status dtrain__socket_plane_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    dtrain__hub *hub = channel->hub;
-    struct pollfd none[1];
-    pthread_mutex_lock(&hub->mutex);
-    dtrain_status status = dtrain__council_ask(&hub->council, channel->id, channel->rank, call);
-    if (status == DTRAIN_OK && hub->rank != 0)
-        dtrain__hub_flush(hub, 0);
-    pthread_mutex_unlock(&hub->mutex);
-    dtrain__hub_kick(hub);
-    for (int ended = status != DTRAIN_OK; !ended;) {
-        uint64_t seen = __atomic_load_n(&hub->news, __ATOMIC_SEQ_CST);
-        pthread_mutex_lock(&hub->mutex);
-        ended = dtrain__council_ended(&hub->council, channel->id, channel->rank, &channel->members,
-                                      dtrain__os_now_ns() >= deadline_ns, &status);
-        pthread_mutex_unlock(&hub->mutex);
-        if (!ended)
-            dtrain__hub_wait(channel, none, 0, deadline_ns, seen);
-    }
-    return status;
 }
 
 /* Heartbeats carry what `tell` writes, which is called with the hub's mutex held. */
@@ -19965,7 +19748,7 @@ static size_t dtrain__socket_plane_last(void *self, int rank, int64_t after_ns, 
                                         int64_t *age_ns)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
-    const dtrain__last_heard *last = &channel->hub->members[channel->peers[rank].world].last;
+    const dtrain__last_heard *last = &channel->hub->members[channel->seat.worlds[rank]].last;
     size_t bytes = 0;
     pthread_mutex_lock(&channel->hub->mutex);
     if (last->bytes <= capacity && last->heard_ns > after_ns) {
@@ -19983,9 +19766,9 @@ static void dtrain__socket_plane_suspect(void *self, int awaited, char *text, si
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
-    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->peers[awaited].world] : NULL;
+    const dtrain__member *member = awaited >= 0 ? &hub->members[channel->seat.worlds[awaited]] : NULL;
     pthread_mutex_lock(&hub->mutex);
-    int silent = hub->suspect >= 0 ? dtrain__channel_rank(channel, hub->suspect) : -1;
+    int silent = hub->suspect >= 0 ? dtrain__seat_rank(&channel->seat, hub->suspect) : -1;
     if (member != NULL && member->trouble[0] != 0)
         snprintf(text, capacity, "; no connection to it: %s", member->trouble);
     else if (silent >= 0)
@@ -19998,45 +19781,47 @@ static void dtrain__socket_plane_rest(void *self)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     pthread_mutex_lock(&channel->hub->mutex);
-    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+    for (int rank = 0; channel->awaiting && rank < channel->seat.size; rank++)
         channel->peers[rank].awaits = 0;
     channel->awaiting = 0;
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
-static void dtrain__socket_plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
-{
-    dtrain__channel *channel = (dtrain__channel *)self;
-    (void)why; /* dtrain_transport.leave tells */
-    channel->forked = forked;
-    channel->calls = calls;
-}
+static const dtrain__plane dtrain__socket_plane = {
+    0,
+    0,
+    0,
+    dtrain__socket_plane_group,
+    dtrain__seat_world,
+    dtrain__socket_plane_host,
+    dtrain__socket_plane_node_ranks,
+    dtrain__seat_bound,
+    dtrain__seat_bind,
+    dtrain__seat_follow,
+    dtrain__socket_plane_form,
+    dtrain__seat_needed,
+    dtrain__seat_skipped,
+    dtrain__seat_agree,
+    dtrain__seat_store,
+    dtrain__socket_plane_publish,
+    dtrain__socket_plane_last,
+    dtrain__socket_plane_suspect,
+    dtrain__socket_plane_rest,
+    dtrain__seat_leaving,
+};
 
-static const dtrain__plane *dtrain__socket_plane_table(void)
+/* Makes this process's end of a new world, which is still to form. */
+static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
+                                                 const dtrain__hub_desc *desc, dtrain_allocator *allocator)
 {
-    static const dtrain__plane table = {
-        0,
-        0,
-        0,
-        dtrain__socket_plane_group,
-        dtrain__socket_plane_world,
-        dtrain__socket_plane_host,
-        dtrain__socket_plane_node_ranks,
-        dtrain__socket_plane_bound,
-        dtrain__socket_plane_bind,
-        dtrain__socket_plane_follow,
-        dtrain__socket_plane_form,
-        dtrain__socket_plane_lost,
-        dtrain__socket_plane_skipped,
-        dtrain__socket_plane_agree,
-        dtrain__socket_plane_store,
-        dtrain__socket_plane_publish,
-        dtrain__socket_plane_last,
-        dtrain__socket_plane_suspect,
-        dtrain__socket_plane_rest,
-        dtrain__socket_plane_leaving,
-    };
-    return &table;
+    dtrain__channel *channel;
+    dtrain_status status = dtrain__socket_create(&channel, keys, desc, allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    channel->hub->council.exchange = dtrain__socket_exchange;
+    channel->hub->council.plane = &dtrain__socket_plane;
+    dtrain__socket_plane_end(end, channel);
+    return status;
 }
 
 #endif

@@ -50,6 +50,21 @@ static DTRAIN__NOINLINE int dtrain__hub_late(const dtrain__hub *hub, const dtrai
     return (handshake->initiator ? now : hub->polled_ns) - (waits ? hub->patience_ns : 0) >= handshake->expires_ns;
 }
 
+/* Advances a connection that is being made: 1 when it is open, 0 while it is under way, -1 when it has failed, as its
+ * error says. */
+static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, int64_t now)
+{
+    dtrain__handshake_step(handshake, &hub->keys);
+    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
+        return 1;
+    if (handshake->state == DTRAIN__HANDSHAKE_CLOSED)
+        return -1;
+    if (!dtrain__hub_late(hub, handshake, now))
+        return 0;
+    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", handshake->peer_name);
+    return -1;
+}
+
 /* Starts a connection to `peer`; NULL when the system or the peer refuses at once (errno). */
 static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int purpose, const dtrain__address *address)
 {
@@ -79,19 +94,14 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
 /* Where `peer` listens for data. */
 static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address *out)
 {
-    dtrain__member *member = &hub->members[peer];
-    if (peer == 0) {
-        *out = hub->reached;
+    const dtrain__member *member = &hub->members[peer];
+    *out = hub->reached;
+    if (peer == 0)
         return 1;
-    }
     if (member->address[0] != ':')
         return dtrain__net_parse(member->address, out) == DTRAIN_OK;
-    *out = hub->reached;
-    if (hub->rank == 0) {
-        out->bytes = (socklen_t)sizeof out->at.storage;
-        if (getpeername(member->control.fd, &out->at.any, &out->bytes) != 0)
-            return 0;
-    }
+    if (hub->rank == 0 && dtrain__net_end(member->control.fd, 1, out) != 0)
+        return 0;
     dtrain__net_set_port(out, atoi(member->address + 1));
     return 1;
 }
@@ -101,21 +111,21 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
 {
     dtrain__hub *hub = channel->hub;
     dtrain__lane *lane = &channel->peers[rank].lanes[handshake->lane];
-    char text[DTRAIN__WHY_BYTES];
+    dtrain__error cause;
     dtrain_status status = dtrain__hub_resume(hub, &lane->stream, handshake,
                                               hub->members[handshake->peer].host == hub->members[hub->rank].host);
-    if (status == DTRAIN_ERR_MEMORY) {
-        snprintf(text, sizeof text, "rank %d has no memory to seal its connection to rank %d", channel->rank, rank);
-        dtrain__channel_end(channel, channel->rank, status, text);
-    } else if (status != DTRAIN_OK) {
-        snprintf(text, sizeof text,
-                 "rank %d (%s) is lost: its connection came back, but more was lost than can be sent "
-                 "again",
-                 rank, hub->members[handshake->peer].name);
-        dtrain__channel_end(channel, rank, status, text);
-    }
-    if (status != DTRAIN_OK)
+    if (status == DTRAIN_ERR_MEMORY)
+        dtrain__membership_because(&cause, status, "rank %d has no memory to seal its connection to rank %d",
+                                   channel->seat.rank, rank);
+    else if (status != DTRAIN_OK)
+        dtrain__membership_because(&cause, status,
+                                   "rank %d (%s) is lost: its connection came back, but more was lost than can be sent "
+                                   "again",
+                                   rank, hub->members[handshake->peer].name);
+    if (status != DTRAIN_OK) {
+        dtrain__seat_end(&channel->seat, status == DTRAIN_ERR_MEMORY ? channel->seat.rank : rank, &cause);
         return;
+    }
     channel->attend |= lane->stream.again > 0;
     lane->links = (handshake->peer_links > lane->links ? handshake->peer_links : lane->links) + 1;
     lane->wanted = 0;
@@ -141,10 +151,21 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
     memcpy(member->job, handshake->job, sizeof member->job);
 }
 
+/* Lets a proved peer in, or sends it away with a text. */
+__attribute__((format(printf, 4, 5))) static void
+dtrain__hub_answer(const dtrain__hub *hub, dtrain__handshake *handshake, dtrain_status status, const char *format, ...)
+{
+    char text[DTRAIN__VERDICT_TEXT];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    dtrain__handshake_answer(handshake, &hub->keys, status, text);
+}
+
 /* A proved peer wants its control connection: to join, or to go on. */
 static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *handshake)
 {
-    char text[DTRAIN__VERDICT_TEXT];
     dtrain__member *member = &hub->members[handshake->peer];
     int ours = hub->formed && memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) == 0;
     int again = ours && member->expected;
@@ -155,26 +176,19 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
     }
     if (again) {
         handshake->received = member->control.received;
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
-        return;
+        dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
+    } else if (hub->formed) { /* perhaps the last one, about to end: the peer may try again */
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "its group is complete and runs");
+    } else if (member->control.fd >= 0) {
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
+                           "two processes say they are rank %d: %.60s came first, now %.60s; give each process a rank "
+                           "of its own",
+                           handshake->peer, member->name[0] != 0 ? member->name : "another process",
+                           handshake->peer_name);
+    } else {
+        member->control.sent = member->control.received = handshake->received = handshake->peer_received = 0;
+        dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
     }
-    if (hub->formed) {
-        /* perhaps the last one, about to end: the peer may try again */
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_ABORTED, "its group is complete and runs");
-        return;
-    }
-    if (member->control.fd >= 0) {
-        snprintf(text, sizeof text,
-                 "two processes say they are rank %d: %.60s came first, now %.60s; give each process "
-                 "a rank of its own",
-                 handshake->peer, member->name[0] != 0 ? member->name : "another process", handshake->peer_name);
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
-        return;
-    }
-    member->control.sent = member->control.received = 0;
-    handshake->received = 0;
-    handshake->peer_received = 0;
-    dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
 }
 
 /* A proved peer wants a control connection, as one of the two leads now that rank 0 is gone. */
@@ -182,12 +196,12 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
 {
     dtrain__member *member = &hub->members[handshake->peer];
     if (memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0) {
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_DENIED, "this is another run's group");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_DENIED, "this is another run's group");
         return;
     }
     if ((member->control.fd >= 0 && hub->reconnect_ns == 0) ||
         (member->handshake != NULL && hub->rank < handshake->peer)) {
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_ABORTED, "the connection is there already");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
     if (member->handshake != NULL)
@@ -195,18 +209,18 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
     member->handshake = NULL;
     dtrain__stream_cut(&member->control);
     handshake->received = member->control.received;
-    dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
+    dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
 /* A proved peer wants to send and receive data. */
 static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);
-    int rank = dtrain__channel_rank(channel, handshake->peer);
+    int rank = dtrain__seat_rank(&channel->seat, handshake->peer);
     dtrain__lane *lane;
     if (memcmp(handshake->hello + 32, hub->keys.run, DTRAIN__RUN_BYTES) != 0 || handshake->lane < 0 ||
         handshake->lane >= hub->connections || rank < 0 || channel->lanes == NULL) {
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_DENIED, "this is another run's group");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_DENIED, "this is another run's group");
         return;
     }
     lane = &channel->peers[rank].lanes[handshake->lane];
@@ -214,7 +228,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
         handshake->peer_links <
             lane->links) { /* it was on its way when another one was made; its count may be behind */
         handshake->received = lane->links;
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_ABORTED, "the connection is there already");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
     dtrain__handshake *before = dtrain__channel_admitted(channel, handshake->peer, handshake->lane);
@@ -229,7 +243,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     channel->attend = 1;
     dtrain__stream_cut(&lane->stream);
     handshake->received = lane->stream.received;
-    dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_OK, "");
+    dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
 /* Whether the peer wants to join and its launcher and this rank's say that they are of two jobs. */
@@ -249,50 +263,46 @@ static const char *dtrain__hub_job_text(const char *job)
 /* The peer has proved that it holds the token; what it said in its hello is looked at now. */
 static void dtrain__hub_admit(dtrain__hub *hub, dtrain__handshake *handshake)
 {
-    char text[DTRAIN__VERDICT_TEXT];
-    if (dtrain__hub_other_job(hub, handshake)) {
-        snprintf(text, sizeof text,
-                 "rank %d (%.40s) is of job %.36s, rank 0 (%.40s) of job %.36s: give each job a root of its own, "
-                 "such as another port",
-                 handshake->peer, handshake->name, dtrain__hub_job_text(handshake->job), hub->keys.name,
-                 dtrain__hub_job_text(hub->keys.job));
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_DENIED, text);
-    } else if (handshake->peer_world != hub->size) {
-        snprintf(text, sizeof text,
-                 "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give "
-                 "every process the same world size",
-                 handshake->peer, handshake->peer_name, handshake->peer_world, hub->rank, hub->size);
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
-    } else if (handshake->peer < 0 || handshake->peer >= hub->size || handshake->peer == hub->rank ||
-               dtrain__get_le(handshake->hello + 16, 4) != (uint64_t)hub->rank) {
-        snprintf(text, sizeof text, "rank %d at %.80s wants rank %u, and this is rank %d of %d", handshake->peer,
-                 handshake->peer_name, (unsigned)dtrain__get_le(handshake->hello + 16, 4), hub->rank, hub->size);
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
-    } else if (dtrain__handshake_disagrees(handshake)) {
-        snprintf(text, sizeof text,
-                 "rank %d at %.80s has DTRAIN_SECURE or desc.secure %s, rank %d has it %s; give every rank the same",
-                 handshake->peer, handshake->peer_name, hub->keys.secure > 0 ? "off" : "on", hub->rank,
-                 hub->keys.secure > 0 ? "on" : "off");
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, text);
-    } else if (hub->formed && hub->members[handshake->peer].gone == DTRAIN__LOST) {
-        snprintf(text, sizeof text, "%.240s", hub->members[handshake->peer].why);
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_PEER_LOST, text);
-    } else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->rank == 0) {
+    int peer = handshake->peer;
+    unsigned wanted = (unsigned)dtrain__get_le(handshake->hello + 16, 4);
+    if (dtrain__hub_other_job(hub, handshake))
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_DENIED,
+                           "rank %d (%.40s) is of job %.36s, rank 0 (%.40s) of job %.36s: give each job a root of its "
+                           "own, such as another port",
+                           peer, handshake->name, dtrain__hub_job_text(handshake->job), hub->keys.name,
+                           dtrain__hub_job_text(hub->keys.job));
+    else if (handshake->peer_world != hub->size)
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
+                           "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give every process "
+                           "the same world size",
+                           peer, handshake->peer_name, handshake->peer_world, hub->rank, hub->size);
+    else if (peer < 0 || peer >= hub->size || peer == hub->rank || wanted != (unsigned)hub->rank)
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
+                           "rank %d at %.80s wants rank %u, and this is rank %d of %d", peer, handshake->peer_name,
+                           wanted, hub->rank, hub->size);
+    else if (dtrain__handshake_disagrees(handshake))
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
+                           "rank %d at %.80s has DTRAIN_SECURE or desc.secure %s, rank %d has it %s; give every rank "
+                           "the same",
+                           peer, handshake->peer_name, hub->keys.secure > 0 ? "off" : "on", hub->rank,
+                           hub->keys.secure > 0 ? "on" : "off");
+    else if (hub->formed && hub->members[peer].gone == DTRAIN__LOST)
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_PEER_LOST, "%.240s", hub->members[peer].why);
+    else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->rank == 0)
         dtrain__hub_admit_control(hub, handshake);
-    } else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->formed) {
+    else if (handshake->purpose == DTRAIN__PURPOSE_CONTROL && hub->formed)
         dtrain__hub_admit_call(hub, handshake);
-    } else if (handshake->purpose == DTRAIN__PURPOSE_DATA) {
+    else if (handshake->purpose == DTRAIN__PURPOSE_DATA)
         dtrain__hub_admit_data(hub, handshake);
-    } else {
-        dtrain__handshake_answer(handshake, &hub->keys, DTRAIN_ERR_MISMATCH, "only rank 0 takes control connections");
-    }
+    else
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH, "only rank 0 takes control connections");
 }
 
 /* The inbound connection is open: takes it, unless its channel has left meanwhile. */
 static void dtrain__hub_adopt(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);
-    int rank = channel != NULL ? dtrain__channel_rank(channel, handshake->peer) : -1;
+    int rank = channel != NULL ? dtrain__seat_rank(&channel->seat, handshake->peer) : -1;
     if (handshake->purpose == DTRAIN__PURPOSE_CONTROL)
         dtrain__hub_adopt_control(hub, handshake);
     else if (rank >= 0)
@@ -321,20 +331,16 @@ static int dtrain__hub_step_handshake(dtrain__hub *hub, dtrain__handshake *hands
         /* a peer that has the table, or the group, already may come before this rank has it: its handshake waits until
          * the peer gives up; it says nothing before that */
         return !dtrain__hub_late(hub, handshake, now) && dtrain__net_recv(handshake->fd, &last, 1) == 0;
-    if (handshake->state == DTRAIN__HANDSHAKE_PROVED) {
+    if (handshake->state == DTRAIN__HANDSHAKE_PROVED)
         dtrain__hub_admit(hub, handshake);
-        dtrain__handshake_step(handshake, &hub->keys);
+    int open = dtrain__hub_advance(hub, handshake, now);
+    if (open > 0 && handshake->error.status == DTRAIN_OK) {
+        dtrain__hub_adopt(hub, handshake);
+        dtrain__hub_tell(hub);
+    } else if (open > 0) {
+        dtrain__hub_turned_away(hub, handshake->error.status, handshake->error.text, now);
     }
-    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes) {
-        if (handshake->error.status == DTRAIN_OK)
-            dtrain__hub_adopt(hub, handshake);
-        else
-            dtrain__hub_turned_away(hub, handshake->error.status, handshake->error.text, now);
-        if (handshake->error.status == DTRAIN_OK)
-            dtrain__hub_tell(hub);
-        return 0;
-    }
-    return handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now);
+    return open == 0;
 }
 
 static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)

@@ -23,20 +23,17 @@ static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
 static void dtrain__channel_free(dtrain__channel *channel)
 {
     dtrain__hub *hub = channel->hub;
-    int count = channel->lanes != NULL ? channel->size * hub->connections : 0;
+    int count = channel->lanes != NULL ? channel->seat.size * hub->connections : 0;
     for (int i = 0; i < count; i++) {
         dtrain__lane *lane = &channel->lanes[i];
-        dtrain__channel_hang_up(&lane->stream, channel->forked);
+        dtrain__channel_hang_up(&lane->stream, channel->seat.forked);
         if (lane->handshake != NULL)
             dtrain__hub_free_handshake(hub, lane->handshake);
         dtrain__stream_free(hub->allocator, &lane->stream);
     }
     dtrain__free(hub->allocator, channel->lanes);
-    for (int rank = 0; channel->members.ranks != NULL && rank < channel->size; rank++)
-        dtrain__free(hub->allocator, (void *)(uintptr_t)channel->members.ranks[rank].why);
-    dtrain__free(hub->allocator, channel->members.ranks);
     dtrain__free(hub->allocator, channel->peers);
-    dtrain__free(hub->allocator, channel->bound);
+    dtrain__seat_free(&channel->seat);
     for (int i = 0; i < 2; i++)
         if (channel->wake[i] >= 0)
             close(channel->wake[i]);
@@ -59,14 +56,10 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     }
     if (channel != NULL) {
         channel->hub = hub;
-        channel->id = id;
-        channel->rank = rank;
-        channel->size = channel->members.size = size;
         channel->wake[0] = channel->wake[1] = -1;
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
-        channel->members.ranks =
-            (dtrain__departure *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__departure));
-        if (channel->peers != NULL && channel->members.ranks != NULL && (!hub->formed || dtrain__channel_lay(channel)))
+        if (dtrain__seat_open(&channel->seat, &hub->council, id, worlds, size, rank) && channel->peers != NULL &&
+            (!hub->formed || dtrain__channel_lay(channel)))
             error = dtrain__net_pipe(channel->wake);
     }
     if (error != 0) {
@@ -75,42 +68,14 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
                             "rank %d cannot make its end of a group of %d ranks: %s", rank, size, strerror(error));
     }
-    channel->next = hub->channels;
-    hub->channels = channel;
-    for (int i = 0; i < size; i++) {
-        dtrain__peer *peer = &channel->peers[i];
-        peer->world = worlds != NULL ? worlds[i] : i;
-        if (hub->members[peer->world].gone == DTRAIN__LOST)
-            dtrain__channel_lost(channel, i);
-        else if (hub->members[peer->world].gone == DTRAIN__LEFT)
-            dtrain__channel_left(channel, i, hub->members[peer->world].why, 0);
-    }
+    channel->seat.next = hub->council.seats;
+    hub->council.seats = &channel->seat;
+    for (int i = 0; i < size; i++)
+        if (hub->members[channel->seat.worlds[i]].gone != DTRAIN__PRESENT)
+            dtrain__hub_marks(&channel->seat, channel->seat.worlds[i]);
     dtrain__hub_kick(hub); /* connections may wait for it */
     *out = channel;
     return DTRAIN_OK;
-}
-
-/* Ends the channel whenever one of these ranks of the world is lost; 0: no memory. The caller holds the hub's mutex. */
-static int dtrain__channel_bind(dtrain__channel *channel, const int *worlds, int count)
-{
-    dtrain__hub *hub = channel->hub;
-    channel->bound = (unsigned char *)dtrain__alloc(hub->allocator, (size_t)hub->size);
-    for (int i = 0; channel->bound != NULL && i < count; i++) {
-        channel->bound[worlds[i]] = 1;
-        if (hub->members[worlds[i]].gone == DTRAIN__LOST)
-            dtrain__channel_lost_bound(channel, worlds[i]);
-    }
-    return channel->bound != NULL;
-}
-
-/* From now on what ends the leader ends the channel. The caller holds the hub's mutex. */
-static void dtrain__channel_follow(dtrain__channel *channel, const dtrain__channel *leader)
-{
-    channel->follows = 1;
-    channel->leader = leader->id;
-    const dtrain__error *cause = dtrain__membership_cause(&leader->members);
-    if (cause != NULL)
-        dtrain__channel_break(channel, cause->status, cause->text);
 }
 
 static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
@@ -141,8 +106,6 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
         hub->handshakes = handshake->next;
         dtrain__hub_free_handshake(hub, handshake);
     }
-    if (hub->root_handshake != NULL)
-        dtrain__hub_free_handshake(hub, hub->root_handshake);
     dtrain__hub_free_members(hub, forked);
     for (int i = 0; i < 2; i++)
         if (hub->kick[i] >= 0)
@@ -161,19 +124,15 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
 static void dtrain__channel_destroy(dtrain__channel *channel)
 {
     dtrain__hub *hub = channel->hub;
-    dtrain__channel **at = &hub->channels;
-    int forked = channel->forked, last;
+    int forked = channel->seat.forked, last;
     if (!forked)
         pthread_mutex_lock(&hub->mutex);
-    while (*at != channel)
-        at = &(*at)->next;
-    *at = channel->next;
-    dtrain__consent_left(&hub->council, channel->id, hub->rank);
+    dtrain__seat_unlink(&channel->seat);
+    dtrain__consent_left(&hub->council, channel->seat.id, hub->rank);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next)
-        if (handshake->purpose == DTRAIN__PURPOSE_DATA && handshake->channel == channel->id)
+        if (handshake->purpose == DTRAIN__PURPOSE_DATA && handshake->channel == channel->seat.id)
             dtrain__handshake_close(handshake);
-    hub->world = hub->world == channel ? NULL : hub->world;
-    last = hub->channels == NULL;
+    last = hub->council.seats == NULL;
     if (!last)
         dtrain__channel_free(channel);
     if (!forked)
@@ -187,20 +146,20 @@ static void dtrain__channel_destroy(dtrain__channel *channel)
 }
 
 /* Waits for one of fds, for news, or for until_ns; runs the hub meanwhile when nobody else does. `seen` is what
- * hub->news was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
+ * `news` was before the caller last looked. Where no service thread steps, whoever does may stop at any time. */
 static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int count, int64_t until_ns, uint64_t seen)
 {
     dtrain__hub *hub = channel->hub;
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
     int64_t soon = dtrain__os_now_ns() + (serviced ? 200000000 : 10000000);
     if (!serviced && pthread_mutex_trylock(&hub->step_mutex) == 0) {
-        if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen)
+        if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen)
             dtrain__hub_step(hub, fds, count, until_ns);
         pthread_mutex_unlock(&hub->step_mutex);
         return;
     }
     __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&hub->news, __ATOMIC_SEQ_CST) == seen) {
+    if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen) {
         fds[count].fd = channel->wake[0];
         fds[count].events = POLLIN;
         fds[count].revents = 0;
@@ -209,6 +168,30 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
             dtrain__net_drain(channel->wake[0]);
     }
     __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
+}
+
+static void dtrain__hub_await(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
+{
+    struct pollfd none[1];
+    (void)turn;
+    dtrain__hub_wait((dtrain__channel *)(void *)seat, none, 0, until_ns, seen);
+}
+
+static void dtrain__hub_convene(dtrain__hub *hub)
+{
+    dtrain__council *council = &hub->council;
+    council->self = hub;
+    council->allocator = hub->allocator;
+    council->origin = &hub->origin;
+    council->rank = hub->rank;
+    council->size = hub->size;
+    council->send = dtrain__hub_send;
+    council->tell = dtrain__hub_news;
+    council->gone = dtrain__hub_fate;
+    council->lock = dtrain__hub_lock;
+    council->lost = dtrain__hub_marks;
+    council->ended = dtrain__hub_end;
+    council->wait = dtrain__hub_await;
 }
 
 #endif

@@ -251,29 +251,29 @@ static void dtrain__consent_note(dtrain__council *council, dtrain__consent *cons
     }
 }
 
-/* Lists a group of this process. */
-static void dtrain__consent_list(dtrain__council *council, uint64_t group)
+/* Lists a group's members. */
+static void dtrain__consent_list(dtrain__seat *seat)
 {
-    dtrain__council_list(council);
-    for (int world; (world = council->member(council->self, group, council->listed)) >= 0;)
-        dtrain__council_list_add(council, (uint64_t)world);
+    dtrain__council_list(seat->council);
+    for (int i = 0; i < seat->size; i++)
+        dtrain__council_list_add(seat->council, (uint64_t)seat->worlds[i]);
 }
 
 /* This rank votes in its group; voting again changes the flags, unless it is decided. Returns 0 when there is no
  * memory. */
-static int dtrain__consent_vote(dtrain__council *council, uint64_t group, const dtrain__membership *members,
-                                const dtrain__agreement *agreement)
+static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agreement)
 {
+    dtrain__council *council = seat->council;
     int leader = dtrain__council_leader(council);
-    dtrain__consent_list(council, group);
-    dtrain__consent_retire(council, group, agreement->number);
-    dtrain__consent *consent = dtrain__consent_open(council, group, agreement->number, agreement->kind);
+    dtrain__consent_list(seat);
+    dtrain__consent_retire(council, seat->id, agreement->number);
+    dtrain__consent *consent = dtrain__consent_open(council, seat->id, agreement->number, agreement->kind);
     if (consent == NULL)
         return 0;
     if (consent->decided)
         return 1;
-    for (int i = 0; i < members->size; i++)
-        if (dtrain__membership_left(members, i))
+    for (int i = 0; i < seat->size; i++)
+        if (dtrain__membership_left(&seat->members, i))
             consent->votes[i].vote = DTRAIN__VOTE_OUT;
     dtrain__consent_note(council, consent, council->rank, agreement->kind, agreement->flags);
     if (leader != council->rank)
@@ -282,14 +282,15 @@ static int dtrain__consent_vote(dtrain__council *council, uint64_t group, const 
     return 1;
 }
 
-/* Whether this rank has heard of the decision; then takes it over. given_up: as in dtrain__agreement. */
-static int dtrain__consent_decided(dtrain__council *council, uint64_t group, dtrain__agreement *agreement, int given_up)
+/* Whether this rank has heard of the decision; then takes it over. */
+static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreement)
 {
-    dtrain__consent_list(council, group);
-    dtrain__consent *consent = dtrain__consent_find(council, group, agreement->number);
+    dtrain__council *council = seat->council;
+    dtrain__consent_list(seat);
+    dtrain__consent *consent = dtrain__consent_find(council, seat->id, agreement->number);
     int decided = consent != NULL && consent->decided;
-    agreement->given_up = given_up;
-    agreement->status = given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
+    agreement->given_up = council->given_up;
+    agreement->status = council->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
     if (consent != NULL && !decided)
         agreement->awaited =
             dtrain__council_leader(council) == council->rank ? dtrain__consent_awaits(council, consent) : -1;
@@ -299,7 +300,7 @@ static int dtrain__consent_decided(dtrain__council *council, uint64_t group, dtr
     }
     for (int rank = 0; rank < council->listed; rank++)
         agreement->goes_on[rank] = decided && consent->votes[rank].vote == DTRAIN__VOTE_YES;
-    return decided || given_up;
+    return decided || council->given_up;
 }
 
 /* A member's end of the group is gone, or its process: it votes no more. `world` is its rank in the world. */
@@ -354,16 +355,16 @@ static int dtrain__consent_frame_read(dtrain__consent_frame *frame, dtrain__read
 static int dtrain__consent_frame_fits(dtrain__council *council, int from, const dtrain__consent_frame *frame)
 {
     int among = from == dtrain__council_leader(council);
-    int known = council->member(council->self, frame->group, 0) >= 0;
+    const dtrain__seat *seat = dtrain__council_seat(council, frame->group);
     if (frame->count == 0 || frame->count > (uint64_t)council->size || (frame->decided && council->rank == 0) ||
-        (known && council->member(council->self, frame->group, (int)frame->count) >= 0))
+        (seat != NULL && frame->count != (uint64_t)seat->size))
         return 0;
     dtrain__council_list(council);
     for (uint64_t i = 0; i < frame->count; i++) {
         const unsigned char *entry = frame->entries + i * DTRAIN__CONSENT_FRAME_BYTES;
         uint64_t world = dtrain__get_le(entry + 8, 4);
         if (!dtrain__council_list_add(council, world) || entry[12] > DTRAIN__VOTE_OUT ||
-            (known && council->member(council->self, frame->group, (int)i) != (int)world))
+            (seat != NULL && seat->worlds[i] != (int)world))
             return 0;
         among |= (int)world == from;
     }
@@ -420,14 +421,15 @@ static void dtrain__council_left(dtrain__council *council, uint64_t group, int w
 
 /* This rank's end of a group is about to leave, and will tell its members: they first hear what it knows to be decided,
  * as they do not ask it then. Tells the leader, where that is no member. */
-static void dtrain__council_leave(dtrain__council *council, uint64_t group)
+static void dtrain__council_leave(dtrain__seat *seat)
 {
+    dtrain__council *council = seat->council;
     unsigned char head[8];
     int leader = dtrain__council_leader(council);
-    dtrain__put_le(head, group, 8);
-    dtrain__consent_list(council, group);
+    dtrain__put_le(head, seat->id, 8);
+    dtrain__consent_list(seat);
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next)
-        for (int i = 0; consent->group == group && consent->decided && i < consent->count; i++)
+        for (int i = 0; consent->group == seat->id && consent->decided && i < consent->count; i++)
             if (consent->votes[i].world != leader && consent->votes[i].world != council->rank)
                 dtrain__consent_send(council, consent->votes[i].world, consent);
     if (!council->lists[leader])
@@ -441,6 +443,46 @@ static void dtrain__council_lost(dtrain__council *council, int rank)
     if (dtrain__council_leader(council) > rank) /* it has led */
         dtrain__consent_resend(council);
     dtrain__consent_step(council);
+}
+
+/* Waits for a call's end, of an agreement or (NULL) of the store: looks at least once after it has waited. Returns
+ * whether it has ended. */
+static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, dtrain_status *status,
+                              int64_t deadline_ns)
+{
+    dtrain__council *council = seat->council;
+    int ended, late = 0;
+    for (unsigned turn = 0;; turn++) {
+        uint64_t seen = __atomic_load_n(&council->news, __ATOMIC_SEQ_CST);
+        dtrain__seat_lock(seat, 1);
+        ended =
+            agreement != NULL ? dtrain__consent_decided(seat, agreement) : dtrain__council_ended(seat, late, status);
+        dtrain__seat_lock(seat, 0);
+        if (ended || late)
+            return ended;
+        council->wait(seat, turn, deadline_ns, seen);
+        late = dtrain__os_now_ns() >= deadline_ns;
+    }
+}
+
+static int dtrain__seat_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__seat_lock(seat, 1);
+    agreement->starved = !agreement->voted && !dtrain__consent_vote(seat, agreement);
+    dtrain__seat_lock(seat, 0);
+    return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, deadline_ns);
+}
+
+static dtrain_status dtrain__seat_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__seat_lock(seat, 1);
+    dtrain_status status = dtrain__council_ask(seat, call);
+    dtrain__seat_lock(seat, 0);
+    if (status == DTRAIN_OK)
+        dtrain__seat_await(seat, NULL, &status, deadline_ns);
+    return status;
 }
 
 /* One message from a rank that is not gone. Returns 0 when it is malformed or out of place. */

@@ -18,6 +18,7 @@ static int dtrain__hub_send(void *self, int to, int type, const void *head, size
     dtrain__give_bytes(hub, &member->out, head, head_bytes);
     dtrain__give_bytes(hub, &member->out, data, bytes);
     int good = dtrain__frame_close(member, begin);
+    dtrain__hub_kick(hub);
     if (!good && type == DTRAIN__FRAME_CONSENT)
         dtrain__hub_note(hub, "rank %d has no room to tell rank %d of an agreement", hub->rank, to);
     return good;
@@ -26,39 +27,27 @@ static int dtrain__hub_send(void *self, int to, int type, const void *head, size
 static void dtrain__hub_news(void *self)
 {
     dtrain__hub_tell((dtrain__hub *)self);
+    dtrain__hub_kick((dtrain__hub *)self);
+}
+
+static void dtrain__hub_lock(void *self, int on)
+{
+    if (on)
+        pthread_mutex_lock(&((dtrain__hub *)self)->mutex);
+    else
+        pthread_mutex_unlock(&((dtrain__hub *)self)->mutex);
+}
+
+static void dtrain__hub_end(dtrain__seat *seat, int about, const dtrain__error *cause)
+{
+    dtrain__reason reason = {DTRAIN__FRAME_END, seat->id, about, cause->status, cause->text, 0};
+    dtrain__channel_relay((dtrain__channel *)(void *)seat, -1, &reason);
 }
 
 static int dtrain__hub_fate(void *self, int rank)
 {
     const dtrain__member *member = &((dtrain__hub *)self)->members[rank];
     return member->gone != DTRAIN__PRESENT && member->silent ? DTRAIN__SILENT : member->gone;
-}
-
-static int dtrain__hub_member(void *self, uint64_t group, int i)
-{
-    const dtrain__channel *channel = dtrain__hub_channel((dtrain__hub *)self, group);
-    return channel == NULL ? -2 : i < channel->size ? channel->peers[i].world : -1;
-}
-
-static dtrain__store_call **dtrain__hub_asks(void *self, uint64_t group)
-{
-    dtrain__channel *channel = dtrain__hub_channel((dtrain__hub *)self, group);
-    return channel != NULL ? &channel->asks : NULL;
-}
-
-static void dtrain__hub_convene(dtrain__hub *hub)
-{
-    dtrain__council *council = &hub->council;
-    council->self = hub;
-    council->allocator = hub->allocator;
-    council->origin = &hub->origin;
-    council->rank = hub->rank;
-    council->size = hub->size;
-    council->send = dtrain__hub_send;
-    council->tell = dtrain__hub_news;
-    council->gone = dtrain__hub_fate;
-    council->member = dtrain__hub_member;
-    council->call = dtrain__hub_asks;
 }
 
 /* What a rank tells of itself when it joins; rank 0 refuses who does not fit. */
@@ -91,13 +80,13 @@ static int dtrain__take_join(dtrain__hub *hub, int rank, dtrain__reader *reader)
 /* Gives the channel its lanes, as many as the world has connections. Returns 0 when there is no memory. */
 static int dtrain__channel_lay(dtrain__channel *channel)
 {
-    size_t each = (size_t)channel->hub->connections, count = (size_t)channel->size * each;
+    size_t each = (size_t)channel->hub->connections, count = (size_t)channel->seat.size * each;
     channel->lanes = (dtrain__lane *)dtrain__alloc(channel->hub->allocator, count * sizeof(dtrain__lane));
     if (channel->lanes == NULL)
         return 0;
     for (size_t i = 0; i < count; i++)
         channel->lanes[i].stream.fd = -1;
-    for (int rank = 0; rank < channel->size; rank++)
+    for (int rank = 0; rank < channel->seat.size; rank++)
         channel->peers[rank].lanes = channel->lanes + (size_t)rank * each;
     return 1;
 }
@@ -105,6 +94,8 @@ static int dtrain__channel_lay(dtrain__channel *channel)
 /* All have joined, and this rank knows where they are. */
 static void dtrain__hub_formed(dtrain__hub *hub)
 {
+    dtrain__channel *world = dtrain__hub_channel(hub, 0);
+    dtrain__error cause = {DTRAIN_ERR_MEMORY, "no memory for connections"};
     int neighbours = 0;
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
@@ -112,8 +103,8 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++)
         neighbours += hub->members[rank].host == hub->members[hub->rank].host;
     hub->crowded = neighbours > dtrain__os_processors();
-    if (hub->world != NULL && !dtrain__channel_lay(hub->world))
-        dtrain__channel_end(hub->world, hub->rank, DTRAIN_ERR_MEMORY, "no memory for connections");
+    if (world != NULL && !dtrain__channel_lay(world))
+        dtrain__seat_end(&world->seat, hub->rank, &cause);
     dtrain__hub_tell(hub);
 }
 
@@ -140,16 +131,15 @@ static int dtrain__take_table(dtrain__hub *hub, dtrain__reader *reader)
  * lists all members. */
 static int dtrain__reason_fits(dtrain__hub *hub, int from, const dtrain__reason *reason, dtrain__reader list)
 {
-    const dtrain__channel *channel = dtrain__hub_channel(hub, reason->channel);
+    const dtrain__seat *seat = dtrain__council_seat(&hub->council, reason->channel);
     size_t count = list.left / 4;
     int among = reason->channel == 0;
     uint64_t rank, about = (uint64_t)reason->about;
-    if (reason->channel == 0 ? count > 0 : !hub->formed || (channel != NULL && count != (size_t)channel->size))
+    if (reason->channel == 0 ? count > 0 : !hub->formed || (seat != NULL && count != (size_t)seat->size))
         return 0;
     dtrain__council_list(&hub->council);
     for (size_t i = 0; dtrain__take(&list, &rank, 4); i++) {
-        if (!dtrain__council_list_add(&hub->council, rank) ||
-            (channel != NULL && rank != (uint64_t)channel->peers[i].world))
+        if (!dtrain__council_list_add(&hub->council, rank) || (seat != NULL && rank != (uint64_t)seat->worlds[i]))
             return 0;
         among |= (int)rank == from;
         about = i == (size_t)reason->about ? rank : about;
@@ -174,10 +164,11 @@ static void dtrain__hub_forward(dtrain__hub *hub, int from, const dtrain__reason
 /* While the world forms: rank 0 does not want this rank, or fares badly itself. */
 static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
 {
-    if (hub->rank == 0 || hub->formed || hub->world == NULL)
+    dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
+    if (hub->rank == 0 || hub->formed || world == NULL)
         return 0;
     dtrain__fail(&hub->root_error, reason->status, "%s", reason->text);
-    dtrain__channel_break(hub->world, reason->status, hub->root_error.text);
+    dtrain__seat_break(world, &hub->root_error);
     return 1;
 }
 
@@ -185,29 +176,32 @@ static int dtrain__take_refusal(dtrain__hub *hub, const dtrain__reason *reason)
 static int dtrain__take_channel_reason(dtrain__hub *hub, int from, const dtrain__reason *reason,
                                        const dtrain__reader *list)
 {
-    dtrain__channel *channel = dtrain__hub_channel(hub, reason->channel);
+    dtrain__seat *seat = dtrain__council_seat(&hub->council, reason->channel);
+    dtrain__error cause;
     if (dtrain__hub_leads(hub) ? !dtrain__reason_fits(hub, from, reason, *list)
-                               : list->left > 0 || (channel != NULL && reason->about >= channel->size))
+                               : list->left > 0 || (seat != NULL && reason->about >= seat->size))
         return 0;
     if (reason->type == DTRAIN__FRAME_BYE) {
-        if (channel != NULL && reason->about != channel->rank)
-            dtrain__channel_left(channel, reason->about, reason->text, reason->calls);
-        dtrain__council_left(&hub->council, reason->channel,
-                             channel != NULL ? channel->peers[reason->about].world : from);
-        dtrain__hub_forward(hub, from, reason, *list);
-    } else if (channel == NULL || dtrain__channel_break(channel, reason->status, reason->text)) {
-        dtrain__hub_forward(hub, from, reason, *list);
+        if (seat != NULL && reason->about != seat->rank)
+            dtrain__seat_left(seat, reason->about, reason->text, reason->calls);
+        dtrain__council_left(&hub->council, reason->channel, seat != NULL ? seat->worlds[reason->about] : from);
+    } else if (seat != NULL) {
+        dtrain__membership_because(&cause, reason->status, "%s", reason->text);
+        if (!dtrain__seat_break(seat, &cause))
+            return 1;
     }
+    dtrain__hub_forward(hub, from, reason, *list);
     return 1;
 }
 
 /* The others have given this rank up, which was stopped perhaps: it is in no group any more. */
 static int dtrain__hub_given_up(dtrain__hub *hub, const char *how)
 {
-    hub->given_up = 1;
-    snprintf(hub->members[hub->rank].why, sizeof hub->members[hub->rank].why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
-        dtrain__channel_lost(channel, channel->rank);
+    dtrain__member *self = &hub->members[hub->rank];
+    hub->council.given_up = 1;
+    snprintf(self->why, sizeof self->why, "%.*s", DTRAIN__WHY_BYTES - 1, how);
+    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
+        dtrain__seat_lost(seat, hub->rank, DTRAIN_ERR_PEER_LOST, self->name, self->why);
     dtrain__hub_tell(hub);
     return 1;
 }
@@ -270,11 +264,12 @@ static void dtrain__hub_look(dtrain__hub *hub, int64_t now)
     own->awaits = -1;
     own->bytes = 0;
     own->heard_ns = now;
-    for (dtrain__channel *channel = hub->channels; channel != NULL && own->awaits < 0; channel = channel->next) {
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL && own->awaits < 0;
+         channel = dtrain__channel_next(channel)) {
         if (channel->last != NULL)
             own->bytes = channel->last(channel->last_user, own->data, sizeof own->data, &own->awaits);
         if (own->awaits >= 0)
-            own->awaits = channel->peers[own->awaits].world;
+            own->awaits = channel->seat.worlds[own->awaits];
     }
 }
 
@@ -380,11 +375,9 @@ static int dtrain__hub_frames(dtrain__hub *hub, int rank)
 static void dtrain__hub_short_of_memory(dtrain__hub *hub)
 {
     dtrain__error cause;
-    dtrain__error kept = dtrain__thread_error;
-    dtrain__fail(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
-    dtrain__thread_error = kept;
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
-        dtrain__channel_end(channel, channel->rank, cause.status, cause.text);
+    dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its control messages", hub->rank);
+    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
+        dtrain__seat_end(seat, seat->rank, &cause);
 }
 
 /* Handles what is there of a member, until it is held or nothing more has come. */
@@ -403,7 +396,7 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
             return;
         }
         ssize_t n = dtrain__stream_recv(&member->control, member->in.data + member->in.bytes,
-                                        member->in.capacity - member->in.bytes);
+                                        dtrain__memory_bytes(member->in.data) - member->in.bytes);
         if (n < 0)
             dtrain__hub_control_down(hub, rank, dtrain__hub_ended(hub, rank, errno));
         if (n <= 0)

@@ -38,12 +38,31 @@ typedef struct dtrain__asker {
 } dtrain__asker;
 
 typedef struct dtrain__consent dtrain__consent;
+typedef struct dtrain__council dtrain__council;
 
-typedef struct dtrain__council {
+/* This process's end of one group: the first member of what its transport has for the group. */
+typedef struct dtrain__seat {
+    struct dtrain__seat *next;
+    dtrain__council *council;
+    uint64_t id; /* the same on all members; 0: the world */
+    int rank, size;
+    int *worlds; /* of each member its rank in the world */
+    dtrain__membership members;
+    unsigned char *bound; /* of each rank of the world, 1: its loss ends this group too; NULL: members alone count */
+    uint64_t leader;      /* 1 + the id of the group whose end is this one's, too; 0: there is none */
+    uint64_t calls;       /* collectives that this end has ended, as it leaves */
+    int forked;           /* the end of a child's copy: touches nothing that the parent still uses */
+    dtrain__store_call *asks; /* its call that waits for an answer of the store */
+} dtrain__seat;
+
+struct dtrain__council {
     void *self; /* the owner, given to every function */
     dtrain_allocator *allocator;
     dtrain__origin *origin;
     int rank, size; /* of the world */
+    int given_up;   /* the others say that this rank is lost */
+    uint64_t news;  /* counts what a waiting caller should look at */
+    dtrain__seat *seats;
     dtrain__store store;
     dtrain__asker *askers;
     uint32_t asked;                             /* requests to the store */
@@ -52,13 +71,16 @@ typedef struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
     /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);          /* something has come that a caller may wait for */
-    int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
-    /* The rank in the world of the group's rank i; -1: it has fewer; -2: this process has no such group. */
-    int (*member)(void *self, uint64_t group, int i);
-    /* Where the group keeps its call that waits for an answer; NULL: this process has no such group. */
-    dtrain__store_call **(*call)(void *self, uint64_t group);
-} dtrain__council;
+    void (*tell)(void *self);                    /* something has come that a caller may wait for */
+    int (*gone)(void *self, int rank);           /* DTRAIN__PRESENT ... */
+    void (*lock)(void *self, int on);            /* for a caller of a seat's: what guards the council */
+    void (*lost)(dtrain__seat *seat, int world); /* marks what is known of a rank that is gone */
+    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that it has */
+    /* Waits until there may be news, which `seen` counts, or until_ns; turn: how often this call has waited. */
+    void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
+    dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
+    const dtrain__plane *plane;
+};
 
 /* Reading a message: each take says whether there was enough. */
 typedef struct dtrain__reader {
@@ -88,6 +110,245 @@ static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out
     reader->at += bytes;
     reader->left -= (size_t)bytes;
     return 1;
+}
+
+/* ---- seats ---- */
+
+static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council *council, uint64_t id)
+{
+    dtrain__seat *seat = council->seats;
+    while (seat != NULL && seat->id != id)
+        seat = seat->next;
+    return seat;
+}
+
+/* Fills a new seat; worlds NULL: members have the same ranks in the world. Returns 0 when there is no memory. */
+static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, const int *worlds, int size,
+                             int rank)
+{
+    seat->council = council;
+    seat->id = id;
+    seat->rank = rank;
+    seat->size = seat->members.size = size;
+    seat->members.ranks =
+        (dtrain__departure *)dtrain__alloc(council->allocator, (size_t)size * sizeof(dtrain__departure));
+    seat->worlds = (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int));
+    for (int i = 0; seat->worlds != NULL && i < size; i++)
+        seat->worlds[i] = worlds != NULL ? worlds[i] : i;
+    return seat->members.ranks != NULL && seat->worlds != NULL;
+}
+
+/* Frees what the seat has. */
+static void dtrain__seat_free(dtrain__seat *seat)
+{
+    dtrain_allocator *allocator = seat->council->allocator;
+    for (int rank = 0; seat->members.ranks != NULL && rank < seat->size; rank++)
+        dtrain__free(allocator, (void *)(uintptr_t)seat->members.ranks[rank].why);
+    dtrain__free(allocator, seat->members.ranks);
+    dtrain__free(allocator, seat->worlds);
+    dtrain__free(allocator, seat->bound);
+}
+
+static void dtrain__seat_unlink(dtrain__seat *seat)
+{
+    dtrain__seat **at = &seat->council->seats;
+    while (*at != seat)
+        at = &(*at)->next;
+    *at = seat->next;
+}
+
+/* The group's rank of the world's `world`; -1: not a member. */
+static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
+{
+    for (int rank = 0; rank < seat->size; rank++)
+        if (seat->worlds[rank] == world)
+            return rank;
+    return -1;
+}
+
+/* Ends the group here, and those that follow it; the first cause stays. Returns 0 when it had ended before. */
+static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
+{
+    if (!dtrain__membership_break(&seat->members, cause))
+        return 0;
+    for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
+        if (__atomic_load_n(&other->leader, __ATOMIC_SEQ_CST) == seat->id + 1)
+            dtrain__seat_break(other, cause);
+    seat->council->tell(seat->council->self);
+    return 1;
+}
+
+/* Ends the group on all its members. */
+static DTRAIN__NOINLINE void dtrain__seat_end(dtrain__seat *seat, int about, const dtrain__error *cause)
+{
+    if (dtrain__seat_break(seat, cause))
+        seat->council->ended(seat, about, cause);
+}
+
+/* A member's end of the group is gone, which had ended so many collectives; operations that need it will fail, others
+ * need not. `why` may be empty. */
+static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
+{
+    size_t bytes = strlen(why) + 1;
+    char *text = NULL;
+    if (dtrain__membership_left(&seat->members, rank))
+        return;
+    if (bytes > 1)
+        text = (char *)dtrain__alloc(seat->council->allocator, bytes);
+    if (text != NULL)
+        memcpy(text, why, bytes);
+    seat->members.ranks[rank].why = text;
+    seat->members.ranks[rank].calls = calls;
+    dtrain__membership_leave(&seat->members, rank);
+    seat->council->tell(seat->council->self);
+}
+
+/* Ends the group because a rank of the world is lost that is a member and has not left it, or that it is bound to.
+ * name: of the process, or empty. Returns whether that ended it. */
+static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status, const char *name, const char *why)
+{
+    int rank = dtrain__seat_rank(seat, world), named = name[0] != 0, broke;
+    dtrain__error cause;
+    if (rank < 0 ? seat->bound == NULL || !seat->bound[world] : dtrain__membership_left(&seat->members, rank))
+        return 0;
+    if (rank < 0)
+        dtrain__membership_because(&cause, status,
+                                   "rank %d of the world%s%s%s, of another group of this mesh, is lost: %.400s", world,
+                                   named ? " (" : "", name, named ? ")" : "", why);
+    else if (seat->id == 0)
+        dtrain__membership_because(&cause, status, "rank %d%s%s%s is lost: %.400s", rank, named ? " (" : "", name,
+                                   named ? ")" : "", why);
+    else
+        dtrain__membership_because(&cause, status, "rank %d (rank %d of the world%s%s) is lost: %.400s", rank, world,
+                                   named ? ", " : "", name, why);
+    broke = dtrain__seat_break(seat, &cause); /* first: who sees that it has left finds the cause */
+    if (rank >= 0)
+        dtrain__seat_left(seat, rank, why, UINT64_MAX);
+    return broke;
+}
+
+/* Says that a rank has left, which an operation needs; ends the group if it did so with an error. */
+static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
+{
+    const dtrain__error *cause = dtrain__membership_cause(&seat->members);
+    dtrain__error lost;
+    if (cause != NULL)
+        return dtrain__report(cause);
+    if (dtrain__membership_lost(&seat->members, rank, &lost))
+        dtrain__seat_end(seat, rank, &lost);
+    return lost.status;
+}
+
+/* ---- what planes share ---- */
+
+static void dtrain__seat_lock(dtrain__seat *seat, int on)
+{
+    seat->council->lock(seat->council->self, on);
+}
+
+static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                       size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
+    memcpy(&out.data, &data, sizeof data); /* it is only read */
+    dtrain_status status =
+        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__seat_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                       size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
+    dtrain_status status =
+        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
+    *moved = in.moved;
+    return status;
+}
+
+/* Gives out the end of a group; what else the transport has is to be added. */
+static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
+{
+    memset(end, 0, sizeof *end);
+    end->transport.self = seat;
+    end->transport.rank = seat->rank;
+    end->transport.size = seat->size;
+    end->transport.send = dtrain__seat_send;
+    end->transport.recv = dtrain__seat_recv;
+    end->transport.exchange = seat->council->exchange;
+    end->plane = seat->council->plane;
+    end->origin = seat->council->origin;
+    end->members = &seat->members;
+    end->allocator = seat->council->allocator;
+}
+
+static int dtrain__seat_world(void *self, int rank)
+{
+    return ((dtrain__seat *)self)->worlds[rank];
+}
+
+static int dtrain__seat_bound(void *self, int *worlds)
+{
+    const dtrain__seat *seat = (dtrain__seat *)self;
+    int count = 0;
+    if (worlds == NULL)
+        return seat->council->size;
+    for (int rank = 0; seat->bound != NULL && rank < seat->council->size; rank++)
+        if (seat->bound[rank])
+            worlds[count++] = rank;
+    return count;
+}
+
+static int dtrain__seat_bind(void *self, const int *worlds, int count)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__council *council = seat->council;
+    unsigned char *bound = (unsigned char *)dtrain__alloc(council->allocator, (size_t)council->size);
+    if (bound == NULL)
+        return 0;
+    for (int i = 0; i < count; i++)
+        bound[worlds[i]] = 1;
+    dtrain__seat_lock(seat, 1);
+    seat->bound = bound;
+    for (int i = 0; i < count; i++)
+        if (council->gone(council->self, worlds[i]) != DTRAIN__PRESENT)
+            council->lost(seat, worlds[i]);
+    dtrain__seat_lock(seat, 0);
+    return 1;
+}
+
+static void dtrain__seat_follow(void *self, void *leader)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    const dtrain__seat *first = (const dtrain__seat *)leader;
+    dtrain__seat_lock(seat, 1);
+    __atomic_store_n(&seat->leader, first->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
+    if (dtrain__membership_broken(&first->members))
+        dtrain__seat_break(seat, dtrain__membership_cause(&first->members));
+    dtrain__seat_lock(seat, 0);
+}
+
+static void dtrain__seat_needed(void *self, int rank)
+{
+    dtrain__seat_lock((dtrain__seat *)self, 1);
+    dtrain__seat_needs((dtrain__seat *)self, rank);
+    dtrain__seat_lock((dtrain__seat *)self, 0);
+}
+
+static void dtrain__seat_skipped(void *self, int rank, uint64_t calls)
+{
+    dtrain__seat_lock((dtrain__seat *)self, 1);
+    dtrain__seat_left((dtrain__seat *)self, rank, "", calls);
+    dtrain__seat_lock((dtrain__seat *)self, 0);
+}
+
+/* dtrain_transport.leave tells why. */
+static void dtrain__seat_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
+{
+    (void)why;
+    ((dtrain__seat *)self)->forked = forked;
+    ((dtrain__seat *)self)->calls = calls;
 }
 
 /* Reads a list of ranks of the world: begin, then add each. */
@@ -122,7 +383,8 @@ static int dtrain__council_leader(const dtrain__council *council)
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {
-    dtrain__store_call **at = council->call(council->self, group), *call = at != NULL ? *at : NULL;
+    const dtrain__seat *seat = dtrain__council_seat(council, group);
+    dtrain__store_call *call = seat != NULL ? seat->asks : NULL;
     if (call == NULL || call->id != id)
         return; /* it was given up */
     call->status = status;
@@ -244,24 +506,25 @@ static int dtrain__council_take_answer(dtrain__council *council, int from, dtrai
 }
 
 /* Begins a call of the group's: sends the request, or on rank 0 serves it. */
-static dtrain_status dtrain__council_ask(dtrain__council *council, uint64_t group, int rank, dtrain__store_call *call)
+static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call *call)
 {
+    dtrain__council *council = seat->council;
     unsigned char head[15 + DTRAIN__STORE_KEY_BYTES];
     size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
     dtrain__asker asker;
     asker.next = NULL;
     asker.rank = 0;
-    asker.group = group;
+    asker.group = seat->id;
     asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
     asker.key_bytes = strlen(call->key);
     snprintf(asker.key, sizeof asker.key, "%s", call->key);
     call->answered = 0;
-    *council->call(council->self, group) = call;
+    seat->asks = call;
     if (council->rank == 0) {
         dtrain__council_serve(council, &asker, call->what, call->value, bytes);
         return DTRAIN_OK;
     }
-    dtrain__put_le(head, group, 8);
+    dtrain__put_le(head, seat->id, 8);
     dtrain__put_le(head + 8, asker.id, 4);
     head[12] = (unsigned char)call->what;
     dtrain__put_le(head + 13, asker.key_bytes, 2);
@@ -269,19 +532,20 @@ static dtrain_status dtrain__council_ask(dtrain__council *council, uint64_t grou
     if (council->send(council->self, 0, DTRAIN__FRAME_ASK, head, 15 + asker.key_bytes, call->value, bytes) ||
         council->gone(council->self, 0) != DTRAIN__PRESENT) /* which the wait for the answer tells */
         return DTRAIN_OK;
-    *council->call(council->self, group) = NULL;
+    seat->asks = NULL;
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
                         "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read them",
-                        dtrain__store_names[call->what], rank, call->key);
+                        dtrain__store_names[call->what], seat->rank, call->key);
 }
 
 /* Looks how the group's call has ended; 0 while it has not. late: it ends now. Then the group has it no more. */
-static int dtrain__council_ended(dtrain__council *council, uint64_t group, int rank, const dtrain__membership *members,
-                                 int late, dtrain_status *status)
+static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *status)
 {
-    dtrain__store_call **at = council->call(council->self, group), *call = *at;
-    const dtrain__error *cause = dtrain__membership_cause(members);
+    const dtrain__council *council = seat->council;
+    dtrain__store_call *call = seat->asks;
+    const dtrain__error *cause = dtrain__membership_cause(&seat->members);
     const char *name = dtrain__store_names[call->what];
+    int rank = seat->rank;
     *status = call->status;
     if (call->answered && *status != DTRAIN_OK && call->why[0] == 0)
         dtrain__fail(call->error, *status, "%s on rank %d: no memory for the answer on rank 0", name, rank);
@@ -302,7 +566,7 @@ static int dtrain__council_ended(dtrain__council *council, uint64_t group, int r
                                name, rank, call->key);
     else
         return 0;
-    *at = NULL;
+    seat->asks = NULL;
     return 1;
 }
 

@@ -9,7 +9,7 @@
  *
  * Whoever holds step_mutex may run the hub: the service thread, or where there is none a caller that waits for data
  * and adds its descriptors to the same poll(). Everything shared is guarded by `mutex`, which nobody holds while it
- * waits. `news` counts what a waiting caller should look at. */
+ * waits. */
 #ifndef DTRAIN__HUB
 #define DTRAIN__HUB
 #include "../base/memory.c"
@@ -40,7 +40,6 @@ typedef struct dtrain__lane {
 
 /* One rank of a channel, as this rank sees it. */
 typedef struct dtrain__peer {
-    int world;               /* its rank there */
     int awaits;              /* POLLIN, POLLOUT: what the service thread could not move */
     uint64_t sent, received; /* bytes of data to and from it, over all lanes */
     dtrain__lane *lanes;     /* hub->connections of them; NULL until the world has formed */
@@ -49,24 +48,15 @@ typedef struct dtrain__peer {
 typedef struct dtrain__hub dtrain__hub;
 
 typedef struct dtrain__channel {
-    struct dtrain__channel *next;
+    dtrain__seat seat; /* first; written with the hub's mutex held */
     dtrain__hub *hub;
-    uint64_t id; /* the same on all members; 0: the world */
-    int rank, size;
-    dtrain__peer *peers;
-    dtrain__membership members; /* written with the hub's mutex held */
-    uint64_t calls;             /* collectives that this end has ended, as it leaves */
-    unsigned char *bound; /* of each rank of the world, 1: its loss ends this channel too; NULL: members alone count */
-    int follows;          /* the channel named `leader` ends this one with itself */
-    uint64_t leader;
+    dtrain__peer *peers; /* one for each member */
     dtrain__lane *lanes; /* of all peers */
     int attend;          /* some lane has work for whoever steps */
     int wake[2];         /* a pipe to the caller that waits */
     uint32_t waiting;
-    int awaiting;             /* some peer has awaits */
-    int forked;               /* the end of a child's copy: touches nothing that the parent still uses */
-    dtrain__store_call *asks; /* this group's call that waits for an answer of the store */
-    size_t (*last)(void *user, unsigned char *out, size_t capacity, int *awaits); /* what this rank does; may be NULL */
+    int awaiting;      /* some peer has awaits */
+    dtrain__tell last; /* what this rank does; may be NULL */
     void *last_user;
 } dtrain__channel;
 
@@ -98,7 +88,7 @@ typedef struct dtrain__member {
     dtrain__stream control;                  /* the leader has one to each; the others one, to the leader */
     dtrain__bytes in, out;
     int64_t heard_ns, down_ns;
-    dtrain__handshake *handshake; /* a control connection that this rank is making, after rank 0 is gone */
+    dtrain__handshake *handshake; /* a control connection that this rank is making */
     int64_t call_ns;              /* when it tries again */
     int poll_index;
     dtrain__last_heard last;
@@ -110,27 +100,23 @@ struct dtrain__hub {
     dtrain_allocator *allocator, own;
     dtrain__keys keys;
     int rank, size, connections, insecure, formed;
-    int crowded;     /* more ranks on this host than processors */
-    int leader;      /* the lowest rank that is not gone, whom this rank keeps its control connection to */
-    int elected;     /* it is new */
-    int handed;      /* it leads as the one before it has left */
-    int given_up;    /* the others say that this rank is lost */
-    int told_sealed; /* the log has it */
-    dtrain__channel *channels, *world; /* world is NULL once its end has left */
-    int leaving;                       /* this process has said goodbye */
-    uint32_t serviced;                 /* a service thread steps */
+    int crowded;       /* more ranks on this host than processors */
+    int leader;        /* the lowest rank that is not gone, whom this rank keeps its control connection to */
+    int elected;       /* it is new */
+    int handed;        /* it leads as the one before it has left */
+    int told_sealed;   /* the log has it */
+    int leaving;       /* this process has said goodbye */
+    uint32_t serviced; /* a service thread steps */
     char root[DTRAIN__ADDRESS_BYTES], listen_on[64], fingerprint[DTRAIN__FINGERPRINT_BYTES], believed[400];
     int64_t heartbeat_ns, reconnect_ns, period_ns;
     int64_t patience_ns; /* the greatest of the group's limits: for a member to answer, which may not poll meanwhile */
     dtrain__address root_addresses[DTRAIN__MAX_ADDRESSES], reached, listening;
     int root_count, root_turn, listener, listener_index;
-    dtrain__handshake *root_handshake;
-    int64_t root_retry_ns, root_wait_ns;
+    int64_t root_wait_ns;
     dtrain__error root_error; /* of the last try to reach rank 0 */
     pthread_mutex_t step_mutex, mutex;
     int kick[2]; /* a pipe to whoever steps */
     uint32_t stepping, kicked;
-    uint64_t news;
     dtrain__handshake *handshakes;
     int inbound;
     dtrain__member *members;
@@ -143,11 +129,28 @@ struct dtrain__hub {
     dtrain__notes notes;
 };
 
+/* The hub's channels, one after the other; NULL at the end. */
+static dtrain__channel *dtrain__channel_first(const dtrain__hub *hub)
+{
+    return (dtrain__channel *)(void *)hub->council.seats;
+}
+
+static dtrain__channel *dtrain__channel_next(const dtrain__channel *channel)
+{
+    return (dtrain__channel *)(void *)channel->seat.next;
+}
+
+static dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
+{
+    return (dtrain__channel *)(void *)dtrain__council_seat(&hub->council, id);
+}
+
 /* Something happened that a caller may wait for; the caller of this holds the mutex. */
 static void dtrain__hub_tell(dtrain__hub *hub)
 {
-    __atomic_add_fetch(&hub->news, 1, __ATOMIC_SEQ_CST);
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+    __atomic_add_fetch(&hub->council.news, 1, __ATOMIC_SEQ_CST);
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
+         channel = dtrain__channel_next(channel))
         if (__atomic_load_n(&channel->waiting, __ATOMIC_SEQ_CST))
             dtrain__net_poke(channel->wake[1]);
 }
@@ -251,7 +254,7 @@ static int dtrain__hub_linked(const dtrain__hub *hub, int rank)
 static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason *reason, const dtrain__channel *channel)
 {
     dtrain__member *member = &hub->members[to];
-    int count = channel != NULL && channel->id != 0 ? channel->size : 0;
+    int count = channel != NULL && channel->seat.id != 0 ? channel->seat.size : 0;
     if (!dtrain__hub_linked(hub, to) || !member->joined || member->gone != DTRAIN__PRESENT)
         return;
     size_t begin = dtrain__frame_open(hub, member, reason->type);
@@ -262,7 +265,7 @@ static void dtrain__frame_reason(dtrain__hub *hub, int to, const dtrain__reason 
     dtrain__give(hub, &member->out, reason->calls, 8);
     dtrain__give(hub, &member->out, (uint64_t)count, 4);
     for (int i = 0; i < count; i++)
-        dtrain__give(hub, &member->out, (uint64_t)channel->peers[i].world, 4);
+        dtrain__give(hub, &member->out, (uint64_t)channel->seat.worlds[i], 4);
     dtrain__frame_close(member, begin);
 }
 
@@ -280,17 +283,9 @@ static void dtrain__channel_relay(const dtrain__channel *channel, int except, co
     dtrain__hub *hub = channel->hub;
     if (!dtrain__hub_leads(hub) && hub->leader != except)
         dtrain__frame_reason(hub, hub->leader, reason, channel);
-    for (int i = 0; dtrain__hub_leads(hub) && i < channel->size; i++)
-        if (channel->peers[i].world != except)
-            dtrain__frame_reason(hub, channel->peers[i].world, reason, NULL);
-}
-
-static DTRAIN__NOINLINE dtrain__channel *dtrain__hub_channel(const dtrain__hub *hub, uint64_t id)
-{
-    dtrain__channel *channel = hub->channels;
-    while (channel != NULL && channel->id != id)
-        channel = channel->next;
-    return channel;
+    for (int i = 0; dtrain__hub_leads(hub) && i < channel->seat.size; i++)
+        if (channel->seat.worlds[i] != except)
+            dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
 }
 
 /* The lane that the next bytes to or from a peer take, and how many of them. */
@@ -308,95 +303,10 @@ static dtrain__handshake *dtrain__channel_admitted(const dtrain__channel *channe
 {
     dtrain__handshake *handshake = channel->hub->handshakes;
     while (handshake != NULL && (handshake->state != DTRAIN__HANDSHAKE_OPEN || handshake->error.status != DTRAIN_OK ||
-                                 handshake->purpose != DTRAIN__PURPOSE_DATA || handshake->channel != channel->id ||
+                                 handshake->purpose != DTRAIN__PURPOSE_DATA || handshake->channel != channel->seat.id ||
                                  handshake->peer != world || handshake->lane != lane))
         handshake = handshake->next;
     return handshake;
-}
-
-/* The channel's rank of the world's `world`; -1: not a member. */
-static DTRAIN__NOINLINE int dtrain__channel_rank(const dtrain__channel *channel, int world)
-{
-    if (channel->id == 0)
-        return world;
-    for (int i = 0; i < channel->size; i++)
-        if (channel->peers[i].world == world)
-            return i;
-    return -1;
-}
-
-/* Ends the channel here; the first cause stays. Returns 0 when it had ended before. */
-static int dtrain__channel_break(dtrain__channel *channel, dtrain_status status, const char *text)
-{
-    dtrain__error cause;
-    cause.status = status;
-    snprintf(cause.text, sizeof cause.text, "%s", text);
-    if (!dtrain__membership_break(&channel->members, &cause))
-        return 0;
-    for (dtrain__channel *other = channel->hub->channels; other != NULL; other = other->next)
-        if (other->follows && other->leader == channel->id)
-            dtrain__channel_break(other, status, cause.text);
-    dtrain__hub_tell(channel->hub);
-    dtrain__hub_kick(channel->hub);
-    return 1;
-}
-
-/* Ends the channel on all its members. */
-static DTRAIN__NOINLINE void dtrain__channel_end(dtrain__channel *channel, int about, dtrain_status status,
-                                                 const char *text)
-{
-    dtrain__reason reason = {DTRAIN__FRAME_END, channel->id, about, status, text, 0};
-    if (dtrain__channel_break(channel, status, text))
-        dtrain__channel_relay(channel, -1, &reason);
-}
-
-/* A member's end of the channel is gone, which had ended so many collectives; operations that need it will fail, others
- * need not. */
-static void dtrain__channel_left(dtrain__channel *channel, int rank, const char *why, uint64_t calls)
-{
-    size_t bytes = strlen(why) + 1;
-    char *text = NULL;
-    if (dtrain__membership_left(&channel->members, rank))
-        return;
-    if (bytes > 1)
-        text = (char *)dtrain__alloc(channel->hub->allocator, bytes);
-    if (text != NULL)
-        memcpy(text, why, bytes);
-    channel->members.ranks[rank].why = text;
-    channel->members.ranks[rank].calls = calls;
-    dtrain__membership_leave(&channel->members, rank);
-    dtrain__hub_tell(channel->hub);
-}
-
-/* The channel ends because a member of it is lost, unless that has left it before. */
-static void dtrain__channel_lost(dtrain__channel *channel, int rank)
-{
-    int world = channel->peers[rank].world;
-    dtrain__member *member = &channel->hub->members[world];
-    dtrain__error lost, kept = dtrain__thread_error;
-    const char *name = member->name[0] != 0 ? member->name : "unknown process";
-    if (dtrain__membership_left(&channel->members, rank))
-        return;
-    if (channel->id == 0)
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: %s", rank, name, member->why);
-    else
-        dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (rank %d of the world, %s) is lost: %s", rank, world, name,
-                     member->why);
-    dtrain__thread_error = kept;
-    dtrain__channel_break(channel, lost.status, lost.text); /* first: who sees that it has left finds the cause */
-    channel->members.ranks[rank].calls = UINT64_MAX;
-    dtrain__membership_leave(&channel->members, rank);
-}
-
-/* The channel ends because a rank is lost without which its members cannot go on. */
-static void dtrain__channel_lost_bound(dtrain__channel *channel, int world)
-{
-    const dtrain__member *member = &channel->hub->members[world];
-    dtrain__error lost, kept = dtrain__thread_error;
-    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world (%s), of another group of this mesh, is lost: %s",
-                 world, member->name[0] != 0 ? member->name : "unknown process", member->why);
-    dtrain__thread_error = kept;
-    dtrain__channel_break(channel, lost.status, lost.text);
 }
 
 /* The lowest rank that is not gone leads. Who comes after a rank that left waits a while before it takes over, as the
@@ -404,9 +314,7 @@ static void dtrain__channel_lost_bound(dtrain__channel *channel, int world)
 static void dtrain__hub_elect(dtrain__hub *hub, int gone)
 {
     int64_t now = dtrain__os_now_ns(), begin = now + (gone == DTRAIN__LEFT ? DTRAIN__HANDOVER_NS : 0);
-    int leader = 0;
-    while (leader < hub->rank && hub->members[leader].gone != DTRAIN__PRESENT)
-        leader++;
+    int leader = dtrain__council_leader(&hub->council);
     if (leader == hub->leader)
         return;
     hub->leader = leader;
@@ -427,6 +335,18 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
     }
 }
 
+/* Marks in a channel that a member is gone. */
+static void dtrain__hub_marks(dtrain__seat *seat, int world)
+{
+    const dtrain__member *member = &((dtrain__hub *)seat->council->self)->members[world];
+    int rank = dtrain__seat_rank(seat, world);
+    if (member->gone == DTRAIN__LOST)
+        dtrain__seat_lost(seat, world, DTRAIN_ERR_PEER_LOST, member->name[0] != 0 ? member->name : "unknown process",
+                          member->why);
+    else if (rank >= 0)
+        dtrain__seat_left(seat, rank, member->why, member->why[0] != 0 ? UINT64_MAX : 0);
+}
+
 /* A member is gone, of its own will or not: every channel that has it hears of it. Who left has said so in each channel
  * of its own before, unless there is a reason. */
 static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *why)
@@ -437,15 +357,8 @@ static void dtrain__hub_gone(dtrain__hub *hub, int rank, int gone, const char *w
     member->gone = gone;
     member->expected = 0;
     snprintf(member->why, sizeof member->why, "%.*s", (int)sizeof member->why - 1, why);
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next) {
-        int at = dtrain__channel_rank(channel, rank);
-        if (at >= 0 && gone == DTRAIN__LOST)
-            dtrain__channel_lost(channel, at);
-        else if (at >= 0)
-            dtrain__channel_left(channel, at, why, why[0] != 0 ? UINT64_MAX : 0);
-        else if (gone == DTRAIN__LOST && channel->bound != NULL && channel->bound[rank])
-            dtrain__channel_lost_bound(channel, rank);
-    }
+    for (dtrain__seat *seat = hub->council.seats; seat != NULL; seat = seat->next)
+        dtrain__hub_marks(seat, rank);
     if (hub->formed && rank == hub->leader)
         dtrain__hub_elect(hub, gone);
     dtrain__hub_tell(hub);

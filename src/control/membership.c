@@ -84,6 +84,20 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
     return missing;
 }
 
+/* Writes what ends a group; the thread's own last error stays. */
+__attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
+                                                                             const char *format, ...)
+{
+    char text[DTRAIN__ERROR_BYTES];
+    dtrain__error kept = dtrain__thread_error;
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    dtrain__fail(cause, status, "%s", text);
+    dtrain__thread_error = kept;
+}
+
 /* Says that `rank`, which an operation needs, has left. Where it did so with an error, the group is to be broken by
  * *lost; returns whether. */
 static int dtrain__membership_lost(const dtrain__membership *members, int rank, dtrain__error *lost)

@@ -92,37 +92,29 @@ typedef struct dtrain__mux_peer {
 } dtrain__mux_peer;
 
 struct dtrain__mux_lane {
+    dtrain__seat seat; /* first */
     dtrain__mux *mux;
-    dtrain__mux_lane *next;
-    uint64_t id;
-    int size, rank, *worlds;
-    dtrain__membership members;
     dtrain__mux_inbox **inboxes; /* of each rank */
     size_t *done;                /* bytes that have gone to each rank, of which its calls are still to be told */
-    int *bound, bound_count;     /* ranks of the world whose loss breaks it, members or not */
-    uint64_t leader, calls;      /* the lane that it follows; collectives that it had ended when it left */
-    int follows, forked;
     int64_t waits_ns;   /* since when these wait for a peer to have left, or for what it sent before; 0: they do not */
     int64_t stalled_ns; /* since when its calls do not get on; 0: they do */
-    dtrain_transport own;     /* streams of its own; send NULL: it has none */
-    dtrain__store_call *asks; /* its call that waits for an answer of the store */
+    dtrain_transport own; /* streams of its own; send NULL: it has none */
 };
 
 struct dtrain__mux {
     dtrain__origin origin;
     dtrain_transport table;
     dtrain_allocator own, *allocator;
-    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of lanes */
+    pthread_mutex_t turn, mutex; /* mutex guards posts and, with turn, the list of seats */
     uint64_t turns;
     uint32_t waiting;   /* threads that want turn */
     int64_t crowded_ns; /* until then others are expected to want it soon */
     dtrain__bell bell;
-    dtrain__mux_lane *lanes;
     dtrain__mux_message *early; /* for lanes that are still to be made */
     dtrain__mux_peer *peers;
     dtrain__mux_block *spare;
     unsigned char waste[4096];
-    dtrain__council council; /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_council */
+    dtrain__council council;       /* gets control messages of kinds from DTRAIN__MUX_OTHERS on; see >>mux_plane */
     char why[DTRAIN__ERROR_BYTES]; /* the lane that left last has left */
     int64_t idle_ns;               /* how long the service thread rests between two looks */
 };
@@ -221,9 +213,9 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
     unsigned char head[8];
     size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
     dtrain__put_le(head, number, 8);
-    for (int rank = 0; rank < lane->size; rank++)
-        if (rank != lane->rank && !dtrain__membership_left(&lane->members, rank))
-            dtrain__mux_post(lane->mux, lane->worlds[rank], lane->id, kind, head, sizeof head, text, bytes);
+    for (int rank = 0; rank < lane->seat.size; rank++)
+        if (rank != lane->seat.rank && !dtrain__membership_left(&lane->seat.members, rank))
+            dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
 }
 
 /* The first post of a peer; with `sent` bytes of it gone. */
@@ -245,74 +237,33 @@ static dtrain__mux_message *dtrain__mux_posted(dtrain__mux *mux, dtrain__mux_pee
 
 /* ---- who is there ---- */
 
-static int dtrain__mux_rank(const dtrain__mux_lane *lane, int peer)
-{
-    for (int rank = 0; rank < lane->size; rank++)
-        if (lane->worlds[rank] == peer)
-            return rank;
-    return -1;
-}
-
 static dtrain__mux_lane *dtrain__mux_lane_of(const dtrain__mux *mux, uint64_t id)
 {
-    dtrain__mux_lane *lane = mux->lanes;
-    while (lane != NULL && lane->id != id)
-        lane = lane->next;
-    return lane;
+    return (dtrain__mux_lane *)(void *)dtrain__council_seat(&mux->council, id);
 }
 
-/* Breaks a lane and those that follow it; the caller holds turn or mutex. Returns 0 where it was broken before. */
-static int dtrain__mux_break(dtrain__mux_lane *lane, const dtrain__error *cause)
+/* Tells the members that the lane has ended. */
+static void dtrain__mux_end(dtrain__seat *seat, int about, const dtrain__error *cause)
 {
-    if (!dtrain__membership_break(&lane->members, cause))
-        return 0;
-    for (dtrain__mux_lane *other = lane->mux->lanes; other != NULL; other = other->next)
-        if (other->follows && other->leader == lane->id)
-            dtrain__mux_break(other, cause);
-    return 1;
+    (void)about;
+    dtrain__mux_tell((dtrain__mux_lane *)(void *)seat, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
 }
 
-/* Breaks a lane on all its members. The caller holds turn. */
-static void dtrain__mux_end(dtrain__mux_lane *lane, const dtrain__error *cause)
-{
-    if (dtrain__mux_break(lane, cause))
-        dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)cause->status, cause->text);
-}
-
-/* A rank's end of the lane is gone, which had ended so many collectives. The caller holds turn. */
-static void dtrain__mux_left(dtrain__mux_lane *lane, int rank, uint64_t calls, const void *why, size_t bytes)
-{
-    char *text = NULL;
-    if (dtrain__membership_left(&lane->members, rank))
-        return;
-    if (bytes > 0)
-        text = (char *)dtrain__alloc(lane->mux->allocator, bytes + 1);
-    if (text != NULL)
-        memcpy(text, why, bytes);
-    lane->members.ranks[rank].why = text;
-    lane->members.ranks[rank].calls = calls;
-    dtrain__membership_leave(&lane->members, rank);
-}
-
-/* A peer is gone. Where it has not said so, that ends every lane that has it or is bound to it. */
+/* The lane's peer is gone. Where it has not said so, that ends every lane that has it or is bound to it. */
 static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status status, const char *why)
 {
-    dtrain__error cause;
-    int rank = dtrain__mux_rank(lane, peer), bound = 0, bye = lane->mux->peers[peer].bye;
-    for (int i = 0; rank < 0 && i < lane->bound_count; i++)
-        bound |= lane->bound[i] == peer;
-    if (rank < 0 ? !bound || bye : dtrain__membership_left(&lane->members, rank))
-        return;
-    if (bound)
-        dtrain__fail(&cause, status, "rank %d of the world, of another group of this mesh, is lost: %.400s", peer, why);
-    else if (lane->id == 0)
-        dtrain__fail(&cause, status, "rank %d is lost: %.400s", rank, why);
-    else
-        dtrain__fail(&cause, status, "rank %d (rank %d of the world) is lost: %.400s", rank, peer, why);
-    if (!bye)
-        dtrain__mux_end(lane, &cause); /* first: who sees that it has left finds the cause */
-    if (rank >= 0)
-        dtrain__mux_left(lane, rank, UINT64_MAX, why, strlen(why));
+    int rank = dtrain__seat_rank(&lane->seat, peer);
+    if (lane->mux->peers[peer].bye && rank >= 0)
+        dtrain__seat_left(&lane->seat, rank, why, UINT64_MAX);
+    else if (!lane->mux->peers[peer].bye && dtrain__seat_lost(&lane->seat, peer, status, "", why))
+        dtrain__mux_end(&lane->seat, peer, &lane->seat.members.cause);
+}
+
+/* The same for a lane that is made, or bound, when it is gone already. */
+static void dtrain__mux_marks(dtrain__seat *seat, int world)
+{
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)(void *)seat;
+    dtrain__mux_lost(lane, world, lane->mux->peers[world].gone, "its end of the transport is closed");
 }
 
 /* The transport has said that the peer is lost, or that it is of no more use. The caller holds turn. */
@@ -333,8 +284,8 @@ static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
         snprintf(why, sizeof why, "the transport said %s", dtrain_status_name(status));
     for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
         post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
-    for (dtrain__mux_lane *lane = mux->lanes; lane != NULL; lane = lane->next)
-        dtrain__mux_lost(lane, peer, status, why);
+    for (dtrain__seat *seat = mux->council.seats; seat != NULL; seat = seat->next)
+        dtrain__mux_lost((dtrain__mux_lane *)(void *)seat, peer, status, why);
     dtrain__council_lost(&mux->council, peer);
     dtrain__thread_error = kept;
 }
@@ -431,19 +382,19 @@ static dtrain__mux_block *dtrain__mux_inbox_room(dtrain__mux *mux, dtrain__mux_i
 /* A peer's LEAVE or FAIL for a lane that is here. */
 static void dtrain__mux_hear(dtrain__mux_lane *lane, int peer, int kind, const unsigned char *data, size_t bytes)
 {
-    int rank = dtrain__mux_rank(lane, peer);
+    int rank = dtrain__seat_rank(&lane->seat, peer);
     dtrain__error cause;
     if (rank < 0 || bytes < 8)
         return;
-    if (kind == DTRAIN__MUX_LEAVE) {
-        lane->inboxes[rank]->ended = 1;
-        dtrain__mux_left(lane, rank, dtrain__get_le(data, 8), data + 8, bytes - 8);
-        return;
-    }
     cause.status = dtrain__status_told(dtrain__get_le(data, 8));
     snprintf(cause.text, sizeof cause.text, "%.*s", (int)(bytes - 8), (const char *)data + 8);
     dtrain__status_clean(cause.text);
-    dtrain__mux_break(lane, &cause);
+    if (kind == DTRAIN__MUX_LEAVE) {
+        lane->inboxes[rank]->ended = 1;
+        dtrain__seat_left(&lane->seat, rank, cause.text, dtrain__get_le(data, 8));
+    } else {
+        dtrain__seat_break(&lane->seat, &cause);
+    }
 }
 
 /* Counts what a peer has sent for lanes that are still to be made, before it sends to one more. Members make a group
@@ -622,7 +573,7 @@ static int dtrain__mux_next_out(dtrain__mux_lane *lane, dtrain__mux *mux, int pe
         p->at = p->counted = 0;
         p->owner = lane;
         p->to = out->peer;
-        dtrain__mux_frame(p->stage, lane->id, DTRAIN__MUX_DATA, NULL, n);
+        dtrain__mux_frame(p->stage, lane->seat.id, DTRAIN__MUX_DATA, NULL, n);
         memcpy(p->stage + DTRAIN__MUX_HEADER, p->direct, p->filled - DTRAIN__MUX_HEADER);
     }
     if (p->frame == 0 && post == NULL)

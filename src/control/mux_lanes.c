@@ -180,15 +180,16 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
         size_t before = in != NULL ? in->moved : 0;
         int sends, receives, more;
         if (in != NULL)
-            dtrain__mux_inbox_take(mux, &mux->peers[lane->worlds[in->peer]], lane->inboxes[in->peer], in);
+            dtrain__mux_inbox_take(mux, &mux->peers[lane->seat.worlds[in->peer]], lane->inboxes[in->peer], in);
         if (out != NULL)
             dtrain__mux_collect(lane, out);
         if (in != NULL)
             *moved |= in->moved > before;
         if ((out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
             return 1;
-        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->worlds[out->peer], out, &raw_out);
-        receives = in != NULL && dtrain__mux_next_in(lane, mux, lane->worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
+        sends = out != NULL && dtrain__mux_next_out(lane, mux, lane->seat.worlds[out->peer], out, &raw_out);
+        receives =
+            in != NULL && dtrain__mux_next_in(lane, mux, lane->seat.worlds[in->peer], in, DTRAIN__MUX_KEPT, &raw_in);
         if (!sends && !receives)
             return 0;
         more = dtrain__mux_call(mux, sends ? &raw_out : NULL, receives ? &raw_in : NULL, in, until_ns);
@@ -201,19 +202,6 @@ static int dtrain__mux_turn(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain
     return (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes);
 }
 
-/* Says that a rank has left, which an operation needs; breaks the lane if it did so with an error. The caller holds
- * turn. */
-static dtrain_status dtrain__mux_needs(dtrain__mux_lane *lane, int rank)
-{
-    const dtrain__error *cause = dtrain__membership_cause(&lane->members);
-    dtrain__error lost;
-    if (cause != NULL)
-        return dtrain__report(cause);
-    if (dtrain__membership_lost(&lane->members, rank, &lost))
-        dtrain__mux_end(lane, &lost);
-    return lost.status;
-}
-
 /* Says which group's bytes fill what is kept of a call's peers, if that has kept it from going on for long. */
 static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain_transfer *out,
                                       const dtrain_transfer *in)
@@ -222,14 +210,14 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
     const dtrain_transfer *ways[] = {out, in};
     int64_t now = dtrain__os_now_ns();
     for (int way = 0; way < 2; way++) {
-        int peer = ways[way] != NULL ? lane->worlds[ways[way]->peer] : mux->table.rank;
+        int peer = ways[way] != NULL ? lane->seat.worlds[ways[way]->peer] : mux->table.rank;
         const dtrain__mux_peer *p = &mux->peers[peer];
-        if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->id)
+        if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->seat.id)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                                 "group %llx waits on rank %d of the world while rank %d sends to group %llx, of which "
                                 "nobody here receives; %zu bytes of it are kept, the most there can be: receive from "
                                 "groups in the order in which peers send, or give the transport `lanes`",
-                                (unsigned long long)lane->id, mux->table.rank, peer, (unsigned long long)p->lane,
+                                (unsigned long long)lane->seat.id, mux->table.rank, peer, (unsigned long long)p->lane,
                                 p->kept);
     }
     return DTRAIN_ERR_TIMEOUT;
@@ -239,13 +227,13 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
 static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
                                        int moved)
 {
-    const dtrain__error *cause = dtrain__membership_cause(&lane->members);
+    const dtrain__error *cause = dtrain__membership_cause(&lane->seat.members);
     if (cause != NULL && (!moved || cause->status == DTRAIN_ERR_ABORTED))
         return dtrain__report(cause);
-    if (!moved && in != NULL && dtrain__membership_left(&lane->members, in->peer))
-        return dtrain__mux_needs(lane, in->peer);
-    if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
-        return dtrain__mux_needs(lane, out->peer);
+    if (!moved && in != NULL && dtrain__membership_left(&lane->seat.members, in->peer))
+        return dtrain__seat_needs(&lane->seat, in->peer);
+    if (out != NULL && dtrain__membership_left(&lane->seat.members, out->peer))
+        return dtrain__seat_needs(&lane->seat, out->peer);
     return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
 }
 
@@ -268,15 +256,15 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
     dtrain__mux *mux = lane->mux;
     dtrain_status status = DTRAIN_OK;
     *moved = *others = 0;
-    if (out != NULL && dtrain__membership_left(&lane->members, out->peer))
-        return dtrain__mux_needs(lane, out->peer);
+    if (out != NULL && dtrain__membership_left(&lane->seat.members, out->peer))
+        return dtrain__seat_needs(&lane->seat, out->peer);
     if (out != NULL)
-        status = dtrain__mux_stage(mux, lane->worlds[out->peer]);
+        status = dtrain__mux_stage(mux, lane->seat.worlds[out->peer]);
     if (status != DTRAIN_OK)
         return status;
     int complete = dtrain__mux_turn(lane, out, in, until_ns, moved);
     if (out != NULL)
-        dtrain__mux_park(mux, lane->worlds[out->peer]);
+        dtrain__mux_park(mux, lane->seat.worlds[out->peer]);
     lane->stalled_ns = *moved ? 0 : lane->stalled_ns == 0 ? now : lane->stalled_ns;
     if (!complete && !*moved)
         *others = dtrain__mux_sweep(mux, now - lane->stalled_ns < DTRAIN__MUX_PATIENCE_NS ? DTRAIN__MUX_EARLY
@@ -329,18 +317,18 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
             return status;
         moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
         dtrain__mux_enter(mux);
-        int left = dtrain__membership_left(&lane->members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
+        int left = dtrain__membership_left(&lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
         lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
         int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
         if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
-            dtrain__mux_lost(lane, lane->worlds[lost], status,
+            dtrain__mux_lost(lane, lane->seat.worlds[lost], status,
                              dtrain__thread_error.status == status ? dtrain__thread_error.text
                                                                    : "its end of the transport is closed");
         else if (!moved)
             dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
-        status = waits && !dtrain__membership_broken(&lane->members) ? DTRAIN_ERR_TIMEOUT
-                                                                     : dtrain__mux_judge(lane, out, in, moved);
+        status = waits && !dtrain__membership_broken(&lane->seat.members) ? DTRAIN_ERR_TIMEOUT
+                                                                          : dtrain__mux_judge(lane, out, in, moved);
         dtrain__mux_exit(mux);
         if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
             return status;
@@ -350,9 +338,9 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
 }
 
 /* Sends, receives or both for a lane, as the table's exchange. */
-static dtrain_status dtrain__mux_move(dtrain__mux_lane *lane, dtrain_transfer *out, dtrain_transfer *in,
-                                      int64_t deadline_ns)
+static dtrain_status dtrain__mux_move(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns)
 {
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__mux *mux = lane->mux;
     int moved, others = 0; /* of other lanes something moved: look again before waiting */
     if (lane->own.send != NULL)
@@ -377,16 +365,9 @@ static void dtrain__mux_lane_free(dtrain__mux_lane *lane)
     dtrain_allocator *allocator = lane->mux->allocator;
     if (lane->own.destroy != NULL)
         lane->own.destroy(lane->own.self);
-    for (int rank = 0; lane->members.ranks != NULL && rank < lane->size; rank++) {
-        char *why = (char *)(uintptr_t)lane->members.ranks[rank].why;
-        if (why != NULL)
-            dtrain__free(allocator, why);
-    }
-    dtrain__free(allocator, lane->members.ranks);
-    dtrain__free(allocator, lane->worlds);
+    dtrain__seat_free(&lane->seat);
     dtrain__free(allocator, lane->inboxes);
     dtrain__free(allocator, lane->done);
-    dtrain__free(allocator, lane->bound);
     dtrain__free(allocator, lane);
 }
 
@@ -445,7 +426,7 @@ static void dtrain__mux_adopt(dtrain__mux_lane *lane)
     dtrain__mux_message **at = &lane->mux->early;
     while (*at != NULL) {
         dtrain__mux_message *post = *at;
-        if (post->lane != lane->id) {
+        if (post->lane != lane->seat.id) {
             at = &post->next;
             continue;
         }
@@ -456,7 +437,7 @@ static void dtrain__mux_adopt(dtrain__mux_lane *lane)
     }
     for (int peer = 0; peer < lane->mux->table.size; peer++)
         if (lane->mux->peers[peer].gone != DTRAIN_OK)
-            dtrain__mux_lost(lane, peer, lane->mux->peers[peer].gone, "its end of the transport is closed");
+            dtrain__mux_marks(&lane->seat, peer);
 }
 
 /* Makes the lane of that name; worlds: each member's rank in the world, NULL: the same. */
@@ -469,25 +450,20 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
     *out = lane;
     if (good) {
         lane->mux = mux;
-        lane->id = id;
-        lane->size = lane->members.size = size;
-        lane->rank = rank;
-        lane->members.ranks = (dtrain__departure *)dtrain__alloc(mux->allocator, n * sizeof(dtrain__departure));
-        lane->worlds = (int *)dtrain__alloc(mux->allocator, n * sizeof(int));
         lane->inboxes = (dtrain__mux_inbox **)dtrain__alloc(mux->allocator, n * sizeof(dtrain__mux_inbox *));
         lane->done = (size_t *)dtrain__alloc(mux->allocator, n * sizeof(size_t));
-        good = lane->members.ranks != NULL && lane->worlds != NULL && lane->inboxes != NULL && lane->done != NULL;
+        good = dtrain__seat_open(&lane->seat, &mux->council, id, worlds, size, rank) && lane->inboxes != NULL &&
+               lane->done != NULL;
     }
     dtrain__mux_enter(mux);
     for (int i = 0; good && i < size; i++) {
-        lane->worlds[i] = worlds != NULL ? worlds[i] : i;
-        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->worlds[i], id);
+        lane->inboxes[i] = dtrain__mux_inbox_find(mux, lane->seat.worlds[i], id);
         good = lane->inboxes[i] != NULL;
     }
     if (good) {
         pthread_mutex_lock(&mux->mutex);
-        lane->next = mux->lanes;
-        mux->lanes = lane;
+        lane->seat.next = mux->council.seats;
+        mux->council.seats = &lane->seat;
         pthread_mutex_unlock(&mux->mutex);
         dtrain__mux_adopt(lane);
     }
@@ -503,12 +479,9 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
 static void dtrain__mux_release(dtrain__mux_lane *lane)
 {
     dtrain__mux *mux = lane->mux;
-    dtrain__mux_lane **at = &mux->lanes;
-    while (*at != lane)
-        at = &(*at)->next;
-    *at = lane->next;
-    for (int rank = 0; rank < lane->size; rank++) {
-        int peer = lane->worlds[rank];
+    dtrain__seat_unlink(&lane->seat);
+    for (int rank = 0; rank < lane->seat.size; rank++) {
+        int peer = lane->seat.worlds[rank];
         dtrain__mux_peer *p = &mux->peers[peer];
         p->owner = p->owner == lane ? NULL : p->owner;
         if (peer == mux->table.rank || lane->inboxes[rank]->ended || p->gone != DTRAIN_OK)
@@ -543,16 +516,16 @@ static void dtrain__mux_detach(dtrain__mux_lane *lane)
 {
     dtrain__mux *mux = lane->mux;
     dtrain_transport table = mux->table;
-    int forked = lane->forked, last;
+    int forked = lane->seat.forked, last;
     if (!forked) {
         dtrain__mux_enter(mux);
         pthread_mutex_lock(&mux->mutex);
     }
     dtrain__mux_release(lane);
-    last = mux->lanes == NULL;
+    last = mux->council.seats == NULL;
     if (!forked) {
         pthread_mutex_unlock(&mux->mutex);
-        dtrain__council_left(&mux->council, lane->id, mux->table.rank);
+        dtrain__council_left(&mux->council, lane->seat.id, mux->table.rank);
         if (last)
             dtrain__mux_bye(mux);
         else

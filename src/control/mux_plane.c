@@ -1,36 +1,72 @@
 /* ---- >>mux_plane ----
  * The control plane of ranks that a transport of the user's own joins: lanes of a mux, whose control messages say who
- * leaves and what breaks a group. The service thread looks for what comes while no call does. */
+ * leaves and what breaks a group, and carry those of the council, which the mux's turn guards. The service thread looks
+ * for what comes while no call does. */
 #ifndef DTRAIN__MUX_PLANE
 #define DTRAIN__MUX_PLANE
-#include "mux_council.c"
+#include "mux_lanes.c"
 
 #define DTRAIN__MUX_IDLE_NS 50000000 /* between two looks of the service thread, where nothing comes */
 
-static dtrain_status dtrain__mux_plane_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                            size_t *moved)
+/* ---- the council ---- */
+
+static int dtrain__mux_council_send(void *self, int to, int type, const void *head, size_t head_bytes, const void *data,
+                                    size_t bytes)
 {
-    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
-    memcpy(&out.data, &data, sizeof data); /* it is only read */
-    dtrain_status status = dtrain__mux_move((dtrain__mux_lane *)self, &out, NULL, deadline_ns);
-    *moved = out.moved;
-    return status;
+    dtrain__mux *mux = (dtrain__mux *)self;
+    return mux->peers[to].gone == DTRAIN_OK &&
+           dtrain__mux_post(mux, to, 0, DTRAIN__MUX_OTHERS + type, head, head_bytes, data, bytes);
 }
 
-static dtrain_status dtrain__mux_plane_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                            size_t *moved)
+static void dtrain__mux_council_tell(void *self)
 {
-    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
-    dtrain_status status = dtrain__mux_move((dtrain__mux_lane *)self, NULL, &in, deadline_ns);
-    *moved = in.moved;
-    return status;
+    dtrain__bell_ring(&((dtrain__mux *)self)->bell);
 }
 
-static dtrain_status dtrain__mux_plane_exchange(void *self, dtrain_transfer *out, dtrain_transfer *in,
-                                                int64_t deadline_ns)
+static int dtrain__mux_council_gone(void *self, int rank)
 {
-    return dtrain__mux_move((dtrain__mux_lane *)self, out, in, deadline_ns);
+    const dtrain__mux_peer *p = &((dtrain__mux *)self)->peers[rank];
+    return p->gone == DTRAIN_OK ? DTRAIN__PRESENT : p->bye ? DTRAIN__LEFT : DTRAIN__LOST;
 }
+
+static void dtrain__mux_council_lock(void *self, int on)
+{
+    if (on)
+        dtrain__mux_enter((dtrain__mux *)self);
+    else
+        dtrain__mux_exit((dtrain__mux *)self);
+}
+
+/* Moves what can be moved; where nothing is, rests, first a little and then longer. */
+static void dtrain__mux_council_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
+{
+    dtrain__mux *mux = ((dtrain__mux_lane *)(void *)seat)->mux;
+    (void)seen;
+    dtrain__mux_enter(mux);
+    int moved = dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
+    dtrain__mux_exit(mux);
+    if (!moved)
+        dtrain__mux_rest(mux, (int64_t)100000 << (turn < 4 ? turn : 4), until_ns);
+}
+
+static void dtrain__mux_convene(dtrain__mux *mux)
+{
+    dtrain__council *council = &mux->council;
+    council->self = mux;
+    council->allocator = mux->allocator;
+    council->origin = &mux->origin;
+    council->rank = mux->table.rank;
+    council->size = mux->table.size;
+    council->send = dtrain__mux_council_send;
+    council->tell = dtrain__mux_council_tell;
+    council->gone = dtrain__mux_council_gone;
+    council->lock = dtrain__mux_council_lock;
+    council->lost = dtrain__mux_marks;
+    council->ended = dtrain__mux_end;
+    council->wait = dtrain__mux_council_wait;
+}
+
+/* ---- the transport ---- */
 
 /* On the service thread: whoever is in a call does the same, and more. */
 static void dtrain__mux_plane_step(dtrain__origin *origin, int64_t until_ns)
@@ -75,27 +111,26 @@ static void dtrain__mux_plane_fail(void *self, dtrain_status why, const char *te
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__mux *mux = lane->mux;
     dtrain__error cause;
-    cause.status = why;
-    snprintf(cause.text, sizeof cause.text, "%s", text);
+    dtrain__membership_because(&cause, why, "%s", text);
     pthread_mutex_lock(&mux->mutex);
-    int first = dtrain__mux_break(lane, &cause);
+    int first = dtrain__seat_break(&lane->seat, &cause);
     pthread_mutex_unlock(&mux->mutex);
     if (!first)
         return;
     dtrain__mux_tell(lane, DTRAIN__MUX_FAIL, (uint64_t)why, text);
-    if (lane->id == 0 && mux->table.fail != NULL)
+    if (lane->seat.id == 0 && mux->table.fail != NULL)
         mux->table.fail(mux->table.self, why, text);
 }
 
 static void dtrain__mux_plane_leave(void *self, const char *why)
 {
     dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    if (!lane->forked) {
+    if (!lane->seat.forked) {
         dtrain__mux_enter(lane->mux);
-        dtrain__council_leave(&lane->mux->council, lane->id);
+        dtrain__council_leave(&lane->seat);
         snprintf(lane->mux->why, sizeof lane->mux->why, "%s", why);
         dtrain__mux_exit(lane->mux);
-        dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->calls, why);
+        dtrain__mux_tell(lane, DTRAIN__MUX_LEAVE, lane->seat.calls, why);
     }
 }
 
@@ -104,116 +139,16 @@ static void dtrain__mux_plane_destroy(void *self)
     dtrain__mux_detach((dtrain__mux_lane *)self);
 }
 
-static int dtrain__mux_plane_world(void *self, int rank)
-{
-    return ((dtrain__mux_lane *)self)->worlds[rank];
-}
-
-static int dtrain__mux_plane_bound(void *self, int *worlds)
-{
-    const dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    if (worlds == NULL)
-        return lane->mux->table.size;
-    for (int i = 0; i < lane->bound_count; i++)
-        worlds[i] = lane->bound[i];
-    return lane->bound_count;
-}
-
-static int dtrain__mux_plane_bind(void *self, const int *worlds, int count)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux *mux = lane->mux;
-    int *bound = (int *)dtrain__alloc(mux->allocator, (size_t)count * sizeof(int));
-    if (bound == NULL)
-        return 0;
-    memcpy(bound, worlds, (size_t)count * sizeof(int));
-    dtrain__mux_enter(mux);
-    lane->bound = bound;
-    lane->bound_count = count;
-    for (int i = 0; i < count; i++)
-        if (mux->peers[worlds[i]].gone != DTRAIN_OK)
-            dtrain__mux_lost(lane, worlds[i], mux->peers[worlds[i]].gone, "its end of the transport is closed");
-    dtrain__mux_exit(mux);
-    return 1;
-}
-
-static void dtrain__mux_plane_follow(void *self, void *leader)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    const dtrain__mux_lane *first = (const dtrain__mux_lane *)leader;
-    pthread_mutex_lock(&lane->mux->mutex);
-    lane->follows = 1;
-    lane->leader = first->id;
-    if (dtrain__membership_broken(&first->members))
-        dtrain__mux_break(lane, dtrain__membership_cause(&first->members));
-    pthread_mutex_unlock(&lane->mux->mutex);
-}
-
-static void dtrain__mux_plane_lost(void *self, int rank)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux_enter(lane->mux);
-    dtrain__mux_needs(lane, rank);
-    dtrain__mux_exit(lane->mux);
-}
-
-static void dtrain__mux_plane_skipped(void *self, int rank, uint64_t calls)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    dtrain__mux_enter(lane->mux);
-    dtrain__mux_left(lane, rank, calls, NULL, 0);
-    dtrain__mux_exit(lane->mux);
-}
-
-static void dtrain__mux_plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
-{
-    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
-    (void)why; /* dtrain__mux_plane_leave tells */
-    lane->forked = forked;
-    lane->calls = calls;
-}
-
-static const dtrain__plane *dtrain__mux_plane_table(void);
-
 static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
 {
-    const dtrain_transport *table = &lane->mux->table;
-    memset(end, 0, sizeof *end);
-    end->transport.self = lane;
-    end->transport.rank = lane->rank;
-    end->transport.size = lane->size;
-    end->transport.send = dtrain__mux_plane_send;
-    end->transport.recv = dtrain__mux_plane_recv;
-    if ((lane->own.send != NULL ? lane->own.exchange : table->exchange) != NULL)
-        end->transport.exchange = dtrain__mux_plane_exchange;
+    dtrain__seat_give(&lane->seat, end);
+    if ((lane->own.send != NULL ? lane->own.exchange : lane->mux->table.exchange) == NULL)
+        end->transport.exchange = NULL;
     end->transport.poll = dtrain__mux_plane_poll;
     end->transport.wake = dtrain__mux_plane_wake;
     end->transport.fail = dtrain__mux_plane_fail;
     end->transport.leave = dtrain__mux_plane_leave;
     end->transport.destroy = dtrain__mux_plane_destroy;
-    end->plane = dtrain__mux_plane_table();
-    end->origin = &lane->mux->origin;
-    end->members = &lane->members;
-    end->allocator = lane->mux->allocator;
-}
-
-/* Makes the end of the world over a user's table, which stays the user's on an error. */
-static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
-                                              dtrain_allocator *allocator)
-{
-    dtrain__mux *mux;
-    dtrain__mux_lane *lane;
-    dtrain_status status = dtrain__mux_create(&mux, table, allocator);
-    if (status != DTRAIN_OK)
-        return status;
-    mux->origin.step = dtrain__mux_plane_step;
-    mux->origin.kick = dtrain__mux_plane_kick;
-    status = dtrain__mux_attach(&lane, mux, 0, NULL, table->size, table->rank);
-    if (status == DTRAIN_OK)
-        dtrain__mux_plane_end(end, lane);
-    else
-        dtrain__mux_free(mux);
-    return status;
 }
 
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
@@ -238,31 +173,48 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     return status;
 }
 
-static const dtrain__plane *dtrain__mux_plane_table(void)
+static const dtrain__plane dtrain__mux_plane = {
+    0,
+    0,
+    1,
+    dtrain__mux_plane_group,
+    dtrain__seat_world,
+    dtrain__plane_host,
+    dtrain__plane_node_ranks,
+    dtrain__seat_bound,
+    dtrain__seat_bind,
+    dtrain__seat_follow,
+    dtrain__plane_form,
+    dtrain__seat_needed,
+    dtrain__seat_skipped,
+    dtrain__seat_agree,
+    dtrain__seat_store,
+    dtrain__plane_publish,
+    dtrain__plane_last,
+    dtrain__plane_suspect,
+    dtrain__plane_rest,
+    dtrain__seat_leaving,
+};
+
+/* Makes the end of the world over a user's table, which stays the user's on an error. */
+static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
+                                              dtrain_allocator *allocator)
 {
-    static const dtrain__plane table = {
-        0,
-        0,
-        1,
-        dtrain__mux_plane_group,
-        dtrain__mux_plane_world,
-        dtrain__plane_host,
-        dtrain__plane_node_ranks,
-        dtrain__mux_plane_bound,
-        dtrain__mux_plane_bind,
-        dtrain__mux_plane_follow,
-        dtrain__plane_form,
-        dtrain__mux_plane_lost,
-        dtrain__mux_plane_skipped,
-        dtrain__mux_plane_agree,
-        dtrain__mux_plane_store,
-        dtrain__plane_publish,
-        dtrain__plane_last,
-        dtrain__plane_suspect,
-        dtrain__plane_rest,
-        dtrain__mux_plane_leaving,
-    };
-    return &table;
+    dtrain__mux *mux;
+    dtrain__mux_lane *lane;
+    dtrain_status status = dtrain__mux_create(&mux, table, allocator);
+    if (status != DTRAIN_OK)
+        return status;
+    mux->origin.step = dtrain__mux_plane_step;
+    mux->origin.kick = dtrain__mux_plane_kick;
+    mux->council.exchange = dtrain__mux_move;
+    mux->council.plane = &dtrain__mux_plane;
+    status = dtrain__mux_attach(&lane, mux, 0, NULL, table->size, table->rank);
+    if (status == DTRAIN_OK)
+        dtrain__mux_plane_end(end, lane);
+    else
+        dtrain__mux_free(mux);
+    return status;
 }
 
 #endif

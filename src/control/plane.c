@@ -1,8 +1,8 @@
 /* ---- >>control_plane ----
  * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
  * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
- * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a
- * call of the group, except where they say more. */
+ * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be
+ * called by any thread of the rank that is in a call of the group, except where they say more. */
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
 #include "../base/worker.c"
@@ -39,7 +39,7 @@ typedef struct dtrain__end {
     const dtrain__plane *plane;
     dtrain__origin *origin;
     dtrain__membership *members;
-    dtrain__shared *shared;      /* NULL: ranks do not read each other's buffers */
+    dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
     dtrain_allocator *allocator;
 } dtrain__end;
 
@@ -92,7 +92,7 @@ struct dtrain__plane {
     int keeps;      /* it owns what was given to publish, for as long as a peer may read it */
     int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
-    int (*world)(void *self, int rank);     /* the rank in the world */
+    int (*world)(void *self, int rank);                                                   /* the rank in the world */
     uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
     int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
     /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how

@@ -22,8 +22,7 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
 {
     dtrain__address *here = &hub->listening;
     char path[DTRAIN__ADDRESS_BYTES];
-    here->bytes = (socklen_t)sizeof here->at.storage;
-    if (getsockname(hub->members[0].control.fd, &here->at.any, &here->bytes) != 0)
+    if (dtrain__net_end(hub->members[0].control.fd, 0, here) != 0)
         return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
@@ -101,44 +100,41 @@ static void dtrain__hub_complete(dtrain__hub *hub)
 static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
 {
     dtrain__member *root = &hub->members[0];
-    dtrain__handshake *handshake = hub->root_handshake;
+    dtrain__handshake *handshake = root->handshake;
+    dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
     if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
-        (!hub->formed && (hub->world == NULL || dtrain__membership_broken(&hub->world->members))))
+        (!hub->formed && (world == NULL || dtrain__membership_broken(&world->members))))
         return;
-    if (handshake == NULL && now >= hub->root_retry_ns) {
+    if (handshake == NULL && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
         hub->root_wait_ns = hub->root_wait_ns < 250000000 ? hub->root_wait_ns * 2 : 500000000;
-        hub->root_retry_ns = now + hub->root_wait_ns;
-        handshake = hub->root_handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
+        root->call_ns = now + hub->root_wait_ns;
+        handshake = root->handshake = dtrain__hub_connect(hub, 0, DTRAIN__PURPOSE_CONTROL, address);
         if (handshake == NULL)
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
                          strerror(errno));
         else
             handshake->received = root->control.received, hub->reached = *address;
     }
-    if (handshake == NULL)
+    int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
+    if (open == 0)
         return;
-    dtrain__handshake_step(handshake, &hub->keys);
-    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes) {
+    if (open > 0) {
         if (!hub->formed)
             memcpy(hub->keys.run, handshake->challenge + 16, DTRAIN__RUN_BYTES);
         dtrain__hub_adopt_control(hub, handshake);
         if (!hub->formed && root->control.fd >= 0 && dtrain__hub_join(hub) != DTRAIN_OK)
-            dtrain__channel_end(hub->world, hub->rank, dtrain__thread_error.status, dtrain__thread_error.text);
-    } else if (handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now)) {
-        return;
+            dtrain__seat_end(world, hub->rank, &dtrain__thread_error);
     } else {
-        if (handshake->state != DTRAIN__HANDSHAKE_CLOSED)
-            dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", handshake->peer_name);
         hub->root_error = handshake->error;
         if (hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST)
             dtrain__hub_lost(hub, 0, 0, handshake->error.text);
         else if (!hub->formed && handshake->error.status != DTRAIN_ERR_PEER_LOST &&
                  handshake->error.status != DTRAIN_ERR_ABORTED)
-            dtrain__channel_break(hub->world, handshake->error.status, handshake->error.text);
+            dtrain__seat_break(world, &handshake->error);
     }
     dtrain__hub_free_handshake(hub, handshake);
-    hub->root_handshake = NULL;
+    root->handshake = NULL;
     dtrain__hub_tell(hub);
 }
 
@@ -146,19 +142,21 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
 {
     dtrain__hub *hub = channel->hub;
     dtrain__peer *peer = &channel->peers[rank];
-    dtrain__member *member = &hub->members[peer->world];
+    dtrain__member *member = &hub->members[channel->seat.worlds[rank]];
     dtrain__lane *lane = &peer->lanes[index];
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
     if (handshake == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns &&
-        !dtrain__membership_left(&channel->members, rank) &&
-        dtrain__channel_admitted(channel, peer->world, index) == NULL) { /* or each would drop the other's choice */
+        !dtrain__membership_left(&channel->seat.members, rank) &&
+        dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
+            NULL) { /* or each would drop the other's choice */
         lane->retry_ns = now + 50000000;
-        if (!dtrain__hub_peer_address(hub, peer->world, &address))
+        if (!dtrain__hub_peer_address(hub, channel->seat.worlds[rank], &address))
             return;
-        handshake = lane->handshake = dtrain__hub_connect(hub, peer->world, DTRAIN__PURPOSE_DATA, &address);
+        handshake = lane->handshake =
+            dtrain__hub_connect(hub, channel->seat.worlds[rank], DTRAIN__PURPOSE_DATA, &address);
         if (handshake != NULL) {
-            handshake->channel = channel->id;
+            handshake->channel = channel->seat.id;
             handshake->lane = index;
             handshake->received = lane->stream.received;
             handshake->links = lane->links;
@@ -166,21 +164,17 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
             snprintf(member->trouble, sizeof member->trouble, "%.100s: %.50s", dtrain__net_text(&address).text,
                      strerror(errno));
     }
-    if (handshake == NULL)
+    int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
+    if (open == 0)
         return;
-    dtrain__handshake_step(handshake, &hub->keys);
-    if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
+    if (open > 0)
         dtrain__hub_adopt_data(channel, rank, handshake);
     else if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
         dtrain__hub_given_up(hub, handshake->error.text);
     else if (handshake->error.status == DTRAIN_ERR_ABORTED && handshake->peer_received > lane->links)
         lane->links = handshake->peer_received;
-    else if (handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now))
-        return;
     else
-        snprintf(member->trouble, sizeof member->trouble, "%.140s%s",
-                 handshake->state == DTRAIN__HANDSHAKE_CLOSED ? handshake->error.text : handshake->peer_name,
-                 handshake->state == DTRAIN__HANDSHAKE_CLOSED ? "" : ": no answer");
+        snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
     lane->handshake = NULL;
     dtrain__hub_free_handshake(hub, handshake);
     dtrain__hub_tell(hub);
@@ -209,11 +203,11 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
     }
     dtrain__handshake *handshake = member->handshake;
     if (handshake != NULL) {
-        dtrain__handshake_step(handshake, &hub->keys);
-        if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->out_done == handshake->out_bytes)
-            dtrain__hub_adopt_control(hub, handshake);
-        else if (handshake->state != DTRAIN__HANDSHAKE_CLOSED && !dtrain__hub_late(hub, handshake, now))
+        int open = dtrain__hub_advance(hub, handshake, now);
+        if (open == 0)
             return;
+        if (open > 0)
+            dtrain__hub_adopt_control(hub, handshake);
         error = handshake->system_error;
         if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
             dtrain__hub_given_up(hub, handshake->error.text);
@@ -230,7 +224,7 @@ static void dtrain__hub_step_calls(dtrain__hub *hub, int64_t now)
     if (hub->elected)
         dtrain__consent_resend(&hub->council);
     hub->elected = 0;
-    for (int rank = 0; hub->leader != 0 && !hub->leaving && !hub->given_up && rank < hub->size; rank++)
+    for (int rank = 0; hub->leader != 0 && !hub->leaving && !hub->council.given_up && rank < hub->size; rank++)
         if (dtrain__hub_linked(hub, rank) && hub->members[rank].gone == DTRAIN__PRESENT &&
             hub->members[rank].control.fd < 0)
             dtrain__hub_call(hub, rank, now);
@@ -313,7 +307,7 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
 static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
 {
     int busy = 0;
-    for (int rank = 0; rank < channel->size; rank++)
+    for (int rank = 0; rank < channel->seat.size; rank++)
         for (int i = 0; i < channel->hub->connections; i++) {
             dtrain__lane *lane = &channel->peers[rank].lanes[i];
             dtrain__hub_step_lane(channel, rank, i, now);
@@ -338,9 +332,11 @@ static void dtrain__hub_work(dtrain__hub *hub)
         if (!member->held && (ready || member->in.bytes > 0)) /* of what was held, too */
             dtrain__hub_listen_to(hub, rank);
     }
-    if (hub->rank == 0 && !hub->formed && hub->world != NULL && !dtrain__membership_broken(&hub->world->members))
+    const dtrain__seat *world = hub->formed ? NULL : dtrain__council_seat(&hub->council, 0);
+    if (hub->rank == 0 && world != NULL && !dtrain__membership_broken(&world->members))
         dtrain__hub_complete(hub);
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
+         channel = dtrain__channel_next(channel))
         if (channel->attend)
             dtrain__hub_step_channel(channel, now);
     dtrain__hub_step_calls(hub, now);
@@ -363,7 +359,7 @@ static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
 /* Adds the channel's connections that are being made or made good. */
 static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, int64_t due)
 {
-    for (int i = 0; i < channel->size * channel->hub->connections; i++) {
+    for (int i = 0; i < channel->seat.size * channel->hub->connections; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         if (lane->handshake != NULL)
             dtrain__hub_watch(channel->hub, count, lane->handshake->fd,
@@ -389,19 +385,13 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         int64_t late = now + handshake->expires_ns - hub->polled_ns;
         due = late < due && handshake->state != DTRAIN__HANDSHAKE_PROVED ? late : due;
     }
-    if (hub->root_handshake != NULL)
-        dtrain__hub_watch(hub, count, hub->root_handshake->fd,
-                          dtrain__handshake_writes(hub->root_handshake) ? POLLOUT : POLLIN);
-    else if (hub->rank != 0 && hub->members[0].control.fd < 0 && hub->members[0].gone == DTRAIN__PRESENT &&
-             hub->root_retry_ns < due)
-        due = hub->root_retry_ns;
     for (int rank = 0; rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         member->poll_index = 0;
         if (member->handshake != NULL)
             dtrain__hub_watch(hub, count, member->handshake->fd,
                               dtrain__handshake_writes(member->handshake) ? POLLOUT : POLLIN);
-        else if (hub->leader != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
+        else if (hub->rank != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
                  member->control.fd < 0 && member->call_ns < due)
             due = member->call_ns;
         int writes = member->out.bytes > 0 || dtrain__stream_owes(&member->control);
@@ -412,7 +402,8 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         if (member->poll_index == *count)
             member->poll_index = 0;
     }
-    for (dtrain__channel *channel = hub->channels; channel != NULL; channel = channel->next)
+    for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
+         channel = dtrain__channel_next(channel))
         if (channel->attend)
             due = dtrain__hub_watch_channel(channel, count, due);
     return due;
@@ -423,7 +414,7 @@ static int dtrain__hub_watch_awaited(dtrain__channel *channel, int *count)
 {
     size_t room;
     int here = 0;
-    for (int rank = 0; channel->awaiting && rank < channel->size; rank++)
+    for (int rank = 0; channel->awaiting && rank < channel->seat.size; rank++)
         for (int sending = 0; sending < 2; sending++) {
             int event = sending ? POLLOUT : POLLIN;
             if ((channel->peers[rank].awaits & event) == 0)
@@ -474,7 +465,8 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
     for (int i = 0; i < extra_count; i++)
         dtrain__hub_watch(hub, &count, extra[i].fd, extra[i].events);
     int serviced = __atomic_load_n(&hub->serviced, __ATOMIC_ACQUIRE) != 0;
-    for (dtrain__channel *channel = hub->channels; serviced && channel != NULL; channel = channel->next)
+    for (dtrain__channel *channel = dtrain__channel_first(hub); serviced && channel != NULL;
+         channel = dtrain__channel_next(channel))
         if (dtrain__hub_watch_awaited(channel, &count))
             until_ns = 0;
     __atomic_store_n(&hub->stepping, 1, __ATOMIC_SEQ_CST);

@@ -106,6 +106,14 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
         v[(i) + 3] = (vec)wide##_unpackhi_epi64(b, d);                                                                 \
     }
 
+/* Adds the key stream to the blocks that have the same place in their 128 bits. */
+#define DTRAIN__CHACHA_WRITE(wide, vec, integer, blocks)                                                               \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 0)                                                                      \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 4)                                                                      \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 8)                                                                      \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 12)                                                                     \
+    blocks(0) blocks(1) blocks(2) blocks(3)
+
 #define DTRAIN__CHACHA_PUT_AVX2(at, x)                                                                                 \
     _mm256_storeu_si256((__m256i *)(void *)(out + (at)),                                                               \
                         _mm256_xor_si256(x, _mm256_loadu_si256((const __m256i *)(const void *)(in + (at)))));
@@ -119,15 +127,7 @@ typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
         DTRAIN__CHACHA_PUT_AVX2((j)*64 + 256, _mm256_permute2x128_si256(a, b, 0x31))                                   \
         DTRAIN__CHACHA_PUT_AVX2((j)*64 + 288, _mm256_permute2x128_si256(c, d, 0x31))                                   \
     }
-#define DTRAIN__CHACHA_WRITE_AVX2                                                                                      \
-    DTRAIN__CHACHA_COLUMNS(_mm256, dtrain__u32x8, __m256i, 0)                                                          \
-    DTRAIN__CHACHA_COLUMNS(_mm256, dtrain__u32x8, __m256i, 4)                                                          \
-    DTRAIN__CHACHA_COLUMNS(_mm256, dtrain__u32x8, __m256i, 8)                                                          \
-    DTRAIN__CHACHA_COLUMNS(_mm256, dtrain__u32x8, __m256i, 12)                                                         \
-    DTRAIN__CHACHA_BLOCKS_AVX2(0)                                                                                      \
-    DTRAIN__CHACHA_BLOCKS_AVX2(1)                                                                                      \
-    DTRAIN__CHACHA_BLOCKS_AVX2(2)                                                                                      \
-    DTRAIN__CHACHA_BLOCKS_AVX2(3)
+#define DTRAIN__CHACHA_WRITE_AVX2 DTRAIN__CHACHA_WRITE(_mm256, dtrain__u32x8, __m256i, DTRAIN__CHACHA_BLOCKS_AVX2)
 #define DTRAIN__CHACHA_BYTES_AVX2(x, a, b, c, d)                                                                       \
     (dtrain__u32x8) _mm256_shuffle_epi8((__m256i)(x), _mm256_set_epi32(d, c, b, a, d, c, b, a))
 #define DTRAIN__CHACHA_TURN16_AVX2(x) DTRAIN__CHACHA_BYTES_AVX2(x, 0x01000302, 0x05040706, 0x09080b0a, 0x0d0c0f0e)
@@ -159,14 +159,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx2, __attribute__((target("avx2"), noinli
         DTRAIN__CHACHA_PUT_AVX512((j)*64 + 768, DTRAIN__CHACHA_512_shuffle(b, d, 0xdd))                                \
     }
 #define DTRAIN__CHACHA_WRITE_AVX512                                                                                    \
-    DTRAIN__CHACHA_COLUMNS(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, 0)                                             \
-    DTRAIN__CHACHA_COLUMNS(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, 4)                                             \
-    DTRAIN__CHACHA_COLUMNS(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, 8)                                             \
-    DTRAIN__CHACHA_COLUMNS(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, 12)                                            \
-    DTRAIN__CHACHA_BLOCKS_AVX512(0)                                                                                    \
-    DTRAIN__CHACHA_BLOCKS_AVX512(1)                                                                                    \
-    DTRAIN__CHACHA_BLOCKS_AVX512(2)                                                                                    \
-    DTRAIN__CHACHA_BLOCKS_AVX512(3)
+    DTRAIN__CHACHA_WRITE(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, DTRAIN__CHACHA_BLOCKS_AVX512)
 
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)),
                       dtrain__u32x16, 16, DTRAIN__CHACHA_TURN16, DTRAIN__CHACHA_TURN8, DTRAIN__CHACHA_WRITE_AVX512)
@@ -192,6 +185,10 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
         h[4] += d3 >> 26, h[3] = d3 & DTRAIN__POLY_MASK;                                                               \
     }
 
+#define DTRAIN__POLY_EACH(one) one(0) one(1) one(2) one(3) one(4)
+#define DTRAIN__POLY_LIMB_IN(i) memcpy(&h[i], spread[i], sizeof h[i]);
+#define DTRAIN__POLY_LIMB_OUT(i) memcpy(spread[i], &h[i], sizeof h[i]);
+
 /* Adds whole groups of blocks, a block a lane, to h. All lanes are multiplied by r^lanes at each group but the last,
  * and then by the power that their block wants. Source: Goll and Gueron, "Vectorization of Poly1305", 2015. */
 #define DTRAIN__POLY_KERNEL(name, target, vec, lanes, mul, load)                                                       \
@@ -211,9 +208,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
         memset(spread, 0, sizeof spread);                                                                              \
         for (int i = 0; i < 5; i++)                                                                                    \
             spread[i][0] = sum[i];                                                                                     \
-        memcpy(&h[0], spread[0], sizeof h[0]), memcpy(&h[1], spread[1], sizeof h[1]);                                  \
-        memcpy(&h[2], spread[2], sizeof h[2]), memcpy(&h[3], spread[3], sizeof h[3]);                                  \
-        memcpy(&h[4], spread[4], sizeof h[4]);                                                                         \
+        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_IN)                                                                        \
         for (; groups > 0; groups--, data += (lanes)*DTRAIN__POLY_BLOCK) {                                             \
             const vec *r = groups > 1 ? all : last;                                                                    \
             vec low, high;                                                                                             \
@@ -224,9 +219,7 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
             h[4] += high >> 40 | (uint64_t)1 << 24;                                                                    \
             DTRAIN__POLY_TIMES(vec, mul, h, r)                                                                         \
         }                                                                                                              \
-        memcpy(spread[0], &h[0], sizeof h[0]), memcpy(spread[1], &h[1], sizeof h[1]);                                  \
-        memcpy(spread[2], &h[2], sizeof h[2]), memcpy(spread[3], &h[3], sizeof h[3]);                                  \
-        memcpy(spread[4], &h[4], sizeof h[4]);                                                                         \
+        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_OUT)                                                                       \
         for (int i = 0; i < 5; i++) {                                                                                  \
             sum[i] = 0;                                                                                                \
             for (int lane = 0; lane < (lanes); lane++)                                                                 \
@@ -427,10 +420,8 @@ static void dtrain__aead_tag(dtrain__poly *poly, const dtrain__chacha_way *way, 
     unsigned char lengths[16];
     dtrain__poly_add(poly, way, extra, extra_bytes);
     dtrain__poly_add(poly, way, data, bytes);
-    for (int i = 0; i < 8; i++) {
-        lengths[i] = (unsigned char)((uint64_t)extra_bytes >> (8 * i) & 255);
-        lengths[8 + i] = (unsigned char)((uint64_t)bytes >> (8 * i) & 255);
-    }
+    dtrain__put_le(lengths, extra_bytes, 8);
+    dtrain__put_le(lengths + 8, bytes, 8);
     dtrain__poly_add(poly, way, lengths, sizeof lengths);
     dtrain__poly_finish(poly, tag);
     dtrain__wipe(poly, sizeof *poly);

@@ -1,6 +1,6 @@
 /* ---- >>net ----
  * Sockets as this library wants them: non-blocking, close-on-exec, silent (no SIGPIPE), named in texts.
- * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that net_resolve
+ * An address is "host:port", "[address]:port" or "unix:/path". Nothing here waits, except that net_look_up
  * asks the system's resolver for a host name, and net_lock_beside waits for a lock. May call base only. */
 #ifndef DTRAIN__NET
 #define DTRAIN__NET
@@ -56,14 +56,21 @@ static int dtrain__net_is_local(const dtrain__address *address)
     return family == AF_UNIX;
 }
 
+/* A socket's own address, or its peer's. Returns 0 or an errno. */
+static int dtrain__net_end(int fd, int peers, dtrain__address *out)
+{
+    memset(out, 0, sizeof *out);
+    out->bytes = (socklen_t)sizeof out->at.storage;
+    return (peers ? getpeername(fd, &out->at.any, &out->bytes) : getsockname(fd, &out->at.any, &out->bytes)) != 0
+               ? errno
+               : 0;
+}
+
 /* Whether a connection goes to another host, as its own two addresses say. */
 static int dtrain__net_leaves_host(int fd)
 {
     dtrain__address here, there;
-    memset(&here, 0, sizeof here);
-    memset(&there, 0, sizeof there);
-    here.bytes = there.bytes = (socklen_t)sizeof here.at.storage;
-    if (getsockname(fd, &here.at.any, &here.bytes) != 0 || getpeername(fd, &there.at.any, &there.bytes) != 0)
+    if (dtrain__net_end(fd, 0, &here) != 0 || dtrain__net_end(fd, 1, &there) != 0)
         return 1;
     if (here.at.any.sa_family == AF_UNIX || (dtrain__net_is_local(&here) && dtrain__net_is_local(&there)))
         return 0;
@@ -89,9 +96,7 @@ static void dtrain__net_set_port(dtrain__address *address, int port)
 static int dtrain__net_port(const dtrain__address *address)
 {
     int family = address->at.any.sa_family;
-    if (family == AF_INET)
-        return ntohs(address->at.v4.sin_port);
-    return family == AF_INET6 ? ntohs(address->at.v6.sin6_port) : 0;
+    return ntohs(family == AF_INET ? address->at.v4.sin_port : family == AF_INET6 ? address->at.v6.sin6_port : 0);
 }
 
 /* The same family with no host: every address of this machine. */
@@ -201,7 +206,7 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
 }
 
 /* Finds the addresses that text stands for; *count is how many, at most DTRAIN__MAX_ADDRESSES. flags: 0 or
- * AI_NUMERICHOST, which never waits. */
+ * AI_NUMERICHOST, which never waits; else a name may wait for the system's resolver. */
 static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__address *out, int *count)
 {
     char host[DTRAIN__ADDRESS_BYTES], port[8];
@@ -234,12 +239,6 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     return *count > 0
                ? DTRAIN_OK
                : dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: no IPv4 or IPv6 address that this host can use", text);
-}
-
-/* As dtrain__net_look_up; a name may wait for the system's resolver. */
-static dtrain_status dtrain__net_resolve(const char *text, dtrain__address *out, int *count)
-{
-    return dtrain__net_look_up(text, 0, out, count);
 }
 
 /* The address that text spells in numbers, or as the path of a unix socket. */
@@ -382,9 +381,8 @@ static int dtrain__net_listen(dtrain__address *address, int *fd)
     else
         setsockopt(*fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     error = bind(*fd, any, address->bytes) == 0 && listen(*fd, 1024) == 0 ? 0 : errno;
-    address->bytes = (socklen_t)sizeof address->at.storage;
-    if (error == 0 && getsockname(*fd, any, &address->bytes) != 0)
-        error = errno;
+    if (error == 0)
+        error = dtrain__net_end(*fd, 0, address);
     if (error != 0) {
         close(*fd);
         *fd = -1;
@@ -413,23 +411,23 @@ static int dtrain__net_connect(const dtrain__address *address, int *fd)
 static int dtrain__net_is_mirror(int fd)
 {
     dtrain__address here, there;
-    memset(&here, 0, sizeof here);
-    memset(&there, 0, sizeof there);
-    here.bytes = there.bytes = (socklen_t)sizeof here.at.storage;
-    return getsockname(fd, &here.at.any, &here.bytes) == 0 && getpeername(fd, &there.at.any, &there.bytes) == 0 &&
-           !dtrain__net_is_unix(&here) && here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+    return dtrain__net_end(fd, 0, &here) == 0 && dtrain__net_end(fd, 1, &there) == 0 && !dtrain__net_is_unix(&here) &&
+           here.bytes == there.bytes && memcmp(&here.at, &there.at, here.bytes) == 0;
+}
+
+/* Whether the system takes more to send now. */
+static int dtrain__net_writable(int fd)
+{
+    struct pollfd one = {fd, POLLOUT, 0};
+    return poll(&one, 1, 0) > 0;
 }
 
 /* Returns 0 when the connection has been made, EINPROGRESS while it is under way, else why it failed. */
 static int dtrain__net_connected(int fd)
 {
-    struct pollfd one;
     int error = 0;
     socklen_t bytes = sizeof error;
-    one.fd = fd;
-    one.events = POLLOUT;
-    one.revents = 0;
-    if (poll(&one, 1, 0) <= 0)
+    if (!dtrain__net_writable(fd))
         return EINPROGRESS;
     if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0)
         return errno;
@@ -497,13 +495,6 @@ static const char *dtrain__net_why(int error)
     case EPROTO: return "it ended without its sealed end";
     default: return strerror(error);
     }
-}
-
-/* Whether the system takes more to send now. */
-static int dtrain__net_writable(int fd)
-{
-    struct pollfd one = {fd, POLLOUT, 0};
-    return poll(&one, 1, 0) > 0;
 }
 
 /* A pipe that wakes a poll(): both ends non-blocking. Returns 0 or an errno. */

@@ -14,16 +14,6 @@
 #define DTRAIN__PATIENCE_NS 50000            /* of looking again before sleeping */
 #define DTRAIN__GRACE_NS 1000000000          /* for the reason of a closed connection to arrive by way of rank 0 */
 
-/* Says that `rank` has left, which an operation needs; ends the channel if it did so with an error. The caller holds
- * the hub's mutex. */
-static dtrain_status dtrain__socket_left(dtrain__channel *channel, int rank)
-{
-    dtrain__error lost;
-    if (dtrain__membership_lost(&channel->members, rank, &lost))
-        dtrain__channel_end(channel, rank, lost.status, lost.text);
-    return lost.status;
-}
-
 /* The lane has no connection: asks for one, or finds that there will be none. */
 static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__lane *lane, int rank)
 {
@@ -31,19 +21,19 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     dtrain__peer *peer = &channel->peers[rank];
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
-    int left = dtrain__membership_left(&channel->members, rank),
+    int left = dtrain__membership_left(&channel->seat.members, rank),
         coming = lane->handshake != NULL ||
-                 dtrain__channel_admitted(channel, peer->world, (int)(lane - peer->lanes)) != NULL;
+                 dtrain__channel_admitted(channel, channel->seat.worlds[rank], (int)(lane - peer->lanes)) != NULL;
     if (left && coming) /* who took it may have sent all there was to send, and left */
         return DTRAIN_OK;
     if (left)
-        return dtrain__socket_left(channel, rank);
+        return dtrain__seat_needs(&channel->seat, rank);
     if (lane->why == EBADMSG && hub->reconnect_ns == 0)
         dtrain__fail(&lost, DTRAIN_ERR_CORRUPT, "rank %d (%s) and rank %d cannot trust their connection: %s", rank,
-                     hub->members[peer->world].name, channel->rank, dtrain__net_why(lane->why));
+                     hub->members[channel->seat.worlds[rank]].name, channel->seat.rank, dtrain__net_why(lane->why));
     else if (lane->links > 0 && now - lane->down_ns > (hub->reconnect_ns > 0 ? hub->reconnect_ns : DTRAIN__GRACE_NS))
         dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d (%s) is lost: its connection to rank %d was closed%s%s",
-                     rank, hub->members[peer->world].name, channel->rank,
+                     rank, hub->members[channel->seat.worlds[rank]].name, channel->seat.rank,
                      lane->why == EPROTO ? " without its sealed end" : "",
                      hub->reconnect_ns > 0 ? " and has not come back within reconnect_ms" : "");
     else {
@@ -53,7 +43,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
         }
         return DTRAIN_OK;
     }
-    dtrain__channel_end(channel, rank, lost.status, lost.text);
+    dtrain__seat_end(&channel->seat, rank, &lost);
     return lost.status;
 }
 
@@ -76,7 +66,7 @@ static dtrain_status dtrain__socket_try(dtrain__channel *channel, dtrain_transfe
         n = sending ? dtrain__stream_send(&lane->stream, data, bytes, transfer->more && bytes < room)
                     : dtrain__stream_recv(&lane->stream, data, bytes);
         if (n < 0) {
-            lane->why = dtrain__hub_ended(channel->hub, peer->world, errno);
+            lane->why = dtrain__hub_ended(channel->hub, channel->seat.worlds[transfer->peer], errno);
             dtrain__stream_cut(&lane->stream);
             lane->down_ns = dtrain__os_now_ns();
             continue;
@@ -115,7 +105,7 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
         status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(channel, out, 1, most, moved);
-    cause = dtrain__membership_cause(&channel->members);
+    cause = dtrain__membership_cause(&channel->seat.members);
     if (cause != NULL && (status != DTRAIN_OK || !*moved || cause->status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(cause);
     if (asked) {
@@ -164,7 +154,7 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
     dtrain__channel *channel = (dtrain__channel *)self;
     int64_t sleep_ns = 0, now;
     for (;;) {
-        uint64_t seen = __atomic_load_n(&channel->hub->news, __ATOMIC_SEQ_CST);
+        uint64_t seen = __atomic_load_n(&channel->hub->council.news, __ATOMIC_SEQ_CST);
         int moved = 0;
         dtrain_status status = dtrain__socket_turn(channel, out, in, deadline_ns == 0, &moved);
         if (status != DTRAIN_OK || (out != NULL && out->moved == out->bytes) || (in != NULL && in->moved == in->bytes))
@@ -184,29 +174,6 @@ static dtrain_status dtrain__socket_exchange(void *self, dtrain_transfer *out, d
         }
         dtrain__socket_sleep(channel, out, in, deadline_ns, seen);
     }
-}
-
-static dtrain_status dtrain__socket_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                         size_t *moved)
-{
-    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
-    dtrain_status status = DTRAIN_OK;
-    memcpy(&out.data, &data, sizeof data); /* it is only read */
-    if (bytes > 0)
-        status = dtrain__socket_exchange(self, &out, NULL, deadline_ns);
-    *moved = out.moved;
-    return status;
-}
-
-static dtrain_status dtrain__socket_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                         size_t *moved)
-{
-    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
-    dtrain_status status = DTRAIN_OK;
-    if (bytes > 0)
-        status = dtrain__socket_exchange(self, NULL, &in, deadline_ns);
-    *moved = in.moved;
-    return status;
 }
 
 /* A turn of the hub on its service thread; from the first on nobody else steps. */
@@ -246,8 +213,10 @@ static void dtrain__socket_wake(void *self)
 static void dtrain__socket_fail(void *self, dtrain_status why, const char *text)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
+    dtrain__error cause;
+    dtrain__membership_because(&cause, why, "%s", text);
     pthread_mutex_lock(&channel->hub->mutex);
-    dtrain__channel_end(channel, channel->rank, why, text);
+    dtrain__seat_end(&channel->seat, channel->seat.rank, &cause);
     dtrain__hub_flush_all(channel->hub, 100);
     pthread_mutex_unlock(&channel->hub->mutex);
 }
@@ -256,12 +225,12 @@ static void dtrain__socket_leave(void *self, const char *why)
 {
     dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
-    dtrain__reason bye = {DTRAIN__FRAME_BYE, channel->id, channel->rank, DTRAIN_OK, why, channel->calls};
+    dtrain__reason bye = {DTRAIN__FRAME_BYE, channel->seat.id, channel->seat.rank, DTRAIN_OK, why, channel->seat.calls};
     dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, hub->rank, DTRAIN_OK, why, 0};
-    if (channel->forked)
+    if (channel->seat.forked)
         return;
     pthread_mutex_lock(&hub->mutex);
-    hub->leaving = hub->channels == channel && channel->next == NULL;
+    hub->leaving = hub->council.seats == &channel->seat && channel->seat.next == NULL;
     if (!hub->leaving || hub->formed)
         dtrain__channel_relay(channel, -1, &bye);
     if (hub->leaving)
@@ -304,9 +273,8 @@ static int dtrain__socket_inherit(dtrain__hub *hub, int inherited)
 {
     int listens = 0, fd;
     socklen_t bytes = sizeof listens;
-    hub->listening.bytes = (socklen_t)sizeof hub->listening.at.storage;
     if (getsockopt(inherited, SOL_SOCKET, SO_ACCEPTCONN, &listens, &bytes) != 0 || !listens ||
-        getsockname(inherited, &hub->listening.at.any, &hub->listening.bytes) != 0 ||
+        dtrain__net_end(inherited, 0, &hub->listening) != 0 ||
         dtrain__net_port(&hub->listening) != dtrain__socket_port(hub) || dtrain__net_manners(inherited) != 0)
         return 0;
     fd = fcntl(inherited, F_DUPFD_CLOEXEC, 0);
@@ -388,7 +356,7 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
 {
     dtrain__error cause;
     char text[DTRAIN__ADDRESS_BYTES + 64];
-    dtrain_status status = dtrain__net_resolve(hub->root, hub->root_addresses, &hub->root_count);
+    dtrain_status status = dtrain__net_look_up(hub->root, 0, hub->root_addresses, &hub->root_count);
     if (status != DTRAIN_OK) {
         cause = dtrain__thread_error;
         return dtrain__fail(NULL, status, "comm_create: rank %d: the root %.400s", hub->rank, cause.text);
@@ -474,7 +442,6 @@ static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **ou
         hub->members[rank].control.fd = hub->members[rank].last.awaits = -1;
     dtrain__socket_introduce(hub);
     dtrain_status status = dtrain__channel_create(out, hub, 0, NULL, hub->size, hub->rank);
-    hub->world = *out;
     return status == DTRAIN_OK ? dtrain__socket_open(hub, desc) : status;
 }
 
@@ -542,7 +509,7 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
     dtrain__hub *hub = world->hub;
     dtrain_status status = DTRAIN_OK;
     pthread_mutex_lock(&hub->mutex);
-    const dtrain__error *cause = dtrain__membership_cause(&world->members);
+    const dtrain__error *cause = dtrain__membership_cause(&world->seat.members);
     *formed = hub->formed && cause == NULL;
     if (cause != NULL)
         status = dtrain__fail(NULL, cause->status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
@@ -554,22 +521,6 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
         status = dtrain__socket_unformed(hub, (double)(dtrain__os_now_ns() - started_ns) * 1e-9);
     pthread_mutex_unlock(&hub->mutex);
     return status;
-}
-
-static void dtrain__socket_transport(dtrain_transport *transport, dtrain__channel *channel)
-{
-    memset(transport, 0, sizeof *transport);
-    transport->self = channel;
-    transport->rank = channel->rank;
-    transport->size = channel->size;
-    transport->send = dtrain__socket_send;
-    transport->recv = dtrain__socket_recv;
-    transport->exchange = dtrain__socket_exchange;
-    transport->poll = dtrain__socket_poll;
-    transport->wake = dtrain__socket_wake;
-    transport->fail = dtrain__socket_fail;
-    transport->leave = dtrain__socket_leave;
-    transport->destroy = dtrain__socket_destroy;
 }
 
 #endif

@@ -182,28 +182,19 @@ static void dtrain__stream_free(dtrain_allocator *allocator, dtrain__stream *str
 /* A growing block of bytes; bytes of it are in use. */
 typedef struct dtrain__bytes {
     unsigned char *data;
-    size_t bytes, capacity;
+    size_t bytes;
     int short_of; /* memory: there was none for something that belongs here */
 } dtrain__bytes;
 
 /* Makes room for `more` bytes behind those in use. Returns 0 when there is no memory. */
 static int dtrain__bytes_room(dtrain_allocator *allocator, dtrain__bytes *block, size_t more)
 {
-    /* a heartbeat with all that it may tell of others fits, so that a warm loop's never allocates */
-    size_t capacity = block->capacity > 0 ? block->capacity : 1024;
-    unsigned char *data;
-    if (more <= block->capacity - block->bytes)
-        return 1;
-    while (capacity - block->bytes < more)
-        capacity *= 2;
-    data = (unsigned char *)dtrain__resize(allocator, block->data, capacity);
-    if (data == NULL) {
-        block->short_of = 1;
-        return 0;
-    }
-    block->data = data;
-    block->capacity = capacity;
-    return 1;
+    /* a heartbeat with all that it may tell of others fits at first, so that a warm loop's never allocates */
+    void *data =
+        dtrain__memory_grow(allocator, block->data, 1, block->bytes, block->data == NULL && more < 1024 ? 1024 : more);
+    block->short_of |= data == NULL;
+    block->data = data != NULL ? (unsigned char *)data : block->data;
+    return data != NULL;
 }
 
 static void dtrain__bytes_drop(dtrain__bytes *block, size_t bytes)

@@ -221,7 +221,7 @@ static int has_a_group_apart(dtrain_comm *world, scene *s)
     body b;
     CHECK_EQ(dtrain_comm_split(world, rank < 2 ? 0 : -1, 0, &pair), DTRAIN_OK);
     if (rank == 0)
-        CHECK_EQ(dtrain_store_set(world, "its name", &CHANNEL(pair)->id, 8), DTRAIN_OK);
+        CHECK_EQ(dtrain_store_set(world, "its name", &CHANNEL(pair)->seat.id, 8), DTRAIN_OK);
     CHECK_EQ(dtrain_store_wait(world, "its name", &id, 8, &bytes), DTRAIN_OK);
     scene_meet(s->ranks);
     if (rank >= 2) {

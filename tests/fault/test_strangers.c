@@ -152,7 +152,7 @@ static void attack(scene *s, uint64_t seed)
     getrlimit(RLIMIT_NOFILE, &files);
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
-    dtrain__net_resolve(s->root, &address, &count);
+    dtrain__net_look_up(s->root, 0, &address, &count);
     for (uint64_t turn = 0;; turn++) {
         uint64_t dice = dtrain_random_u64(seed, turn);
         for (size_t i = 0; i < sizeof bytes; i++)

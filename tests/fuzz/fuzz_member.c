@@ -39,7 +39,7 @@ static void vote_in(dtrain__channel *channel)
     vote.number = 1;
     vote.kind = DTRAIN__CONSENT_SHRINK;
     vote.flags = 5;
-    must(dtrain__consent_vote(&channel->hub->council, channel->id, &channel->members, &vote));
+    must(dtrain__consent_vote(&channel->seat, &vote));
 }
 
 /* Makes the channel and has this rank vote in it, where it is a member. */
@@ -54,17 +54,14 @@ static void join(world *w, uint64_t id, const int *worlds, int size, int vote)
     must(dtrain__channel_create(&channel, &w->hub, id, worlds, size, rank) == DTRAIN_OK);
     static char value[8];
     static size_t bytes;
-    w->calls[channel->rank].what = DTRAIN__STORE_WAIT;
-    w->calls[channel->rank].value = value;
-    w->calls[channel->rank].capacity = sizeof value;
-    w->calls[channel->rank].bytes = &bytes;
-    w->calls[channel->rank].id = 7;
-    channel->asks = &w->calls[channel->rank];
-    if (id == 0) {
-        w->hub.world = channel;
-        if (vote)
-            dtrain__hub_formed(&w->hub);
-    }
+    w->calls[rank].what = DTRAIN__STORE_WAIT;
+    w->calls[rank].value = value;
+    w->calls[rank].capacity = sizeof value;
+    w->calls[rank].bytes = &bytes;
+    w->calls[rank].id = 7;
+    channel->seat.asks = &w->calls[rank];
+    if (id == 0 && vote)
+        dtrain__hub_formed(&w->hub);
     if (vote)
         vote_in(channel);
 }
@@ -192,15 +189,15 @@ static void go_on(dtrain__channel *channel)
         memset(&vote, 0, sizeof vote);
         vote.number = number;
         vote.goes_on = goes_on;
-        if (!dtrain__consent_decided(&hub->council, channel->id, &vote, hub->given_up) || vote.status != DTRAIN_OK)
+        if (!dtrain__consent_decided(&channel->seat, &vote) || vote.status != DTRAIN_OK)
             continue;
-        for (int i = 0; i < channel->size; i++) {
-            rank = goes_on[i] && i == channel->rank ? count : rank;
-            worlds[count] = channel->peers[i].world;
+        for (int i = 0; i < channel->seat.size; i++) {
+            rank = goes_on[i] && i == channel->seat.rank ? count : rank;
+            worlds[count] = channel->seat.worlds[i];
             count += goes_on[i] != 0;
         }
         if (rank >= 0 && dtrain__channel_create(&rest, hub, vote.id, worlds, count, rank) == DTRAIN_OK)
-            must(dtrain__channel_rank(rest, hub->rank) == rest->rank);
+            must(dtrain__seat_rank(&rest->seat, hub->rank) == rest->seat.rank);
     }
 }
 
@@ -211,8 +208,8 @@ static void act(world *w)
     int64_t now = dtrain__os_now_ns();
     if (!hub->formed)
         return;
-    for (dtrain__channel *channel = hub->channels, *next; channel != NULL; channel = next) {
-        next = channel->next;
+    for (dtrain__channel *channel = dtrain__channel_first(hub), *next; channel != NULL; channel = next) {
+        next = dtrain__channel_next(channel);
         go_on(channel);
     }
     dtrain__consent_step(&hub->council);
@@ -232,9 +229,9 @@ static void act(world *w)
 static void end(world *w)
 {
     dtrain__hub *hub = &w->hub;
-    while (hub->channels != NULL) {
-        dtrain__channel *channel = hub->channels;
-        hub->channels = channel->next;
+    while (hub->council.seats != NULL) {
+        dtrain__channel *channel = dtrain__channel_first(hub);
+        dtrain__seat_unlink(&channel->seat);
         dtrain__channel_free(channel);
     }
     for (int rank = 0; rank < SIZE; rank++) {

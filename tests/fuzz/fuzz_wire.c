@@ -61,7 +61,6 @@ static void fuzz_frames(const uint8_t *data, size_t bytes, int rank)
         members[i].control.fd = -1;
     if (dtrain__channel_create(&world, &hub, 0, NULL, 3, rank) != DTRAIN_OK)
         abort();
-    hub.world = world;
     if (bytes > 0 && data[0] % 2)
         dtrain__hub_formed(&hub);
     dtrain__member *from = &members[rank == 0 ? 1 : 0];

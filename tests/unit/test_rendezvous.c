@@ -113,7 +113,7 @@ TEST(a_hosts_name_that_means_loopback_there_is_for_other_hosts_as_well)
         CHECK(strncmp(listens_at("localhost:0", NULL).text, "0.0.0.0:", 8) != 0);
     CHECK_EQ(gethostname(root, 64), 0);
     strcat(root, ":0");
-    if (dtrain__net_resolve(root, addresses, &count) != DTRAIN_OK || !dtrain__net_is_local(&addresses[0]) ||
+    if (dtrain__net_look_up(root, 0, addresses, &count) != DTRAIN_OK || !dtrain__net_is_local(&addresses[0]) ||
         strncmp(root, "localhost:", 10) == 0) {
         printf("skipped: this host's name does not mean loopback\n");
         return;
@@ -160,9 +160,9 @@ TEST(without_ipv6_a_name_stands_for_its_other_addresses)
     uint32_t before = dtrain__os_without_mask;
     setenv("DTRAIN_WITHOUT", "ipv6", 1);
     dtrain__os_without_mask = 0;
-    CHECK_EQ(dtrain__net_resolve("[::1]:29500", found, &count), DTRAIN_ERR_IO);
+    CHECK_EQ(dtrain__net_look_up("[::1]:29500", 0, found, &count), DTRAIN_ERR_IO);
     CHECK_CONTAINS(dtrain_last_error(), "[::1]:29500: no IPv4 or IPv6 address that this host can use");
-    CHECK_EQ(dtrain__net_resolve("localhost:29500", found, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_look_up("localhost:29500", 0, found, &count), DTRAIN_OK);
     for (int i = 0; i < count; i++)
         CHECK_EQ(found[i].at.any.sa_family, AF_INET);
     unsetenv("DTRAIN_WITHOUT");
@@ -204,7 +204,7 @@ static int meets_in_private(dtrain_comm *world, scene *s)
     CHECK(lstat(path, &what) == 0 && S_ISSOCK(what.st_mode));
     CHECK(lstat(own_directory, &what) == 0 && (what.st_mode & 07777) == 0700);
     CHECK_CONTAINS(dtrain__net_text(&hub->listening).text, own_directory);
-    CHECK_EQ(dtrain__net_resolve(s->root, &address, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_look_up(s->root, 0, &address, &count), DTRAIN_OK);
     fd = socket(AF_INET, SOCK_STREAM, 0);
     CHECK(connect(fd, &address.at.any, address.bytes) != 0 && errno == ECONNREFUSED);
     close(fd);
@@ -439,7 +439,7 @@ TEST(rank_0_and_an_older_rank_both_name_both_wire_versions)
     s.desc.timeout_ms = 1500;
     dtrain_set_log(quiet, NULL);
     pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "speaks wire version 2, this rank 5: build both");
-    CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_look_up(s.root, 0, &address, &count), DTRAIN_OK);
     for (;;) { /* until rank 0 listens */
         fd = socket(AF_INET, SOCK_STREAM, 0);
         if (connect(fd, &address.at.any, address.bytes) == 0 || waitpid(root, NULL, WNOHANG) != 0)
@@ -465,7 +465,7 @@ TEST(a_rank_and_an_older_rank_0_both_name_both_wire_versions)
     int count;
     scene_begin(&s, 2, 1);
     s.desc.token = token;
-    CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_look_up(s.root, 0, &address, &count), DTRAIN_OK);
     int listener = socket(AF_INET, SOCK_STREAM, 0);
     CHECK(bind(listener, &address.at.any, address.bytes) == 0 && listen(listener, 1) == 0);
     pid_t one = start_refused(&s, 1, DTRAIN_ERR_MISMATCH, "speaks wire version 2, this rank 5: build both");
@@ -555,7 +555,7 @@ TEST(a_connection_that_met_itself_counts_as_refused)
 {
     dtrain__address address;
     int count, fd, one = 1;
-    CHECK_EQ(dtrain__net_resolve("127.0.0.1:0", &address, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_look_up("127.0.0.1:0", 0, &address, &count), DTRAIN_OK);
     CHECK_EQ(dtrain__net_socket(AF_INET, &fd), 0);
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     CHECK_EQ(bind(fd, &address.at.any, address.bytes), 0);
@@ -695,7 +695,7 @@ TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
     int count, fd;
     char long_text[200];
     scene_begin(&s, 2, 1);
-    dtrain__net_resolve(s.root, &address, &count);
+    dtrain__net_look_up(s.root, 0, &address, &count);
     CHECK_EQ(dtrain__net_listen(&address, &fd), 0);
     CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or the last one, is there"), 10), 0);
     close(fd);
@@ -767,7 +767,7 @@ TEST(a_strangers_time_runs_while_the_rank_polls_and_what_has_come_is_read_first)
     desc.progress = DTRAIN_PROGRESS_POLL;
     hook_handshake_ns = 100000000;
     CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
-    CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_look_up(s.root, 0, &address, &count), DTRAIN_OK);
     fd = socket(address.at.any.sa_family, SOCK_STREAM, 0);
     CHECK_EQ(connect(fd, &address.at.any, address.bytes), 0);
     while (CHANNEL(world)->hub->inbound == 0)
@@ -859,7 +859,7 @@ TEST(the_log_is_written_while_nobody_waits_for_it)
     CHECK_EQ(dtrain_comm_create_async(&world, &desc), DTRAIN_OK);
     logging_hub = CHANNEL(world)->hub;
     dtrain_set_log(look_at_lock, NULL);
-    CHECK_EQ(dtrain__net_resolve(s.root, &address, &count), DTRAIN_OK);
+    CHECK_EQ(dtrain__net_look_up(s.root, 0, &address, &count), DTRAIN_OK);
     fd = socket(address.at.any.sa_family, SOCK_STREAM, 0);
     CHECK_EQ(connect(fd, &address.at.any, address.bytes), 0);
     version_2(hello, sizeof hello);
