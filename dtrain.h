@@ -42834,6 +42834,7 @@ typedef struct dtrain__tp {
     const char *name; /* of the call, for texts */
     dtrain_comm *group;
     int rank, size;
+    int splits;                    /* rows are split, over several ranks */
     dtrain_allocator *memory, own; /* own: without a group */
     void *rooms[DTRAIN__TP_ROOMS];
     int used;
@@ -42844,13 +42845,14 @@ static dtrain__error *dtrain__tp_error(const dtrain__tp *tp)
     return tp->group != NULL ? &tp->group->error : NULL;
 }
 
-static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_comm *group)
+static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_comm *group, int sequence)
 {
     memset(tp, 0, sizeof *tp);
     tp->name = name;
     tp->group = group;
     tp->rank = dtrain_comm_rank(group);
     tp->size = dtrain_comm_size(group);
+    tp->splits = sequence && tp->size > 1;
     tp->memory = group != NULL ? dtrain_comm_allocator(group) : &tp->own;
     return group != NULL ? dtrain__group_whole(group, name) : DTRAIN_OK;
 }
@@ -42902,26 +42904,47 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
                                columns);
 }
 
-/* This rank's part of rows that are split. */
+/* Of rows that sequence splits, this rank's, or all. */
 static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
 {
-    return dtrain__split(rows, tp->size, tp->rank, NULL);
+    return tp->splits ? dtrain__split(rows, tp->size, tp->rank, NULL) : rows;
 }
 
-/* Waits for what was begun, if anything was; an earlier error stays. */
-static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work **work)
+/* Returns [rows, columns] of every rank's part of the rows, gathered where they are split; does nothing after an error.
+ */
+static const float *dtrain__tp_gather(dtrain__tp *tp, const float *part, size_t rows, size_t columns,
+                                      dtrain_work **work, dtrain_status *status)
 {
-    dtrain_work *waited = *work;
-    dtrain_status ended = DTRAIN_OK;
-    *work = NULL;
-    if (waited != NULL && status != DTRAIN_OK) { /* whose text stays as well */
-        dtrain__error first = dtrain__thread_error;
-        DTRAIN_IGNORE(dtrain_work_wait(waited));
-        dtrain__thread_error = first;
-    } else if (waited != NULL) {
-        ended = dtrain_work_wait(waited);
-    }
-    return status != DTRAIN_OK ? status : ended;
+    float *whole = tp->splits ? dtrain__tp_floats(tp, rows, columns, status) : NULL;
+    if (tp->splits && *status == DTRAIN_OK)
+        *status = dtrain__collective_rows(tp->group, DTRAIN__ALL_GATHER, part, whole, rows, columns, work);
+    return tp->splits ? whole : part;
+}
+
+/* Returns where a rank puts its share of a sum over ranks, [rows, columns]: in `out`, if that has all rows. */
+static float *dtrain__tp_share(dtrain__tp *tp, float *out, size_t rows, size_t columns, dtrain_status *status)
+{
+    return tp->splits ? dtrain__tp_floats(tp, rows, columns, status) : out;
+}
+
+/* Sums the shares of all ranks into `out`, of rows that are split this rank's; does nothing after an error. */
+static void dtrain__tp_sum_shares(const dtrain__tp *tp, const float *share, float *out, size_t rows, size_t columns,
+                                  dtrain_work **work, dtrain_status *status)
+{
+    dtrain__kind kind = tp->splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE;
+    if (*status == DTRAIN_OK && tp->size > 1)
+        *status = dtrain__collective_rows(tp->group, kind, share, out, rows, columns, work);
+}
+
+/* Waits for what was begun, if anything was; an earlier error stays, and its text. */
+static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work *work)
+{
+    dtrain__error first = dtrain__thread_error;
+    dtrain_status ended = work != NULL ? dtrain_work_wait(work) : DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        return ended;
+    dtrain__thread_error = first;
+    return status;
 }
 
 /* out[i] += x[i] */
@@ -42930,14 +42953,6 @@ static void dtrain__tp_add(float *out, const float *x, size_t count)
     uint64_t mode = dtrain__fpmode_enter();
     dtrain__train_kernels_get()->add(out, out, x, count);
     dtrain__fpmode_restore(mode);
-}
-
-static void dtrain__tp_add_bias(float *y, const float *bias, size_t rows, size_t columns)
-{
-    if (bias == NULL)
-        return;
-    for (size_t r = 0; r < rows; r++)
-        dtrain__tp_add(y + r * columns, bias, columns);
 }
 
 #define DTRAIN__TP_TILE 512 /* columns that are summed on the stack */
@@ -42979,17 +42994,13 @@ static void dtrain__tp_product(int transpose_a, int transpose_b, size_t m, size_
 DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const float *part, float *out, size_t count)
 {
     dtrain__tp tp;
-    dtrain_status status = dtrain__tp_begin(&tp, "sequence_parallel_sum", group);
+    dtrain_status status = dtrain__tp_begin(&tp, "sequence_parallel_sum", group, 0);
     dtrain__tp_need(&tp, "part", part, count, 1, &status);
     dtrain__tp_need(&tp, "out", out, count, 1, &status);
-    if (tp.size > 1) {
-        float *sum = dtrain__tp_floats(&tp, count, 1, &status);
-        if (status == DTRAIN_OK)
-            status = dtrain__collective_rows(tp.group, DTRAIN__ALL_REDUCE, part, sum, count, 1, NULL);
-        part = sum;
-    }
+    float *sum = tp.size > 1 ? dtrain__tp_floats(&tp, count, 1, &status) : NULL;
+    dtrain__tp_sum_shares(&tp, part, sum, count, 1, NULL, &status);
     if (status == DTRAIN_OK)
-        dtrain__tp_add(out, part, count);
+        dtrain__tp_add(out, sum != NULL ? sum : part, count);
     return dtrain__tp_end(&tp, status);
 }
 
@@ -43007,68 +43018,72 @@ DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const 
 typedef struct dtrain__tp_linear {
     const dtrain_parallel_linear *layer;
     dtrain__tp tp;
-    size_t blocks, granule, part; /* part: of the split dimension */
+    size_t blocks, granule, step; /* step: both, of which the split dimension is a multiple */
     size_t in, out;               /* of this rank's weight */
-    size_t split_rows;            /* rows of the side that sequence splits: this rank's, or all */
-    int splits;                   /* rows are split, over several ranks */
     int gathers;                  /* the output is gathered */
 } dtrain__tp_linear;
 
-static size_t dtrain__tp_part(size_t size, size_t blocks, size_t granule, int parts, int part)
+/* How much of the split dimension a rank has. */
+static size_t dtrain__tp_linear_part(const dtrain__tp_linear *l, size_t size, int rank)
 {
-    size_t step;
-    blocks = blocks > 0 ? blocks : 1;
-    granule = granule > 0 ? granule : 1;
-    if (!dtrain__mul_size(blocks, granule, &step) || size % step != 0)
-        return 0;
-    return dtrain__split(size / step, parts, part, NULL) * step;
-}
-
-static dtrain_status dtrain__tp_linear_cut(dtrain__tp_linear *l, const char *what, size_t size)
-{
-    size_t step;
-    if (!dtrain__mul_size(l->blocks, l->granule, &step) || size % step != 0)
-        return dtrain__fail(dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
-                            "%s on rank %d: %zu %s are no multiple of %zu blocks of granules of %zu; %zu would be",
-                            l->tp.name, l->tp.rank, size, what, l->blocks, l->granule,
-                            step > 0 ? (size / step + 1) * step : 0);
-    l->part = dtrain__tp_part(size, l->blocks, l->granule, l->tp.size, l->tp.rank);
-    return DTRAIN_OK;
+    return dtrain__split(size / l->step, l->tp.size, rank, NULL) * l->step;
 }
 
 /* Takes a layer up; row: it is split by inputs. */
 static dtrain_status dtrain__tp_linear_begin(dtrain__tp_linear *l, const char *name,
                                              const dtrain_parallel_linear *layer, int row)
 {
-    dtrain_status status;
     memset(l, 0, sizeof *l);
     if (layer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
+    size_t size = row ? layer->inputs : layer->outputs;
     l->layer = layer;
     l->blocks = layer->blocks > 0 ? layer->blocks : 1;
     l->granule = layer->granule > 0 ? layer->granule : 1;
-    status = dtrain__tp_begin(&l->tp, name, layer->group);
-    if (status == DTRAIN_OK && row && layer->gather_output)
+    dtrain_status status = dtrain__tp_begin(&l->tp, name, layer->group, layer->sequence);
+    if (status != DTRAIN_OK)
+        return status;
+    if (row && layer->gather_output)
         return dtrain__fail(dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
                             "%s on rank %d: gather_output is for layers split by outputs; this one's output is whole",
                             name, l->tp.rank);
-    if (status == DTRAIN_OK)
-        status = dtrain__tp_linear_cut(l, row ? "inputs" : "outputs", row ? layer->inputs : layer->outputs);
-    l->in = row ? l->part : layer->inputs;
-    l->out = row ? layer->outputs : l->part;
-    l->splits = layer->sequence && l->tp.size > 1;
+    if (!dtrain__mul_size(l->blocks, l->granule, &l->step) || size % l->step != 0)
+        return dtrain__fail(dtrain__tp_error(&l->tp), DTRAIN_ERR_INVALID,
+                            "%s on rank %d: %zu %s are no multiple of %zu blocks of granules of %zu; %zu would be",
+                            name, l->tp.rank, size, row ? "inputs" : "outputs", l->blocks, l->granule,
+                            l->step > 0 ? (size / l->step + 1) * l->step : 0);
+    size_t part = dtrain__tp_linear_part(l, size, l->tp.rank);
+    l->in = row ? part : layer->inputs;
+    l->out = row ? layer->outputs : part;
     l->gathers = layer->gather_output && l->tp.size > 1;
-    l->split_rows = l->splits ? dtrain__tp_rows(&l->tp, layer->rows) : layer->rows;
     dtrain__tp_need(&l->tp, "x in whole", l, layer->rows, layer->inputs, &status);
     dtrain__tp_need(&l->tp, "y in whole", l, layer->rows, layer->outputs, &status);
     dtrain__tp_need(&l->tp, "the weight in whole", l, layer->inputs, layer->outputs, &status);
     return status;
 }
 
-static void dtrain__tp_linear_need_weight(const dtrain__tp_linear *l, dtrain_status *status)
+/* Takes a layer up for its forward pass, or for backward, whose d_x may be NULL: not wanted. */
+static dtrain_status dtrain__tp_linear_take(dtrain__tp_linear *l, const char *name, const dtrain_parallel_linear *layer,
+                                            int row, const float *x, const float *y, int backward, const float *d_x)
 {
-    size_t first = l->layer->by_inputs ? l->in : l->out, second = l->layer->by_inputs ? l->out : l->in;
-    dtrain__tp_need(&l->tp, "weight", l->layer->weight, first, second, status);
+    dtrain_status status = dtrain__tp_linear_begin(l, name, layer, row);
+    if (status != DTRAIN_OK)
+        return status;
+    size_t split = dtrain__tp_rows(&l->tp, layer->rows);
+    size_t first = layer->by_inputs ? l->in : l->out, second = layer->by_inputs ? l->out : l->in;
+    if (!backward || d_x != NULL)
+        dtrain__tp_need(&l->tp, "weight", layer->weight, first, second, &status);
+    if (!backward || layer->d_weight != NULL)
+        dtrain__tp_need(&l->tp, "x", x, row ? layer->rows : split, l->in, &status);
+    dtrain__tp_need(&l->tp, backward ? "dy" : "y", y, row ? split : layer->rows, l->gathers ? layer->outputs : l->out,
+                    &status);
+    return status;
+}
+
+static void dtrain__tp_linear_add_bias(const dtrain__tp_linear *l, float *y, size_t rows)
+{
+    for (size_t r = 0; l->layer->bias != NULL && r < rows; r++)
+        dtrain__tp_add(y + r * l->out, l->layer->bias, l->out);
 }
 
 /* y[rows, out] = x[rows, in] W^T */
@@ -43083,38 +43098,43 @@ static void dtrain__tp_linear_input(const dtrain__tp_linear *l, const float *dy,
     dtrain__tp_product(0, l->layer->by_inputs, l->layer->rows, l->in, l->out, dy, l->layer->weight, dx, 0);
 }
 
-/* A slice of the weight's gradient: m rows of it from `at` on. */
-static void dtrain__tp_linear_slice(const dtrain__tp_linear *l, const float *x, const float *dy, size_t at, size_t m)
-{
-    size_t all = l->layer->by_inputs ? l->in : l->out, n = l->layer->by_inputs ? l->out : l->in;
-    const float *left = l->layer->by_inputs ? x : dy, *right = l->layer->by_inputs ? dy : x;
-    if (m > 0 && n > 0 && l->layer->rows > 0)
-        dtrain_sgemm(1, 0, m, n, l->layer->rows, 1.0f, left + at, all, right, n, 1.0f, l->layer->d_weight + at * n, n);
-}
-
 /* d_weight += dy^T x, d_bias += the sum of dy's rows; polled: slice by slice, the group polled between them. */
 static void dtrain__tp_linear_weights(const dtrain__tp_linear *l, const float *x, const float *dy, int polled)
 {
-    size_t all = l->layer->by_inputs ? l->in : l->out, step = polled ? DTRAIN__TP_SLICE : all;
+    size_t all = l->layer->by_inputs ? l->in : l->out, n = l->layer->by_inputs ? l->out : l->in;
+    const float *left = l->layer->by_inputs ? x : dy, *right = l->layer->by_inputs ? dy : x;
+    size_t rows = l->layer->rows, step = polled ? DTRAIN__TP_SLICE : all;
     for (size_t at = 0; l->layer->d_weight != NULL && at < all; at += step) {
-        dtrain__tp_linear_slice(l, x, dy, at, all - at < step ? all - at : step);
+        size_t m = all - at < step ? all - at : step;
+        if (n > 0 && rows > 0)
+            dtrain_sgemm(1, 0, m, n, rows, 1.0f, left + at, all, right, n, 1.0f, l->layer->d_weight + at * n, n);
         if (polled)
             DTRAIN_IGNORE(dtrain_comm_poll(l->tp.group, 50));
     }
     if (l->layer->d_bias != NULL)
-        dtrain__tp_add_columns(l->layer->d_bias, dy, l->layer->rows, l->out);
+        dtrain__tp_add_columns(l->layer->d_bias, dy, rows, l->out);
 }
 
-/* Copies this rank's columns out of whole rows, or those of `rank` into them. */
-static void dtrain__tp_linear_columns(const dtrain__tp_linear *l, int rank, float *whole, float *part, int into)
+/* Copies a rank's columns out of whole rows (into: NULL), or from `part` into them. */
+static void dtrain__tp_linear_columns(const dtrain__tp_linear *l, int rank, const float *whole, float *into,
+                                      float *part)
 {
     size_t begin, block = l->layer->outputs / l->blocks;
     size_t n = dtrain__split(block / l->granule, l->tp.size, rank, &begin) * l->granule;
     for (size_t r = 0; n > 0 && r < l->layer->rows; r++)
         for (size_t b = 0; b < l->blocks; b++, part += n) {
-            float *at = whole + r * l->layer->outputs + b * block + begin * l->granule;
-            memcpy(into ? at : part, into ? part : at, n * sizeof(float));
+            size_t at = r * l->layer->outputs + b * block + begin * l->granule;
+            memcpy(into != NULL ? into + at : part, into != NULL ? part : whole + at, n * sizeof(float));
         }
+}
+
+/* This rank's columns of dy, which is whole. */
+static const float *dtrain__tp_linear_own_columns(dtrain__tp_linear *l, const float *dy, dtrain_status *status)
+{
+    float *part = dtrain__tp_floats(&l->tp, l->layer->rows, l->out, status);
+    if (*status == DTRAIN_OK)
+        dtrain__tp_linear_columns(l, l->tp.rank, dy, NULL, part);
+    return part;
 }
 
 /* y[rows, outputs] = every rank's part[rows, its outputs], in the order of the whole layer */
@@ -43127,34 +43147,24 @@ static dtrain_status dtrain__tp_linear_gather(dtrain__tp_linear *l, const float 
     if (status != DTRAIN_OK)
         return status;
     for (int r = 0; r < l->tp.size; r++)
-        counts[r] = rows * dtrain__tp_part(l->layer->outputs, l->blocks, l->granule, l->tp.size, r);
+        counts[r] = rows * dtrain__tp_linear_part(l, l->layer->outputs, r);
     status = dtrain_all_gather_v(l->tp.group, part, parts, counts, NULL, DTRAIN_F32);
     for (int r = 0; status == DTRAIN_OK && r < l->tp.size; begin += counts[r++])
-        dtrain__tp_linear_columns(l, r, y, parts + begin, 1);
+        dtrain__tp_linear_columns(l, r, NULL, y, parts + begin);
     return status;
 }
 
 DTRAIN_API dtrain_status dtrain_column_parallel_linear(const dtrain_parallel_linear *layer, const float *x, float *y)
 {
     dtrain__tp_linear l;
-    dtrain_status status = dtrain__tp_linear_begin(&l, "column_parallel_linear", layer, 0);
-    const float *wide = x;
-    float *part = y, *gathered;
+    dtrain_status status = dtrain__tp_linear_take(&l, "column_parallel_linear", layer, 0, x, y, 0, NULL);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__tp_linear_need_weight(&l, &status);
-    dtrain__tp_need(&l.tp, "x", x, l.split_rows, l.in, &status);
-    dtrain__tp_need(&l.tp, "y", y, layer->rows, l.gathers ? layer->outputs : l.out, &status);
-    if (l.gathers)
-        part = dtrain__tp_floats(&l.tp, layer->rows, l.out, &status);
-    if (l.splits) {
-        wide = gathered = dtrain__tp_floats(&l.tp, layer->rows, l.in, &status);
-        if (status == DTRAIN_OK)
-            status = dtrain__collective_rows(l.tp.group, DTRAIN__ALL_GATHER, x, gathered, layer->rows, l.in, NULL);
-    }
+    float *part = l.gathers ? dtrain__tp_floats(&l.tp, layer->rows, l.out, &status) : y;
+    x = dtrain__tp_gather(&l.tp, x, layer->rows, l.in, NULL, &status);
     if (status == DTRAIN_OK) {
-        dtrain__tp_linear_product(&l, wide, part);
-        dtrain__tp_add_bias(part, layer->bias, layer->rows, l.out);
+        dtrain__tp_linear_product(&l, x, part);
+        dtrain__tp_linear_add_bias(&l, part, layer->rows);
     }
     if (status == DTRAIN_OK && l.gathers)
         status = dtrain__tp_linear_gather(&l, part, y);
@@ -43164,120 +43174,56 @@ DTRAIN_API dtrain_status dtrain_column_parallel_linear(const dtrain_parallel_lin
 DTRAIN_API dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_linear *layer, const float *x, float *y)
 {
     dtrain__tp_linear l;
-    dtrain_status status = dtrain__tp_linear_begin(&l, "row_parallel_linear", layer, 1);
-    float *sum = y;
+    dtrain_status status = dtrain__tp_linear_take(&l, "row_parallel_linear", layer, 1, x, y, 0, NULL);
     if (status != DTRAIN_OK)
         return status;
-    dtrain__tp_linear_need_weight(&l, &status);
-    dtrain__tp_need(&l.tp, "x", x, layer->rows, l.in, &status);
-    dtrain__tp_need(&l.tp, "y", y, l.split_rows, l.out, &status);
-    if (l.splits)
-        sum = dtrain__tp_floats(&l.tp, layer->rows, l.out, &status);
+    float *share = dtrain__tp_share(&l.tp, y, layer->rows, l.out, &status);
     if (status == DTRAIN_OK)
-        dtrain__tp_linear_product(&l, x, sum);
-    if (status == DTRAIN_OK && l.tp.size > 1)
-        status = dtrain__collective_rows(l.tp.group, l.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, y,
-                                         layer->rows, l.out, NULL);
+        dtrain__tp_linear_product(&l, x, share);
+    dtrain__tp_sum_shares(&l.tp, share, y, layer->rows, l.out, NULL, &status);
     if (status == DTRAIN_OK)
-        dtrain__tp_add_bias(y, layer->bias, l.split_rows, l.out);
+        dtrain__tp_linear_add_bias(&l, y, dtrain__tp_rows(&l.tp, layer->rows));
     return dtrain__tp_end(&l.tp, status);
 }
 
-/* What backward has of its operands in whole, and what is under way. */
-typedef struct dtrain__tp_linear_back {
-    const float *x, *dy; /* [rows, in], [rows, out] */
-    float *gathered;     /* where the rows of x go; NULL: they are here */
-    float *sum;          /* this rank's share of dx */
-    dtrain_work *gather, *reduce;
-    int overlap;
-} dtrain__tp_linear_back;
-
-/* Finds room for a column layer's backward, and its own columns of dy. */
-static void dtrain__tp_column_prepare(dtrain__tp_linear *l, dtrain__tp_linear_back *back, const float *x,
-                                      const float *dy, float *dx, dtrain_status *status)
-{
-    memset(back, 0, sizeof *back);
-    back->x = x;
-    back->dy = dy;
-    back->sum = dx;
-    back->overlap = !l->layer->no_overlap && l->layer->d_weight != NULL;
-    if (l->splits && l->layer->d_weight != NULL)
-        back->x = back->gathered = dtrain__tp_floats(&l->tp, l->layer->rows, l->in, status);
-    if (l->splits && dx != NULL)
-        back->sum = dtrain__tp_floats(&l->tp, l->layer->rows, l->in, status);
-    if (l->gathers) {
-        float *part = dtrain__tp_floats(&l->tp, l->layer->rows, l->out, status), *whole;
-        memcpy(&whole, &dy, sizeof whole); /* only read */
-        if (*status == DTRAIN_OK)
-            dtrain__tp_linear_columns(l, l->tp.rank, whole, part, 0);
-        back->dy = part;
-    }
-}
-
-/* The products of a column layer's backward, beside what they communicate. */
-static dtrain_status dtrain__tp_column_compute(dtrain__tp_linear *l, dtrain__tp_linear_back *back, const float *x,
-                                               float *dx)
-{
-    size_t rows = l->layer->rows;
-    dtrain_status status = DTRAIN_OK;
-    if (back->gathered != NULL)
-        status = dtrain__collective_rows(l->tp.group, DTRAIN__ALL_GATHER, x, back->gathered, rows, l->in,
-                                         back->overlap ? &back->gather : NULL);
-    if (status == DTRAIN_OK && dx != NULL)
-        dtrain__tp_linear_input(l, back->dy, back->sum);
-    if (status == DTRAIN_OK && dx != NULL && l->tp.size > 1)
-        status = dtrain__collective_rows(l->tp.group, l->splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE,
-                                         back->sum, dx, rows, l->in, back->overlap ? &back->reduce : NULL);
-    status = dtrain__tp_wait(status, &back->gather);
-    if (status == DTRAIN_OK)
-        dtrain__tp_linear_weights(l, back->x, back->dy,
-                                  back->reduce != NULL && l->tp.group->desc.progress == DTRAIN_PROGRESS_POLL);
-    return dtrain__tp_wait(status, &back->reduce);
-}
-
+/* The gradient of x is summed while those of the weights are computed, and x gathered while that is. */
 DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
                                                                 const float *dy, float *dx)
 {
     dtrain__tp_linear l;
-    dtrain__tp_linear_back back;
-    dtrain_status status = dtrain__tp_linear_begin(&l, "column_parallel_linear_backward", layer, 0);
+    dtrain_work *gathering = NULL, *summing = NULL;
+    dtrain_status status = dtrain__tp_linear_take(&l, "column_parallel_linear_backward", layer, 0, x, dy, 1, dx);
     if (status != DTRAIN_OK)
         return status;
-    if (dx != NULL)
-        dtrain__tp_linear_need_weight(&l, &status);
+    int overlaps = !layer->no_overlap && layer->d_weight != NULL;
+    float *share = dx != NULL ? dtrain__tp_share(&l.tp, dx, layer->rows, l.in, &status) : NULL;
+    if (l.gathers)
+        dy = dtrain__tp_linear_own_columns(&l, dy, &status);
     if (layer->d_weight != NULL)
-        dtrain__tp_need(&l.tp, "x", x, l.split_rows, l.in, &status);
-    dtrain__tp_need(&l.tp, "dy", dy, layer->rows, l.gathers ? layer->outputs : l.out, &status);
+        x = dtrain__tp_gather(&l.tp, x, layer->rows, l.in, overlaps ? &gathering : NULL, &status);
+    if (dx != NULL && status == DTRAIN_OK)
+        dtrain__tp_linear_input(&l, dy, share);
+    if (dx != NULL)
+        dtrain__tp_sum_shares(&l.tp, share, dx, layer->rows, l.in, overlaps ? &summing : NULL, &status);
+    status = dtrain__tp_wait(status, gathering);
     if (status == DTRAIN_OK)
-        dtrain__tp_column_prepare(&l, &back, x, dy, dx, &status);
-    if (status == DTRAIN_OK)
-        status = dtrain__tp_column_compute(&l, &back, x, dx);
-    return dtrain__tp_end(&l.tp, status);
+        dtrain__tp_linear_weights(&l, x, dy, summing != NULL && layer->group->desc.progress == DTRAIN_PROGRESS_POLL);
+    return dtrain__tp_end(&l.tp, dtrain__tp_wait(status, summing));
 }
 
 DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
                                                              const float *dy, float *dx)
 {
     dtrain__tp_linear l;
-    const float *wide = dy;
-    dtrain_status status = dtrain__tp_linear_begin(&l, "row_parallel_linear_backward", layer, 1);
+    dtrain_status status = dtrain__tp_linear_take(&l, "row_parallel_linear_backward", layer, 1, x, dy, 1, dx);
     if (status != DTRAIN_OK)
         return status;
-    if (dx != NULL)
-        dtrain__tp_linear_need_weight(&l, &status);
-    if (layer->d_weight != NULL)
-        dtrain__tp_need(&l.tp, "x", x, layer->rows, l.in, &status);
-    dtrain__tp_need(&l.tp, "dy", dy, l.split_rows, l.out, &status);
-    if (l.splits && (dx != NULL || layer->d_weight != NULL || layer->d_bias != NULL)) {
-        float *gathered = dtrain__tp_floats(&l.tp, layer->rows, l.out, &status);
-        if (status == DTRAIN_OK)
-            status = dtrain__collective_rows(l.tp.group, DTRAIN__ALL_GATHER, dy, gathered, layer->rows, l.out, NULL);
-        wide = gathered;
-    }
+    if (dx != NULL || layer->d_weight != NULL || layer->d_bias != NULL)
+        dy = dtrain__tp_gather(&l.tp, dy, layer->rows, l.out, NULL, &status);
     if (status == DTRAIN_OK && dx != NULL)
-        dtrain__tp_linear_input(&l, wide, dx);
+        dtrain__tp_linear_input(&l, dy, dx);
     if (status == DTRAIN_OK)
-        dtrain__tp_linear_weights(&l, x, wide, 0);
+        dtrain__tp_linear_weights(&l, x, dy, 0);
     return dtrain__tp_end(&l.tp, status);
 }
 
@@ -43454,8 +43400,6 @@ DTRAIN__EXACT_END
 typedef struct dtrain__tp_embedding {
     dtrain__tp tp;
     size_t begin, part; /* this rank's rows of the table */
-    size_t out_rows;    /* this rank's of the output */
-    int splits;         /* they are split, over several ranks */
 } dtrain__tp_embedding;
 
 /* Every token is one of the vocabulary, or `least` where that is below 0. */
@@ -43474,13 +43418,10 @@ static void dtrain__tp_vocab_check(const dtrain__tp *tp, const char *what, const
 static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const char *name,
                                                 const dtrain_parallel_vocab *layer, const int32_t *tokens)
 {
-    dtrain_status status;
     if (layer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
-    status = dtrain__tp_begin(&e->tp, name, layer->group);
+    dtrain_status status = dtrain__tp_begin(&e->tp, name, layer->group, layer->sequence);
     e->part = dtrain__split(layer->vocab, e->tp.size, e->tp.rank, &e->begin);
-    e->splits = layer->sequence && e->tp.size > 1;
-    e->out_rows = e->splits ? dtrain__tp_rows(&e->tp, layer->rows) : layer->rows;
     dtrain__tp_need(&e->tp, "the output in whole", e, layer->rows, layer->width, &status);
     dtrain__tp_need(&e->tp, "the table in whole", e, layer->vocab, layer->width, &status);
     dtrain__tp_vocab_check(&e->tp, "tokens", tokens, layer->rows, layer->vocab, 0, &status);
@@ -43512,18 +43453,14 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding(const dtrain_parallel_v
 {
     dtrain__tp_embedding e;
     dtrain_status status = dtrain__tp_embedding_begin(&e, "vocab_parallel_embedding", layer, tokens);
-    float *sum = out;
     if (status != DTRAIN_OK)
         return status;
+    dtrain__tp_need(&e.tp, "out", out, dtrain__tp_rows(&e.tp, layer->rows), layer->width, &status);
     dtrain__tp_need(&e.tp, "table", layer->table, e.part, layer->width, &status);
-    dtrain__tp_need(&e.tp, "out", out, e.out_rows, layer->width, &status);
-    if (e.splits)
-        sum = dtrain__tp_floats(&e.tp, layer->rows, layer->width, &status);
+    float *share = dtrain__tp_share(&e.tp, out, layer->rows, layer->width, &status);
     if (status == DTRAIN_OK)
-        dtrain__tp_embedding_look_up(&e, layer, tokens, sum);
-    if (status == DTRAIN_OK && e.tp.size > 1)
-        status = dtrain__collective_rows(e.tp.group, e.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, out,
-                                         layer->rows, layer->width, NULL);
+        dtrain__tp_embedding_look_up(&e, layer, tokens, share);
+    dtrain__tp_sum_shares(&e.tp, share, out, layer->rows, layer->width, NULL, &status);
     return dtrain__tp_end(&e.tp, status);
 }
 
@@ -43534,14 +43471,8 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_p
     dtrain_status status = dtrain__tp_embedding_begin(&e, "vocab_parallel_embedding_backward", layer, tokens);
     if (status != DTRAIN_OK || layer->d_table == NULL)
         return status;
-    dtrain__tp_need(&e.tp, "d_out", d_out, e.out_rows, layer->width, &status);
-    if (e.splits) {
-        float *wide = dtrain__tp_floats(&e.tp, layer->rows, layer->width, &status);
-        if (status == DTRAIN_OK)
-            status =
-                dtrain__collective_rows(e.tp.group, DTRAIN__ALL_GATHER, d_out, wide, layer->rows, layer->width, NULL);
-        d_out = wide;
-    }
+    dtrain__tp_need(&e.tp, "d_out", d_out, dtrain__tp_rows(&e.tp, layer->rows), layer->width, &status);
+    d_out = dtrain__tp_gather(&e.tp, d_out, layer->rows, layer->width, NULL, &status);
     for (size_t i = 0; status == DTRAIN_OK && i < layer->rows; i++) {
         size_t row = dtrain__tp_embedding_row(&e, tokens[i]);
         if (row < e.part)
@@ -43563,7 +43494,7 @@ typedef struct dtrain__tp_entropy {
 static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm *group, size_t vocab,
                                               const double *loss)
 {
-    dtrain_status status = dtrain__tp_begin(&e->tp, "vocab_parallel_cross_entropy", group);
+    dtrain_status status = dtrain__tp_begin(&e->tp, "vocab_parallel_cross_entropy", group, 0);
     e->part = dtrain__split(vocab, e->tp.size, e->tp.rank, &e->begin);
     dtrain__tp_need(&e->tp, "loss", loss, 1, 1, &status);
     dtrain__tp_need(&e->tp, "logits", e->logits, e->rows, e->part, &status);
@@ -43659,14 +43590,16 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group,
 /* One head of one sequence. */
 typedef struct dtrain__tp_attention_state {
     size_t positions, channels;
-    size_t qkv_row, row;        /* elements from one position to the next */
-    size_t first, keys, values; /* where it lies in qkv: its queries; and how far behind are the others */
-    size_t kept, out;
+    size_t qkv_row, row; /* elements from one position to the next */
+    size_t first, out;   /* where its queries begin in qkv, keys and values a row and two behind; its output */
+    const float *queries, *keys, *values;
+    float *kept;
     float scale;
     int causal;
 } dtrain__tp_attention_state;
 
-static dtrain__tp_attention_state dtrain__tp_attention_head(const dtrain_attention *a, size_t index)
+static dtrain__tp_attention_state dtrain__tp_attention_head(const dtrain_attention *a, size_t index, const float *qkv,
+                                                            float *kept)
 {
     dtrain__tp_attention_state h;
     size_t sequence = index / a->heads, head = index % a->heads;
@@ -43674,11 +43607,12 @@ static dtrain__tp_attention_state dtrain__tp_attention_head(const dtrain_attenti
     h.channels = a->channels;
     h.row = a->heads * a->channels;
     h.qkv_row = 3 * h.row;
-    h.out = sequence * a->positions * h.row + head * a->channels;
     h.first = sequence * a->positions * h.qkv_row + head * a->channels;
-    h.keys = h.first + h.row;
-    h.values = h.first + 2 * h.row;
-    h.kept = index * a->positions * a->positions;
+    h.out = sequence * a->positions * h.row + head * a->channels;
+    h.queries = qkv + h.first;
+    h.keys = h.queries + h.row;
+    h.values = h.keys + h.row;
+    h.kept = kept + index * a->positions * a->positions;
     h.scale = (float)(1.0 / dtrain__vector_sqrt_f64((double)a->channels));
     h.causal = a->causal;
     return h;
@@ -43693,8 +43627,9 @@ static size_t dtrain__tp_attention_strip(const dtrain__tp_attention_state *h, si
 }
 
 static dtrain_status dtrain__tp_attention_need(const char *call, const char *what, const void *data,
-                                               const size_t *sizes)
+                                               const dtrain_attention *a, size_t wide, size_t last)
 {
+    const size_t sizes[5] = {a->batch, a->positions, wide, a->heads, last};
     size_t count = sizeof(float) * 16; /* so that sizes of a few arrays add up */
     for (int i = 0; i < 5; i++)
         if (sizes[i] == 0)
@@ -43710,69 +43645,59 @@ static dtrain_status dtrain__tp_attention_need(const char *call, const char *wha
                         count / (sizeof(float) * 16));
 }
 
-/* out: or, of backward, its gradient; d_qkv is backward's alone. */
-static dtrain_status dtrain__tp_attention_check(const char *call, const dtrain_attention *a, const float *qkv,
-                                                const float *kept, const float *out, int backward, const float *d_qkv)
+/* Checks the arrays of a call, and counts its heads over all sequences: 0, too, where they are empty. */
+static dtrain_status dtrain__tp_attention_begin(const char *call, const dtrain_attention *a, const float *qkv,
+                                                const float *kept, const char *what, const float *out, size_t *heads)
 {
-    dtrain_status status;
+    *heads = 0;
     if (a == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the attention is NULL", call);
-    const size_t wide[5] = {a->batch, a->positions, 3, a->heads, a->channels};
-    const size_t one[5] = {a->batch, a->positions, 1, a->heads, a->channels};
-    const size_t square[5] = {a->batch, a->heads, a->positions, a->positions, 1};
-    status = dtrain__tp_attention_need(call, "qkv", qkv, wide);
+    dtrain_status status = dtrain__tp_attention_need(call, "qkv", qkv, a, 3, a->channels);
     if (status == DTRAIN_OK)
-        status = dtrain__tp_attention_need(call, "kept", kept, square);
+        status = dtrain__tp_attention_need(call, "kept", kept, a, a->positions, 1);
     if (status == DTRAIN_OK)
-        status = dtrain__tp_attention_need(call, backward ? "d_out" : "out", out, one);
-    if (status == DTRAIN_OK && backward)
-        status = dtrain__tp_attention_need(call, "d_qkv", d_qkv, wide);
+        status = dtrain__tp_attention_need(call, what, out, a, 1, a->channels);
+    if (a->positions > 0 && a->channels > 0)
+        *heads = a->batch * a->heads;
     return status;
 }
 
-/* How many heads there are to compute, over all sequences; 0, too, where they are empty. */
-static size_t dtrain__tp_attention_heads(const dtrain_attention *a)
-{
-    return a->positions > 0 && a->channels > 0 ? a->batch * a->heads : 0;
-}
-
-/* Probabilities of a strip, 0 for what it does not see. */
-static void dtrain__tp_attention_softmax(const dtrain__tp_attention_state *h, size_t at, size_t n, float *strip)
-{
-    for (size_t i = 0; i < n; i++, strip += h->positions) {
-        size_t seen = h->causal ? at + i + 1 : h->positions;
-        dtrain__tp_softmax_row(strip, seen);
-        if (seen < h->positions)
-            memset(strip + seen, 0, (h->positions - seen) * sizeof(float));
-    }
-}
-
 /* out of a strip = its probabilities x the values that it sees */
-static void dtrain__tp_attention_values(const dtrain__tp_attention_state *h, size_t at, const float *qkv,
-                                        const float *kept, float *out, size_t out_row)
+static void dtrain__tp_attention_values(const dtrain__tp_attention_state *h, size_t at, float *out, size_t out_row)
 {
     size_t seen, n = dtrain__tp_attention_strip(h, at, &seen);
-    dtrain_sgemm(0, 0, n, h->channels, seen, 1.0f, kept + h->kept + at * h->positions, h->positions, qkv + h->values,
-                 h->qkv_row, 0.0f, out + at * out_row, out_row);
+    dtrain_sgemm(0, 0, n, h->channels, seen, 1.0f, h->kept + at * h->positions, h->positions, h->values, h->qkv_row,
+                 0.0f, out + at * out_row, out_row);
+}
+
+/* Probabilities of a strip, 0 for what it does not see; and its output. */
+static void dtrain__tp_attention_ahead(const dtrain__tp_attention_state *h, size_t at, float *out)
+{
+    size_t seen, n = dtrain__tp_attention_strip(h, at, &seen);
+    float *row = h->kept + at * h->positions;
+    dtrain_sgemm(0, 1, n, seen, h->channels, h->scale, h->queries + at * h->qkv_row, h->qkv_row, h->keys, h->qkv_row,
+                 0.0f, row, h->positions);
+    for (size_t i = 0; i < n; i++, row += h->positions) {
+        size_t own = h->causal ? at + i + 1 : h->positions;
+        dtrain__tp_softmax_row(row, own);
+        if (own < h->positions)
+            memset(row + own, 0, (h->positions - own) * sizeof(float));
+    }
+    dtrain__tp_attention_values(h, at, out, h->row);
 }
 
 DTRAIN_API dtrain_status dtrain_attention_forward(const dtrain_attention *attention, const float *qkv, float *kept,
                                                   float *out)
 {
-    dtrain_status status = dtrain__tp_attention_check("attention_forward", attention, qkv, kept, out, 0, NULL);
+    size_t heads;
+    dtrain_status status = dtrain__tp_attention_begin("attention_forward", attention, qkv, kept, "out", out, &heads);
     if (status != DTRAIN_OK)
         return status;
     uint64_t mode = dtrain__fpmode_enter();
-    for (size_t i = 0; i < dtrain__tp_attention_heads(attention); i++) {
-        dtrain__tp_attention_state h = dtrain__tp_attention_head(attention, i);
-        for (size_t at = 0; at < h.positions; at += DTRAIN__TP_ATTENTION_STRIP) {
-            size_t seen, n = dtrain__tp_attention_strip(&h, at, &seen);
-            float *strip = kept + h.kept + at * h.positions;
-            dtrain_sgemm(0, 1, n, seen, h.channels, h.scale, qkv + h.first + at * h.qkv_row, h.qkv_row, qkv + h.keys,
-                         h.qkv_row, 0.0f, strip, h.positions);
-            dtrain__tp_attention_softmax(&h, at, n, strip);
-            dtrain__tp_attention_values(&h, at, qkv, kept, out + h.out, h.row);
-        }
+    for (size_t i = 0; i < heads; i++) {
+        dtrain__tp_attention_state h = dtrain__tp_attention_head(attention, i, qkv, kept);
+        for (size_t at = 0; at < h.positions; at += DTRAIN__TP_ATTENTION_STRIP)
+            dtrain__tp_attention_ahead(&h, at, out + h.out);
     }
     dtrain__fpmode_restore(mode);
     return DTRAIN_OK;
@@ -43780,12 +43705,12 @@ DTRAIN_API dtrain_status dtrain_attention_forward(const dtrain_attention *attent
 
 /* Turns a strip's probabilities into the gradient of its scores, p (d - p . d): the mean p . d of a row is that of its
  * output with the output's gradient. */
-static void dtrain__tp_attention_scores(const dtrain__tp_attention_state *h, size_t at, const float *qkv, float *kept,
-                                        const float *d_out, const float *out)
+static void dtrain__tp_attention_scores(const dtrain__tp_attention_state *h, size_t at, const float *d_out,
+                                        const float *out)
 {
     float tile[DTRAIN__TP_ATTENTION_STRIP * DTRAIN__TP_ATTENTION_TILE], mean[DTRAIN__TP_ATTENTION_STRIP];
     size_t seen, n = dtrain__tp_attention_strip(h, at, &seen);
-    const float *slopes = d_out + h->out + at * h->row;
+    const float *slopes = d_out + at * h->row;
     for (size_t i = 0; i < n; i++) {
         double sum;
         dtrain__tp_dot(out + (at + i) * h->qkv_row, slopes + i * h->row, h->channels, &sum);
@@ -43793,12 +43718,12 @@ static void dtrain__tp_attention_scores(const dtrain__tp_attention_state *h, siz
     }
     for (size_t j = 0; j < seen; j += DTRAIN__TP_ATTENTION_TILE) {
         size_t columns = seen - j < DTRAIN__TP_ATTENTION_TILE ? seen - j : DTRAIN__TP_ATTENTION_TILE;
-        dtrain_sgemm(0, 1, n, columns, h->channels, 1.0f, slopes, h->row, qkv + h->values + j * h->qkv_row, h->qkv_row,
-                     0.0f, tile, columns);
+        dtrain_sgemm(0, 1, n, columns, h->channels, 1.0f, slopes, h->row, h->values + j * h->qkv_row, h->qkv_row, 0.0f,
+                     tile, columns);
         for (size_t i = 0; i < n; i++) {
             size_t limit = h->causal ? at + i + 1 : h->positions, left = limit > j ? limit - j : 0;
-            dtrain__tp_slope(kept + h->kept + (at + i) * h->positions + j, tile + i * columns,
-                             left < columns ? left : columns, mean[i]);
+            dtrain__tp_slope(h->kept + (at + i) * h->positions + j, tile + i * columns, left < columns ? left : columns,
+                             mean[i]);
         }
     }
 }
@@ -43806,22 +43731,26 @@ static void dtrain__tp_attention_scores(const dtrain__tp_attention_state *h, siz
 DTRAIN_API dtrain_status dtrain_attention_backward(const dtrain_attention *attention, const float *qkv, float *kept,
                                                    const float *d_out, float *d_qkv)
 {
-    dtrain_status status = dtrain__tp_attention_check("attention_backward", attention, qkv, kept, d_out, 1, d_qkv);
+    size_t heads, strip = DTRAIN__TP_ATTENTION_STRIP;
+    dtrain_status status =
+        dtrain__tp_attention_begin("attention_backward", attention, qkv, kept, "d_out", d_out, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__tp_attention_need("attention_backward", "d_qkv", d_qkv, attention, 3, attention->channels);
     if (status != DTRAIN_OK)
         return status;
     uint64_t mode = dtrain__fpmode_enter();
-    for (size_t i = 0; i < dtrain__tp_attention_heads(attention); i++) {
-        dtrain__tp_attention_state h = dtrain__tp_attention_head(attention, i);
-        size_t t = h.positions, strip = DTRAIN__TP_ATTENTION_STRIP;
-        float *scores = kept + h.kept, *d_queries = d_qkv + h.first;
-        dtrain_sgemm(1, 0, t, h.channels, t, 1.0f, scores, t, d_out + h.out, h.row, 0.0f, d_qkv + h.values, h.qkv_row);
+    for (size_t i = 0; i < heads; i++) {
+        dtrain__tp_attention_state h = dtrain__tp_attention_head(attention, i, qkv, kept);
+        size_t t = h.positions, c = h.channels, wide = h.qkv_row;
+        const float *slopes = d_out + h.out;
+        float *d_queries = d_qkv + h.first, *d_keys = d_queries + h.row, *d_values = d_keys + h.row;
+        dtrain_sgemm(1, 0, t, c, t, 1.0f, h.kept, t, slopes, h.row, 0.0f, d_values, wide);
         for (size_t at = 0; at < t; at += strip)
-            dtrain__tp_attention_values(&h, at, qkv, kept, d_queries, h.qkv_row);
+            dtrain__tp_attention_values(&h, at, d_queries, wide);
         for (size_t at = 0; at < t; at += strip)
-            dtrain__tp_attention_scores(&h, at, qkv, kept, d_out, d_queries);
-        dtrain_sgemm(0, 0, t, h.channels, t, h.scale, scores, t, qkv + h.keys, h.qkv_row, 0.0f, d_queries, h.qkv_row);
-        dtrain_sgemm(1, 0, t, h.channels, t, h.scale, scores, t, qkv + h.first, h.qkv_row, 0.0f, d_qkv + h.keys,
-                     h.qkv_row);
+            dtrain__tp_attention_scores(&h, at, slopes, d_queries);
+        dtrain_sgemm(0, 0, t, c, t, h.scale, h.kept, t, h.keys, wide, 0.0f, d_queries, wide);
+        dtrain_sgemm(1, 0, t, c, t, h.scale, h.kept, t, h.queries, wide, 0.0f, d_keys, wide);
     }
     dtrain__fpmode_restore(mode);
     return DTRAIN_OK;

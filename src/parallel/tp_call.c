@@ -15,6 +15,7 @@ typedef struct dtrain__tp {
     const char *name; /* of the call, for texts */
     dtrain_comm *group;
     int rank, size;
+    int splits;                    /* rows are split, over several ranks */
     dtrain_allocator *memory, own; /* own: without a group */
     void *rooms[DTRAIN__TP_ROOMS];
     int used;
@@ -25,13 +26,14 @@ static dtrain__error *dtrain__tp_error(const dtrain__tp *tp)
     return tp->group != NULL ? &tp->group->error : NULL;
 }
 
-static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_comm *group)
+static dtrain_status dtrain__tp_begin(dtrain__tp *tp, const char *name, dtrain_comm *group, int sequence)
 {
     memset(tp, 0, sizeof *tp);
     tp->name = name;
     tp->group = group;
     tp->rank = dtrain_comm_rank(group);
     tp->size = dtrain_comm_size(group);
+    tp->splits = sequence && tp->size > 1;
     tp->memory = group != NULL ? dtrain_comm_allocator(group) : &tp->own;
     return group != NULL ? dtrain__group_whole(group, name) : DTRAIN_OK;
 }
@@ -83,26 +85,47 @@ static DTRAIN__NOINLINE void dtrain__tp_need(const dtrain__tp *tp, const char *w
                                columns);
 }
 
-/* This rank's part of rows that are split. */
+/* Of rows that sequence splits, this rank's, or all. */
 static size_t dtrain__tp_rows(const dtrain__tp *tp, size_t rows)
 {
-    return dtrain__split(rows, tp->size, tp->rank, NULL);
+    return tp->splits ? dtrain__split(rows, tp->size, tp->rank, NULL) : rows;
 }
 
-/* Waits for what was begun, if anything was; an earlier error stays. */
-static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work **work)
+/* Returns [rows, columns] of every rank's part of the rows, gathered where they are split; does nothing after an error.
+ */
+static const float *dtrain__tp_gather(dtrain__tp *tp, const float *part, size_t rows, size_t columns,
+                                      dtrain_work **work, dtrain_status *status)
 {
-    dtrain_work *waited = *work;
-    dtrain_status ended = DTRAIN_OK;
-    *work = NULL;
-    if (waited != NULL && status != DTRAIN_OK) { /* whose text stays as well */
-        dtrain__error first = dtrain__thread_error;
-        DTRAIN_IGNORE(dtrain_work_wait(waited));
-        dtrain__thread_error = first;
-    } else if (waited != NULL) {
-        ended = dtrain_work_wait(waited);
-    }
-    return status != DTRAIN_OK ? status : ended;
+    float *whole = tp->splits ? dtrain__tp_floats(tp, rows, columns, status) : NULL;
+    if (tp->splits && *status == DTRAIN_OK)
+        *status = dtrain__collective_rows(tp->group, DTRAIN__ALL_GATHER, part, whole, rows, columns, work);
+    return tp->splits ? whole : part;
+}
+
+/* Returns where a rank puts its share of a sum over ranks, [rows, columns]: in `out`, if that has all rows. */
+static float *dtrain__tp_share(dtrain__tp *tp, float *out, size_t rows, size_t columns, dtrain_status *status)
+{
+    return tp->splits ? dtrain__tp_floats(tp, rows, columns, status) : out;
+}
+
+/* Sums the shares of all ranks into `out`, of rows that are split this rank's; does nothing after an error. */
+static void dtrain__tp_sum_shares(const dtrain__tp *tp, const float *share, float *out, size_t rows, size_t columns,
+                                  dtrain_work **work, dtrain_status *status)
+{
+    dtrain__kind kind = tp->splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE;
+    if (*status == DTRAIN_OK && tp->size > 1)
+        *status = dtrain__collective_rows(tp->group, kind, share, out, rows, columns, work);
+}
+
+/* Waits for what was begun, if anything was; an earlier error stays, and its text. */
+static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work *work)
+{
+    dtrain__error first = dtrain__thread_error;
+    dtrain_status ended = work != NULL ? dtrain_work_wait(work) : DTRAIN_OK;
+    if (status == DTRAIN_OK)
+        return ended;
+    dtrain__thread_error = first;
+    return status;
 }
 
 /* out[i] += x[i] */
@@ -111,14 +134,6 @@ static void dtrain__tp_add(float *out, const float *x, size_t count)
     uint64_t mode = dtrain__fpmode_enter();
     dtrain__train_kernels_get()->add(out, out, x, count);
     dtrain__fpmode_restore(mode);
-}
-
-static void dtrain__tp_add_bias(float *y, const float *bias, size_t rows, size_t columns)
-{
-    if (bias == NULL)
-        return;
-    for (size_t r = 0; r < rows; r++)
-        dtrain__tp_add(y + r * columns, bias, columns);
 }
 
 #define DTRAIN__TP_TILE 512 /* columns that are summed on the stack */
@@ -160,17 +175,13 @@ static void dtrain__tp_product(int transpose_a, int transpose_b, size_t m, size_
 DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const float *part, float *out, size_t count)
 {
     dtrain__tp tp;
-    dtrain_status status = dtrain__tp_begin(&tp, "sequence_parallel_sum", group);
+    dtrain_status status = dtrain__tp_begin(&tp, "sequence_parallel_sum", group, 0);
     dtrain__tp_need(&tp, "part", part, count, 1, &status);
     dtrain__tp_need(&tp, "out", out, count, 1, &status);
-    if (tp.size > 1) {
-        float *sum = dtrain__tp_floats(&tp, count, 1, &status);
-        if (status == DTRAIN_OK)
-            status = dtrain__collective_rows(tp.group, DTRAIN__ALL_REDUCE, part, sum, count, 1, NULL);
-        part = sum;
-    }
+    float *sum = tp.size > 1 ? dtrain__tp_floats(&tp, count, 1, &status) : NULL;
+    dtrain__tp_sum_shares(&tp, part, sum, count, 1, NULL, &status);
     if (status == DTRAIN_OK)
-        dtrain__tp_add(out, part, count);
+        dtrain__tp_add(out, sum != NULL ? sum : part, count);
     return dtrain__tp_end(&tp, status);
 }
 

@@ -9,8 +9,6 @@
 typedef struct dtrain__tp_embedding {
     dtrain__tp tp;
     size_t begin, part; /* this rank's rows of the table */
-    size_t out_rows;    /* this rank's of the output */
-    int splits;         /* they are split, over several ranks */
 } dtrain__tp_embedding;
 
 /* Every token is one of the vocabulary, or `least` where that is below 0. */
@@ -29,13 +27,10 @@ static void dtrain__tp_vocab_check(const dtrain__tp *tp, const char *what, const
 static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const char *name,
                                                 const dtrain_parallel_vocab *layer, const int32_t *tokens)
 {
-    dtrain_status status;
     if (layer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the layer is NULL", name);
-    status = dtrain__tp_begin(&e->tp, name, layer->group);
+    dtrain_status status = dtrain__tp_begin(&e->tp, name, layer->group, layer->sequence);
     e->part = dtrain__split(layer->vocab, e->tp.size, e->tp.rank, &e->begin);
-    e->splits = layer->sequence && e->tp.size > 1;
-    e->out_rows = e->splits ? dtrain__tp_rows(&e->tp, layer->rows) : layer->rows;
     dtrain__tp_need(&e->tp, "the output in whole", e, layer->rows, layer->width, &status);
     dtrain__tp_need(&e->tp, "the table in whole", e, layer->vocab, layer->width, &status);
     dtrain__tp_vocab_check(&e->tp, "tokens", tokens, layer->rows, layer->vocab, 0, &status);
@@ -67,18 +62,14 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding(const dtrain_parallel_v
 {
     dtrain__tp_embedding e;
     dtrain_status status = dtrain__tp_embedding_begin(&e, "vocab_parallel_embedding", layer, tokens);
-    float *sum = out;
     if (status != DTRAIN_OK)
         return status;
+    dtrain__tp_need(&e.tp, "out", out, dtrain__tp_rows(&e.tp, layer->rows), layer->width, &status);
     dtrain__tp_need(&e.tp, "table", layer->table, e.part, layer->width, &status);
-    dtrain__tp_need(&e.tp, "out", out, e.out_rows, layer->width, &status);
-    if (e.splits)
-        sum = dtrain__tp_floats(&e.tp, layer->rows, layer->width, &status);
+    float *share = dtrain__tp_share(&e.tp, out, layer->rows, layer->width, &status);
     if (status == DTRAIN_OK)
-        dtrain__tp_embedding_look_up(&e, layer, tokens, sum);
-    if (status == DTRAIN_OK && e.tp.size > 1)
-        status = dtrain__collective_rows(e.tp.group, e.splits ? DTRAIN__REDUCE_SCATTER : DTRAIN__ALL_REDUCE, sum, out,
-                                         layer->rows, layer->width, NULL);
+        dtrain__tp_embedding_look_up(&e, layer, tokens, share);
+    dtrain__tp_sum_shares(&e.tp, share, out, layer->rows, layer->width, NULL, &status);
     return dtrain__tp_end(&e.tp, status);
 }
 
@@ -89,14 +80,8 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_p
     dtrain_status status = dtrain__tp_embedding_begin(&e, "vocab_parallel_embedding_backward", layer, tokens);
     if (status != DTRAIN_OK || layer->d_table == NULL)
         return status;
-    dtrain__tp_need(&e.tp, "d_out", d_out, e.out_rows, layer->width, &status);
-    if (e.splits) {
-        float *wide = dtrain__tp_floats(&e.tp, layer->rows, layer->width, &status);
-        if (status == DTRAIN_OK)
-            status =
-                dtrain__collective_rows(e.tp.group, DTRAIN__ALL_GATHER, d_out, wide, layer->rows, layer->width, NULL);
-        d_out = wide;
-    }
+    dtrain__tp_need(&e.tp, "d_out", d_out, dtrain__tp_rows(&e.tp, layer->rows), layer->width, &status);
+    d_out = dtrain__tp_gather(&e.tp, d_out, layer->rows, layer->width, NULL, &status);
     for (size_t i = 0; status == DTRAIN_OK && i < layer->rows; i++) {
         size_t row = dtrain__tp_embedding_row(&e, tokens[i]);
         if (row < e.part)
@@ -118,7 +103,7 @@ typedef struct dtrain__tp_entropy {
 static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm *group, size_t vocab,
                                               const double *loss)
 {
-    dtrain_status status = dtrain__tp_begin(&e->tp, "vocab_parallel_cross_entropy", group);
+    dtrain_status status = dtrain__tp_begin(&e->tp, "vocab_parallel_cross_entropy", group, 0);
     e->part = dtrain__split(vocab, e->tp.size, e->tp.rank, &e->begin);
     dtrain__tp_need(&e->tp, "loss", loss, 1, 1, &status);
     dtrain__tp_need(&e->tp, "logits", e->logits, e->rows, e->part, &status);

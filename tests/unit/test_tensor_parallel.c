@@ -70,18 +70,24 @@ TEST(the_smallest_layers_are_those_by_hand)
     everywhere(2, row_by_hand);
 }
 
+static size_t part_of(size_t size, size_t step, int ranks, int rank)
+{
+    dtrain__tp_linear l;
+    memset(&l, 0, sizeof l);
+    l.step = step;
+    l.tp.size = ranks;
+    return dtrain__tp_linear_part(&l, size, rank);
+}
+
 TEST(parts_are_granules_of_every_block)
 {
-    CHECK_EQ(dtrain__tp_part(7, 1, 1, 3, 0), 3);
-    CHECK_EQ(dtrain__tp_part(7, 0, 0, 3, 2), 2);
-    CHECK_EQ(dtrain__tp_part(3 * 5 * 4, 3, 4, 2, 0), 3 * 3 * 4); /* 5 heads of 4 channels: 3 and 2 */
-    CHECK_EQ(dtrain__tp_part(3 * 5 * 4, 3, 4, 2, 1), 3 * 2 * 4);
-    CHECK_EQ(dtrain__tp_part(2, 1, 1, 4, 1), 1);
-    CHECK_EQ(dtrain__tp_part(2, 1, 1, 4, 2), 0);
-    CHECK_EQ(dtrain__tp_part(0, 3, 2, 4, 0), 0);
-    CHECK_EQ(dtrain__tp_part(10, 3, 1, 2, 0), 0); /* 3 blocks of 10 are none */
-    CHECK_EQ(dtrain__tp_part(12, 1, 4, 2, 2), 0);
-    CHECK_EQ(dtrain__tp_part(SIZE_MAX, SIZE_MAX, 2, 2, 0), 0);
+    CHECK_EQ(part_of(7, 1, 3, 0), 3);
+    CHECK_EQ(part_of(7, 1, 3, 2), 2);
+    CHECK_EQ(part_of(3 * 5 * 4, 3 * 4, 2, 0), 3 * 3 * 4); /* 5 heads of 4 channels: 3 and 2 */
+    CHECK_EQ(part_of(3 * 5 * 4, 3 * 4, 2, 1), 3 * 2 * 4);
+    CHECK_EQ(part_of(2, 1, 4, 1), 1);
+    CHECK_EQ(part_of(2, 1, 4, 2), 0);
+    CHECK_EQ(part_of(0, 3 * 2, 4, 0), 0);
 }
 
 /* ---- linear layers beside float64 ---- */
@@ -327,8 +333,8 @@ static void linear_halves(const linear_test *t, dtrain_parallel_linear layer, in
     layer.weight = NULL;
     layer.d_weight = dw;
     layer.d_bias = db;
-    CHECK_EQ((t->c.row ? dtrain_row_parallel_linear_backward
-                       : dtrain_column_parallel_linear_backward)(&layer, t->my_x, t->my_dy, NULL),
+    CHECK_EQ((t->c.row ? dtrain_row_parallel_linear_backward : dtrain_column_parallel_linear_backward)(&layer, t->my_x,
+                                                                                                       t->my_dy, NULL),
              DTRAIN_OK);
     if (memcmp(dx, t->dx, inputs * sizeof(float)) != 0 || memcmp(dw, t->dw, weights * sizeof(float)) != 0 ||
         memcmp(db, t->db, t->out * sizeof(float)) != 0)
@@ -407,7 +413,7 @@ static void large_linear(dtrain_comm *world)
     layer.rows = 33;
     layer.inputs = 70;
     layer.outputs = 1403;
-    size_t part = dtrain__tp_part(layer.outputs, 1, 1, ranks, rank);
+    size_t part = part_of(layer.outputs, 1, ranks, rank);
     float *x = draw(1, 33 * 70), *w = draw(10 + (uint64_t)rank, part * 70), *dy = draw(20 + (uint64_t)rank, 33 * part);
     layer.weight = w;
     for (layer.no_overlap = 0; layer.no_overlap < 2; layer.no_overlap++) {
@@ -455,7 +461,10 @@ static void refused_layers(dtrain_comm *world)
     layer.blocks = 3;
     CHECK_EQ(dtrain_column_parallel_linear(&layer, numbers, numbers), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "2 outputs are no multiple of 3 blocks of granules of 1; 3 would be");
-    layer.blocks = 0;
+    layer.blocks = SIZE_MAX;
+    layer.granule = 2;
+    CHECK_EQ(dtrain_column_parallel_linear(&layer, numbers, numbers), DTRAIN_ERR_INVALID);
+    layer.blocks = layer.granule = 0;
     layer.rows = SIZE_MAX / 2;
     CHECK_EQ(dtrain_column_parallel_linear(&layer, numbers, numbers), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "more than memory can hold");
