@@ -4096,10 +4096,10 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline);
  * the order of >>order. Temporary memory is the group's allocator's. A group of NULL or of one rank communicates
  * nothing.
  *
- * What is wrong in a rank's arguments is DTRAIN_ERR_INVALID, before anything is communicated; so is a call between
- * dtrain_fuse_begin and dtrain_fuse_end. A rank without memory gets DTRAIN_ERR_MEMORY, and the others wait for it until
- * their deadline or its leaving. Other errors are those of dtrain_all_reduce: sizes that differ between ranks are
- * DTRAIN_ERR_MISMATCH where the call communicates another number of elements by them.
+ * Wrong arguments are DTRAIN_ERR_INVALID, before anything is communicated; so is a call between dtrain_fuse_begin and
+ * dtrain_fuse_end. A rank without memory gets DTRAIN_ERR_MEMORY, and the others wait for it until their deadline or its
+ * leaving. Other errors are those of dtrain_all_reduce; sizes that differ between ranks are DTRAIN_ERR_MISMATCH where
+ * another number of elements is communicated.
  *
  *   source   Shoeybi and others, Megatron-LM, arXiv:1909.08053, 2019; sequence parallelism: Korthikanti and others,
  *            Reducing activation recomputation in large transformer models, MLSys 2023 */
@@ -4166,8 +4166,7 @@ DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_l
  *
  *   x    as given to forward; may be NULL where d_weight is
  *   dy   of y's shape; without sequence the same on every rank
- *   dx   out: of x's shape; NULL: not wanted, and then weight is not read. Schedules that separate the halves
- *        call it twice: with d_weight and d_bias NULL for the input's half, with dx NULL for that of the weights
+ *   dx   as in dtrain_column_parallel_linear_backward
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,
@@ -36480,8 +36479,15 @@ static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_
     }
 }
 
+/* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
+static dtrain_status dtrain__fsdp_told(dtrain_status status)
+{
+    return status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID ? DTRAIN_ERR_ABORTED
+                                                                                                  : status;
+}
+
 /* Tells the ranks that may wait for this one in a group whose members are all there: where a rank is lost, only those
- * of its own groups learn it from the system. What is this rank's own trouble is no status of theirs. */
+ * of its own groups learn it from the system. */
 static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
 {
     dtrain_comm *groups[] = {fsdp->gathers,
@@ -36491,11 +36497,8 @@ static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
                              fsdp->device.comms[DTRAIN__FSDP_GATHERS],
                              fsdp->device.comms[DTRAIN__FSDP_REDUCES],
                              fsdp->device.comms[DTRAIN__FSDP_COPIES]};
-    dtrain_status status = fsdp->broken.status;
     dtrain__error cause, kept = dtrain__thread_error;
-    if (status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID)
-        status = DTRAIN_ERR_ABORTED;
-    dtrain__fail(&cause, status, "rank %d has broken off: %.560s", dtrain__fsdp_rank(fsdp), fsdp->broken.text);
+    dtrain__fail(&cause, dtrain__fsdp_told(fsdp->broken.status), "rank %d has broken off: %.560s", dtrain__fsdp_rank(fsdp), fsdp->broken.text);
     for (size_t i = 0; i < sizeof groups / sizeof groups[0] && !fsdp->shares_comm; i++)
         if (groups[i] != NULL)
             dtrain__group_break(groups[i], &cause);
@@ -39253,6 +39256,8 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
 /* Says whether a unit's gradients are still missing in this micro-batch, so that they may be computed. */
 static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, const char *call)
 {
+    if (fsdp->layout.units[number].trained == 0)
+        return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_check_open(fsdp, call);
     if (status != DTRAIN_OK)
         return status;
@@ -39423,6 +39428,48 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_join_now(fsdp, !fsdp->desc.keep_full_grads || fsdp->ended < (folded > 1 ? folded : 1));
     return dtrain__fsdp_leave(fsdp, status);
+}
+
+/* ---- for modules and pipelines, which order the passes ---- */
+
+/* Makes the unit of a tied parameter readable, beside those that rotate: it was gathered by an earlier layer, so that
+ * nothing is on its way here in most passes, and the direction of the pass is not disturbed. */
+static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
+{
+    dtrain_status status = dtrain__fsdp_advance(fsdp, unit);
+    if (status == DTRAIN_OK && adds)
+        dtrain__fsdp_page_grads(fsdp, unit, 1);
+    if (status == DTRAIN_OK && !fsdp->layout.resident && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+        status = dtrain__fsdp_gather_start(fsdp, unit);
+    if (status == DTRAIN_OK && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        status = dtrain__fsdp_gather_finish(fsdp, unit);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_debug_set(fsdp, unit, 0, 1);
+    return status;
+}
+
+/* Leaves a unit in backward whose gradients come later: it is not one that was left out. */
+static dtrain_status dtrain__fsdp_put_off(dtrain_fsdp *fsdp, int unit)
+{
+    fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+    dtrain__fsdp_page_grads(fsdp, unit, 0);
+    return dtrain_fsdp_release(fsdp, unit);
+}
+
+/* Reports what broke the object, if anything did; NULL is whole. */
+static dtrain_status dtrain__fsdp_broken(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL && fsdp->broken.status != DTRAIN_OK ? dtrain__report(&fsdp->broken) : DTRAIN_OK;
+}
+
+/* Breaks the object, if it is whole, for what has broken its pipeline. */
+static void dtrain__fsdp_break_with(dtrain_fsdp *fsdp, const char *call, const dtrain__error *cause)
+{
+    if (fsdp == NULL || fsdp->broken.status != DTRAIN_OK)
+        return;
+    dtrain__fail(&fsdp->broken, dtrain__fsdp_told(cause->status), "%s on rank %d: its pipeline has broken off: %s",
+                 call, dtrain__fsdp_rank(fsdp), dtrain__status_cause(cause));
+    dtrain__fsdp_break_groups(fsdp);
 }
 
 #endif
@@ -41683,16 +41730,12 @@ static dtrain_status dtrain__module_link(dtrain_module *module, const dtrain_lay
                 return status;
         }
         highest = layer->unit > highest ? layer->unit : highest;
-    }
-    for (int i = 0; i < module->layer_count; i++) {
-        dtrain__module_layer *layer = &module->layers[i];
         layer->first = layer->last = i;
-        for (int k = 0; k < module->layer_count; k++) {
+        for (int k = i - 1; k >= 0; k--)
             if (module->layers[k].unit == layer->unit) {
-                layer->first = k < layer->first ? k : layer->first;
-                layer->last = k > layer->last ? k : layer->last;
+                module->layers[k].last = i;
+                layer->first = k;
             }
-        }
     }
     dtrain__module_defer(module);
     return DTRAIN_OK;
@@ -41837,6 +41880,14 @@ static int dtrain__module_add(size_t *total, size_t bytes)
            dtrain__add_size(*total, rounded / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE, total);
 }
 
+/* Takes the next bytes of a block; NULL: they are only counted. *fits becomes 0 where they are more than memory. */
+static unsigned char *dtrain__module_next(unsigned char *block, size_t *at, size_t bytes, int *fits)
+{
+    unsigned char *next = block != NULL ? block + *at : NULL;
+    *fits = dtrain__module_add(at, bytes) && *fits;
+    return next;
+}
+
 /* Sees to it that a block has as many bytes; what it holds is lost when it grows, but kept when it cannot: other places
  * may count on it. */
 static int dtrain__module_room(dtrain_module *module, unsigned char **block, size_t need)
@@ -41900,57 +41951,33 @@ static void dtrain__module_shapes(dtrain__module_run *run)
     }
 }
 
-/* Whether what a layer saves stays in its place until backward. */
-static int dtrain__module_keeps(const dtrain_module *module, int layer)
+/* Gives values and what is saved their addresses in the block (NULL: none yet) and counts its bytes; to evaluate, two
+ * outputs take turns. *again: what layers save that recompute. 0: more than memory. */
+static int dtrain__module_lay_out(dtrain__module_run *run, unsigned char *block, size_t *bytes, size_t *again)
 {
-    return layer < module->layer_count && !module->layers[layer].desc.recompute;
-}
-
-/* Counts what a place needs: *need, of it *most for one value where values take turns; and *again, for what is saved
- * by layers that recompute. 0: more than memory. */
-static int dtrain__module_count(dtrain__module_run *run, size_t *need, size_t *most, size_t *again)
-{
-    int layers = run->module->layer_count, evaluates = run->context.micro_batch == DTRAIN_EVALUATE, fits = 1;
-    size_t largest = 0, all = 0, saved = 0;
-    *again = 0;
-    for (int i = 0; i <= layers; i++) {
-        const dtrain__module_value *value = &run->place->values[i];
-        largest = i > 0 && value->tensor.bytes > largest ? value->tensor.bytes : largest;
-        saved = value->saved_bytes > saved ? value->saved_bytes : saved;
-        fits = fits && dtrain__module_add(&all, value->tensor.bytes);
-        if (dtrain__module_keeps(run->module, i))
-            fits = fits && dtrain__module_add(&all, value->saved_bytes);
-        else
-            *again = value->saved_bytes > *again ? value->saved_bytes : *again;
-    }
-    *most = 0;
-    fits = fits && dtrain__module_add(most, largest) && dtrain__mul_size(*most, 2, need);
-    if (!evaluates)
-        *need = all;
-    return fits && (!evaluates || dtrain__module_add(need, saved));
-}
-
-/* Gives values and what is saved their addresses in the block. */
-static void dtrain__module_lay_out(dtrain__module_run *run, const dtrain_tensor *input, size_t most)
-{
+    const dtrain_module *module = run->module;
     dtrain__module_place *place = run->place;
-    int evaluates = run->context.micro_batch == DTRAIN_EVALUATE;
-    size_t at = 0;
-    for (int i = 0; i <= run->module->layer_count; i++) {
+    int turns = run->context.micro_batch == DTRAIN_EVALUATE;
+    size_t at = 0, most = 0;
+    for (int i = 1; i <= module->layer_count; i++)
+        most = place->values[i].tensor.bytes > most ? place->values[i].tensor.bytes : most;
+    place->half = *bytes = *again = 0;
+    int fits = dtrain__module_add(&place->half, most) && place->half <= SIZE_MAX / 2;
+    for (int i = 0; i <= module->layer_count; i++) {
         dtrain__module_value *value = &place->values[i];
-        value->tensor.data = place->block + (evaluates ? (size_t)(i & 1) * most : at);
-        dtrain__module_add(&at, value->tensor.bytes);
-        value->saved = place->block + (evaluates ? 2 * most : at);
-        if (dtrain__module_keeps(run->module, i))
-            dtrain__module_add(&at, value->saved_bytes);
+        int keeps = i < module->layer_count && !module->layers[i].desc.recompute;
+        if (turns)
+            at = (size_t)(i & 1) * place->half;
+        value->tensor.data = dtrain__module_next(block, &at, turns && i == 0 ? 0 : value->tensor.bytes, &fits);
+        if (turns)
+            at = 2 * place->half;
+        value->saved = dtrain__module_next(block, &at, turns || keeps ? value->saved_bytes : 0, &fits);
+        if (!keeps && value->saved_bytes > *again)
+            *again = value->saved_bytes;
+        *bytes = at > *bytes ? at : *bytes;
         value->gradient = NULL;
     }
-    if (evaluates)
-        place->values[0].tensor.data = input->data;
-    else if (input->bytes > 0)
-        memcpy(place->values[0].tensor.data, input->data, input->bytes);
-    place->half = most;
-    place->sized = 1;
+    return fits;
 }
 
 /* Makes a place ready for an input. */
@@ -41959,7 +41986,7 @@ static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor 
     dtrain_module *module = run->module;
     dtrain__module_place *place = run->place;
     int evaluates = run->context.micro_batch == DTRAIN_EVALUATE;
-    size_t need, most, again;
+    size_t need, again;
     place->failed = DTRAIN_OK;
     place->sized = 0;
     place->state = DTRAIN__MODULE_FREE;
@@ -41968,37 +41995,40 @@ static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor 
     dtrain__module_shapes(run);
     if (place->failed != DTRAIN_OK)
         return;
-    if (!dtrain__module_count(run, &need, &most, &again) || !dtrain__module_room(module, &place->block, need) ||
-        (!evaluates && !dtrain__module_room(module, &module->gradients, 2 * most)) ||
-        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, again)))
+    if (!dtrain__module_lay_out(run, NULL, &need, &again) || !dtrain__module_room(module, &place->block, need) ||
+        (!evaluates && !dtrain__module_room(module, &module->gradients, 2 * place->half)) ||
+        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, again))) {
         dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for activations");
-    else
-        dtrain__module_lay_out(run, input, most);
+        return;
+    }
+    dtrain__module_lay_out(run, place->block, &need, &again);
+    if (evaluates)
+        place->values[0].tensor.data = input->data;
+    else if (input->bytes > 0)
+        memcpy(place->values[0].tensor.data, input->data, input->bytes);
+    place->sized = 1;
 }
 
-/* Finds the addresses of what is kept between the halves of a backward pass, and counts it; 0: more than memory. What
- * comes is the same for the same values, so that either half may ask. */
-static int dtrain__module_lay_out_kept(dtrain__module_run *run, size_t *bytes)
+/* Finds the addresses of what is kept between the halves of a backward pass in the block (NULL: none yet), and counts
+ * its bytes; 0: more than memory. What comes is the same for the same values, so that either half may ask. */
+static int dtrain__module_lay_out_kept(dtrain__module_run *run, unsigned char *block, size_t *bytes)
 {
     dtrain_module *module = run->module;
-    dtrain__module_place *place = run->place;
+    dtrain__module_value *values = run->place->values;
     float **added = module->addresses + 2 * module->use_count;
     int fits = 1;
     *bytes = 0;
-    for (int i = 0; i < module->layer_count; i++) {
-        dtrain__module_value *value = &place->values[i + 1];
-        value->gradient = module->layers[i].defers && place->kept != NULL ? place->kept + *bytes : NULL;
-        fits = fits && (!module->layers[i].defers || dtrain__module_add(bytes, value->tensor.bytes));
-    }
-    if (!place->seeded)
-        place->values[module->layer_count].gradient = NULL;
+    for (int i = 0; i < module->layer_count; i++)
+        values[i + 1].gradient =
+            module->layers[i].defers ? dtrain__module_next(block, bytes, values[i + 1].tensor.bytes, &fits) : NULL;
+    if (!run->place->seeded)
+        values[module->layer_count].gradient = NULL;
     for (size_t i = 0; i < module->use_count; i++) {
         const dtrain__module_use *use = &module->uses[i];
         added[i] = use->twin < i ? added[use->twin] : NULL;
-        if (run->fsdp == NULL || use->twin < i || module->layers[use->layer].defers || module->table[use->param].frozen)
-            continue;
-        added[i] = place->kept != NULL ? (float *)(void *)(place->kept + *bytes) : NULL;
-        fits = fits && dtrain__module_add(bytes, use->count * sizeof(float));
+        if (run->fsdp != NULL && use->twin == i && !module->layers[use->layer].defers &&
+            !module->table[use->param].frozen)
+            added[i] = (float *)(void *)dtrain__module_next(block, bytes, use->count * sizeof(float), &fits);
     }
     return fits;
 }
@@ -42008,11 +42038,11 @@ static void dtrain__module_keep_halves(dtrain__module_run *run)
 {
     dtrain__module_place *place = run->place;
     size_t need;
-    if (!dtrain__module_lay_out_kept(run, &need) || !dtrain__module_room(run->module, &place->kept, need)) {
+    if (!dtrain__module_lay_out_kept(run, NULL, &need) || !dtrain__module_room(run->module, &place->kept, need)) {
         dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for what is kept until backward_weights");
         return;
     }
-    dtrain__module_lay_out_kept(run, &need);
+    dtrain__module_lay_out_kept(run, place->kept, &need);
     for (size_t i = 0; i < run->module->use_count; i++) {
         float *added = run->module->addresses[2 * run->module->use_count + i];
         if (added != NULL && run->module->uses[i].twin == i)
@@ -42072,11 +42102,15 @@ static dtrain_status dtrain__module_bind(dtrain__module_run *run)
     return DTRAIN_OK;
 }
 
-/* Begins a public call. */
-static dtrain_status dtrain__module_enter(dtrain__module_run *run, const char *call, dtrain_fsdp *fsdp,
-                                          dtrain_module *module, int micro_batch)
+/* Begins a pass. */
+static dtrain_status dtrain__module_enter(dtrain__module_run *run, int pass, dtrain_fsdp *fsdp, dtrain_module *module,
+                                          int micro_batch)
 {
-    int lowest = run->pass != DTRAIN__MODULE_AHEAD ? 0 : DTRAIN_EVALUATE;
+    static const char *const calls[] = {"dtrain_fsdp_forward", "dtrain_fsdp_backward", "backward_input",
+                                        "backward_weights"};
+    const char *call = calls[pass];
+    int lowest = pass != DTRAIN__MODULE_AHEAD ? 0 : DTRAIN_EVALUATE;
+    memset(run, 0, sizeof *run);
     if (module == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: module is NULL: create it first", call);
     if (micro_batch < lowest || micro_batch >= module->place_count - 1)
@@ -42084,6 +42118,7 @@ static dtrain_status dtrain__module_enter(dtrain__module_run *run, const char *c
                             "%s: micro_batch is %d, expected 0 to %d%s: the module's desc says how many are in flight",
                             call, micro_batch, module->place_count - 2, lowest < 0 ? ", or DTRAIN_EVALUATE" : "");
     run->call = call;
+    run->pass = pass;
     run->fsdp = fsdp;
     run->module = module;
     run->place = &module->places[micro_batch >= 0 ? micro_batch : module->place_count - 1];
@@ -42097,22 +42132,6 @@ static int dtrain__module_adds(const dtrain__module_run *run)
     return run->pass == DTRAIN__MODULE_BACK || run->pass == DTRAIN__MODULE_WEIGHTS;
 }
 
-/* Makes the unit of a tied parameter readable, beside those that rotate: it was gathered by an earlier layer, so that
- * nothing is on its way here in most passes, and the direction of the pass is not disturbed. */
-static dtrain_status dtrain__module_attend(dtrain_fsdp *fsdp, int unit, int adds)
-{
-    dtrain_status status = dtrain__fsdp_advance(fsdp, unit);
-    if (status == DTRAIN_OK && adds)
-        dtrain__fsdp_page_grads(fsdp, unit, 1);
-    if (status == DTRAIN_OK && !fsdp->layout.resident && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
-        status = dtrain__fsdp_gather_start(fsdp, unit);
-    if (status == DTRAIN_OK && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
-        status = dtrain__fsdp_gather_finish(fsdp, unit);
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_debug_set(fsdp, unit, 0, 1);
-    return status;
-}
-
 /* Makes a layer's parameters readable, and fills its context in. */
 static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
 {
@@ -42121,8 +42140,7 @@ static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
     dtrain_status status = DTRAIN_OK;
     for (size_t k = 0; run->fsdp != NULL && status == DTRAIN_OK && k < layer->desc.param_count; k++)
         if (module->uses[layer->first_use + k].unit != layer->unit)
-            status =
-                dtrain__module_attend(run->fsdp, module->uses[layer->first_use + k].unit, dtrain__module_adds(run));
+            status = dtrain__fsdp_attend(run->fsdp, module->uses[layer->first_use + k].unit, dtrain__module_adds(run));
     if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 &&
         index == (run->pass != DTRAIN__MODULE_AHEAD ? layer->last : layer->first))
         status = dtrain_fsdp_gather(run->fsdp, layer->unit);
@@ -42180,8 +42198,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
 {
     dtrain__module_run run;
     dtrain_tensor checked;
-    memset(&run, 0, sizeof run);
-    dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_forward", fsdp, module, micro_batch);
+    dtrain_status status = dtrain__module_enter(&run, DTRAIN__MODULE_AHEAD, fsdp, module, micro_batch);
     if (status != DTRAIN_OK)
         return status;
     if (input == NULL || output == NULL ||
@@ -42207,8 +42224,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
 static dtrain_status dtrain__module_forward_blank(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
 {
     dtrain__module_run run;
-    memset(&run, 0, sizeof run);
-    dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_forward", fsdp, module, micro_batch);
+    dtrain_status status = dtrain__module_enter(&run, DTRAIN__MODULE_AHEAD, fsdp, module, micro_batch);
     if (status != DTRAIN_OK)
         return status;
     run.place->sized = 0;
@@ -42239,6 +42255,11 @@ static dtrain_status dtrain__module_shape_of(dtrain_module *module, const dtrain
 
 /* ---- backward ---- */
 
+static int dtrain__module_alike(const dtrain_tensor *a, const dtrain_tensor *b)
+{
+    return a->dtype == b->dtype && a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
+}
+
 /* Says whether a gradient that the caller gives fits the value it belongs to. */
 static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, const char *name,
                                                    const dtrain_tensor *gradient, const dtrain_tensor *value)
@@ -42248,8 +42269,7 @@ static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, cons
         return DTRAIN_OK;
     dtrain_status status =
         dtrain_tensor_view(&checked, gradient->dtype, gradient->ndim, gradient->shape, gradient->data);
-    if (status == DTRAIN_OK && checked.dtype == value->dtype && checked.ndim == value->ndim &&
-        memcmp(checked.shape, value->shape, sizeof checked.shape) == 0)
+    if (status == DTRAIN_OK && dtrain__module_alike(&checked, value))
         return DTRAIN_OK;
     return dtrain__fail(&run->module->error, DTRAIN_ERR_INVALID,
                         "%s: %s is %s%s, expected %s as the forward pass had it", run->call, name,
@@ -42275,7 +42295,7 @@ static dtrain_status dtrain__module_check_backward(dtrain__module_run *run, cons
         int unit = run->module->layers[i].unit;
         if (run->pass == DTRAIN__MODULE_INPUTS)
             status = dtrain__fsdp_check_open(run->fsdp, run->call);
-        else if (unit >= 0 && run->fsdp->layout.units[unit].trained > 0)
+        else if (unit >= 0)
             status = dtrain__fsdp_check_missing(run->fsdp, unit, run->call);
         if (status != DTRAIN_OK)
             run->module->error = dtrain__thread_error;
@@ -42344,28 +42364,20 @@ static void dtrain__module_back(dtrain__module_run *run, int index, const dtrain
         dtrain__module_add_kept(run, index);
 }
 
-/* Ends a layer's unit in a pass: its gradients are complete, or, in the first of two halves, not there yet, so that
- * FSDP must not take it for one that was left out. */
-static dtrain_status dtrain__module_close(dtrain__module_run *run, int unit)
-{
-    dtrain_fsdp *fsdp = run->fsdp;
-    if (run->pass != DTRAIN__MODULE_INPUTS)
-        return dtrain_fsdp_reduce(fsdp, unit);
-    fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
-    dtrain__fsdp_page_grads(fsdp, unit, 0);
-    return dtrain_fsdp_release(fsdp, unit);
-}
-
-/* One pass backward. */
-static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_fsdp *fsdp, dtrain_module *module,
-                                             int micro_batch, const dtrain_tensor *d_output,
-                                             const dtrain_tensor *d_input)
+/* One pass backward: both halves, or one. INPUTS, the first, is what others wait for: gradients of inputs. WEIGHTS does
+ * the rest at any later time, other micro-batches between; the two give the bits of both at once. Micro-batches are
+ * added up in the order of the second halves, which need not be that of the first.
+ *
+ * Layers without backward_weights do all in the first half, and so do those that share a parameter with one of them;
+ * what they add is kept for their micro-batch where there is an FSDP. Until the second half the place also holds the
+ * gradient of each other layer's output. d_output is read until the call returns. Where parameters are sharded, units
+ * are gathered once for each half. */
+static dtrain_status dtrain__module_backward(int pass, dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
+                                             const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {
     dtrain__module_run made, *run = &made;
     size_t kept;
-    memset(run, 0, sizeof *run);
-    run->pass = pass;
-    dtrain_status status = dtrain__module_enter(run, call, fsdp, module, micro_batch);
+    dtrain_status status = dtrain__module_enter(run, pass, fsdp, module, micro_batch);
     if (status == DTRAIN_OK)
         status = dtrain__module_check_backward(run, d_output, d_input);
     if (status != DTRAIN_OK)
@@ -42378,7 +42390,7 @@ static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_
         if (place->failed == DTRAIN_OK)
             dtrain__module_keep_halves(run);
     } else if (run->pass == DTRAIN__MODULE_WEIGHTS && place->failed == DTRAIN_OK) {
-        dtrain__module_lay_out_kept(run, &kept);
+        dtrain__module_lay_out_kept(run, place->kept, &kept);
     }
     for (int i = module->layer_count - 1; dtrain__module_goes_on(run, status) && i >= 0; i--) {
         const dtrain__module_layer *layer = &module->layers[i];
@@ -42386,7 +42398,8 @@ static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_
         if (status == DTRAIN_OK && place->failed == DTRAIN_OK)
             dtrain__module_back(run, i, d_output, d_input);
         if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && i == layer->first)
-            status = dtrain__module_close(run, layer->unit);
+            status = run->pass == DTRAIN__MODULE_INPUTS ? dtrain__fsdp_put_off(run->fsdp, layer->unit)
+                                                        : dtrain_fsdp_reduce(run->fsdp, layer->unit);
     }
     if (run->pass == DTRAIN__MODULE_INPUTS && dtrain__module_goes_on(run, status))
         place->state = DTRAIN__MODULE_HALF;
@@ -42396,33 +42409,7 @@ static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_
 DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                               const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {
-    return dtrain__module_backward(DTRAIN__MODULE_BACK, "dtrain_fsdp_backward", fsdp, module, micro_batch, d_output,
-                                   d_input);
-}
-
-/* Runs the half of a backward pass that others wait for: gradients of inputs. dtrain__module_backward_weights does the
- * rest at any later time, other micro-batches between; the two give the bits of dtrain_fsdp_backward.
- *
- * Layers without backward_weights do all here, and so do those that share a parameter with one of them; what they add
- * is kept for their micro-batch where there is an FSDP. Until the second half the place also holds the gradient of each
- * other layer's output. d_output is read until the call returns. Where parameters are sharded, units are gathered once
- * for each half. */
-static dtrain_status dtrain__module_backward_input(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
-                                                   const dtrain_tensor *d_output, const dtrain_tensor *d_input)
-{
-    return dtrain__module_backward(DTRAIN__MODULE_INPUTS, "backward_input", fsdp, module, micro_batch, d_output,
-                                   d_input);
-}
-
-/* Runs the second half: gradients of parameters, and reduces each unit's. Micro-batches are added up in the order of
- * these calls, which need not be that of the first halves.
- *
- *   errors   DTRAIN_ERR_INVALID  no dtrain__module_backward_input in this place since its last forward; more
- *                                micro-batches than announced. Nothing is changed
- *            others as dtrain_fsdp_backward */
-static dtrain_status dtrain__module_backward_weights(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
-{
-    return dtrain__module_backward(DTRAIN__MODULE_WEIGHTS, "backward_weights", fsdp, module, micro_batch, NULL, NULL);
+    return dtrain__module_backward(DTRAIN__MODULE_BACK, fsdp, module, micro_batch, d_output, d_input);
 }
 
 #endif
@@ -43791,6 +43778,12 @@ typedef struct dtrain__pipeline_message {
     dtrain_work *receiving;
 } dtrain__pipeline_message;
 
+/* A micro-batch in a chunk of this rank. */
+typedef struct dtrain__pipeline_cell {
+    int place;                   /* of the module */
+    dtrain_tensor input, output; /* of the chunk; without data */
+} dtrain__pipeline_cell;
+
 struct dtrain_pipeline {
     dtrain_allocator own; /* used when the caller gives none */
     dtrain_allocator *allocator;
@@ -43805,10 +43798,9 @@ struct dtrain_pipeline {
     dtrain__pipeline_move *moves; /* of each task */
     dtrain__pipeline_message *messages;
     size_t message_count, posted; /* posted: in this step */
-    int *places;                  /* of micro-batch i in chunk c: [c * micro_batches + i] */
+    dtrain__pipeline_cell *cells; /* of micro-batch i in chunk c: [c * micro_batches + i] */
     int slots;
-    dtrain_tensor *inputs, *outputs; /* of a chunk, without data, as places */
-    unsigned char *memory;           /* slots, then one of zeros */
+    unsigned char *memory; /* slots, then one of zeros */
     size_t slot_bytes;
     unsigned char *evaluated; /* what was received to evaluate */
     uint64_t *shapes;         /* of all micro-batches, as they travel */
@@ -43821,21 +43813,23 @@ struct dtrain_pipeline {
 /* Scratch of one making. */
 typedef struct dtrain__pipeline_router {
     dtrain_pipeline *pipeline;
-    size_t *tasks;   /* the task of a way, chunk and micro-batch: [way * cells + chunk * micro_batches + i] */
+    size_t *tasks;   /* the task of a way, chunk and micro-batch: [(way * chunks + chunk) * micro_batches + i] */
     ptrdiff_t *last; /* the move that used a place last */
     char *busy;      /* places, then slots */
     size_t cells;
 } dtrain__pipeline_router;
 
-static size_t dtrain__pipeline_cell(const dtrain_pipeline *pipeline, int chunk, int micro_batch)
+static dtrain__pipeline_cell *dtrain__pipeline_at(const dtrain_pipeline *pipeline, int chunk, int micro_batch)
 {
-    return (size_t)chunk * (size_t)pipeline->micro_batches + (size_t)micro_batch;
+    return &pipeline->cells[(size_t)chunk * (size_t)pipeline->micro_batches + (size_t)micro_batch];
 }
 
 /* Where the task is that a way's input of a chunk's micro-batch is for. */
 static size_t *dtrain__pipeline_user(const dtrain__pipeline_router *router, int way, int chunk, int micro_batch)
 {
-    return &router->tasks[(size_t)way * router->cells + dtrain__pipeline_cell(router->pipeline, chunk, micro_batch)];
+    return &router->tasks[((size_t)way * (size_t)router->pipeline->chunks + (size_t)chunk) *
+                              (size_t)router->pipeline->micro_batches +
+                          (size_t)micro_batch];
 }
 
 /* Adds the next of a neighbour's results that are sent to this rank; *at: the neighbour's tasks that were looked at. */
@@ -43935,7 +43929,7 @@ static int dtrain__pipeline_set_places(dtrain__pipeline_router *router, int chun
         router->last[i] = -1;
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
-        int *own = &pipeline->places[dtrain__pipeline_cell(pipeline, chunk, task->micro_batch)];
+        int *own = &dtrain__pipeline_at(pipeline, chunk, task->micro_batch)->place;
         if (task->chunk != chunk)
             continue;
         if (task->part == DTRAIN_PART_FORWARD) {
@@ -43994,24 +43988,21 @@ static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipelin
         dtrain__fail(&pipeline->note, status, "%s: %s", dtrain_status_name(status), why);
 }
 
-/* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
-static dtrain_status dtrain__pipeline_told(dtrain_status status)
+static dtrain_status dtrain__pipeline_wait(dtrain_work **work)
 {
-    return status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID ? DTRAIN_ERR_ABORTED
-                                                                                                  : status;
+    dtrain_work *waited = *work;
+    *work = NULL;
+    return waited != NULL ? dtrain_work_wait(waited) : DTRAIN_OK;
 }
 
 /* Ends the operations under way, whose buffers are then free. */
 static dtrain_status dtrain__pipeline_settle(dtrain_pipeline *pipeline)
 {
-    dtrain_status first = DTRAIN_OK, status;
+    dtrain_status first = DTRAIN_OK;
     for (size_t i = 0; i < pipeline->task_count + pipeline->message_count; i++) {
-        dtrain_work **work = i < pipeline->task_count ? &pipeline->moves[i].sending
-                                                      : &pipeline->messages[i - pipeline->task_count].receiving;
-        if (*work == NULL)
-            continue;
-        status = dtrain_work_wait(*work);
-        *work = NULL;
+        dtrain_status status =
+            dtrain__pipeline_wait(i < pipeline->task_count ? &pipeline->moves[i].sending
+                                                           : &pipeline->messages[i - pipeline->task_count].receiving);
         first = first == DTRAIN_OK ? status : first;
     }
     return first;
@@ -44023,17 +44014,12 @@ static dtrain_status dtrain__pipeline_break(dtrain_pipeline *pipeline, dtrain_st
     dtrain__error cause = dtrain__thread_error, told;
     dtrain__fail(&pipeline->broken, status, "%s on rank %d of the pipeline: %.560s", pipeline->call, pipeline->rank,
                  cause.text);
-    dtrain__fail(&told, dtrain__pipeline_told(status), "rank %d has broken off: %.560s", pipeline->rank, cause.text);
+    dtrain__fail(&told, dtrain__fsdp_told(status), "rank %d has broken off: %.560s", pipeline->rank, cause.text);
     if (pipeline->ranks > 1)
         dtrain__group_break(pipeline->group, &told);
-    for (int c = 0; c < pipeline->chunks; c++) {
-        dtrain_fsdp *fsdp = pipeline->fsdps[c];
-        if (fsdp == NULL || fsdp->broken.status != DTRAIN_OK)
-            continue;
-        dtrain__fail(&fsdp->broken, dtrain__pipeline_told(status), "%s on rank %d: its pipeline has broken off: %s",
-                     pipeline->call, dtrain__fsdp_rank(fsdp), dtrain__status_cause(&cause));
-        dtrain__fsdp_break_groups(fsdp);
-    }
+    cause.status = status;
+    for (int c = 0; c < pipeline->chunks; c++)
+        dtrain__fsdp_break_with(pipeline->fsdps[c], pipeline->call, &cause);
     dtrain__pipeline_settle(pipeline);
     return dtrain__report(&pipeline->broken);
 }
@@ -44093,11 +44079,6 @@ static int dtrain__pipeline_read_shape(const uint64_t *words, dtrain_tensor *ten
            dtrain__tensor_shape(tensor, (dtrain_dtype)words[0], (int)words[1], shape) == DTRAIN_OK;
 }
 
-static int dtrain__pipeline_alike(const dtrain_tensor *a, const dtrain_tensor *b)
-{
-    return a->dtype == b->dtype && a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
-}
-
 /* The shapes of the first stage's inputs. */
 static void dtrain__pipeline_first_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
@@ -44118,8 +44099,8 @@ static void dtrain__pipeline_stage_shapes(dtrain_pipeline *pipeline, int chunk)
 {
     for (int i = 0; i < pipeline->micro_batches; i++) {
         uint64_t *words = pipeline->shapes + (size_t)i * DTRAIN__PIPELINE_WORDS;
-        size_t cell = dtrain__pipeline_cell(pipeline, chunk, i);
-        dtrain_tensor *input = &pipeline->inputs[cell], *output = &pipeline->outputs[cell];
+        dtrain__pipeline_cell *cell = dtrain__pipeline_at(pipeline, chunk, i);
+        dtrain_tensor *input = &cell->input, *output = &cell->output;
         memset(output, 0, sizeof *output);
         if (!dtrain__pipeline_read_shape(words, input))
             continue;
@@ -44158,25 +44139,24 @@ static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
     size_t largest = 0, need, line = DTRAIN__CACHE_LINE;
     for (int c = 0; c < pipeline->chunks; c++)
         for (int i = 0; i < pipeline->micro_batches; i++) {
-            size_t cell = dtrain__pipeline_cell(pipeline, c, i);
+            const dtrain__pipeline_cell *cell = dtrain__pipeline_at(pipeline, c, i);
             int first = c == 0 && pipeline->rank == 0;
             int last = c == pipeline->chunks - 1 && pipeline->rank == pipeline->ranks - 1;
-            if (!first && pipeline->inputs[cell].bytes > largest)
-                largest = pipeline->inputs[cell].bytes;
-            if (!last && pipeline->outputs[cell].bytes > largest)
-                largest = pipeline->outputs[cell].bytes;
+            if (!first && cell->input.bytes > largest)
+                largest = cell->input.bytes;
+            if (!last && cell->output.bytes > largest)
+                largest = cell->output.bytes;
         }
     int fits = dtrain__add_size(largest, line - 1, &need);
     pipeline->slot_bytes = need / line * line;
     fits = fits && dtrain__mul_size(pipeline->slot_bytes, (size_t)pipeline->slots + 1, &need);
-    if (fits && pipeline->memory != NULL && dtrain__memory_bytes(pipeline->memory) >= need) {
-        memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
+    void *room = fits ? dtrain__memory_room(pipeline->allocator, pipeline->memory, need) : NULL;
+    if (room == NULL) {
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
         return;
     }
-    dtrain__free(pipeline->allocator, pipeline->memory);
-    pipeline->memory = fits ? (unsigned char *)dtrain__alloc(pipeline->allocator, need) : NULL;
-    if (pipeline->memory == NULL)
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
+    pipeline->memory = (unsigned char *)room;
+    memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
 }
 
 static const dtrain__alike_field dtrain__pipeline_fields[] = {
@@ -44233,18 +44213,11 @@ static unsigned char *dtrain__pipeline_slot(const dtrain_pipeline *pipeline, int
     return pipeline->memory + (size_t)slot * pipeline->slot_bytes;
 }
 
-static dtrain_status dtrain__pipeline_wait(dtrain_work **work)
-{
-    dtrain_work *waited = *work;
-    *work = NULL;
-    return waited != NULL ? dtrain_work_wait(waited) : DTRAIN_OK;
-}
-
 /* ---- one task ---- */
 
 /* What a task is run with; tensors without data: none. */
 typedef struct dtrain__pipeline_task_run {
-    size_t index, cell;
+    const dtrain__pipeline_cell *cell;
     const dtrain_pipeline_task *task;
     dtrain__pipeline_move *move;
     dtrain_module *module;
@@ -44258,9 +44231,8 @@ static dtrain_status dtrain__pipeline_post(dtrain_pipeline *pipeline, size_t tas
     while (pipeline->posted < pipeline->message_count && pipeline->messages[pipeline->posted].when <= task) {
         dtrain__pipeline_message *message = &pipeline->messages[pipeline->posted++];
         const dtrain_pipeline_task *user = &pipeline->tasks[message->task];
-        size_t cell = dtrain__pipeline_cell(pipeline, user->chunk, user->micro_batch);
-        const dtrain_tensor *shape =
-            user->part == DTRAIN_PART_FORWARD ? &pipeline->inputs[cell] : &pipeline->outputs[cell];
+        const dtrain__pipeline_cell *cell = dtrain__pipeline_at(pipeline, user->chunk, user->micro_batch);
+        const dtrain_tensor *shape = user->part == DTRAIN_PART_FORWARD ? &cell->input : &cell->output;
         dtrain_status status = dtrain_recv_async(pipeline->group, dtrain__pipeline_slot(pipeline, message->slot),
                                                  shape->count, shape->dtype, message->peer, &message->receiving);
         if (status != DTRAIN_OK)
@@ -44274,15 +44246,15 @@ static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_t
                                    const dtrain_tensor *inputs)
 {
     int micro = run->task->micro_batch, chunk = run->task->chunk;
-    run->in = pipeline->inputs[run->cell];
+    run->in = run->cell->input;
     if (run->move->in >= 0) {
         run->in.data = dtrain__pipeline_slot(pipeline, run->move->in);
     } else if (chunk > 0) {
         const dtrain_module *before = pipeline->modules[chunk - 1];
-        int place = pipeline->places[dtrain__pipeline_cell(pipeline, chunk - 1, micro)];
+        int place = dtrain__pipeline_at(pipeline, chunk - 1, micro)->place;
         if (before->places[place].sized)
             run->in.data = before->places[place].values[before->layer_count].tensor.data;
-    } else if (inputs == NULL || !dtrain__pipeline_alike(&inputs[micro], &run->in) ||
+    } else if (inputs == NULL || !dtrain__module_alike(&inputs[micro], &run->in) ||
                (inputs[micro].data == NULL && run->in.bytes > 0)) {
         char why[DTRAIN__PIPELINE_WHY];
         snprintf(
@@ -44300,8 +44272,9 @@ static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_t
 static dtrain_status dtrain__pipeline_judge(dtrain_pipeline *pipeline, const dtrain__pipeline_task_run *run,
                                             dtrain_status status)
 {
-    if (run->fsdp != NULL && run->fsdp->broken.status != DTRAIN_OK)
-        return dtrain__report(&run->fsdp->broken);
+    dtrain_status broken = dtrain__fsdp_broken(run->fsdp);
+    if (broken != DTRAIN_OK)
+        return broken;
     if (status == DTRAIN_OK)
         status = run->module->places[run->move->place].failed;
     if (status != DTRAIN_OK)
@@ -44311,25 +44284,26 @@ static dtrain_status dtrain__pipeline_judge(dtrain_pipeline *pipeline, const dtr
 
 static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run, void *batch)
 {
-    int failed = pipeline->note.status != DTRAIN_OK;
-    dtrain_status status = DTRAIN_OK;
-    dtrain_tensor *shape = &pipeline->outputs[run->cell];
-    memset(&run->out, 0, sizeof run->out);
-    if (failed && run->fsdp == NULL)
-        run->module->places[run->move->place].sized = 0; /* nobody takes an earlier output for this one */
-    else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0))
+    dtrain__module_place *place = &run->module->places[run->move->place];
+    const dtrain_tensor *shape = &run->cell->output;
+    dtrain_status status;
+    if (run->fsdp == NULL && pipeline->note.status != DTRAIN_OK) {
+        place->sized = 0; /* nobody takes an earlier output for this one */
+        status = DTRAIN_OK;
+    } else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0)) {
         status = dtrain__module_forward_blank(run->fsdp, run->module, run->move->place);
-    else
-        status = dtrain_fsdp_forward(run->fsdp, run->module, run->move->place, &run->in, batch, &run->out);
-    if (!(failed && run->fsdp == NULL))
         status = dtrain__pipeline_judge(pipeline, run, status);
-    if (run->out.dtype != 0 && !dtrain__pipeline_alike(&run->out, shape)) {
+    } else {
+        status = dtrain_fsdp_forward(run->fsdp, run->module, run->move->place, &run->in, batch, &run->out);
+        status = dtrain__pipeline_judge(pipeline, run, status);
+    }
+    if (run->out.dtype != 0 && !dtrain__module_alike(&run->out, shape)) {
         char why[DTRAIN__PIPELINE_WHY];
         snprintf(why, sizeof why, "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s",
                  run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
                  dtrain__tensor_text(shape).text);
         dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MISMATCH, why);
-        run->module->places[run->move->place].sized = 0;
+        place->sized = 0;
         run->out.data = NULL;
     }
     if (run->out.data == NULL)
@@ -44339,26 +44313,22 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
 
 static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run)
 {
-    int failed = pipeline->note.status != DTRAIN_OK, place = run->move->place;
     const dtrain_tensor *d_output = run->move->in >= 0 ? &run->in : NULL;
     const dtrain_tensor *d_input = run->move->out >= 0 ? &run->out : NULL;
     dtrain_status status = DTRAIN_OK;
-    run->in = pipeline->outputs[run->cell];
-    run->out = pipeline->inputs[run->cell];
+    int pass = run->task->part == DTRAIN_PART_INPUT     ? DTRAIN__MODULE_INPUTS
+               : run->task->part == DTRAIN_PART_WEIGHTS ? DTRAIN__MODULE_WEIGHTS
+                                                        : DTRAIN__MODULE_BACK;
+    run->in = run->cell->output;
+    run->out = run->cell->input;
     if (d_output != NULL)
         run->in.data = dtrain__pipeline_slot(pipeline, run->move->in);
     if (d_input != NULL)
         run->out.data = dtrain__pipeline_slot(pipeline, run->move->out);
-    if (failed && run->fsdp == NULL)
-        status = DTRAIN_OK;
-    else if (run->task->part == DTRAIN_PART_BACKWARD)
-        status = dtrain_fsdp_backward(run->fsdp, run->module, place, d_output, d_input);
-    else if (run->task->part == DTRAIN_PART_INPUT)
-        status = dtrain__module_backward_input(run->fsdp, run->module, place, d_output, d_input);
-    else
-        status = dtrain__module_backward_weights(run->fsdp, run->module, place);
-    if (!(failed && run->fsdp == NULL))
+    if (run->fsdp != NULL || pipeline->note.status == DTRAIN_OK) {
+        status = dtrain__module_backward(pass, run->fsdp, run->module, run->move->place, d_output, d_input);
         status = dtrain__pipeline_judge(pipeline, run, status);
+    }
     if (d_input != NULL && run->out.bytes > 0 && pipeline->note.status != DTRAIN_OK)
         memset(run->out.data, 0, run->out.bytes);
     return status;
@@ -44371,7 +44341,7 @@ static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t ind
     memset(&run, 0, sizeof run);
     run.task = &pipeline->tasks[index];
     run.move = &pipeline->moves[index];
-    run.cell = dtrain__pipeline_cell(pipeline, run.task->chunk, run.task->micro_batch);
+    run.cell = dtrain__pipeline_at(pipeline, run.task->chunk, run.task->micro_batch);
     run.module = pipeline->modules[run.task->chunk];
     run.fsdp = pipeline->fsdps[run.task->chunk];
     int ahead = run.task->part == DTRAIN_PART_FORWARD;
@@ -44395,7 +44365,7 @@ static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t ind
     pipeline->stats.peak = held > pipeline->stats.peak ? held : pipeline->stats.peak;
     if (status != DTRAIN_OK || run.move->to < 0)
         return status;
-    const dtrain_tensor *shape = ahead ? &pipeline->outputs[run.cell] : &run.out;
+    const dtrain_tensor *shape = ahead ? &run.cell->output : &run.out;
     return dtrain_send_async(pipeline->group, run.out.data, shape->count, shape->dtype, run.move->to,
                              &run.move->sending);
 }
@@ -44477,10 +44447,9 @@ static dtrain_status dtrain__pipeline_evaluate_stage(dtrain_pipeline *pipeline, 
         status = dtrain_fsdp_forward(fsdp, module, DTRAIN_EVALUATE, input, batch, output);
     else if (fsdp != NULL)
         status = dtrain__module_forward_blank(fsdp, module, DTRAIN_EVALUATE);
-    if (fsdp != NULL && fsdp->broken.status != DTRAIN_OK)
-        return dtrain__report(&fsdp->broken);
-    if (status == DTRAIN_OK)
-        return status;
+    dtrain_status broken = dtrain__fsdp_broken(fsdp);
+    if (broken != DTRAIN_OK || status == DTRAIN_OK)
+        return broken;
     dtrain__pipeline_note_down(pipeline, status, module->error.text);
     memset(output, 0, sizeof *output);
     return DTRAIN_OK;
@@ -44544,13 +44513,10 @@ static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
     pipeline->fsdps = (dtrain_fsdp **)dtrain__alloc(memory, chunks * sizeof *pipeline->fsdps);
     pipeline->moves = (dtrain__pipeline_move *)dtrain__alloc(memory, pipeline->task_count * sizeof *pipeline->moves);
     pipeline->messages = (dtrain__pipeline_message *)dtrain__alloc(memory, 2 * cells * sizeof *pipeline->messages);
-    pipeline->places = (int *)dtrain__alloc(memory, cells * sizeof *pipeline->places);
-    pipeline->inputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->inputs);
-    pipeline->outputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->outputs);
+    pipeline->cells = (dtrain__pipeline_cell *)dtrain__alloc(memory, cells * sizeof *pipeline->cells);
     pipeline->shapes = (uint64_t *)dtrain__alloc(memory, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
     return pipeline->modules != NULL && pipeline->fsdps != NULL && pipeline->moves != NULL &&
-           pipeline->messages != NULL && pipeline->places != NULL && pipeline->inputs != NULL &&
-           pipeline->outputs != NULL && pipeline->shapes != NULL;
+           pipeline->messages != NULL && pipeline->cells != NULL && pipeline->shapes != NULL;
 }
 
 static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
@@ -44675,9 +44641,7 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
     dtrain__free(memory, pipeline->fsdps);
     dtrain__free(memory, pipeline->moves);
     dtrain__free(memory, pipeline->messages);
-    dtrain__free(memory, pipeline->places);
-    dtrain__free(memory, pipeline->inputs);
-    dtrain__free(memory, pipeline->outputs);
+    dtrain__free(memory, pipeline->cells);
     dtrain__free(memory, pipeline->shapes);
     dtrain__free(memory, pipeline->memory);
     dtrain__free(memory, pipeline->evaluated);

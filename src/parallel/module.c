@@ -156,16 +156,12 @@ static dtrain_status dtrain__module_link(dtrain_module *module, const dtrain_lay
                 return status;
         }
         highest = layer->unit > highest ? layer->unit : highest;
-    }
-    for (int i = 0; i < module->layer_count; i++) {
-        dtrain__module_layer *layer = &module->layers[i];
         layer->first = layer->last = i;
-        for (int k = 0; k < module->layer_count; k++) {
+        for (int k = i - 1; k >= 0; k--)
             if (module->layers[k].unit == layer->unit) {
-                layer->first = k < layer->first ? k : layer->first;
-                layer->last = k > layer->last ? k : layer->last;
+                module->layers[k].last = i;
+                layer->first = k;
             }
-        }
     }
     dtrain__module_defer(module);
     return DTRAIN_OK;

@@ -28,6 +28,14 @@ static int dtrain__module_add(size_t *total, size_t bytes)
            dtrain__add_size(*total, rounded / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE, total);
 }
 
+/* Takes the next bytes of a block; NULL: they are only counted. *fits becomes 0 where they are more than memory. */
+static unsigned char *dtrain__module_next(unsigned char *block, size_t *at, size_t bytes, int *fits)
+{
+    unsigned char *next = block != NULL ? block + *at : NULL;
+    *fits = dtrain__module_add(at, bytes) && *fits;
+    return next;
+}
+
 /* Sees to it that a block has as many bytes; what it holds is lost when it grows, but kept when it cannot: other places
  * may count on it. */
 static int dtrain__module_room(dtrain_module *module, unsigned char **block, size_t need)
@@ -91,57 +99,33 @@ static void dtrain__module_shapes(dtrain__module_run *run)
     }
 }
 
-/* Whether what a layer saves stays in its place until backward. */
-static int dtrain__module_keeps(const dtrain_module *module, int layer)
+/* Gives values and what is saved their addresses in the block (NULL: none yet) and counts its bytes; to evaluate, two
+ * outputs take turns. *again: what layers save that recompute. 0: more than memory. */
+static int dtrain__module_lay_out(dtrain__module_run *run, unsigned char *block, size_t *bytes, size_t *again)
 {
-    return layer < module->layer_count && !module->layers[layer].desc.recompute;
-}
-
-/* Counts what a place needs: *need, of it *most for one value where values take turns; and *again, for what is saved
- * by layers that recompute. 0: more than memory. */
-static int dtrain__module_count(dtrain__module_run *run, size_t *need, size_t *most, size_t *again)
-{
-    int layers = run->module->layer_count, evaluates = run->context.micro_batch == DTRAIN_EVALUATE, fits = 1;
-    size_t largest = 0, all = 0, saved = 0;
-    *again = 0;
-    for (int i = 0; i <= layers; i++) {
-        const dtrain__module_value *value = &run->place->values[i];
-        largest = i > 0 && value->tensor.bytes > largest ? value->tensor.bytes : largest;
-        saved = value->saved_bytes > saved ? value->saved_bytes : saved;
-        fits = fits && dtrain__module_add(&all, value->tensor.bytes);
-        if (dtrain__module_keeps(run->module, i))
-            fits = fits && dtrain__module_add(&all, value->saved_bytes);
-        else
-            *again = value->saved_bytes > *again ? value->saved_bytes : *again;
-    }
-    *most = 0;
-    fits = fits && dtrain__module_add(most, largest) && dtrain__mul_size(*most, 2, need);
-    if (!evaluates)
-        *need = all;
-    return fits && (!evaluates || dtrain__module_add(need, saved));
-}
-
-/* Gives values and what is saved their addresses in the block. */
-static void dtrain__module_lay_out(dtrain__module_run *run, const dtrain_tensor *input, size_t most)
-{
+    const dtrain_module *module = run->module;
     dtrain__module_place *place = run->place;
-    int evaluates = run->context.micro_batch == DTRAIN_EVALUATE;
-    size_t at = 0;
-    for (int i = 0; i <= run->module->layer_count; i++) {
+    int turns = run->context.micro_batch == DTRAIN_EVALUATE;
+    size_t at = 0, most = 0;
+    for (int i = 1; i <= module->layer_count; i++)
+        most = place->values[i].tensor.bytes > most ? place->values[i].tensor.bytes : most;
+    place->half = *bytes = *again = 0;
+    int fits = dtrain__module_add(&place->half, most) && place->half <= SIZE_MAX / 2;
+    for (int i = 0; i <= module->layer_count; i++) {
         dtrain__module_value *value = &place->values[i];
-        value->tensor.data = place->block + (evaluates ? (size_t)(i & 1) * most : at);
-        dtrain__module_add(&at, value->tensor.bytes);
-        value->saved = place->block + (evaluates ? 2 * most : at);
-        if (dtrain__module_keeps(run->module, i))
-            dtrain__module_add(&at, value->saved_bytes);
+        int keeps = i < module->layer_count && !module->layers[i].desc.recompute;
+        if (turns)
+            at = (size_t)(i & 1) * place->half;
+        value->tensor.data = dtrain__module_next(block, &at, turns && i == 0 ? 0 : value->tensor.bytes, &fits);
+        if (turns)
+            at = 2 * place->half;
+        value->saved = dtrain__module_next(block, &at, turns || keeps ? value->saved_bytes : 0, &fits);
+        if (!keeps && value->saved_bytes > *again)
+            *again = value->saved_bytes;
+        *bytes = at > *bytes ? at : *bytes;
         value->gradient = NULL;
     }
-    if (evaluates)
-        place->values[0].tensor.data = input->data;
-    else if (input->bytes > 0)
-        memcpy(place->values[0].tensor.data, input->data, input->bytes);
-    place->half = most;
-    place->sized = 1;
+    return fits;
 }
 
 /* Makes a place ready for an input. */
@@ -150,7 +134,7 @@ static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor 
     dtrain_module *module = run->module;
     dtrain__module_place *place = run->place;
     int evaluates = run->context.micro_batch == DTRAIN_EVALUATE;
-    size_t need, most, again;
+    size_t need, again;
     place->failed = DTRAIN_OK;
     place->sized = 0;
     place->state = DTRAIN__MODULE_FREE;
@@ -159,37 +143,40 @@ static void dtrain__module_prepare(dtrain__module_run *run, const dtrain_tensor 
     dtrain__module_shapes(run);
     if (place->failed != DTRAIN_OK)
         return;
-    if (!dtrain__module_count(run, &need, &most, &again) || !dtrain__module_room(module, &place->block, need) ||
-        (!evaluates && !dtrain__module_room(module, &module->gradients, 2 * most)) ||
-        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, again)))
+    if (!dtrain__module_lay_out(run, NULL, &need, &again) || !dtrain__module_room(module, &place->block, need) ||
+        (!evaluates && !dtrain__module_room(module, &module->gradients, 2 * place->half)) ||
+        (!evaluates && again > 0 && !dtrain__module_room(module, &module->again, again))) {
         dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for activations");
-    else
-        dtrain__module_lay_out(run, input, most);
+        return;
+    }
+    dtrain__module_lay_out(run, place->block, &need, &again);
+    if (evaluates)
+        place->values[0].tensor.data = input->data;
+    else if (input->bytes > 0)
+        memcpy(place->values[0].tensor.data, input->data, input->bytes);
+    place->sized = 1;
 }
 
-/* Finds the addresses of what is kept between the halves of a backward pass, and counts it; 0: more than memory. What
- * comes is the same for the same values, so that either half may ask. */
-static int dtrain__module_lay_out_kept(dtrain__module_run *run, size_t *bytes)
+/* Finds the addresses of what is kept between the halves of a backward pass in the block (NULL: none yet), and counts
+ * its bytes; 0: more than memory. What comes is the same for the same values, so that either half may ask. */
+static int dtrain__module_lay_out_kept(dtrain__module_run *run, unsigned char *block, size_t *bytes)
 {
     dtrain_module *module = run->module;
-    dtrain__module_place *place = run->place;
+    dtrain__module_value *values = run->place->values;
     float **added = module->addresses + 2 * module->use_count;
     int fits = 1;
     *bytes = 0;
-    for (int i = 0; i < module->layer_count; i++) {
-        dtrain__module_value *value = &place->values[i + 1];
-        value->gradient = module->layers[i].defers && place->kept != NULL ? place->kept + *bytes : NULL;
-        fits = fits && (!module->layers[i].defers || dtrain__module_add(bytes, value->tensor.bytes));
-    }
-    if (!place->seeded)
-        place->values[module->layer_count].gradient = NULL;
+    for (int i = 0; i < module->layer_count; i++)
+        values[i + 1].gradient =
+            module->layers[i].defers ? dtrain__module_next(block, bytes, values[i + 1].tensor.bytes, &fits) : NULL;
+    if (!run->place->seeded)
+        values[module->layer_count].gradient = NULL;
     for (size_t i = 0; i < module->use_count; i++) {
         const dtrain__module_use *use = &module->uses[i];
         added[i] = use->twin < i ? added[use->twin] : NULL;
-        if (run->fsdp == NULL || use->twin < i || module->layers[use->layer].defers || module->table[use->param].frozen)
-            continue;
-        added[i] = place->kept != NULL ? (float *)(void *)(place->kept + *bytes) : NULL;
-        fits = fits && dtrain__module_add(bytes, use->count * sizeof(float));
+        if (run->fsdp != NULL && use->twin == i && !module->layers[use->layer].defers &&
+            !module->table[use->param].frozen)
+            added[i] = (float *)(void *)dtrain__module_next(block, bytes, use->count * sizeof(float), &fits);
     }
     return fits;
 }
@@ -199,11 +186,11 @@ static void dtrain__module_keep_halves(dtrain__module_run *run)
 {
     dtrain__module_place *place = run->place;
     size_t need;
-    if (!dtrain__module_lay_out_kept(run, &need) || !dtrain__module_room(run->module, &place->kept, need)) {
+    if (!dtrain__module_lay_out_kept(run, NULL, &need) || !dtrain__module_room(run->module, &place->kept, need)) {
         dtrain__module_give_up(run, DTRAIN_ERR_MEMORY, "no memory for what is kept until backward_weights");
         return;
     }
-    dtrain__module_lay_out_kept(run, &need);
+    dtrain__module_lay_out_kept(run, place->kept, &need);
     for (size_t i = 0; i < run->module->use_count; i++) {
         float *added = run->module->addresses[2 * run->module->use_count + i];
         if (added != NULL && run->module->uses[i].twin == i)

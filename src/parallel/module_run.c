@@ -34,11 +34,15 @@ static dtrain_status dtrain__module_bind(dtrain__module_run *run)
     return DTRAIN_OK;
 }
 
-/* Begins a public call. */
-static dtrain_status dtrain__module_enter(dtrain__module_run *run, const char *call, dtrain_fsdp *fsdp,
-                                          dtrain_module *module, int micro_batch)
+/* Begins a pass. */
+static dtrain_status dtrain__module_enter(dtrain__module_run *run, int pass, dtrain_fsdp *fsdp, dtrain_module *module,
+                                          int micro_batch)
 {
-    int lowest = run->pass != DTRAIN__MODULE_AHEAD ? 0 : DTRAIN_EVALUATE;
+    static const char *const calls[] = {"dtrain_fsdp_forward", "dtrain_fsdp_backward", "backward_input",
+                                        "backward_weights"};
+    const char *call = calls[pass];
+    int lowest = pass != DTRAIN__MODULE_AHEAD ? 0 : DTRAIN_EVALUATE;
+    memset(run, 0, sizeof *run);
     if (module == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: module is NULL: create it first", call);
     if (micro_batch < lowest || micro_batch >= module->place_count - 1)
@@ -46,6 +50,7 @@ static dtrain_status dtrain__module_enter(dtrain__module_run *run, const char *c
                             "%s: micro_batch is %d, expected 0 to %d%s: the module's desc says how many are in flight",
                             call, micro_batch, module->place_count - 2, lowest < 0 ? ", or DTRAIN_EVALUATE" : "");
     run->call = call;
+    run->pass = pass;
     run->fsdp = fsdp;
     run->module = module;
     run->place = &module->places[micro_batch >= 0 ? micro_batch : module->place_count - 1];
@@ -59,22 +64,6 @@ static int dtrain__module_adds(const dtrain__module_run *run)
     return run->pass == DTRAIN__MODULE_BACK || run->pass == DTRAIN__MODULE_WEIGHTS;
 }
 
-/* Makes the unit of a tied parameter readable, beside those that rotate: it was gathered by an earlier layer, so that
- * nothing is on its way here in most passes, and the direction of the pass is not disturbed. */
-static dtrain_status dtrain__module_attend(dtrain_fsdp *fsdp, int unit, int adds)
-{
-    dtrain_status status = dtrain__fsdp_advance(fsdp, unit);
-    if (status == DTRAIN_OK && adds)
-        dtrain__fsdp_page_grads(fsdp, unit, 1);
-    if (status == DTRAIN_OK && !fsdp->layout.resident && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
-        status = dtrain__fsdp_gather_start(fsdp, unit);
-    if (status == DTRAIN_OK && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
-        status = dtrain__fsdp_gather_finish(fsdp, unit);
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_debug_set(fsdp, unit, 0, 1);
-    return status;
-}
-
 /* Makes a layer's parameters readable, and fills its context in. */
 static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
 {
@@ -83,8 +72,7 @@ static dtrain_status dtrain__module_open(dtrain__module_run *run, int index)
     dtrain_status status = DTRAIN_OK;
     for (size_t k = 0; run->fsdp != NULL && status == DTRAIN_OK && k < layer->desc.param_count; k++)
         if (module->uses[layer->first_use + k].unit != layer->unit)
-            status =
-                dtrain__module_attend(run->fsdp, module->uses[layer->first_use + k].unit, dtrain__module_adds(run));
+            status = dtrain__fsdp_attend(run->fsdp, module->uses[layer->first_use + k].unit, dtrain__module_adds(run));
     if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 &&
         index == (run->pass != DTRAIN__MODULE_AHEAD ? layer->last : layer->first))
         status = dtrain_fsdp_gather(run->fsdp, layer->unit);
@@ -142,8 +130,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
 {
     dtrain__module_run run;
     dtrain_tensor checked;
-    memset(&run, 0, sizeof run);
-    dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_forward", fsdp, module, micro_batch);
+    dtrain_status status = dtrain__module_enter(&run, DTRAIN__MODULE_AHEAD, fsdp, module, micro_batch);
     if (status != DTRAIN_OK)
         return status;
     if (input == NULL || output == NULL ||
@@ -169,8 +156,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *m
 static dtrain_status dtrain__module_forward_blank(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
 {
     dtrain__module_run run;
-    memset(&run, 0, sizeof run);
-    dtrain_status status = dtrain__module_enter(&run, "dtrain_fsdp_forward", fsdp, module, micro_batch);
+    dtrain_status status = dtrain__module_enter(&run, DTRAIN__MODULE_AHEAD, fsdp, module, micro_batch);
     if (status != DTRAIN_OK)
         return status;
     run.place->sized = 0;
@@ -201,6 +187,11 @@ static dtrain_status dtrain__module_shape_of(dtrain_module *module, const dtrain
 
 /* ---- backward ---- */
 
+static int dtrain__module_alike(const dtrain_tensor *a, const dtrain_tensor *b)
+{
+    return a->dtype == b->dtype && a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
+}
+
 /* Says whether a gradient that the caller gives fits the value it belongs to. */
 static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, const char *name,
                                                    const dtrain_tensor *gradient, const dtrain_tensor *value)
@@ -210,8 +201,7 @@ static dtrain_status dtrain__module_check_gradient(dtrain__module_run *run, cons
         return DTRAIN_OK;
     dtrain_status status =
         dtrain_tensor_view(&checked, gradient->dtype, gradient->ndim, gradient->shape, gradient->data);
-    if (status == DTRAIN_OK && checked.dtype == value->dtype && checked.ndim == value->ndim &&
-        memcmp(checked.shape, value->shape, sizeof checked.shape) == 0)
+    if (status == DTRAIN_OK && dtrain__module_alike(&checked, value))
         return DTRAIN_OK;
     return dtrain__fail(&run->module->error, DTRAIN_ERR_INVALID,
                         "%s: %s is %s%s, expected %s as the forward pass had it", run->call, name,
@@ -237,7 +227,7 @@ static dtrain_status dtrain__module_check_backward(dtrain__module_run *run, cons
         int unit = run->module->layers[i].unit;
         if (run->pass == DTRAIN__MODULE_INPUTS)
             status = dtrain__fsdp_check_open(run->fsdp, run->call);
-        else if (unit >= 0 && run->fsdp->layout.units[unit].trained > 0)
+        else if (unit >= 0)
             status = dtrain__fsdp_check_missing(run->fsdp, unit, run->call);
         if (status != DTRAIN_OK)
             run->module->error = dtrain__thread_error;
@@ -306,28 +296,20 @@ static void dtrain__module_back(dtrain__module_run *run, int index, const dtrain
         dtrain__module_add_kept(run, index);
 }
 
-/* Ends a layer's unit in a pass: its gradients are complete, or, in the first of two halves, not there yet, so that
- * FSDP must not take it for one that was left out. */
-static dtrain_status dtrain__module_close(dtrain__module_run *run, int unit)
-{
-    dtrain_fsdp *fsdp = run->fsdp;
-    if (run->pass != DTRAIN__MODULE_INPUTS)
-        return dtrain_fsdp_reduce(fsdp, unit);
-    fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
-    dtrain__fsdp_page_grads(fsdp, unit, 0);
-    return dtrain_fsdp_release(fsdp, unit);
-}
-
-/* One pass backward. */
-static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_fsdp *fsdp, dtrain_module *module,
-                                             int micro_batch, const dtrain_tensor *d_output,
-                                             const dtrain_tensor *d_input)
+/* One pass backward: both halves, or one. INPUTS, the first, is what others wait for: gradients of inputs. WEIGHTS does
+ * the rest at any later time, other micro-batches between; the two give the bits of both at once. Micro-batches are
+ * added up in the order of the second halves, which need not be that of the first.
+ *
+ * Layers without backward_weights do all in the first half, and so do those that share a parameter with one of them;
+ * what they add is kept for their micro-batch where there is an FSDP. Until the second half the place also holds the
+ * gradient of each other layer's output. d_output is read until the call returns. Where parameters are sharded, units
+ * are gathered once for each half. */
+static dtrain_status dtrain__module_backward(int pass, dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
+                                             const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {
     dtrain__module_run made, *run = &made;
     size_t kept;
-    memset(run, 0, sizeof *run);
-    run->pass = pass;
-    dtrain_status status = dtrain__module_enter(run, call, fsdp, module, micro_batch);
+    dtrain_status status = dtrain__module_enter(run, pass, fsdp, module, micro_batch);
     if (status == DTRAIN_OK)
         status = dtrain__module_check_backward(run, d_output, d_input);
     if (status != DTRAIN_OK)
@@ -340,7 +322,7 @@ static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_
         if (place->failed == DTRAIN_OK)
             dtrain__module_keep_halves(run);
     } else if (run->pass == DTRAIN__MODULE_WEIGHTS && place->failed == DTRAIN_OK) {
-        dtrain__module_lay_out_kept(run, &kept);
+        dtrain__module_lay_out_kept(run, place->kept, &kept);
     }
     for (int i = module->layer_count - 1; dtrain__module_goes_on(run, status) && i >= 0; i--) {
         const dtrain__module_layer *layer = &module->layers[i];
@@ -348,7 +330,8 @@ static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_
         if (status == DTRAIN_OK && place->failed == DTRAIN_OK)
             dtrain__module_back(run, i, d_output, d_input);
         if (status == DTRAIN_OK && run->fsdp != NULL && layer->unit >= 0 && i == layer->first)
-            status = dtrain__module_close(run, layer->unit);
+            status = run->pass == DTRAIN__MODULE_INPUTS ? dtrain__fsdp_put_off(run->fsdp, layer->unit)
+                                                        : dtrain_fsdp_reduce(run->fsdp, layer->unit);
     }
     if (run->pass == DTRAIN__MODULE_INPUTS && dtrain__module_goes_on(run, status))
         place->state = DTRAIN__MODULE_HALF;
@@ -358,33 +341,7 @@ static dtrain_status dtrain__module_backward(int pass, const char *call, dtrain_
 DTRAIN_API dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                               const dtrain_tensor *d_output, const dtrain_tensor *d_input)
 {
-    return dtrain__module_backward(DTRAIN__MODULE_BACK, "dtrain_fsdp_backward", fsdp, module, micro_batch, d_output,
-                                   d_input);
-}
-
-/* Runs the half of a backward pass that others wait for: gradients of inputs. dtrain__module_backward_weights does the
- * rest at any later time, other micro-batches between; the two give the bits of dtrain_fsdp_backward.
- *
- * Layers without backward_weights do all here, and so do those that share a parameter with one of them; what they add
- * is kept for their micro-batch where there is an FSDP. Until the second half the place also holds the gradient of each
- * other layer's output. d_output is read until the call returns. Where parameters are sharded, units are gathered once
- * for each half. */
-static dtrain_status dtrain__module_backward_input(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
-                                                   const dtrain_tensor *d_output, const dtrain_tensor *d_input)
-{
-    return dtrain__module_backward(DTRAIN__MODULE_INPUTS, "backward_input", fsdp, module, micro_batch, d_output,
-                                   d_input);
-}
-
-/* Runs the second half: gradients of parameters, and reduces each unit's. Micro-batches are added up in the order of
- * these calls, which need not be that of the first halves.
- *
- *   errors   DTRAIN_ERR_INVALID  no dtrain__module_backward_input in this place since its last forward; more
- *                                micro-batches than announced. Nothing is changed
- *            others as dtrain_fsdp_backward */
-static dtrain_status dtrain__module_backward_weights(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch)
-{
-    return dtrain__module_backward(DTRAIN__MODULE_WEIGHTS, "backward_weights", fsdp, module, micro_batch, NULL, NULL);
+    return dtrain__module_backward(DTRAIN__MODULE_BACK, fsdp, module, micro_batch, d_output, d_input);
 }
 
 #endif

@@ -15,24 +15,21 @@ static DTRAIN__NOINLINE void dtrain__pipeline_note_down(dtrain_pipeline *pipelin
         dtrain__fail(&pipeline->note, status, "%s: %s", dtrain_status_name(status), why);
 }
 
-/* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
-static dtrain_status dtrain__pipeline_told(dtrain_status status)
+static dtrain_status dtrain__pipeline_wait(dtrain_work **work)
 {
-    return status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID ? DTRAIN_ERR_ABORTED
-                                                                                                  : status;
+    dtrain_work *waited = *work;
+    *work = NULL;
+    return waited != NULL ? dtrain_work_wait(waited) : DTRAIN_OK;
 }
 
 /* Ends the operations under way, whose buffers are then free. */
 static dtrain_status dtrain__pipeline_settle(dtrain_pipeline *pipeline)
 {
-    dtrain_status first = DTRAIN_OK, status;
+    dtrain_status first = DTRAIN_OK;
     for (size_t i = 0; i < pipeline->task_count + pipeline->message_count; i++) {
-        dtrain_work **work = i < pipeline->task_count ? &pipeline->moves[i].sending
-                                                      : &pipeline->messages[i - pipeline->task_count].receiving;
-        if (*work == NULL)
-            continue;
-        status = dtrain_work_wait(*work);
-        *work = NULL;
+        dtrain_status status =
+            dtrain__pipeline_wait(i < pipeline->task_count ? &pipeline->moves[i].sending
+                                                           : &pipeline->messages[i - pipeline->task_count].receiving);
         first = first == DTRAIN_OK ? status : first;
     }
     return first;
@@ -44,17 +41,12 @@ static dtrain_status dtrain__pipeline_break(dtrain_pipeline *pipeline, dtrain_st
     dtrain__error cause = dtrain__thread_error, told;
     dtrain__fail(&pipeline->broken, status, "%s on rank %d of the pipeline: %.560s", pipeline->call, pipeline->rank,
                  cause.text);
-    dtrain__fail(&told, dtrain__pipeline_told(status), "rank %d has broken off: %.560s", pipeline->rank, cause.text);
+    dtrain__fail(&told, dtrain__fsdp_told(status), "rank %d has broken off: %.560s", pipeline->rank, cause.text);
     if (pipeline->ranks > 1)
         dtrain__group_break(pipeline->group, &told);
-    for (int c = 0; c < pipeline->chunks; c++) {
-        dtrain_fsdp *fsdp = pipeline->fsdps[c];
-        if (fsdp == NULL || fsdp->broken.status != DTRAIN_OK)
-            continue;
-        dtrain__fail(&fsdp->broken, dtrain__pipeline_told(status), "%s on rank %d: its pipeline has broken off: %s",
-                     pipeline->call, dtrain__fsdp_rank(fsdp), dtrain__status_cause(&cause));
-        dtrain__fsdp_break_groups(fsdp);
-    }
+    cause.status = status;
+    for (int c = 0; c < pipeline->chunks; c++)
+        dtrain__fsdp_break_with(pipeline->fsdps[c], pipeline->call, &cause);
     dtrain__pipeline_settle(pipeline);
     return dtrain__report(&pipeline->broken);
 }
@@ -114,11 +106,6 @@ static int dtrain__pipeline_read_shape(const uint64_t *words, dtrain_tensor *ten
            dtrain__tensor_shape(tensor, (dtrain_dtype)words[0], (int)words[1], shape) == DTRAIN_OK;
 }
 
-static int dtrain__pipeline_alike(const dtrain_tensor *a, const dtrain_tensor *b)
-{
-    return a->dtype == b->dtype && a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof a->shape) == 0;
-}
-
 /* The shapes of the first stage's inputs. */
 static void dtrain__pipeline_first_shapes(dtrain_pipeline *pipeline, const dtrain_tensor *inputs)
 {
@@ -139,8 +126,8 @@ static void dtrain__pipeline_stage_shapes(dtrain_pipeline *pipeline, int chunk)
 {
     for (int i = 0; i < pipeline->micro_batches; i++) {
         uint64_t *words = pipeline->shapes + (size_t)i * DTRAIN__PIPELINE_WORDS;
-        size_t cell = dtrain__pipeline_cell(pipeline, chunk, i);
-        dtrain_tensor *input = &pipeline->inputs[cell], *output = &pipeline->outputs[cell];
+        dtrain__pipeline_cell *cell = dtrain__pipeline_at(pipeline, chunk, i);
+        dtrain_tensor *input = &cell->input, *output = &cell->output;
         memset(output, 0, sizeof *output);
         if (!dtrain__pipeline_read_shape(words, input))
             continue;
@@ -179,25 +166,24 @@ static void dtrain__pipeline_take_memory(dtrain_pipeline *pipeline)
     size_t largest = 0, need, line = DTRAIN__CACHE_LINE;
     for (int c = 0; c < pipeline->chunks; c++)
         for (int i = 0; i < pipeline->micro_batches; i++) {
-            size_t cell = dtrain__pipeline_cell(pipeline, c, i);
+            const dtrain__pipeline_cell *cell = dtrain__pipeline_at(pipeline, c, i);
             int first = c == 0 && pipeline->rank == 0;
             int last = c == pipeline->chunks - 1 && pipeline->rank == pipeline->ranks - 1;
-            if (!first && pipeline->inputs[cell].bytes > largest)
-                largest = pipeline->inputs[cell].bytes;
-            if (!last && pipeline->outputs[cell].bytes > largest)
-                largest = pipeline->outputs[cell].bytes;
+            if (!first && cell->input.bytes > largest)
+                largest = cell->input.bytes;
+            if (!last && cell->output.bytes > largest)
+                largest = cell->output.bytes;
         }
     int fits = dtrain__add_size(largest, line - 1, &need);
     pipeline->slot_bytes = need / line * line;
     fits = fits && dtrain__mul_size(pipeline->slot_bytes, (size_t)pipeline->slots + 1, &need);
-    if (fits && pipeline->memory != NULL && dtrain__memory_bytes(pipeline->memory) >= need) {
-        memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
+    void *room = fits ? dtrain__memory_room(pipeline->allocator, pipeline->memory, need) : NULL;
+    if (room == NULL) {
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
         return;
     }
-    dtrain__free(pipeline->allocator, pipeline->memory);
-    pipeline->memory = fits ? (unsigned char *)dtrain__alloc(pipeline->allocator, need) : NULL;
-    if (pipeline->memory == NULL)
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, "no memory for what travels between stages");
+    pipeline->memory = (unsigned char *)room;
+    memset(pipeline->memory + (size_t)pipeline->slots * pipeline->slot_bytes, 0, pipeline->slot_bytes);
 }
 
 static const dtrain__alike_field dtrain__pipeline_fields[] = {

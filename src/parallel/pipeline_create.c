@@ -13,13 +13,10 @@ static int dtrain__pipeline_allocate(dtrain_pipeline *pipeline)
     pipeline->fsdps = (dtrain_fsdp **)dtrain__alloc(memory, chunks * sizeof *pipeline->fsdps);
     pipeline->moves = (dtrain__pipeline_move *)dtrain__alloc(memory, pipeline->task_count * sizeof *pipeline->moves);
     pipeline->messages = (dtrain__pipeline_message *)dtrain__alloc(memory, 2 * cells * sizeof *pipeline->messages);
-    pipeline->places = (int *)dtrain__alloc(memory, cells * sizeof *pipeline->places);
-    pipeline->inputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->inputs);
-    pipeline->outputs = (dtrain_tensor *)dtrain__alloc(memory, cells * sizeof *pipeline->outputs);
+    pipeline->cells = (dtrain__pipeline_cell *)dtrain__alloc(memory, cells * sizeof *pipeline->cells);
     pipeline->shapes = (uint64_t *)dtrain__alloc(memory, micro * DTRAIN__PIPELINE_WORDS * sizeof *pipeline->shapes);
     return pipeline->modules != NULL && pipeline->fsdps != NULL && pipeline->moves != NULL &&
-           pipeline->messages != NULL && pipeline->places != NULL && pipeline->inputs != NULL &&
-           pipeline->outputs != NULL && pipeline->shapes != NULL;
+           pipeline->messages != NULL && pipeline->cells != NULL && pipeline->shapes != NULL;
 }
 
 static dtrain_status dtrain__pipeline_make_route(dtrain_pipeline *pipeline)
@@ -144,9 +141,7 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline)
     dtrain__free(memory, pipeline->fsdps);
     dtrain__free(memory, pipeline->moves);
     dtrain__free(memory, pipeline->messages);
-    dtrain__free(memory, pipeline->places);
-    dtrain__free(memory, pipeline->inputs);
-    dtrain__free(memory, pipeline->outputs);
+    dtrain__free(memory, pipeline->cells);
     dtrain__free(memory, pipeline->shapes);
     dtrain__free(memory, pipeline->memory);
     dtrain__free(memory, pipeline->evaluated);

@@ -33,6 +33,12 @@ typedef struct dtrain__pipeline_message {
     dtrain_work *receiving;
 } dtrain__pipeline_message;
 
+/* A micro-batch in a chunk of this rank. */
+typedef struct dtrain__pipeline_cell {
+    int place;                   /* of the module */
+    dtrain_tensor input, output; /* of the chunk; without data */
+} dtrain__pipeline_cell;
+
 struct dtrain_pipeline {
     dtrain_allocator own; /* used when the caller gives none */
     dtrain_allocator *allocator;
@@ -47,10 +53,9 @@ struct dtrain_pipeline {
     dtrain__pipeline_move *moves; /* of each task */
     dtrain__pipeline_message *messages;
     size_t message_count, posted; /* posted: in this step */
-    int *places;                  /* of micro-batch i in chunk c: [c * micro_batches + i] */
+    dtrain__pipeline_cell *cells; /* of micro-batch i in chunk c: [c * micro_batches + i] */
     int slots;
-    dtrain_tensor *inputs, *outputs; /* of a chunk, without data, as places */
-    unsigned char *memory;           /* slots, then one of zeros */
+    unsigned char *memory; /* slots, then one of zeros */
     size_t slot_bytes;
     unsigned char *evaluated; /* what was received to evaluate */
     uint64_t *shapes;         /* of all micro-batches, as they travel */
@@ -63,21 +68,23 @@ struct dtrain_pipeline {
 /* Scratch of one making. */
 typedef struct dtrain__pipeline_router {
     dtrain_pipeline *pipeline;
-    size_t *tasks;   /* the task of a way, chunk and micro-batch: [way * cells + chunk * micro_batches + i] */
+    size_t *tasks;   /* the task of a way, chunk and micro-batch: [(way * chunks + chunk) * micro_batches + i] */
     ptrdiff_t *last; /* the move that used a place last */
     char *busy;      /* places, then slots */
     size_t cells;
 } dtrain__pipeline_router;
 
-static size_t dtrain__pipeline_cell(const dtrain_pipeline *pipeline, int chunk, int micro_batch)
+static dtrain__pipeline_cell *dtrain__pipeline_at(const dtrain_pipeline *pipeline, int chunk, int micro_batch)
 {
-    return (size_t)chunk * (size_t)pipeline->micro_batches + (size_t)micro_batch;
+    return &pipeline->cells[(size_t)chunk * (size_t)pipeline->micro_batches + (size_t)micro_batch];
 }
 
 /* Where the task is that a way's input of a chunk's micro-batch is for. */
 static size_t *dtrain__pipeline_user(const dtrain__pipeline_router *router, int way, int chunk, int micro_batch)
 {
-    return &router->tasks[(size_t)way * router->cells + dtrain__pipeline_cell(router->pipeline, chunk, micro_batch)];
+    return &router->tasks[((size_t)way * (size_t)router->pipeline->chunks + (size_t)chunk) *
+                              (size_t)router->pipeline->micro_batches +
+                          (size_t)micro_batch];
 }
 
 /* Adds the next of a neighbour's results that are sent to this rank; *at: the neighbour's tasks that were looked at. */
@@ -177,7 +184,7 @@ static int dtrain__pipeline_set_places(dtrain__pipeline_router *router, int chun
         router->last[i] = -1;
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
-        int *own = &pipeline->places[dtrain__pipeline_cell(pipeline, chunk, task->micro_batch)];
+        int *own = &dtrain__pipeline_at(pipeline, chunk, task->micro_batch)->place;
         if (task->chunk != chunk)
             continue;
         if (task->part == DTRAIN_PART_FORWARD) {

@@ -10,18 +10,11 @@ static unsigned char *dtrain__pipeline_slot(const dtrain_pipeline *pipeline, int
     return pipeline->memory + (size_t)slot * pipeline->slot_bytes;
 }
 
-static dtrain_status dtrain__pipeline_wait(dtrain_work **work)
-{
-    dtrain_work *waited = *work;
-    *work = NULL;
-    return waited != NULL ? dtrain_work_wait(waited) : DTRAIN_OK;
-}
-
 /* ---- one task ---- */
 
 /* What a task is run with; tensors without data: none. */
 typedef struct dtrain__pipeline_task_run {
-    size_t index, cell;
+    const dtrain__pipeline_cell *cell;
     const dtrain_pipeline_task *task;
     dtrain__pipeline_move *move;
     dtrain_module *module;
@@ -35,9 +28,8 @@ static dtrain_status dtrain__pipeline_post(dtrain_pipeline *pipeline, size_t tas
     while (pipeline->posted < pipeline->message_count && pipeline->messages[pipeline->posted].when <= task) {
         dtrain__pipeline_message *message = &pipeline->messages[pipeline->posted++];
         const dtrain_pipeline_task *user = &pipeline->tasks[message->task];
-        size_t cell = dtrain__pipeline_cell(pipeline, user->chunk, user->micro_batch);
-        const dtrain_tensor *shape =
-            user->part == DTRAIN_PART_FORWARD ? &pipeline->inputs[cell] : &pipeline->outputs[cell];
+        const dtrain__pipeline_cell *cell = dtrain__pipeline_at(pipeline, user->chunk, user->micro_batch);
+        const dtrain_tensor *shape = user->part == DTRAIN_PART_FORWARD ? &cell->input : &cell->output;
         dtrain_status status = dtrain_recv_async(pipeline->group, dtrain__pipeline_slot(pipeline, message->slot),
                                                  shape->count, shape->dtype, message->peer, &message->receiving);
         if (status != DTRAIN_OK)
@@ -51,15 +43,15 @@ static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_t
                                    const dtrain_tensor *inputs)
 {
     int micro = run->task->micro_batch, chunk = run->task->chunk;
-    run->in = pipeline->inputs[run->cell];
+    run->in = run->cell->input;
     if (run->move->in >= 0) {
         run->in.data = dtrain__pipeline_slot(pipeline, run->move->in);
     } else if (chunk > 0) {
         const dtrain_module *before = pipeline->modules[chunk - 1];
-        int place = pipeline->places[dtrain__pipeline_cell(pipeline, chunk - 1, micro)];
+        int place = dtrain__pipeline_at(pipeline, chunk - 1, micro)->place;
         if (before->places[place].sized)
             run->in.data = before->places[place].values[before->layer_count].tensor.data;
-    } else if (inputs == NULL || !dtrain__pipeline_alike(&inputs[micro], &run->in) ||
+    } else if (inputs == NULL || !dtrain__module_alike(&inputs[micro], &run->in) ||
                (inputs[micro].data == NULL && run->in.bytes > 0)) {
         char why[DTRAIN__PIPELINE_WHY];
         snprintf(
@@ -77,8 +69,9 @@ static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_t
 static dtrain_status dtrain__pipeline_judge(dtrain_pipeline *pipeline, const dtrain__pipeline_task_run *run,
                                             dtrain_status status)
 {
-    if (run->fsdp != NULL && run->fsdp->broken.status != DTRAIN_OK)
-        return dtrain__report(&run->fsdp->broken);
+    dtrain_status broken = dtrain__fsdp_broken(run->fsdp);
+    if (broken != DTRAIN_OK)
+        return broken;
     if (status == DTRAIN_OK)
         status = run->module->places[run->move->place].failed;
     if (status != DTRAIN_OK)
@@ -88,25 +81,26 @@ static dtrain_status dtrain__pipeline_judge(dtrain_pipeline *pipeline, const dtr
 
 static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run, void *batch)
 {
-    int failed = pipeline->note.status != DTRAIN_OK;
-    dtrain_status status = DTRAIN_OK;
-    dtrain_tensor *shape = &pipeline->outputs[run->cell];
-    memset(&run->out, 0, sizeof run->out);
-    if (failed && run->fsdp == NULL)
-        run->module->places[run->move->place].sized = 0; /* nobody takes an earlier output for this one */
-    else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0))
+    dtrain__module_place *place = &run->module->places[run->move->place];
+    const dtrain_tensor *shape = &run->cell->output;
+    dtrain_status status;
+    if (run->fsdp == NULL && pipeline->note.status != DTRAIN_OK) {
+        place->sized = 0; /* nobody takes an earlier output for this one */
+        status = DTRAIN_OK;
+    } else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0)) {
         status = dtrain__module_forward_blank(run->fsdp, run->module, run->move->place);
-    else
-        status = dtrain_fsdp_forward(run->fsdp, run->module, run->move->place, &run->in, batch, &run->out);
-    if (!(failed && run->fsdp == NULL))
         status = dtrain__pipeline_judge(pipeline, run, status);
-    if (run->out.dtype != 0 && !dtrain__pipeline_alike(&run->out, shape)) {
+    } else {
+        status = dtrain_fsdp_forward(run->fsdp, run->module, run->move->place, &run->in, batch, &run->out);
+        status = dtrain__pipeline_judge(pipeline, run, status);
+    }
+    if (run->out.dtype != 0 && !dtrain__module_alike(&run->out, shape)) {
         char why[DTRAIN__PIPELINE_WHY];
         snprintf(why, sizeof why, "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s",
                  run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
                  dtrain__tensor_text(shape).text);
         dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MISMATCH, why);
-        run->module->places[run->move->place].sized = 0;
+        place->sized = 0;
         run->out.data = NULL;
     }
     if (run->out.data == NULL)
@@ -116,26 +110,22 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
 
 static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain__pipeline_task_run *run)
 {
-    int failed = pipeline->note.status != DTRAIN_OK, place = run->move->place;
     const dtrain_tensor *d_output = run->move->in >= 0 ? &run->in : NULL;
     const dtrain_tensor *d_input = run->move->out >= 0 ? &run->out : NULL;
     dtrain_status status = DTRAIN_OK;
-    run->in = pipeline->outputs[run->cell];
-    run->out = pipeline->inputs[run->cell];
+    int pass = run->task->part == DTRAIN_PART_INPUT     ? DTRAIN__MODULE_INPUTS
+               : run->task->part == DTRAIN_PART_WEIGHTS ? DTRAIN__MODULE_WEIGHTS
+                                                        : DTRAIN__MODULE_BACK;
+    run->in = run->cell->output;
+    run->out = run->cell->input;
     if (d_output != NULL)
         run->in.data = dtrain__pipeline_slot(pipeline, run->move->in);
     if (d_input != NULL)
         run->out.data = dtrain__pipeline_slot(pipeline, run->move->out);
-    if (failed && run->fsdp == NULL)
-        status = DTRAIN_OK;
-    else if (run->task->part == DTRAIN_PART_BACKWARD)
-        status = dtrain_fsdp_backward(run->fsdp, run->module, place, d_output, d_input);
-    else if (run->task->part == DTRAIN_PART_INPUT)
-        status = dtrain__module_backward_input(run->fsdp, run->module, place, d_output, d_input);
-    else
-        status = dtrain__module_backward_weights(run->fsdp, run->module, place);
-    if (!(failed && run->fsdp == NULL))
+    if (run->fsdp != NULL || pipeline->note.status == DTRAIN_OK) {
+        status = dtrain__module_backward(pass, run->fsdp, run->module, run->move->place, d_output, d_input);
         status = dtrain__pipeline_judge(pipeline, run, status);
+    }
     if (d_input != NULL && run->out.bytes > 0 && pipeline->note.status != DTRAIN_OK)
         memset(run->out.data, 0, run->out.bytes);
     return status;
@@ -148,7 +138,7 @@ static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t ind
     memset(&run, 0, sizeof run);
     run.task = &pipeline->tasks[index];
     run.move = &pipeline->moves[index];
-    run.cell = dtrain__pipeline_cell(pipeline, run.task->chunk, run.task->micro_batch);
+    run.cell = dtrain__pipeline_at(pipeline, run.task->chunk, run.task->micro_batch);
     run.module = pipeline->modules[run.task->chunk];
     run.fsdp = pipeline->fsdps[run.task->chunk];
     int ahead = run.task->part == DTRAIN_PART_FORWARD;
@@ -172,7 +162,7 @@ static dtrain_status dtrain__pipeline_task(dtrain_pipeline *pipeline, size_t ind
     pipeline->stats.peak = held > pipeline->stats.peak ? held : pipeline->stats.peak;
     if (status != DTRAIN_OK || run.move->to < 0)
         return status;
-    const dtrain_tensor *shape = ahead ? &pipeline->outputs[run.cell] : &run.out;
+    const dtrain_tensor *shape = ahead ? &run.cell->output : &run.out;
     return dtrain_send_async(pipeline->group, run.out.data, shape->count, shape->dtype, run.move->to,
                              &run.move->sending);
 }
@@ -254,10 +244,9 @@ static dtrain_status dtrain__pipeline_evaluate_stage(dtrain_pipeline *pipeline, 
         status = dtrain_fsdp_forward(fsdp, module, DTRAIN_EVALUATE, input, batch, output);
     else if (fsdp != NULL)
         status = dtrain__module_forward_blank(fsdp, module, DTRAIN_EVALUATE);
-    if (fsdp != NULL && fsdp->broken.status != DTRAIN_OK)
-        return dtrain__report(&fsdp->broken);
-    if (status == DTRAIN_OK)
-        return status;
+    dtrain_status broken = dtrain__fsdp_broken(fsdp);
+    if (broken != DTRAIN_OK || status == DTRAIN_OK)
+        return broken;
     dtrain__pipeline_note_down(pipeline, status, module->error.text);
     memset(output, 0, sizeof *output);
     return DTRAIN_OK;

@@ -18,10 +18,10 @@
  * the order of >>order. Temporary memory is the group's allocator's. A group of NULL or of one rank communicates
  * nothing.
  *
- * What is wrong in a rank's arguments is DTRAIN_ERR_INVALID, before anything is communicated; so is a call between
- * dtrain_fuse_begin and dtrain_fuse_end. A rank without memory gets DTRAIN_ERR_MEMORY, and the others wait for it until
- * their deadline or its leaving. Other errors are those of dtrain_all_reduce: sizes that differ between ranks are
- * DTRAIN_ERR_MISMATCH where the call communicates another number of elements by them.
+ * Wrong arguments are DTRAIN_ERR_INVALID, before anything is communicated; so is a call between dtrain_fuse_begin and
+ * dtrain_fuse_end. A rank without memory gets DTRAIN_ERR_MEMORY, and the others wait for it until their deadline or its
+ * leaving. Other errors are those of dtrain_all_reduce; sizes that differ between ranks are DTRAIN_ERR_MISMATCH where
+ * another number of elements is communicated.
  *
  *   source   Shoeybi and others, Megatron-LM, arXiv:1909.08053, 2019; sequence parallelism: Korthikanti and others,
  *            Reducing activation recomputation in large transformer models, MLSys 2023 */
@@ -89,8 +89,7 @@ DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_l
  *
  *   x    as given to forward; may be NULL where d_weight is
  *   dy   of y's shape; without sequence the same on every rank
- *   dx   out: of x's shape; NULL: not wanted, and then weight is not read. Schedules that separate the halves
- *        call it twice: with d_weight and d_bias NULL for the input's half, with dx NULL for that of the weights
+ *   dx   as in dtrain_column_parallel_linear_backward
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parallel_linear *layer, const float *x,

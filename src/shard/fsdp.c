@@ -228,8 +228,15 @@ static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_
     }
 }
 
+/* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
+static dtrain_status dtrain__fsdp_told(dtrain_status status)
+{
+    return status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID ? DTRAIN_ERR_ABORTED
+                                                                                                  : status;
+}
+
 /* Tells the ranks that may wait for this one in a group whose members are all there: where a rank is lost, only those
- * of its own groups learn it from the system. What is this rank's own trouble is no status of theirs. */
+ * of its own groups learn it from the system. */
 static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
 {
     dtrain_comm *groups[] = {fsdp->gathers,
@@ -239,11 +246,8 @@ static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
                              fsdp->device.comms[DTRAIN__FSDP_GATHERS],
                              fsdp->device.comms[DTRAIN__FSDP_REDUCES],
                              fsdp->device.comms[DTRAIN__FSDP_COPIES]};
-    dtrain_status status = fsdp->broken.status;
     dtrain__error cause, kept = dtrain__thread_error;
-    if (status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID)
-        status = DTRAIN_ERR_ABORTED;
-    dtrain__fail(&cause, status, "rank %d has broken off: %.560s", dtrain__fsdp_rank(fsdp), fsdp->broken.text);
+    dtrain__fail(&cause, dtrain__fsdp_told(fsdp->broken.status), "rank %d has broken off: %.560s", dtrain__fsdp_rank(fsdp), fsdp->broken.text);
     for (size_t i = 0; i < sizeof groups / sizeof groups[0] && !fsdp->shares_comm; i++)
         if (groups[i] != NULL)
             dtrain__group_break(groups[i], &cause);

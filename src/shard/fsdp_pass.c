@@ -108,4 +108,46 @@ DTRAIN_API dtrain_status dtrain_fsdp_join(dtrain_fsdp *fsdp)
     return dtrain__fsdp_leave(fsdp, status);
 }
 
+/* ---- for modules and pipelines, which order the passes ---- */
+
+/* Makes the unit of a tied parameter readable, beside those that rotate: it was gathered by an earlier layer, so that
+ * nothing is on its way here in most passes, and the direction of the pass is not disturbed. */
+static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
+{
+    dtrain_status status = dtrain__fsdp_advance(fsdp, unit);
+    if (status == DTRAIN_OK && adds)
+        dtrain__fsdp_page_grads(fsdp, unit, 1);
+    if (status == DTRAIN_OK && !fsdp->layout.resident && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+        status = dtrain__fsdp_gather_start(fsdp, unit);
+    if (status == DTRAIN_OK && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        status = dtrain__fsdp_gather_finish(fsdp, unit);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_debug_set(fsdp, unit, 0, 1);
+    return status;
+}
+
+/* Leaves a unit in backward whose gradients come later: it is not one that was left out. */
+static dtrain_status dtrain__fsdp_put_off(dtrain_fsdp *fsdp, int unit)
+{
+    fsdp->units[unit].fresh = fsdp->units[unit].backward = 0;
+    dtrain__fsdp_page_grads(fsdp, unit, 0);
+    return dtrain_fsdp_release(fsdp, unit);
+}
+
+/* Reports what broke the object, if anything did; NULL is whole. */
+static dtrain_status dtrain__fsdp_broken(const dtrain_fsdp *fsdp)
+{
+    return fsdp != NULL && fsdp->broken.status != DTRAIN_OK ? dtrain__report(&fsdp->broken) : DTRAIN_OK;
+}
+
+/* Breaks the object, if it is whole, for what has broken its pipeline. */
+static void dtrain__fsdp_break_with(dtrain_fsdp *fsdp, const char *call, const dtrain__error *cause)
+{
+    if (fsdp == NULL || fsdp->broken.status != DTRAIN_OK)
+        return;
+    dtrain__fail(&fsdp->broken, dtrain__fsdp_told(cause->status), "%s on rank %d: its pipeline has broken off: %s",
+                 call, dtrain__fsdp_rank(fsdp), dtrain__status_cause(cause));
+    dtrain__fsdp_break_groups(fsdp);
+}
+
 #endif

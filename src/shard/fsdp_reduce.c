@@ -607,6 +607,8 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
 /* Says whether a unit's gradients are still missing in this micro-batch, so that they may be computed. */
 static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, const char *call)
 {
+    if (fsdp->layout.units[number].trained == 0)
+        return DTRAIN_OK;
     dtrain_status status = dtrain__fsdp_check_open(fsdp, call);
     if (status != DTRAIN_OK)
         return status;

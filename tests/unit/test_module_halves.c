@@ -18,14 +18,25 @@ typedef struct call {
 static const call order[] = {{'F', 0}, {'F', 1}, {'I', 0}, {'F', 2}, {'I', 1}, {'W', 0}, {'F', 3}, {'I', 2},
                              {'W', 1}, {'F', 4}, {'I', 3}, {'W', 2}, {'I', 4}, {'W', 3}, {'W', 4}};
 
+static dtrain_status backward_input(dtrain_fsdp *fsdp, dtrain_module *module, int place, const dtrain_tensor *d_output,
+                                    const dtrain_tensor *d_input)
+{
+    return dtrain__module_backward(DTRAIN__MODULE_INPUTS, fsdp, module, place, d_output, d_input);
+}
+
+static dtrain_status backward_weights(dtrain_fsdp *fsdp, dtrain_module *module, int place)
+{
+    return dtrain__module_backward(DTRAIN__MODULE_WEIGHTS, fsdp, module, place, NULL, NULL);
+}
+
 static dtrain_status make(const call *c, dtrain_fsdp *fsdp, model *m, batch *b, const dtrain_tensor *d_input)
 {
     int place = c->micro_batch % PLACES;
     if (c->what == 'F')
         return forward(fsdp, m, place, b, NULL);
     if (c->what == 'I')
-        return dtrain__module_backward_input(fsdp, m->module, place, NULL, d_input);
-    return dtrain__module_backward_weights(fsdp, m->module, place);
+        return backward_input(fsdp, m->module, place, NULL, d_input);
+    return backward_weights(fsdp, m->module, place);
 }
 
 /* Runs the order with the micro-batches first, first + stride, ... and compares the gradients of inputs. */
@@ -117,13 +128,13 @@ TEST(the_gradient_that_a_module_is_given_is_kept_for_the_second_half)
             CHECK_EQ(dtrain_fsdp_forward(NULL, m->module, j, &b.input, NULL, &output), DTRAIN_OK);
             CHECK_EQ(dtrain_tensor_view(&d_output, DTRAIN_F32, 2, output.shape, d[j]), DTRAIN_OK);
             if (halves)
-                CHECK_EQ(dtrain__module_backward_input(NULL, m->module, j, &d_output, NULL), DTRAIN_OK);
+                CHECK_EQ(backward_input(NULL, m->module, j, &d_output, NULL), DTRAIN_OK);
             else
                 CHECK_EQ(dtrain_fsdp_backward(NULL, m->module, j, &d_output, NULL), DTRAIN_OK);
             memset(d[j], 0x55, sizeof d[j]);
         }
         for (int j = 0; halves && j < 2; j++)
-            CHECK_EQ(dtrain__module_backward_weights(NULL, m->module, j), DTRAIN_OK);
+            CHECK_EQ(backward_weights(NULL, m->module, j), DTRAIN_OK);
         dtrain_module_destroy(m->module);
     }
     CHECK(memcmp(sums[0], sums[1], sizeof sums[0]) == 0);
@@ -284,17 +295,17 @@ TEST(halves_in_the_wrong_order_are_refused_and_change_nothing)
     batch b;
     batch_init(&b, 0); /* 3 rows */
     CHECK_EQ(dtrain_tensor_view(&bad, DTRAIN_F32, 2, shape, some), DTRAIN_OK);
-    check_wrong(dtrain__module_backward_weights(NULL, m->module, 0), "micro_batch 0 has had no backward_input");
+    check_wrong(backward_weights(NULL, m->module, 0), "micro_batch 0 has had no backward_input");
     CHECK_EQ(forward(NULL, m, 0, &b, NULL), DTRAIN_OK);
-    check_wrong(dtrain__module_backward_weights(NULL, m->module, 0), "run backward_input in this place");
-    check_wrong(dtrain__module_backward_input(NULL, m->module, 0, NULL, &bad),
+    check_wrong(backward_weights(NULL, m->module, 0), "run backward_input in this place");
+    check_wrong(backward_input(NULL, m->module, 0, NULL, &bad),
                 "backward_input: d_input is F32 [3, 6], expected F32 [3, 5]");
-    CHECK_EQ(dtrain__module_backward_input(NULL, m->module, 0, NULL, NULL), DTRAIN_OK);
+    CHECK_EQ(backward_input(NULL, m->module, 0, NULL, NULL), DTRAIN_OK);
     check_wrong(dtrain_fsdp_backward(NULL, m->module, 0, NULL, NULL), "micro_batch 0 has had no forward");
-    CHECK_EQ(dtrain__module_backward_weights(NULL, m->module, 0), DTRAIN_OK);
-    check_wrong(dtrain__module_backward_weights(NULL, m->module, 0), "micro_batch 0 has had no backward_input");
-    CHECK_EQ(dtrain__module_backward_input(NULL, NULL, 0, NULL, NULL), DTRAIN_ERR_INVALID);
-    CHECK_EQ(dtrain__module_backward_weights(NULL, NULL, 0), DTRAIN_ERR_INVALID);
+    CHECK_EQ(backward_weights(NULL, m->module, 0), DTRAIN_OK);
+    check_wrong(backward_weights(NULL, m->module, 0), "micro_batch 0 has had no backward_input");
+    CHECK_EQ(backward_input(NULL, NULL, 0, NULL, NULL), DTRAIN_ERR_INVALID);
+    CHECK_EQ(backward_weights(NULL, NULL, 0), DTRAIN_ERR_INVALID);
     model_destroy(m);
 }
 
