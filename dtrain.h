@@ -4084,17 +4084,16 @@ DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline);
  *     hidden    = gelu(dtrain_column_parallel_linear(x))     x whole, hidden this rank's channels
  *     y         = dtrain_row_parallel_linear(hidden)         y whole, the same bits on every rank
  *
- * Attention is the same with the heads for channels: queries, keys and values of a head on one rank (blocks 3, granule
- * the channels of a head), dtrain_attention_forward over them, then a row layer of that granule. With sequence
- * parallelism what lies between (norms, dropout, residuals) is split by rows, the all-reduces become a reduce-scatter
- * and an all-gather of as many bytes, and dtrain_sequence_parallel_sum adds up the gradients of what is not split.
+ * Attention is split by heads: a column layer of 3 blocks, whose granule is the channels of a head, gives queries, keys
+ * and values; then dtrain_attention_forward, then a row layer of that granule. With sequence parallelism what lies
+ * between (norms, dropout, residuals) is split by rows, the all-reduces become a reduce-scatter and an all-gather of as
+ * many bytes, and dtrain_sequence_parallel_sum adds up the gradients of what is not split.
  *
  * Everything is float32 and row-major; gradients of weights are added to, those of activations are overwritten. Sizes
- * need not divide among the ranks, parts may be empty (then pointers to them may be NULL, but a gradient's NULL always
- * means that no rank wants it). Buffers of a call do not overlap. Every rank of the group makes the same calls with the
- * same sizes and flags, wants the same gradients, and holds the same inputs where they are whole. Sums over ranks have
- * the order of >>order. Temporary memory is the group's allocator's. A group of NULL or of one rank communicates
- * nothing.
+ * need not divide among the ranks. Pointers to empty parts may be NULL, but a gradient's NULL always means that no rank
+ * wants it. Buffers of a call do not overlap. Every rank of the group makes the same calls with the same sizes and
+ * flags, wants the same gradients, and holds the same inputs where they are whole. Sums over ranks have the order of
+ * >>order. Temporary memory is the group's allocator's. A group of NULL or of one rank communicates nothing.
  *
  * Wrong arguments are DTRAIN_ERR_INVALID, before anything is communicated; so is a call between dtrain_fuse_begin and
  * dtrain_fuse_end. A rank without memory gets DTRAIN_ERR_MEMORY, and the others wait for it until their deadline or its
@@ -4141,9 +4140,8 @@ DTRAIN_API_MUST dtrain_status dtrain_column_parallel_linear(const dtrain_paralle
 
 /* Computes the gradients of a layer split by outputs.
  *
- * The input's are summed over the ranks while those of the weights are computed, with sequence reduce-scattered; and x
- * is gathered while those of the input are computed. Under DTRAIN_PROGRESS_POLL the group is polled between slices of
- * the weights' product.
+ * The input's are summed while those of the weights are computed, and with sequence x is gathered while the input's
+ * are. Under DTRAIN_PROGRESS_POLL the group is polled between slices of the weights' product.
  *
  *   x    as given to forward; may be NULL where d_weight is
  *   dy   of y's shape, with gather_output the same on every rank
@@ -4205,9 +4203,9 @@ DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_embedding_backward(const dtr
  *   logits    [rows, this rank's dtrain_shard of vocab]; overwritten by the gradient of the sum over rows, not divided
  *   targets   rows of them, the same on every rank; -1: the row is left out, its gradient is 0, and nothing in it
  *             counts; another outside 0 .. vocab - 1 is an error
- *   loss      out: the sum of -log p(target) over the rows, the same bits on every rank and under any flags and
- *             instruction set. Large logits do not overflow; a NaN or a positive infinity makes it NaN. A logit of
- *             negative infinity is a probability of 0, and as a target an infinite loss
+ *   loss      out: the sum of -log p(target), the same bits on every rank and under any flags and instruction set.
+ *             Large logits do not overflow; a NaN or a positive infinity makes it NaN; a target's negative infinity is
+ *             an infinite loss
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
 DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group, float *logits,
@@ -42721,20 +42719,19 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
         made->desc = full;
     }
     if (made == NULL || !dtrain__pipeline_reserve(made)) {
-        dtrain_pipeline_plan_destroy(made);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "pipeline_plan_create: no memory for %d micro-batches in %d chunks on %d ranks",
-                            full.micro_batches, full.chunks, full.ranks);
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                              "pipeline_plan_create: no memory for %d micro-batches in %d chunks on %d ranks",
+                              full.micro_batches, full.chunks, full.ranks);
+    } else {
+        for (int rank = 0; rank < full.ranks; rank++)
+            dtrain__pipeline_order(made, rank);
+        status = dtrain__pipeline_plan_check(made);
     }
-    for (int rank = 0; rank < full.ranks; rank++)
-        dtrain__pipeline_order(made, rank);
-    status = dtrain__pipeline_plan_check(made);
-    if (status != DTRAIN_OK) {
+    if (status == DTRAIN_OK)
+        *plan = made;
+    else
         dtrain_pipeline_plan_destroy(made);
-        return status;
-    }
-    *plan = made;
-    return DTRAIN_OK;
+    return status;
 }
 
 DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)
@@ -43415,19 +43412,13 @@ static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const c
     return status;
 }
 
-/* Returns a token's row in this rank's part of the table, or a number that is none. */
-static size_t dtrain__tp_embedding_row(const dtrain__tp_embedding *e, int32_t token)
-{
-    return (size_t)token - e->begin; /* below begin it wraps around */
-}
-
 /* This rank's rows; -0 in those of others, which every sum leaves as it is. */
 static void dtrain__tp_embedding_look_up(const dtrain__tp_embedding *e, const dtrain_parallel_vocab *layer,
                                          const int32_t *tokens, float *out)
 {
     const uint32_t minus_zero = (uint32_t)1 << 31;
     for (size_t i = 0; i < layer->rows; i++, out += layer->width) {
-        size_t row = dtrain__tp_embedding_row(e, tokens[i]);
+        size_t row = (size_t)tokens[i] - e->begin; /* a token below begin wraps around */
         if (row < e->part && layer->width > 0)
             memcpy(out, layer->table + row * layer->width, layer->width * sizeof(float));
         for (size_t k = 0; row >= e->part && k < layer->width; k++)
@@ -43461,7 +43452,7 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_p
     dtrain__tp_need(&e.tp, "d_out", d_out, dtrain__tp_rows(&e.tp, layer->rows), layer->width, &status);
     d_out = dtrain__tp_gather(&e.tp, d_out, layer->rows, layer->width, NULL, &status);
     for (size_t i = 0; status == DTRAIN_OK && i < layer->rows; i++) {
-        size_t row = dtrain__tp_embedding_row(&e, tokens[i]);
+        size_t row = (size_t)tokens[i] - e.begin;
         if (row < e.part)
             dtrain__tp_add(layer->d_table + row * layer->width, d_out + i * layer->width, layer->width);
     }
@@ -43478,18 +43469,20 @@ typedef struct dtrain__tp_entropy {
     double *sums, *target; /* of the exponentials; the target's logit less the largest */
 } dtrain__tp_entropy;
 
-static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm *group, size_t vocab,
-                                              const double *loss)
+static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm *group, float *logits,
+                                              const int32_t *targets, size_t rows, size_t vocab, const double *loss)
 {
     dtrain_status status = dtrain__tp_begin(&e->tp, "vocab_parallel_cross_entropy", group, 0);
+    e->logits = logits;
+    e->targets = targets;
+    e->rows = rows;
     e->part = dtrain__split(vocab, e->tp.size, e->tp.rank, &e->begin);
     dtrain__tp_need(&e->tp, "loss", loss, 1, 1, &status);
-    dtrain__tp_need(&e->tp, "logits", e->logits, e->rows, e->part, &status);
-    dtrain__tp_vocab_check(&e->tp, "targets", e->targets, e->rows, vocab, -1, &status);
-    e->most = dtrain__tp_floats(&e->tp, e->rows, 1, &status);
-    e->sums = (double *)dtrain__tp_room(&e->tp, e->rows, 2 * sizeof(double), &status);
-    if (status == DTRAIN_OK)
-        e->target = e->sums + e->rows;
+    dtrain__tp_need(&e->tp, "logits", logits, rows, e->part, &status);
+    dtrain__tp_vocab_check(&e->tp, "targets", targets, rows, vocab, -1, &status);
+    e->most = dtrain__tp_floats(&e->tp, rows, 1, &status);
+    e->sums = (double *)dtrain__tp_room(&e->tp, rows, 2 * sizeof(double), &status);
+    e->target = status == DTRAIN_OK ? e->sums + rows : NULL;
     return status;
 }
 
@@ -43538,11 +43531,7 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group,
                                                              size_t rows, size_t vocab, double *loss)
 {
     dtrain__tp_entropy e;
-    memset(&e, 0, sizeof e);
-    e.logits = logits;
-    e.targets = targets;
-    e.rows = rows;
-    dtrain_status status = dtrain__tp_entropy_begin(&e, group, vocab, loss);
+    dtrain_status status = dtrain__tp_entropy_begin(&e, group, logits, targets, rows, vocab, loss);
     if (status != DTRAIN_OK)
         return dtrain__tp_end(&e.tp, status);
     uint64_t mode = dtrain__fpmode_enter();
@@ -43756,8 +43745,7 @@ DTRAIN_API dtrain_status dtrain_attention_backward(const dtrain_attention *atten
 #ifndef DTRAIN__PIPELINE_ROUTE
 #define DTRAIN__PIPELINE_ROUTE
 
-#define DTRAIN__PIPELINE_SENDS 2 /* gradients that leave a rank at once */
-#define DTRAIN__PIPELINE_WHY 184
+#define DTRAIN__PIPELINE_SENDS 2                     /* gradients that leave a rank at once */
 #define DTRAIN__PIPELINE_WORDS (2 + DTRAIN_MAX_DIMS) /* dtype, dimensions, sizes */
 
 /* What a task of this rank needs and leaves. */
@@ -43874,47 +43862,38 @@ static int dtrain__pipeline_take(char *busy, int *most)
     return i;
 }
 
-/* Gives what is received, and what one chunk hands to another of the same rank, memory for as long as it is needed. */
+/* Gives what is received, what one chunk hands to another of the same rank, and gradients that are sent memory for as
+ * long as it is needed, and says where results go. Activations are sent from the module. */
 static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
+    ptrdiff_t sent[DTRAIN__PIPELINE_SENDS] = {-1, -1};
     size_t asked = 0;
+    int next = 0, chunk;
     memset(router->busy, 0, 4 * router->cells + 1);
+    for (int i = 0; i < DTRAIN__PIPELINE_SENDS && pipeline->ranks > 1 && pipeline->rank + pipeline->chunks > 1; i++)
+        dtrain__pipeline_take(router->busy, &pipeline->slots); /* the first are for gradients that are sent */
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
         dtrain__pipeline_move *move = &pipeline->moves[t];
-        int chunk, to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, task, 1, &chunk);
         for (; asked < pipeline->message_count && pipeline->messages[asked].when <= t; asked++) {
             pipeline->messages[asked].slot = dtrain__pipeline_take(router->busy, &pipeline->slots);
             pipeline->moves[pipeline->messages[asked].task].in = pipeline->messages[asked].slot;
         }
-        if (to == pipeline->rank && task->part != DTRAIN_PART_FORWARD) {
+        int to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, task, 1, &chunk);
+        move->to = to == pipeline->rank ? -1 : to;
+        if (task->part != DTRAIN_PART_FORWARD && to == pipeline->rank) {
             move->out = dtrain__pipeline_take(router->busy, &pipeline->slots);
             pipeline->moves[*dtrain__pipeline_user(router, DTRAIN__PIPELINE_BACK, chunk, task->micro_batch)].in =
                 move->out;
+        } else if (task->part != DTRAIN_PART_FORWARD && to >= 0) {
+            move->out = next;
+            move->after = sent[next];
+            sent[next] = (ptrdiff_t)t;
+            next = (next + 1) % DTRAIN__PIPELINE_SENDS;
         }
         if (move->in >= 0)
             router->busy[move->in] = 0;
-    }
-}
-
-/* Says where results go, and what must have left their memory before. Activations are sent from the module. */
-static void dtrain__pipeline_results(dtrain_pipeline *pipeline)
-{
-    ptrdiff_t sent[DTRAIN__PIPELINE_SENDS] = {-1, -1};
-    int chunk, next = 0, gradients = pipeline->slots;
-    for (size_t t = 0; t < pipeline->task_count; t++) {
-        dtrain__pipeline_move *move = &pipeline->moves[t];
-        move->to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, &pipeline->tasks[t], 1, &chunk);
-        if (move->to == pipeline->rank)
-            move->to = -1;
-        if (pipeline->tasks[t].part == DTRAIN_PART_FORWARD || move->to < 0)
-            continue;
-        move->out = gradients + next;
-        move->after = sent[next];
-        sent[next] = (ptrdiff_t)t;
-        pipeline->slots = gradients + DTRAIN__PIPELINE_SENDS;
-        next = (next + 1) % DTRAIN__PIPELINE_SENDS;
     }
 }
 
@@ -43967,7 +43946,6 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
     }
     dtrain__pipeline_order_messages(router);
     dtrain__pipeline_slots(router);
-    dtrain__pipeline_results(pipeline);
     return DTRAIN_OK;
 }
 
@@ -44256,12 +44234,12 @@ static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_t
             run->in.data = before->places[place].values[before->layer_count].tensor.data;
     } else if (inputs == NULL || !dtrain__module_alike(&inputs[micro], &run->in) ||
                (inputs[micro].data == NULL && run->in.bytes > 0)) {
-        char why[DTRAIN__PIPELINE_WHY];
-        snprintf(
-            why, sizeof why, "input %d is %.48s%s, agreed on was %.48s: call dtrain_pipeline_agree when shapes change",
-            micro, inputs != NULL ? dtrain__tensor_text(&inputs[micro]).text : "NULL",
-            inputs != NULL && inputs[micro].data == NULL ? " without data" : "", dtrain__tensor_text(&run->in).text);
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID, why);
+        dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                     "input %d is %.48s%s, agreed on was %.48s: call dtrain_pipeline_agree when shapes change", micro,
+                     inputs != NULL ? dtrain__tensor_text(&inputs[micro]).text : "NULL",
+                     inputs != NULL && inputs[micro].data == NULL ? " without data" : "",
+                     dtrain__tensor_text(&run->in).text);
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID, dtrain_last_error());
         run->in.dtype = (dtrain_dtype)0;
     } else {
         run->in.data = inputs[micro].data;
@@ -44286,23 +44264,19 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
 {
     dtrain__module_place *place = &run->module->places[run->move->place];
     const dtrain_tensor *shape = &run->cell->output;
-    dtrain_status status;
-    if (run->fsdp == NULL && pipeline->note.status != DTRAIN_OK) {
+    dtrain_status status = DTRAIN_OK;
+    if (run->fsdp == NULL && pipeline->note.status != DTRAIN_OK)
         place->sized = 0; /* nobody takes an earlier output for this one */
-        status = DTRAIN_OK;
-    } else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0)) {
+    else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0))
         status = dtrain__module_forward_blank(run->fsdp, run->module, run->move->place);
-        status = dtrain__pipeline_judge(pipeline, run, status);
-    } else {
+    else
         status = dtrain_fsdp_forward(run->fsdp, run->module, run->move->place, &run->in, batch, &run->out);
-        status = dtrain__pipeline_judge(pipeline, run, status);
-    }
+    status = dtrain__pipeline_judge(pipeline, run, status);
     if (run->out.dtype != 0 && !dtrain__module_alike(&run->out, shape)) {
-        char why[DTRAIN__PIPELINE_WHY];
-        snprintf(why, sizeof why, "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s",
-                 run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
-                 dtrain__tensor_text(shape).text);
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MISMATCH, why);
+        dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s",
+                     run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
+                     dtrain__tensor_text(shape).text);
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MISMATCH, dtrain_last_error());
         place->sized = 0;
         run->out.data = NULL;
     }
@@ -44325,10 +44299,9 @@ static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain
         run->in.data = dtrain__pipeline_slot(pipeline, run->move->in);
     if (d_input != NULL)
         run->out.data = dtrain__pipeline_slot(pipeline, run->move->out);
-    if (run->fsdp != NULL || pipeline->note.status == DTRAIN_OK) {
+    if (run->fsdp != NULL || pipeline->note.status == DTRAIN_OK)
         status = dtrain__module_backward(pass, run->fsdp, run->module, run->move->place, d_output, d_input);
-        status = dtrain__pipeline_judge(pipeline, run, status);
-    }
+    status = dtrain__pipeline_judge(pipeline, run, status);
     if (d_input != NULL && run->out.bytes > 0 && pipeline->note.status != DTRAIN_OK)
         memset(run->out.data, 0, run->out.bytes);
     return status;
@@ -44403,7 +44376,6 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
 static dtrain_status dtrain__pipeline_evaluate_receive(dtrain_pipeline *pipeline, dtrain_tensor *input)
 {
     uint64_t words[DTRAIN__PIPELINE_WORDS], fits;
-    char why[DTRAIN__PIPELINE_WHY];
     dtrain_status status = dtrain_recv(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, pipeline->before);
     if (status != DTRAIN_OK || !dtrain__pipeline_read_shape(words, input))
         return status;
@@ -44411,8 +44383,8 @@ static dtrain_status dtrain__pipeline_evaluate_receive(dtrain_pipeline *pipeline
     fits = room != NULL;
     status = dtrain_send(pipeline->group, &fits, 1, DTRAIN_U64, pipeline->before);
     if (room == NULL) {
-        snprintf(why, sizeof why, "no memory for %.48s to evaluate", dtrain__tensor_text(input).text);
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, why);
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %.48s to evaluate", dtrain__tensor_text(input).text);
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, dtrain_last_error());
         memset(input, 0, sizeof *input);
         return status;
     }

@@ -310,20 +310,19 @@ DTRAIN_API dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan
         made->desc = full;
     }
     if (made == NULL || !dtrain__pipeline_reserve(made)) {
-        dtrain_pipeline_plan_destroy(made);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                            "pipeline_plan_create: no memory for %d micro-batches in %d chunks on %d ranks",
-                            full.micro_batches, full.chunks, full.ranks);
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                              "pipeline_plan_create: no memory for %d micro-batches in %d chunks on %d ranks",
+                              full.micro_batches, full.chunks, full.ranks);
+    } else {
+        for (int rank = 0; rank < full.ranks; rank++)
+            dtrain__pipeline_order(made, rank);
+        status = dtrain__pipeline_plan_check(made);
     }
-    for (int rank = 0; rank < full.ranks; rank++)
-        dtrain__pipeline_order(made, rank);
-    status = dtrain__pipeline_plan_check(made);
-    if (status != DTRAIN_OK) {
+    if (status == DTRAIN_OK)
+        *plan = made;
+    else
         dtrain_pipeline_plan_destroy(made);
-        return status;
-    }
-    *plan = made;
-    return DTRAIN_OK;
+    return status;
 }
 
 DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan)

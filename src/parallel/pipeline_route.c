@@ -11,8 +11,7 @@
 #include "pipeline_plan.c"
 #include "module_run.c"
 
-#define DTRAIN__PIPELINE_SENDS 2 /* gradients that leave a rank at once */
-#define DTRAIN__PIPELINE_WHY 184
+#define DTRAIN__PIPELINE_SENDS 2                     /* gradients that leave a rank at once */
 #define DTRAIN__PIPELINE_WORDS (2 + DTRAIN_MAX_DIMS) /* dtype, dimensions, sizes */
 
 /* What a task of this rank needs and leaves. */
@@ -129,47 +128,38 @@ static int dtrain__pipeline_take(char *busy, int *most)
     return i;
 }
 
-/* Gives what is received, and what one chunk hands to another of the same rank, memory for as long as it is needed. */
+/* Gives what is received, what one chunk hands to another of the same rank, and gradients that are sent memory for as
+ * long as it is needed, and says where results go. Activations are sent from the module. */
 static void dtrain__pipeline_slots(dtrain__pipeline_router *router)
 {
     dtrain_pipeline *pipeline = router->pipeline;
+    ptrdiff_t sent[DTRAIN__PIPELINE_SENDS] = {-1, -1};
     size_t asked = 0;
+    int next = 0, chunk;
     memset(router->busy, 0, 4 * router->cells + 1);
+    for (int i = 0; i < DTRAIN__PIPELINE_SENDS && pipeline->ranks > 1 && pipeline->rank + pipeline->chunks > 1; i++)
+        dtrain__pipeline_take(router->busy, &pipeline->slots); /* the first are for gradients that are sent */
     for (size_t t = 0; t < pipeline->task_count; t++) {
         const dtrain_pipeline_task *task = &pipeline->tasks[t];
         dtrain__pipeline_move *move = &pipeline->moves[t];
-        int chunk, to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, task, 1, &chunk);
         for (; asked < pipeline->message_count && pipeline->messages[asked].when <= t; asked++) {
             pipeline->messages[asked].slot = dtrain__pipeline_take(router->busy, &pipeline->slots);
             pipeline->moves[pipeline->messages[asked].task].in = pipeline->messages[asked].slot;
         }
-        if (to == pipeline->rank && task->part != DTRAIN_PART_FORWARD) {
+        int to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, task, 1, &chunk);
+        move->to = to == pipeline->rank ? -1 : to;
+        if (task->part != DTRAIN_PART_FORWARD && to == pipeline->rank) {
             move->out = dtrain__pipeline_take(router->busy, &pipeline->slots);
             pipeline->moves[*dtrain__pipeline_user(router, DTRAIN__PIPELINE_BACK, chunk, task->micro_batch)].in =
                 move->out;
+        } else if (task->part != DTRAIN_PART_FORWARD && to >= 0) {
+            move->out = next;
+            move->after = sent[next];
+            sent[next] = (ptrdiff_t)t;
+            next = (next + 1) % DTRAIN__PIPELINE_SENDS;
         }
         if (move->in >= 0)
             router->busy[move->in] = 0;
-    }
-}
-
-/* Says where results go, and what must have left their memory before. Activations are sent from the module. */
-static void dtrain__pipeline_results(dtrain_pipeline *pipeline)
-{
-    ptrdiff_t sent[DTRAIN__PIPELINE_SENDS] = {-1, -1};
-    int chunk, next = 0, gradients = pipeline->slots;
-    for (size_t t = 0; t < pipeline->task_count; t++) {
-        dtrain__pipeline_move *move = &pipeline->moves[t];
-        move->to = dtrain__pipeline_peer(pipeline->plan, pipeline->rank, &pipeline->tasks[t], 1, &chunk);
-        if (move->to == pipeline->rank)
-            move->to = -1;
-        if (pipeline->tasks[t].part == DTRAIN_PART_FORWARD || move->to < 0)
-            continue;
-        move->out = gradients + next;
-        move->after = sent[next];
-        sent[next] = (ptrdiff_t)t;
-        pipeline->slots = gradients + DTRAIN__PIPELINE_SENDS;
-        next = (next + 1) % DTRAIN__PIPELINE_SENDS;
     }
 }
 
@@ -222,7 +212,6 @@ static dtrain_status dtrain__pipeline_route(dtrain__pipeline_router *router)
     }
     dtrain__pipeline_order_messages(router);
     dtrain__pipeline_slots(router);
-    dtrain__pipeline_results(pipeline);
     return DTRAIN_OK;
 }
 

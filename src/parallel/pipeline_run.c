@@ -53,12 +53,12 @@ static void dtrain__pipeline_input(dtrain_pipeline *pipeline, dtrain__pipeline_t
             run->in.data = before->places[place].values[before->layer_count].tensor.data;
     } else if (inputs == NULL || !dtrain__module_alike(&inputs[micro], &run->in) ||
                (inputs[micro].data == NULL && run->in.bytes > 0)) {
-        char why[DTRAIN__PIPELINE_WHY];
-        snprintf(
-            why, sizeof why, "input %d is %.48s%s, agreed on was %.48s: call dtrain_pipeline_agree when shapes change",
-            micro, inputs != NULL ? dtrain__tensor_text(&inputs[micro]).text : "NULL",
-            inputs != NULL && inputs[micro].data == NULL ? " without data" : "", dtrain__tensor_text(&run->in).text);
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID, why);
+        dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                     "input %d is %.48s%s, agreed on was %.48s: call dtrain_pipeline_agree when shapes change", micro,
+                     inputs != NULL ? dtrain__tensor_text(&inputs[micro]).text : "NULL",
+                     inputs != NULL && inputs[micro].data == NULL ? " without data" : "",
+                     dtrain__tensor_text(&run->in).text);
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_INVALID, dtrain_last_error());
         run->in.dtype = (dtrain_dtype)0;
     } else {
         run->in.data = inputs[micro].data;
@@ -83,23 +83,19 @@ static dtrain_status dtrain__pipeline_forward(dtrain_pipeline *pipeline, dtrain_
 {
     dtrain__module_place *place = &run->module->places[run->move->place];
     const dtrain_tensor *shape = &run->cell->output;
-    dtrain_status status;
-    if (run->fsdp == NULL && pipeline->note.status != DTRAIN_OK) {
+    dtrain_status status = DTRAIN_OK;
+    if (run->fsdp == NULL && pipeline->note.status != DTRAIN_OK)
         place->sized = 0; /* nobody takes an earlier output for this one */
-        status = DTRAIN_OK;
-    } else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0)) {
+    else if (run->in.dtype == 0 || (run->in.data == NULL && run->in.bytes > 0))
         status = dtrain__module_forward_blank(run->fsdp, run->module, run->move->place);
-        status = dtrain__pipeline_judge(pipeline, run, status);
-    } else {
+    else
         status = dtrain_fsdp_forward(run->fsdp, run->module, run->move->place, &run->in, batch, &run->out);
-        status = dtrain__pipeline_judge(pipeline, run, status);
-    }
+    status = dtrain__pipeline_judge(pipeline, run, status);
     if (run->out.dtype != 0 && !dtrain__module_alike(&run->out, shape)) {
-        char why[DTRAIN__PIPELINE_WHY];
-        snprintf(why, sizeof why, "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s",
-                 run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
-                 dtrain__tensor_text(shape).text);
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MISMATCH, why);
+        dtrain__fail(NULL, DTRAIN_ERR_MISMATCH, "micro-batch %d of chunk %d came out as %.48s, agreed on was %.48s",
+                     run->task->micro_batch, run->task->chunk, dtrain__tensor_text(&run->out).text,
+                     dtrain__tensor_text(shape).text);
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MISMATCH, dtrain_last_error());
         place->sized = 0;
         run->out.data = NULL;
     }
@@ -122,10 +118,9 @@ static dtrain_status dtrain__pipeline_backward(dtrain_pipeline *pipeline, dtrain
         run->in.data = dtrain__pipeline_slot(pipeline, run->move->in);
     if (d_input != NULL)
         run->out.data = dtrain__pipeline_slot(pipeline, run->move->out);
-    if (run->fsdp != NULL || pipeline->note.status == DTRAIN_OK) {
+    if (run->fsdp != NULL || pipeline->note.status == DTRAIN_OK)
         status = dtrain__module_backward(pass, run->fsdp, run->module, run->move->place, d_output, d_input);
-        status = dtrain__pipeline_judge(pipeline, run, status);
-    }
+    status = dtrain__pipeline_judge(pipeline, run, status);
     if (d_input != NULL && run->out.bytes > 0 && pipeline->note.status != DTRAIN_OK)
         memset(run->out.data, 0, run->out.bytes);
     return status;
@@ -200,7 +195,6 @@ DTRAIN_API dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const d
 static dtrain_status dtrain__pipeline_evaluate_receive(dtrain_pipeline *pipeline, dtrain_tensor *input)
 {
     uint64_t words[DTRAIN__PIPELINE_WORDS], fits;
-    char why[DTRAIN__PIPELINE_WHY];
     dtrain_status status = dtrain_recv(pipeline->group, words, DTRAIN__PIPELINE_WORDS, DTRAIN_U64, pipeline->before);
     if (status != DTRAIN_OK || !dtrain__pipeline_read_shape(words, input))
         return status;
@@ -208,8 +202,8 @@ static dtrain_status dtrain__pipeline_evaluate_receive(dtrain_pipeline *pipeline
     fits = room != NULL;
     status = dtrain_send(pipeline->group, &fits, 1, DTRAIN_U64, pipeline->before);
     if (room == NULL) {
-        snprintf(why, sizeof why, "no memory for %.48s to evaluate", dtrain__tensor_text(input).text);
-        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, why);
+        dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %.48s to evaluate", dtrain__tensor_text(input).text);
+        dtrain__pipeline_note_down(pipeline, DTRAIN_ERR_MEMORY, dtrain_last_error());
         memset(input, 0, sizeof *input);
         return status;
     }

@@ -6,17 +6,16 @@
  *     hidden    = gelu(dtrain_column_parallel_linear(x))     x whole, hidden this rank's channels
  *     y         = dtrain_row_parallel_linear(hidden)         y whole, the same bits on every rank
  *
- * Attention is the same with the heads for channels: queries, keys and values of a head on one rank (blocks 3, granule
- * the channels of a head), dtrain_attention_forward over them, then a row layer of that granule. With sequence
- * parallelism what lies between (norms, dropout, residuals) is split by rows, the all-reduces become a reduce-scatter
- * and an all-gather of as many bytes, and dtrain_sequence_parallel_sum adds up the gradients of what is not split.
+ * Attention is split by heads: a column layer of 3 blocks, whose granule is the channels of a head, gives queries, keys
+ * and values; then dtrain_attention_forward, then a row layer of that granule. With sequence parallelism what lies
+ * between (norms, dropout, residuals) is split by rows, the all-reduces become a reduce-scatter and an all-gather of as
+ * many bytes, and dtrain_sequence_parallel_sum adds up the gradients of what is not split.
  *
  * Everything is float32 and row-major; gradients of weights are added to, those of activations are overwritten. Sizes
- * need not divide among the ranks, parts may be empty (then pointers to them may be NULL, but a gradient's NULL always
- * means that no rank wants it). Buffers of a call do not overlap. Every rank of the group makes the same calls with the
- * same sizes and flags, wants the same gradients, and holds the same inputs where they are whole. Sums over ranks have
- * the order of >>order. Temporary memory is the group's allocator's. A group of NULL or of one rank communicates
- * nothing.
+ * need not divide among the ranks. Pointers to empty parts may be NULL, but a gradient's NULL always means that no rank
+ * wants it. Buffers of a call do not overlap. Every rank of the group makes the same calls with the same sizes and
+ * flags, wants the same gradients, and holds the same inputs where they are whole. Sums over ranks have the order of
+ * >>order. Temporary memory is the group's allocator's. A group of NULL or of one rank communicates nothing.
  *
  * Wrong arguments are DTRAIN_ERR_INVALID, before anything is communicated; so is a call between dtrain_fuse_begin and
  * dtrain_fuse_end. A rank without memory gets DTRAIN_ERR_MEMORY, and the others wait for it until their deadline or its
@@ -64,9 +63,8 @@ DTRAIN_API_MUST dtrain_status dtrain_column_parallel_linear(const dtrain_paralle
 
 /* Computes the gradients of a layer split by outputs.
  *
- * The input's are summed over the ranks while those of the weights are computed, with sequence reduce-scattered; and x
- * is gathered while those of the input are computed. Under DTRAIN_PROGRESS_POLL the group is polled between slices of
- * the weights' product.
+ * The input's are summed while those of the weights are computed, and with sequence x is gathered while the input's
+ * are. Under DTRAIN_PROGRESS_POLL the group is polled between slices of the weights' product.
  *
  *   x    as given to forward; may be NULL where d_weight is
  *   dy   of y's shape, with gather_output the same on every rank
@@ -128,9 +126,9 @@ DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_embedding_backward(const dtr
  *   logits    [rows, this rank's dtrain_shard of vocab]; overwritten by the gradient of the sum over rows, not divided
  *   targets   rows of them, the same on every rank; -1: the row is left out, its gradient is 0, and nothing in it
  *             counts; another outside 0 .. vocab - 1 is an error
- *   loss      out: the sum of -log p(target) over the rows, the same bits on every rank and under any flags and
- *             instruction set. Large logits do not overflow; a NaN or a positive infinity makes it NaN. A logit of
- *             negative infinity is a probability of 0, and as a target an infinite loss
+ *   loss      out: the sum of -log p(target), the same bits on every rank and under any flags and instruction set.
+ *             Large logits do not overflow; a NaN or a positive infinity makes it NaN; a target's negative infinity is
+ *             an infinite loss
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, twice */
 DTRAIN_API_MUST dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group, float *logits,

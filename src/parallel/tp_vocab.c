@@ -37,19 +37,13 @@ static dtrain_status dtrain__tp_embedding_begin(dtrain__tp_embedding *e, const c
     return status;
 }
 
-/* Returns a token's row in this rank's part of the table, or a number that is none. */
-static size_t dtrain__tp_embedding_row(const dtrain__tp_embedding *e, int32_t token)
-{
-    return (size_t)token - e->begin; /* below begin it wraps around */
-}
-
 /* This rank's rows; -0 in those of others, which every sum leaves as it is. */
 static void dtrain__tp_embedding_look_up(const dtrain__tp_embedding *e, const dtrain_parallel_vocab *layer,
                                          const int32_t *tokens, float *out)
 {
     const uint32_t minus_zero = (uint32_t)1 << 31;
     for (size_t i = 0; i < layer->rows; i++, out += layer->width) {
-        size_t row = dtrain__tp_embedding_row(e, tokens[i]);
+        size_t row = (size_t)tokens[i] - e->begin; /* a token below begin wraps around */
         if (row < e->part && layer->width > 0)
             memcpy(out, layer->table + row * layer->width, layer->width * sizeof(float));
         for (size_t k = 0; row >= e->part && k < layer->width; k++)
@@ -83,7 +77,7 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_embedding_backward(const dtrain_p
     dtrain__tp_need(&e.tp, "d_out", d_out, dtrain__tp_rows(&e.tp, layer->rows), layer->width, &status);
     d_out = dtrain__tp_gather(&e.tp, d_out, layer->rows, layer->width, NULL, &status);
     for (size_t i = 0; status == DTRAIN_OK && i < layer->rows; i++) {
-        size_t row = dtrain__tp_embedding_row(&e, tokens[i]);
+        size_t row = (size_t)tokens[i] - e.begin;
         if (row < e.part)
             dtrain__tp_add(layer->d_table + row * layer->width, d_out + i * layer->width, layer->width);
     }
@@ -100,18 +94,20 @@ typedef struct dtrain__tp_entropy {
     double *sums, *target; /* of the exponentials; the target's logit less the largest */
 } dtrain__tp_entropy;
 
-static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm *group, size_t vocab,
-                                              const double *loss)
+static dtrain_status dtrain__tp_entropy_begin(dtrain__tp_entropy *e, dtrain_comm *group, float *logits,
+                                              const int32_t *targets, size_t rows, size_t vocab, const double *loss)
 {
     dtrain_status status = dtrain__tp_begin(&e->tp, "vocab_parallel_cross_entropy", group, 0);
+    e->logits = logits;
+    e->targets = targets;
+    e->rows = rows;
     e->part = dtrain__split(vocab, e->tp.size, e->tp.rank, &e->begin);
     dtrain__tp_need(&e->tp, "loss", loss, 1, 1, &status);
-    dtrain__tp_need(&e->tp, "logits", e->logits, e->rows, e->part, &status);
-    dtrain__tp_vocab_check(&e->tp, "targets", e->targets, e->rows, vocab, -1, &status);
-    e->most = dtrain__tp_floats(&e->tp, e->rows, 1, &status);
-    e->sums = (double *)dtrain__tp_room(&e->tp, e->rows, 2 * sizeof(double), &status);
-    if (status == DTRAIN_OK)
-        e->target = e->sums + e->rows;
+    dtrain__tp_need(&e->tp, "logits", logits, rows, e->part, &status);
+    dtrain__tp_vocab_check(&e->tp, "targets", targets, rows, vocab, -1, &status);
+    e->most = dtrain__tp_floats(&e->tp, rows, 1, &status);
+    e->sums = (double *)dtrain__tp_room(&e->tp, rows, 2 * sizeof(double), &status);
+    e->target = status == DTRAIN_OK ? e->sums + rows : NULL;
     return status;
 }
 
@@ -160,11 +156,7 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group,
                                                              size_t rows, size_t vocab, double *loss)
 {
     dtrain__tp_entropy e;
-    memset(&e, 0, sizeof e);
-    e.logits = logits;
-    e.targets = targets;
-    e.rows = rows;
-    dtrain_status status = dtrain__tp_entropy_begin(&e, group, vocab, loss);
+    dtrain_status status = dtrain__tp_entropy_begin(&e, group, logits, targets, rows, vocab, loss);
     if (status != DTRAIN_OK)
         return dtrain__tp_end(&e.tp, status);
     uint64_t mode = dtrain__fpmode_enter();
