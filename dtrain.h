@@ -333,7 +333,7 @@
 #endif
 
 /* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
- * under -ffp-contract=fast and approximate square roots under -ffast-math: see DTRAIN__ROUNDED and dtrain__sqrt.
+ * under -ffp-contract=fast and approximate square roots under -ffast-math: see dtrain__isa_rounded_f32 and DTRAIN__TRAIN_ROOT_base.
  * The program's own code after them is compiled as if they were not there. gcc's pragma also redefines the macros that
  * stand for its flags, and its end does not undo that: without DTRAIN__EXACT_MACROS, a <math.h> that the program
  * includes later would not declare the SIMD functions that -Ofast uses. */
@@ -7123,36 +7123,43 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 
-/* Defines name(...) from name_body(...), compiled for each instruction set. */
+/* Defines name(...), which calls name_avx512, name_avx2 or name_base; and from name_body(...) those as well. */
 #if defined(DTRAIN__X86)
-#define DTRAIN__KERNEL(name, parameters, arguments)                                                           \
-    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters \
-    {                                                                                                         \
-        name##_body arguments;                                                                                \
-    }                                                                                                         \
-    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters                         \
-    {                                                                                                         \
-        name##_body arguments;                                                                                \
-    }                                                                                                         \
-    static __attribute__((noinline)) void name##_base parameters                                              \
-    {                                                                                                         \
-        name##_body arguments;                                                                                \
-    }                                                                                                         \
-    static void name parameters                                                                               \
-    {                                                                                                         \
-        int isa = dtrain__isa();                                                                              \
-        if (isa == DTRAIN__ISA_AVX512)                                                                        \
-            name##_avx512 arguments;                                                                          \
-        else if (isa == DTRAIN__ISA_AVX2)                                                                     \
-            name##_avx2 arguments;                                                                            \
-        else                                                                                                  \
-            name##_base arguments;                                                                            \
+#define DTRAIN__DISPATCH(name, parameters, arguments)                                                                  \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        int isa = dtrain__isa();                                                                                       \
+        if (isa == DTRAIN__ISA_AVX512)                                                                                 \
+            name##_avx512 arguments;                                                                                   \
+        else if (isa == DTRAIN__ISA_AVX2)                                                                              \
+            name##_avx2 arguments;                                                                                     \
+        else                                                                                                           \
+            name##_base arguments;                                                                                     \
     }
+#define DTRAIN__KERNEL(name, parameters, arguments)                                                                    \
+    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters   \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
+    }                                                                                                                  \
+    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters                                   \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void name##_base parameters                                                       \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
+    }                                                                                                                  \
+    DTRAIN__DISPATCH(name, parameters, arguments)
 #else
-#define DTRAIN__KERNEL(name, parameters, arguments) \
-    static void name parameters                     \
-    {                                               \
-        name##_body arguments;                      \
+#define DTRAIN__DISPATCH(name, parameters, arguments)                                                                  \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        name##_base arguments;                                                                                         \
+    }
+#define DTRAIN__KERNEL(name, parameters, arguments)                                                                    \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
     }
 #endif
 
@@ -7179,44 +7186,47 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
  * `zero` is 0, read from dtrain__isa_zero once a kernel. */
 static volatile uint32_t dtrain__isa_zero __attribute__((unused));
 
-DTRAIN__INLINE float dtrain__isa_rounded_f32(float x, uint32_t zero)
-{
 #if defined(__clang__)
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits ^= zero;
-    memcpy(&x, &bits, sizeof bits);
+#define DTRAIN__ISA_ROUNDED(name, type, word)                                                                          \
+    DTRAIN__INLINE type name(type x, uint32_t zero)                                                                    \
+    {                                                                                                                  \
+        word bits;                                                                                                     \
+        memcpy(&bits, &x, sizeof bits);                                                                                \
+        bits ^= zero;                                                                                                  \
+        memcpy(&x, &bits, sizeof bits);                                                                                \
+        return x;                                                                                                      \
+    }
 #else
-    (void)zero;
+#define DTRAIN__ISA_ROUNDED(name, type, word)                                                                          \
+    DTRAIN__INLINE type name(type x, uint32_t zero)                                                                    \
+    {                                                                                                                  \
+        (void)zero;                                                                                                    \
+        return x;                                                                                                      \
+    }
 #endif
+DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f32, float, uint32_t)
+DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f64, double, uint64_t)
+
+/* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. Kernels that are written in
+ * vectors take these functions, or those of _mm256 and _mm512, by what their names begin with. */
+typedef float dtrain__x4 __attribute__((vector_size(16)));
+
+DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)
+{
+    dtrain__x4 x = {value, value, value, value};
     return x;
 }
 
-DTRAIN__INLINE double dtrain__isa_rounded_f64(double x, uint32_t zero)
+DTRAIN__INLINE dtrain__x4 dtrain__x4_loadu_ps(const float *from)
 {
-#if defined(__clang__)
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits ^= zero;
-    memcpy(&x, &bits, sizeof bits);
-#else
-    (void)zero;
-#endif
+    dtrain__x4 x;
+    memcpy(&x, from, sizeof x);
     return x;
 }
 
-/* The correctly rounded square root of x >= 0; clang's fast-math would approximate its builtin. */
-DTRAIN__INLINE float dtrain__isa_sqrt_f32(float x)
+DTRAIN__INLINE void dtrain__x4_storeu_ps(float *to, dtrain__x4 x)
 {
-#if defined(__clang__) && defined(__FAST_MATH__) && defined(DTRAIN__X86)
-    __asm__("sqrtss %0, %0" : "+x"(x));
-    return x;
-#elif defined(__clang__) && defined(__FAST_MATH__) && defined(__aarch64__)
-    __asm__("fsqrt %s0, %s0" : "+w"(x));
-    return x;
-#else
-    return __builtin_sqrtf(x);
-#endif
+    memcpy(to, &x, sizeof x);
 }
 
 #endif
@@ -32974,7 +32984,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
  * and the padding of the panel give is not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, zero, broadcast, load, store, fma, add)    \
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op)                                        \
     attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                               \
     {                                                                                                                  \
         vector sum[ROWS][VECTORS];                                                                                     \
@@ -32982,29 +32992,31 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
         for (size_t i = 0; i < ROWS; i++) {                                                                            \
             row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                            \
             for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                sum[i][v] = zero();                                                                                    \
+                sum[i][v] = op##_set1_ps(0);                                                                           \
         }                                                                                                              \
         for (size_t p = 0; p < k; p++) {                                                                               \
             vector b[VECTORS];                                                                                         \
             for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                b[v] = load(panel + p * (VECTORS * LANES) + v * LANES);                                                \
+                b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES);                                       \
             for (size_t i = 0; i < ROWS; i++) {                                                                        \
-                vector x = broadcast(row[i][p * a_column]);                                                            \
+                vector x = op##_set1_ps(row[i][p * a_column]);                                                         \
                 for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    sum[i][v] = fma(x, b[v], sum[i][v]);                                                               \
+                    sum[i][v] = op##_fmadd_ps(x, b[v], sum[i][v]);                                                     \
             }                                                                                                          \
         }                                                                                                              \
         if (rows == ROWS && columns == VECTORS * LANES) {                                                              \
             for (size_t i = 0; i < ROWS; i++)                                                                          \
                 for (size_t v = 0; v < VECTORS; v++) {                                                                 \
                     float *to = c + i * ldc + v * LANES;                                                               \
-                    store(to, accumulate ? add(load(to), sum[i][v]) : sum[i][v]);                                      \
+                    if (accumulate)                                                                                    \
+                        sum[i][v] = op##_loadu_ps(to) + sum[i][v];                                                     \
+                    op##_storeu_ps(to, sum[i][v]);                                                                     \
                 }                                                                                                      \
         } else {                                                                                                       \
             float tile[ROWS * VECTORS * LANES];                                                                        \
             for (size_t i = 0; i < ROWS; i++)                                                                          \
                 for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    store(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                                        \
+                    op##_storeu_ps(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                               \
             dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate);                               \
         }                                                                                                              \
     }
@@ -33012,52 +33024,18 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 DTRAIN__EXACT_BEGIN
 
 #if defined(DTRAIN__X86)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512_setzero_ps,
-                    _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256_setzero_ps,
-                    _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256)
 #endif
 
-/* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. */
-typedef float dtrain__gemm_x4 __attribute__((vector_size(16)));
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_zero(void)
-{
-    dtrain__gemm_x4 x = {0, 0, 0, 0};
-    return x;
-}
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_set(float value)
-{
-    dtrain__gemm_x4 x = {value, value, value, value};
-    return x;
-}
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_load(const float *from)
-{
-    dtrain__gemm_x4 x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-
-DTRAIN__INLINE void dtrain__gemm_x4_store(float *to, dtrain__gemm_x4 x)
-{
-    memcpy(to, &x, sizeof x);
-}
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_add(dtrain__gemm_x4 a, dtrain__gemm_x4 b)
-{
-    return a + b;
-}
-
 /* Two roundings, as on processors without a fused product; NEON always has one. */
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_fma(dtrain__gemm_x4 a, dtrain__gemm_x4 b, dtrain__gemm_x4 c)
+DTRAIN__INLINE dtrain__x4 dtrain__x4_fmadd_ps(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
 {
 #if defined(__aarch64__)
     __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
     return c;
 #else
-    dtrain__gemm_x4 product = a * b;
+    dtrain__x4 product = a * b;
 #if defined(__clang__) && defined(DTRAIN__X86)
     __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
 #endif
@@ -33071,9 +33049,7 @@ DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_fma(dtrain__gemm_x4 a, dtrain__ge
 #else
 #define DTRAIN__GEMM_BASE_ROWS 4
 #endif
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__gemm_x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__gemm_x4_zero,
-                    dtrain__gemm_x4_set, dtrain__gemm_x4_load, dtrain__gemm_x4_store, dtrain__gemm_x4_fma,
-                    dtrain__gemm_x4_add)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4)
 
 DTRAIN__EXACT_END
 
@@ -33195,223 +33171,157 @@ DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t 
 #endif
 
 /* ---- >>train-kernels ----
- * The loops over elements of this floor, once for each instruction set. Every operation is rounded by itself and no
- * order is left open, so that all of them give the same bits; ends shorter than a vector go through a padded one.
- * Nothing here allocates or fails, and any alignment will do. */
+ * The steps of AdamW and SGD over float32, once for each instruction set. Every operation is rounded by itself and no
+ * order is left open, so that all of them give the same bits. Nothing here allocates, and any alignment will do. */
 #ifndef DTRAIN__TRAIN_KERNELS
 #define DTRAIN__TRAIN_KERNELS
 
-typedef struct dtrain__train_adamw_constants {
-    float beta1, rest1; /* rest: 1 - beta */
-    float beta2, rest2;
-    float root;         /* 1 / sqrt(1 - beta2^step) */
-    float eps;
-    float rate;         /* lr / (1 - beta1^step) */
-    float keep;         /* 1 - lr * weight_decay */
-} dtrain__train_adamw_constants;
-
-typedef struct dtrain__train_sgd_constants {
-    float momentum, lr, keep, coupled;
-    int nesterov;
-} dtrain__train_sgd_constants;
-
-typedef struct dtrain__train_kernels {
-    void (*adamw)(float *p, const float *g, float *m, float *v, size_t count, const dtrain__train_adamw_constants *c);
-    void (*sgd)(float *p, const float *g, float *velocity, size_t count, const dtrain__train_sgd_constants *c);
-    void (*add)(float *out, const float *a, const float *b, size_t count);       /* out = a + b; out may be a or b */
-    void (*divide)(float *out, const float *a, float divisor, size_t count);
-    void (*multiply)(float *out, const float *a, float factor, size_t count);
-} dtrain__train_kernels;
+/* A step over x[0], the gradients, which are only read; x[1], the parameters; and AdamW's m and v, or SGD's velocity,
+ * NULL without momentum. A kernel makes whole blocks. The numbers of a step are those of its struct for devices. */
+typedef void (*dtrain__train_kernel)(float *const x[4], size_t count, const void *step);
 
 DTRAIN__EXACT_BEGIN
 
 /* A compiler's back end may contract a product with the sum that follows, or approximate a root, whatever the
  * pragmas say. It does not look into these: the first is no instruction, the second is the one it should be. */
 #if defined(DTRAIN__X86)
+#define DTRAIN__TRAIN_ROUNDED_base(x) __asm__("" : "+x"(x))
+#define DTRAIN__TRAIN_ROUNDED_avx2(x) __asm__("" : "+x"(x))
+#define DTRAIN__TRAIN_ROUNDED_avx512(x) __asm__("" : "+v"(x))
 #ifdef __AVX__
-#define DTRAIN__TRAIN_ROOT_sse2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
+#define DTRAIN__TRAIN_ROOT_base(x) __asm__("vsqrtps %0, %0" : "+x"(x))
 #else
-#define DTRAIN__TRAIN_ROOT_sse2(x) __asm__("sqrtps %0, %0" : "+x"(x))
+#define DTRAIN__TRAIN_ROOT_base(x) __asm__("sqrtps %0, %0" : "+x"(x))
 #endif
 #define DTRAIN__TRAIN_ROOT_avx2(x) __asm__("vsqrtps %0, %0" : "+x"(x))
 #define DTRAIN__TRAIN_ROOT_avx512(x) __asm__("vsqrtps %0, %0" : "+v"(x))
-#define DTRAIN__TRAIN_ROUNDED_scalar(x) __asm__("" : "+x"(x))
-#define DTRAIN__TRAIN_ROUNDED_sse2(x) __asm__("" : "+x"(x))
-#define DTRAIN__TRAIN_ROUNDED_avx2(x) __asm__("" : "+x"(x))
-#define DTRAIN__TRAIN_ROUNDED_avx512(x) __asm__("" : "+v"(x))
 #elif defined(__aarch64__)
-#define DTRAIN__TRAIN_ROUNDED_scalar(x) __asm__("" : "+w"(x))
-#define DTRAIN__TRAIN_ROUNDED_neon(x) __asm__("" : "+w"(x))
+#define DTRAIN__TRAIN_ROUNDED_base(x) __asm__("" : "+w"(x))
+#define DTRAIN__TRAIN_ROOT_base(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
 #else
-#define DTRAIN__TRAIN_ROUNDED_scalar(x) (x = dtrain__isa_rounded_f32(x, dtrain__isa_zero))
+#define DTRAIN__TRAIN_EACH(x, function)                                                                                \
+    for (int lane = 0; lane < 4; lane++)                                                                               \
+    (x)[lane] = function
+#define DTRAIN__TRAIN_ROUNDED_base(x) DTRAIN__TRAIN_EACH(x, dtrain__isa_rounded_f32((x)[lane], dtrain__isa_zero))
+#define DTRAIN__TRAIN_ROOT_base(x) DTRAIN__TRAIN_EACH(x, __builtin_sqrtf((x)[lane]))
 #endif
 
-#define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                           \
-    target static void dtrain__train_adamw_##isa(float *p, const float *g, float *m, float *v, size_t count,          \
-                                                 const dtrain__train_adamw_constants *c)                                    \
-    {                                                                                                                 \
-        vector beta1 = op##_set1_ps(c->beta1), rest1 = op##_set1_ps(c->rest1), beta2 = op##_set1_ps(c->beta2);        \
-        vector rest2 = op##_set1_ps(c->rest2), root = op##_set1_ps(c->root), eps = op##_set1_ps(c->eps);              \
-        vector rate = op##_set1_ps(c->rate), keep = op##_set1_ps(c->keep);                                            \
-        size_t i = 0;                                                                                                 \
-        for (; count - i >= width; i += width) {                                                                      \
-            vector gi = op##_loadu_ps(g + i), grown = gi * rest1, square = gi * gi;                                   \
-            vector mi = op##_loadu_ps(m + i) * beta1, vi = op##_loadu_ps(v + i) * beta2;                              \
-            vector kept = op##_loadu_ps(p + i) * keep, spread, change;                                                \
-            square = square * rest2;                                                                                  \
-            DTRAIN__TRAIN_ROUNDED_##isa(grown);                                                                             \
-            DTRAIN__TRAIN_ROUNDED_##isa(square);                                                                            \
-            DTRAIN__TRAIN_ROUNDED_##isa(mi);                                                                                \
-            DTRAIN__TRAIN_ROUNDED_##isa(vi);                                                                                \
-            DTRAIN__TRAIN_ROUNDED_##isa(kept);                                                                              \
-            mi = mi + grown;                                                                                          \
-            vi = vi + square;                                                                                         \
-            spread = vi;                                                                                              \
-            DTRAIN__TRAIN_ROOT_##isa(spread);                                                                               \
-            spread = spread * root;                                                                                   \
-            DTRAIN__TRAIN_ROUNDED_##isa(spread);                                                                            \
-            change = mi / (spread + eps) * rate;                                                                      \
-            DTRAIN__TRAIN_ROUNDED_##isa(change);                                                                            \
-            op##_storeu_ps(m + i, mi);                                                                                \
-            op##_storeu_ps(v + i, vi);                                                                                \
-            op##_storeu_ps(p + i, kept - change);                                                                     \
-        }                                                                                                             \
-        if (i < count) {                                                                                              \
-            float end[4][width] = {{0}};                                                                              \
-            size_t bytes = (count - i) * sizeof(float);                                                               \
-            memcpy(end[0], p + i, bytes);                                                                             \
-            memcpy(end[1], g + i, bytes);                                                                             \
-            memcpy(end[2], m + i, bytes);                                                                             \
-            memcpy(end[3], v + i, bytes);                                                                             \
-            dtrain__train_adamw_##isa(end[0], end[1], end[2], end[3], width, c);                                      \
-            memcpy(p + i, end[0], bytes);                                                                             \
-            memcpy(m + i, end[2], bytes);                                                                             \
-            memcpy(v + i, end[3], bytes);                                                                             \
-        }                                                                                                             \
+#define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                            \
+    target static void dtrain__train_adamw_blocks_##isa(float *const x[4], size_t count, const void *step)             \
+    {                                                                                                                  \
+        const dtrain_device_adamw_step *c = (const dtrain_device_adamw_step *)step;                                    \
+        vector beta1 = op##_set1_ps(c->beta1), rest1 = op##_set1_ps(c->rest1), beta2 = op##_set1_ps(c->beta2);         \
+        vector rest2 = op##_set1_ps(c->rest2), root = op##_set1_ps(c->root), eps = op##_set1_ps(c->eps);               \
+        vector rate = op##_set1_ps(c->rate), keep = op##_set1_ps(c->keep);                                             \
+        float *p = x[1], *m = x[2], *v = x[3];                                                                         \
+        for (size_t i = 0; i < count; i += width) {                                                                    \
+            vector gi = op##_loadu_ps(x[0] + i), grown = gi * rest1, square = gi * gi;                                 \
+            vector mi = op##_loadu_ps(m + i) * beta1, vi = op##_loadu_ps(v + i) * beta2;                               \
+            vector kept = op##_loadu_ps(p + i) * keep, spread, change;                                                 \
+            square = square * rest2;                                                                                   \
+            DTRAIN__TRAIN_ROUNDED_##isa(grown);                                                                        \
+            DTRAIN__TRAIN_ROUNDED_##isa(square);                                                                       \
+            DTRAIN__TRAIN_ROUNDED_##isa(mi);                                                                           \
+            DTRAIN__TRAIN_ROUNDED_##isa(vi);                                                                           \
+            DTRAIN__TRAIN_ROUNDED_##isa(kept);                                                                         \
+            mi = mi + grown;                                                                                           \
+            vi = vi + square;                                                                                          \
+            spread = vi;                                                                                               \
+            DTRAIN__TRAIN_ROOT_##isa(spread);                                                                          \
+            spread = spread * root;                                                                                    \
+            DTRAIN__TRAIN_ROUNDED_##isa(spread);                                                                       \
+            change = mi / (spread + eps) * rate;                                                                       \
+            DTRAIN__TRAIN_ROUNDED_##isa(change);                                                                       \
+            op##_storeu_ps(m + i, mi);                                                                                 \
+            op##_storeu_ps(v + i, vi);                                                                                 \
+            op##_storeu_ps(p + i, kept - change);                                                                      \
+        }                                                                                                              \
     }
 
-/* Without momentum the velocity is the gradient and is not kept. */
-#define DTRAIN__TRAIN_SGD(isa, target, vector, width, op)                                                             \
-    target static void dtrain__train_sgd_##isa(float *p, const float *g, float *velocity, size_t count,               \
-                                               const dtrain__train_sgd_constants *c)                                        \
-    {                                                                                                                 \
-        vector momentum = op##_set1_ps(c->momentum), lr = op##_set1_ps(c->lr), keep = op##_set1_ps(c->keep);          \
-        vector coupled = op##_set1_ps(c->coupled);                                                                    \
-        int decays = c->coupled != 0.0f;                                                                              \
-        size_t i = 0;                                                                                                 \
-        for (; count - i >= width; i += width) {                                                                      \
-            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(g + i), product, kept;                               \
-            if (decays) {                                                                                             \
-                product = pi * coupled;                                                                               \
-                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                       \
-                gi = gi + product;                                                                                    \
-            }                                                                                                         \
-            if (velocity != NULL) {                                                                                   \
-                product = op##_loadu_ps(velocity + i) * momentum;                                                     \
-                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                       \
-                vector vi = product + gi;                                                                             \
-                op##_storeu_ps(velocity + i, vi);                                                                     \
-                product = vi * momentum;                                                                              \
-                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                       \
-                if (c->nesterov)                                                                                      \
-                    gi = gi + product;                                                                                \
-                else                                                                                                  \
-                    gi = vi;                                                                                          \
-            }                                                                                                         \
-            product = gi * lr;                                                                                        \
-            kept = pi * keep;                                                                                         \
-            DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                           \
-            DTRAIN__TRAIN_ROUNDED_##isa(kept);                                                                              \
-            op##_storeu_ps(p + i, kept - product);                                                                    \
-        }                                                                                                             \
-        if (i < count) {                                                                                              \
-            float end[3][width] = {{0}};                                                                              \
-            size_t bytes = (count - i) * sizeof(float);                                                               \
-            memcpy(end[0], p + i, bytes);                                                                             \
-            memcpy(end[1], g + i, bytes);                                                                             \
-            if (velocity != NULL)                                                                                     \
-                memcpy(end[2], velocity + i, bytes);                                                                  \
-            dtrain__train_sgd_##isa(end[0], end[1], velocity != NULL ? end[2] : NULL, width, c);                      \
-            memcpy(p + i, end[0], bytes);                                                                             \
-            if (velocity != NULL)                                                                                     \
-                memcpy(velocity + i, end[2], bytes);                                                                  \
-        }                                                                                                             \
+#define DTRAIN__TRAIN_SGD(isa, target, vector, width, op)                                                              \
+    target static void dtrain__train_sgd_blocks_##isa(float *const x[4], size_t count, const void *step)               \
+    {                                                                                                                  \
+        const dtrain_device_sgd_step *c = (const dtrain_device_sgd_step *)step;                                        \
+        vector momentum = op##_set1_ps(c->momentum), lr = op##_set1_ps(c->lr), keep = op##_set1_ps(c->keep);           \
+        vector coupled = op##_set1_ps(c->coupled);                                                                     \
+        float *p = x[1], *velocity = x[2];                                                                             \
+        int decays = c->coupled != 0.0f;                                                                               \
+        for (size_t i = 0; i < count; i += width) {                                                                    \
+            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(x[0] + i), product, kept;                             \
+            if (decays) {                                                                                              \
+                product = pi * coupled;                                                                                \
+                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                  \
+                gi = gi + product;                                                                                     \
+            }                                                                                                          \
+            if (velocity != NULL) {                                                                                    \
+                product = op##_loadu_ps(velocity + i) * momentum;                                                      \
+                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                  \
+                vector vi = product + gi;                                                                              \
+                op##_storeu_ps(velocity + i, vi);                                                                      \
+                product = vi * momentum;                                                                               \
+                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                  \
+                if (c->nesterov)                                                                                       \
+                    gi = gi + product;                                                                                 \
+                else                                                                                                   \
+                    gi = vi;                                                                                           \
+            }                                                                                                          \
+            product = gi * lr;                                                                                         \
+            kept = pi * keep;                                                                                          \
+            DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                      \
+            DTRAIN__TRAIN_ROUNDED_##isa(kept);                                                                         \
+            op##_storeu_ps(p + i, kept - product);                                                                     \
+        }                                                                                                              \
     }
 
-/* out = a operation b, where b may be one number for all. */
-#define DTRAIN__TRAIN_MAP(name, isa, target, vector, width, op, b_parameter, b_vector, b_end, operation)              \
-    target static void dtrain__train_##name##_##isa(float *out, const float *a, b_parameter, size_t count)            \
-    {                                                                                                                 \
-        size_t i = 0;                                                                                                 \
-        for (; count - i >= width; i += width) {                                                                      \
-            vector x = op##_loadu_ps(a + i), y = b_vector;                                                            \
-            op##_storeu_ps(out + i, x operation y);                                                                   \
-        }                                                                                                             \
-        if (i < count) {                                                                                              \
-            float left[width] = {0}, right[width] = {0};                                                              \
-            size_t bytes = (count - i) * sizeof(float);                                                               \
-            memcpy(left, a + i, bytes);                                                                               \
-            (void)&right[0];                                                                                          \
-            b_end;                                                                                                    \
-            memcpy(out + i, left, bytes);                                                                             \
-        }                                                                                                             \
-    }
+#define DTRAIN__TRAIN_STEPS(isa, target, vector, width, op)                                                            \
+    DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                                \
+    DTRAIN__TRAIN_SGD(isa, target, vector, width, op)
 
-#define DTRAIN__TRAIN_KERNELS_FOR(isa, target, vector, width, op)                                                     \
-    DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                               \
-    DTRAIN__TRAIN_SGD(isa, target, vector, width, op)                                                                 \
-    DTRAIN__TRAIN_MAP(add, isa, target, vector, width, op, const float *b, op##_loadu_ps(b + i),                      \
-                      (memcpy(right, b + i, bytes), dtrain__train_add_##isa(left, left, right, width)), +)            \
-    DTRAIN__TRAIN_MAP(divide, isa, target, vector, width, op, float b, op##_set1_ps(b),                               \
-                      dtrain__train_divide_##isa(left, left, b, width), /)                                            \
-    DTRAIN__TRAIN_MAP(multiply, isa, target, vector, width, op, float b, op##_set1_ps(b),                             \
-                      dtrain__train_multiply_##isa(left, left, b, width), *)                                          \
-    static const dtrain__train_kernels dtrain__train_kernels_##isa = {                                                \
-        dtrain__train_adamw_##isa, dtrain__train_sgd_##isa, dtrain__train_add_##isa, dtrain__train_divide_##isa,      \
-        dtrain__train_multiply_##isa};
-
-static float dtrain__train_one_loadu_ps(const float *from)
-{
-    float value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
-static void dtrain__train_one_storeu_ps(float *to, float value)
-{
-    memcpy(to, &value, sizeof value);
-}
-
-#define dtrain__train_one_set1_ps(a) (a)
-#define DTRAIN__TRAIN_ROOT_scalar(x) (x = dtrain__isa_sqrt_f32(x))
-DTRAIN__TRAIN_KERNELS_FOR(scalar, , float, 1, dtrain__train_one)
-
+DTRAIN__TRAIN_STEPS(base, , dtrain__x4, 4, dtrain__x4)
 #if defined(DTRAIN__X86)
-DTRAIN__TRAIN_KERNELS_FOR(sse2, , __m128, 4, _mm)
-DTRAIN__TRAIN_KERNELS_FOR(avx2, __attribute__((target("avx2"))), __m256, 8, _mm256)
-DTRAIN__TRAIN_KERNELS_FOR(avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512)
-#elif defined(__aarch64__)
-#define dtrain__train_neon_loadu_ps(from) vld1q_f32(from)
-#define dtrain__train_neon_storeu_ps(to, value) vst1q_f32(to, value)
-#define dtrain__train_neon_set1_ps(a) vdupq_n_f32(a)
-#define DTRAIN__TRAIN_ROOT_neon(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
-DTRAIN__TRAIN_KERNELS_FOR(neon, , float32x4_t, 4, dtrain__train_neon)
+DTRAIN__TRAIN_STEPS(avx2, __attribute__((target("avx2"))), __m256, 8, _mm256)
+DTRAIN__TRAIN_STEPS(avx512, __attribute__((target("avx512f"))), __m512, 16, _mm512)
 #endif
+DTRAIN__DISPATCH(dtrain__train_adamw_blocks, (float *const x[4], size_t count, const void *step), (x, count, step))
+DTRAIN__DISPATCH(dtrain__train_sgd_blocks, (float *const x[4], size_t count, const void *step), (x, count, step))
 
 DTRAIN__EXACT_END
 
-static const dtrain__train_kernels *dtrain__train_kernels_get(void)
+/* Runs a kernel, and then once more over what is left of a block, padded with zeros. */
+static void dtrain__train_run(dtrain__train_kernel kernel, float *const x[4], size_t count, const void *step)
 {
-    switch (dtrain__isa()) {
-#if defined(DTRAIN__X86)
-    case DTRAIN__ISA_SSE2: return &dtrain__train_kernels_sse2;
-    case DTRAIN__ISA_AVX2: return &dtrain__train_kernels_avx2;
-    case DTRAIN__ISA_AVX512: return &dtrain__train_kernels_avx512;
-#elif defined(__aarch64__)
-    case DTRAIN__ISA_NEON: return &dtrain__train_kernels_neon;
-#endif
-    default: return &dtrain__train_kernels_scalar;
+    float end[4][DTRAIN__ISA_BLOCK] = {{0}}, *padded[4];
+    size_t left = count % DTRAIN__ISA_BLOCK, whole = count - left;
+    uint64_t mode = dtrain__fpmode_enter();
+    kernel(x, whole, step);
+    for (int k = 0; k < 4 && left > 0; k++) {
+        padded[k] = x[k] != NULL ? end[k] : NULL;
+        if (x[k] != NULL)
+            memcpy(end[k], x[k] + whole, left * sizeof(float));
     }
+    if (left > 0)
+        kernel(padded, DTRAIN__ISA_BLOCK, step);
+    for (int k = 1; k < 4 && left > 0; k++)
+        if (x[k] != NULL)
+            memcpy(x[k] + whole, end[k], left * sizeof(float));
+    dtrain__fpmode_restore(mode);
+}
+
+/* What a device's table does, in the CPU's memory. */
+static dtrain_status dtrain__train_adamw(const dtrain_device_adamw_step *step)
+{
+    float *const x[4] = {(float *)(uintptr_t)step->grads, step->params, step->m, step->v};
+    dtrain__train_run(dtrain__train_adamw_blocks, x, step->count, step);
+    return step->copy != NULL ? dtrain_convert(step->params, DTRAIN_F32, step->copy, DTRAIN_BF16, step->count)
+                              : DTRAIN_OK;
+}
+
+static dtrain_status dtrain__train_sgd(const dtrain_device_sgd_step *step)
+{
+    float *const x[4] = {(float *)(uintptr_t)step->grads, step->params, step->velocity, NULL};
+    dtrain__train_run(dtrain__train_sgd_blocks, x, step->count, step);
+    return step->copy != NULL ? dtrain_convert(step->params, DTRAIN_F32, step->copy, DTRAIN_BF16, step->count)
+                              : DTRAIN_OK;
 }
 
 /* Numbers are judged by their bits: under -Ofast a compiler takes every number for finite. */
@@ -34235,71 +34145,75 @@ static double dtrain__optimizer_power(double base, uint64_t exponent)
     return power;
 }
 
-static dtrain__train_adamw_constants dtrain__optimizer_adamw_constants(const dtrain_optimizer_desc *desc, float lr,
-                                                                       uint64_t step)
+/* A step whose arrays are still to be named. */
+static dtrain_device_adamw_step dtrain__optimizer_adamw(const dtrain_optimizer_desc *desc, float lr, uint64_t step)
 {
-    dtrain__train_adamw_constants c;
+    dtrain_device_adamw_step s;
+    uint64_t mode = dtrain__fpmode_enter();
     double beta1 = (double)desc->beta1, beta2 = (double)desc->beta2;
     double decay = (double)lr * (double)desc->weight_decay;
     uint32_t zero = dtrain__isa_zero;
     double rest1 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta1, step), zero);
     double rest2 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta2, step), zero);
-    c.beta1 = desc->beta1;
-    c.rest1 = (float)(1.0 - beta1);
-    c.beta2 = desc->beta2;
-    c.rest2 = (float)(1.0 - beta2);
-    c.root = (float)(1.0 / dtrain__vector_sqrt_f64(rest2));
-    c.eps = desc->eps;
-    c.rate = (float)((double)lr / rest1);
-    c.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
-    return c;
+    memset(&s, 0, sizeof s);
+    s.beta1 = desc->beta1;
+    s.rest1 = (float)(1.0 - beta1);
+    s.beta2 = desc->beta2;
+    s.rest2 = (float)(1.0 - beta2);
+    s.root = (float)(1.0 / dtrain__vector_sqrt_f64(rest2));
+    s.eps = desc->eps;
+    s.rate = (float)((double)lr / rest1);
+    s.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, zero));
+    dtrain__fpmode_restore(mode);
+    return s;
 }
 
-static dtrain__train_sgd_constants dtrain__optimizer_sgd_constants(const dtrain_optimizer_desc *desc, float lr)
+static dtrain_device_sgd_step dtrain__optimizer_sgd(const dtrain_optimizer_desc *desc, float lr)
 {
-    dtrain__train_sgd_constants c;
+    dtrain_device_sgd_step s;
+    uint64_t mode = dtrain__fpmode_enter();
     double decay = desc->decoupled_decay ? (double)lr * (double)desc->weight_decay : 0.0;
-    c.momentum = desc->momentum;
-    c.lr = lr;
-    c.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
-    c.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
-    c.nesterov = desc->nesterov;
-    return c;
+    memset(&s, 0, sizeof s);
+    s.momentum = desc->momentum;
+    s.lr = lr;
+    s.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
+    s.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
+    s.nesterov = desc->nesterov;
+    dtrain__fpmode_restore(mode);
+    return s;
 }
 
 DTRAIN__EXACT_END
 
+static void dtrain__optimizer_name(dtrain_device_adamw_step *s, float *params, const float *grads, float *m, float *v,
+                                   size_t count)
+{
+    s->params = params;
+    s->grads = grads;
+    s->m = m;
+    s->v = v;
+    s->count = count;
+}
+
 DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
                              const dtrain_optimizer_desc *desc, float lr, uint64_t step)
 {
-    uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    dtrain__train_adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
-    dtrain__train_kernels_get()->adamw(params, grads, m, v, count, &c);
-    dtrain__fpmode_restore(mode);
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(&full, lr, step);
+    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    DTRAIN_IGNORE(dtrain__train_adamw(&s)); /* without a copy nothing can fail */
 }
 
 /* The step of 1-bit Adam: grads are the momenta, which m becomes, and v is as it was after step `frozen`. */
 static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, float *m, float *v, size_t count,
                                            const dtrain_optimizer_desc *desc, float lr, uint64_t step, uint64_t frozen)
 {
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain__train_adamw_constants c = dtrain__optimizer_adamw_constants(desc, lr, step);
-    c.root = dtrain__optimizer_adamw_constants(desc, lr, frozen).root;
-    c.beta1 = c.rest2 = 0.0f;
-    c.rest1 = c.beta2 = 1.0f;
-    dtrain__train_kernels_get()->adamw(params, grads, m, v, count, &c);
-    dtrain__fpmode_restore(mode);
-}
-
-static void dtrain__optimizer_sgd(float *params, const float *grads, float *velocity, size_t count,
-                                  const dtrain_optimizer_desc *desc, float lr)
-{
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    dtrain__train_sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
-    dtrain__train_kernels_get()->sgd(params, grads, full.momentum == 0.0f ? NULL : velocity, count, &c);
-    dtrain__fpmode_restore(mode);
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(desc, lr, step);
+    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    s.root = dtrain__optimizer_adamw(desc, lr, frozen).root;
+    s.beta1 = s.rest2 = 0.0f;
+    s.rest1 = s.beta2 = 1.0f;
+    DTRAIN_IGNORE(dtrain__train_adamw(&s));
 }
 
 /* Returns the name of the first constant out of range, or NULL. */
@@ -34348,16 +34262,10 @@ DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *param
     dtrain_status status = dtrain__optimizer_check_step(device, "device_adamw", count, &full, lr, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
-    if (device == NULL) {
-        dtrain_adamw(params, grads, m, v, count, &full, lr, step);
-        return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
-    }
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain__train_adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
-    dtrain__fpmode_restore(mode);
-    dtrain_device_adamw_step now = {params,  m,       v,       grads,  copy_bf16, count,  c.beta1,
-                                    c.rest1, c.beta2, c.rest2, c.root, c.eps,     c.rate, c.keep};
-    return DTRAIN__DEVICE_CALL(device, "device_adamw", adamw, (device, &now));
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(&full, lr, step);
+    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    s.copy = copy_bf16;
+    return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_adamw", adamw, (device, &s)) : dtrain__train_adamw(&s);
 }
 
 DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params, const float *grads, float *velocity,
@@ -34372,17 +34280,13 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
     dtrain_status status = dtrain__optimizer_check_step(device, "device_sgd", count, &full, lr, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
-    if (device == NULL) {
-        dtrain__optimizer_sgd(params, grads, velocity, count, &full, lr);
-        return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
-    }
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain__train_sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
-    dtrain__fpmode_restore(mode);
-    dtrain_device_sgd_step now = {
-        params,    has_momentum ? velocity : NULL, grads, copy_bf16, count, c.momentum, c.lr, c.keep, c.coupled,
-        c.nesterov};
-    return DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &now));
+    dtrain_device_sgd_step s = dtrain__optimizer_sgd(&full, lr);
+    s.params = params;
+    s.velocity = has_momentum ? velocity : NULL;
+    s.grads = grads;
+    s.copy = copy_bf16;
+    s.count = count;
+    return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &s)) : dtrain__train_sgd(&s);
 }
 
 /* Makes the state on the optimizer's device. */
@@ -34833,9 +34737,8 @@ static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, d
 {
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
-        float *grad = (float *)table[i].grad;
         if (dtrain__params_trained(&table[i]))
-            dtrain__train_kernels_get()->divide(grad, grad, (float)total_weight, dtrain_param_elements(&table[i]));
+            dtrain__fold_divide_f32(table[i].grad, total_weight, dtrain_param_elements(&table[i]));
     }
     dtrain__fpmode_restore(mode);
 }
@@ -42059,7 +41962,7 @@ static void dtrain__module_add_kept(const dtrain__module_run *run, int index)
         float *sum = module->addresses[module->use_count + use],
               *added = module->addresses[2 * module->use_count + use];
         if (module->uses[use].twin == use && added != NULL && sum != NULL)
-            dtrain__train_kernels_get()->add(sum, sum, added, module->uses[use].count);
+            dtrain__fold_sum_f32(sum, added, module->uses[use].count);
     }
     dtrain__fpmode_restore(mode);
 }
@@ -42935,7 +42838,7 @@ static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work *work)
 static void dtrain__tp_add(float *out, const float *x, size_t count)
 {
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__train_kernels_get()->add(out, out, x, count);
+    dtrain__fold_sum_f32(out, x, count);
     dtrain__fpmode_restore(mode);
 }
 
@@ -42945,7 +42848,6 @@ static void dtrain__tp_add(float *out, const float *x, size_t count)
 /* sums[columns] += the sum over rows */
 static void dtrain__tp_add_columns(float *sums, const float *x, size_t rows, size_t columns)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     float tile[DTRAIN__TP_TILE];
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t at = 0; at < columns; at += DTRAIN__TP_TILE) {
@@ -42954,9 +42856,9 @@ static void dtrain__tp_add_columns(float *sums, const float *x, size_t rows, siz
             if (r % DTRAIN__TP_RUN == 0)
                 memcpy(tile, x + r * columns + at, n * sizeof(float));
             else
-                kernels->add(tile, tile, x + r * columns + at, n);
+                dtrain__fold_sum_f32(tile, x + r * columns + at, n);
             if (r % DTRAIN__TP_RUN == DTRAIN__TP_RUN - 1 || r == rows - 1)
-                kernels->add(sums + at, sums + at, tile, n);
+                dtrain__fold_sum_f32(sums + at, tile, n);
         }
     }
     dtrain__fpmode_restore(mode);
@@ -43368,7 +43270,7 @@ static void dtrain__tp_softmax_row(float *x, size_t count)
     dtrain__tp_max(x, count, &most);
     dtrain__tp_exps(x, count, most);
     dtrain__tp_sum(x, count, &sum);
-    dtrain__train_kernels_get()->divide(x, x, (float)sum, count);
+    dtrain__fold_divide_f32(x, sum, count);
 }
 
 DTRAIN__EXACT_END
@@ -43507,7 +43409,6 @@ static void dtrain__tp_entropy_exponentials(const dtrain__tp_entropy *e)
 /* The gradient, and the loss: from what every rank has alike. */
 static double dtrain__tp_entropy_finish(const dtrain__tp_entropy *e)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     double loss = 0.0;
     for (size_t i = 0; i < e->rows; i++) {
         float *row = e->logits + i * e->part;
@@ -43517,7 +43418,7 @@ static double dtrain__tp_entropy_finish(const dtrain__tp_entropy *e)
                 memset(row, 0, e->part * sizeof(float));
             continue;
         }
-        kernels->divide(row, row, (float)e->sums[i], e->part);
+        dtrain__fold_divide_f32(row, e->sums[i], e->part);
         if (target < e->part)
             row[target] = row[target] - 1.0f;
         loss = loss + (dtrain__tp_log(e->sums[i]) - e->target[i]);
@@ -44873,10 +44774,9 @@ static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table
     for (size_t done = 0; done < piece->count; done += n) {
         n = dtrain__server_next(s, piece, done, &param, &from);
         float *to = (float *)(data ? table[param].data : table[param].grad) + from;
+        memcpy(to, values + done, n * sizeof(float));
         if (divisor > 0.0)
-            dtrain__train_kernels_get()->divide(to, values + done, (float)divisor, n);
-        else
-            memcpy(to, values + done, n * sizeof(float));
+            dtrain__fold_divide_f32(to, divisor, n);
     }
 }
 
@@ -46262,9 +46162,8 @@ static void dtrain__rounds_start(dtrain_local_sgd *local, float *data, size_t at
 /* diff = base - data */
 static void dtrain__rounds_subtract(dtrain_local_sgd *local, float *data, size_t at, size_t count)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
-    kernels->multiply(local->diff + at, data, -1.0f, count);
-    kernels->add(local->diff + at, local->diff + at, local->base + at, count);
+    dtrain__fold_weigh_f32(data, -1.0, local->diff + at, count);
+    dtrain__fold_sum_f32(local->diff + at, local->base + at, count);
 }
 
 static void dtrain__rounds_adopt(dtrain_local_sgd *local, float *data, size_t at, size_t count)
@@ -46276,13 +46175,12 @@ static void dtrain__rounds_adopt(dtrain_local_sgd *local, float *data, size_t at
 /* data = (1 - mixing) * data + mixing * outer */
 static void dtrain__rounds_mix(dtrain_local_sgd *local, float *data, size_t at, size_t count)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     float share = local->desc.mixing, rest = 1.0f - share, tile[512];
     for (size_t i = 0; i < count; i += 512) {
         size_t n = count - i < 512 ? count - i : 512;
-        kernels->multiply(tile, local->outer + at + i, share, n);
-        kernels->multiply(data + i, data + i, rest, n);
-        kernels->add(data + i, data + i, tile, n);
+        dtrain__fold_weigh_f32(local->outer + at + i, (double)share, tile, n);
+        dtrain__fold_weigh_f32(data + i, (double)rest, data + i, n);
+        dtrain__fold_sum_f32(data + i, tile, n);
     }
 }
 
@@ -46296,8 +46194,7 @@ static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int f
     dtrain__rounds_walk(local, fragment, dtrain__rounds_subtract);
     if (f->count > 0) {
         uint64_t mode = dtrain__fpmode_enter();
-        dtrain__train_kernels_get()->multiply(local->diff + f->begin, local->diff + f->begin, (float)f->handed,
-                                              f->count);
+        dtrain__fold_weigh_f32(local->diff + f->begin, f->handed, local->diff + f->begin, f->count);
         dtrain__fpmode_restore(mode);
     }
     /* who was late opens no window, as the others are in the middle of their steps */
@@ -46814,11 +46711,11 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
         outer.momentum = 0.0f; /* which leaves the velocity alone */
     if (total > 0.0 && f->count > 0) {
         uint64_t mode = dtrain__fpmode_enter();
-        dtrain__train_kernels_get()->divide(local->sum, local->sum, (float)total, f->count);
+        dtrain__fold_divide_f32(local->sum, total, f->count);
         dtrain__fpmode_restore(mode);
-        dtrain__optimizer_sgd(local->outer + f->begin, local->sum,
-                              local->velocity != NULL ? local->velocity + f->begin : NULL, f->count, &outer,
-                              local->desc.outer_lr);
+        DTRAIN_IGNORE(dtrain_device_sgd(NULL, local->outer + f->begin, local->sum,
+                                        local->velocity != NULL ? local->velocity + f->begin : NULL, f->count, &outer,
+                                        local->desc.outer_lr, NULL));
     }
     local->counters[1 + fragment]++;
     local->stats.members = 0;

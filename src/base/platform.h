@@ -25,7 +25,7 @@
 #endif
 
 /* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
- * under -ffp-contract=fast and approximate square roots under -ffast-math: see DTRAIN__ROUNDED and dtrain__sqrt.
+ * under -ffp-contract=fast and approximate square roots under -ffast-math: see dtrain__isa_rounded_f32 and DTRAIN__TRAIN_ROOT_base.
  * The program's own code after them is compiled as if they were not there. gcc's pragma also redefines the macros that
  * stand for its flags, and its end does not undo that: without DTRAIN__EXACT_MACROS, a <math.h> that the program
  * includes later would not declare the SIMD functions that -Ofast uses. */

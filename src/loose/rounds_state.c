@@ -275,9 +275,8 @@ static void dtrain__rounds_start(dtrain_local_sgd *local, float *data, size_t at
 /* diff = base - data */
 static void dtrain__rounds_subtract(dtrain_local_sgd *local, float *data, size_t at, size_t count)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
-    kernels->multiply(local->diff + at, data, -1.0f, count);
-    kernels->add(local->diff + at, local->diff + at, local->base + at, count);
+    dtrain__fold_weigh_f32(data, -1.0, local->diff + at, count);
+    dtrain__fold_sum_f32(local->diff + at, local->base + at, count);
 }
 
 static void dtrain__rounds_adopt(dtrain_local_sgd *local, float *data, size_t at, size_t count)
@@ -289,13 +288,12 @@ static void dtrain__rounds_adopt(dtrain_local_sgd *local, float *data, size_t at
 /* data = (1 - mixing) * data + mixing * outer */
 static void dtrain__rounds_mix(dtrain_local_sgd *local, float *data, size_t at, size_t count)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     float share = local->desc.mixing, rest = 1.0f - share, tile[512];
     for (size_t i = 0; i < count; i += 512) {
         size_t n = count - i < 512 ? count - i : 512;
-        kernels->multiply(tile, local->outer + at + i, share, n);
-        kernels->multiply(data + i, data + i, rest, n);
-        kernels->add(data + i, data + i, tile, n);
+        dtrain__fold_weigh_f32(local->outer + at + i, (double)share, tile, n);
+        dtrain__fold_weigh_f32(data + i, (double)rest, data + i, n);
+        dtrain__fold_sum_f32(data + i, tile, n);
     }
 }
 
@@ -309,8 +307,7 @@ static void dtrain__rounds_snapshot(dtrain_local_sgd *local, int fragment, int f
     dtrain__rounds_walk(local, fragment, dtrain__rounds_subtract);
     if (f->count > 0) {
         uint64_t mode = dtrain__fpmode_enter();
-        dtrain__train_kernels_get()->multiply(local->diff + f->begin, local->diff + f->begin, (float)f->handed,
-                                              f->count);
+        dtrain__fold_weigh_f32(local->diff + f->begin, f->handed, local->diff + f->begin, f->count);
         dtrain__fpmode_restore(mode);
     }
     /* who was late opens no window, as the others are in the middle of their steps */

@@ -28,11 +28,11 @@ static void dtrain__rounds_commit(dtrain_local_sgd *local, int fragment, int min
         outer.momentum = 0.0f; /* which leaves the velocity alone */
     if (total > 0.0 && f->count > 0) {
         uint64_t mode = dtrain__fpmode_enter();
-        dtrain__train_kernels_get()->divide(local->sum, local->sum, (float)total, f->count);
+        dtrain__fold_divide_f32(local->sum, total, f->count);
         dtrain__fpmode_restore(mode);
-        dtrain__optimizer_sgd(local->outer + f->begin, local->sum,
-                              local->velocity != NULL ? local->velocity + f->begin : NULL, f->count, &outer,
-                              local->desc.outer_lr);
+        DTRAIN_IGNORE(dtrain_device_sgd(NULL, local->outer + f->begin, local->sum,
+                                        local->velocity != NULL ? local->velocity + f->begin : NULL, f->count, &outer,
+                                        local->desc.outer_lr, NULL));
     }
     local->counters[1 + fragment]++;
     local->stats.members = 0;

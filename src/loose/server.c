@@ -252,10 +252,9 @@ static void dtrain__server_put(const dtrain_server *s, const dtrain_param *table
     for (size_t done = 0; done < piece->count; done += n) {
         n = dtrain__server_next(s, piece, done, &param, &from);
         float *to = (float *)(data ? table[param].data : table[param].grad) + from;
+        memcpy(to, values + done, n * sizeof(float));
         if (divisor > 0.0)
-            dtrain__train_kernels_get()->divide(to, values + done, (float)divisor, n);
-        else
-            memcpy(to, values + done, n * sizeof(float));
+            dtrain__fold_divide_f32(to, divisor, n);
     }
 }
 

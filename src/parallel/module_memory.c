@@ -209,7 +209,7 @@ static void dtrain__module_add_kept(const dtrain__module_run *run, int index)
         float *sum = module->addresses[module->use_count + use],
               *added = module->addresses[2 * module->use_count + use];
         if (module->uses[use].twin == use && added != NULL && sum != NULL)
-            dtrain__train_kernels_get()->add(sum, sum, added, module->uses[use].count);
+            dtrain__fold_sum_f32(sum, added, module->uses[use].count);
     }
     dtrain__fpmode_restore(mode);
 }

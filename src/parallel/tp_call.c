@@ -132,7 +132,7 @@ static dtrain_status dtrain__tp_wait(dtrain_status status, dtrain_work *work)
 static void dtrain__tp_add(float *out, const float *x, size_t count)
 {
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain__train_kernels_get()->add(out, out, x, count);
+    dtrain__fold_sum_f32(out, x, count);
     dtrain__fpmode_restore(mode);
 }
 
@@ -142,7 +142,6 @@ static void dtrain__tp_add(float *out, const float *x, size_t count)
 /* sums[columns] += the sum over rows */
 static void dtrain__tp_add_columns(float *sums, const float *x, size_t rows, size_t columns)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     float tile[DTRAIN__TP_TILE];
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t at = 0; at < columns; at += DTRAIN__TP_TILE) {
@@ -151,9 +150,9 @@ static void dtrain__tp_add_columns(float *sums, const float *x, size_t rows, siz
             if (r % DTRAIN__TP_RUN == 0)
                 memcpy(tile, x + r * columns + at, n * sizeof(float));
             else
-                kernels->add(tile, tile, x + r * columns + at, n);
+                dtrain__fold_sum_f32(tile, x + r * columns + at, n);
             if (r % DTRAIN__TP_RUN == DTRAIN__TP_RUN - 1 || r == rows - 1)
-                kernels->add(sums + at, sums + at, tile, n);
+                dtrain__fold_sum_f32(sums + at, tile, n);
         }
     }
     dtrain__fpmode_restore(mode);

@@ -154,7 +154,7 @@ static void dtrain__tp_softmax_row(float *x, size_t count)
     dtrain__tp_max(x, count, &most);
     dtrain__tp_exps(x, count, most);
     dtrain__tp_sum(x, count, &sum);
-    dtrain__train_kernels_get()->divide(x, x, (float)sum, count);
+    dtrain__fold_divide_f32(x, sum, count);
 }
 
 DTRAIN__EXACT_END

@@ -132,7 +132,6 @@ static void dtrain__tp_entropy_exponentials(const dtrain__tp_entropy *e)
 /* The gradient, and the loss: from what every rank has alike. */
 static double dtrain__tp_entropy_finish(const dtrain__tp_entropy *e)
 {
-    const dtrain__train_kernels *kernels = dtrain__train_kernels_get();
     double loss = 0.0;
     for (size_t i = 0; i < e->rows; i++) {
         float *row = e->logits + i * e->part;
@@ -142,7 +141,7 @@ static double dtrain__tp_entropy_finish(const dtrain__tp_entropy *e)
                 memset(row, 0, e->part * sizeof(float));
             continue;
         }
-        kernels->divide(row, row, (float)e->sums[i], e->part);
+        dtrain__fold_divide_f32(row, e->sums[i], e->part);
         if (target < e->part)
             row[target] = row[target] - 1.0f;
         loss = loss + (dtrain__tp_log(e->sums[i]) - e->target[i]);

@@ -39,7 +39,7 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
  * and the padding of the panel give is not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, zero, broadcast, load, store, fma, add)    \
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op)                                        \
     attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                               \
     {                                                                                                                  \
         vector sum[ROWS][VECTORS];                                                                                     \
@@ -47,29 +47,31 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
         for (size_t i = 0; i < ROWS; i++) {                                                                            \
             row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                            \
             for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                sum[i][v] = zero();                                                                                    \
+                sum[i][v] = op##_set1_ps(0);                                                                           \
         }                                                                                                              \
         for (size_t p = 0; p < k; p++) {                                                                               \
             vector b[VECTORS];                                                                                         \
             for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                b[v] = load(panel + p * (VECTORS * LANES) + v * LANES);                                                \
+                b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES);                                       \
             for (size_t i = 0; i < ROWS; i++) {                                                                        \
-                vector x = broadcast(row[i][p * a_column]);                                                            \
+                vector x = op##_set1_ps(row[i][p * a_column]);                                                         \
                 for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    sum[i][v] = fma(x, b[v], sum[i][v]);                                                               \
+                    sum[i][v] = op##_fmadd_ps(x, b[v], sum[i][v]);                                                     \
             }                                                                                                          \
         }                                                                                                              \
         if (rows == ROWS && columns == VECTORS * LANES) {                                                              \
             for (size_t i = 0; i < ROWS; i++)                                                                          \
                 for (size_t v = 0; v < VECTORS; v++) {                                                                 \
                     float *to = c + i * ldc + v * LANES;                                                               \
-                    store(to, accumulate ? add(load(to), sum[i][v]) : sum[i][v]);                                      \
+                    if (accumulate)                                                                                    \
+                        sum[i][v] = op##_loadu_ps(to) + sum[i][v];                                                     \
+                    op##_storeu_ps(to, sum[i][v]);                                                                     \
                 }                                                                                                      \
         } else {                                                                                                       \
             float tile[ROWS * VECTORS * LANES];                                                                        \
             for (size_t i = 0; i < ROWS; i++)                                                                          \
                 for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    store(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                                        \
+                    op##_storeu_ps(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                               \
             dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate);                               \
         }                                                                                                              \
     }
@@ -77,52 +79,18 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 DTRAIN__EXACT_BEGIN
 
 #if defined(DTRAIN__X86)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512_setzero_ps,
-                    _mm512_set1_ps, _mm512_loadu_ps, _mm512_storeu_ps, _mm512_fmadd_ps, _mm512_add_ps)
-DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256_setzero_ps,
-                    _mm256_set1_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_fmadd_ps, _mm256_add_ps)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx512, __attribute__((target("avx512f"))), __m512, 16, 8, 2, _mm512)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_avx2, __attribute__((target("avx2,fma"))), __m256, 8, 6, 2, _mm256)
 #endif
 
-/* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. */
-typedef float dtrain__gemm_x4 __attribute__((vector_size(16)));
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_zero(void)
-{
-    dtrain__gemm_x4 x = {0, 0, 0, 0};
-    return x;
-}
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_set(float value)
-{
-    dtrain__gemm_x4 x = {value, value, value, value};
-    return x;
-}
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_load(const float *from)
-{
-    dtrain__gemm_x4 x;
-    memcpy(&x, from, sizeof x);
-    return x;
-}
-
-DTRAIN__INLINE void dtrain__gemm_x4_store(float *to, dtrain__gemm_x4 x)
-{
-    memcpy(to, &x, sizeof x);
-}
-
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_add(dtrain__gemm_x4 a, dtrain__gemm_x4 b)
-{
-    return a + b;
-}
-
 /* Two roundings, as on processors without a fused product; NEON always has one. */
-DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_fma(dtrain__gemm_x4 a, dtrain__gemm_x4 b, dtrain__gemm_x4 c)
+DTRAIN__INLINE dtrain__x4 dtrain__x4_fmadd_ps(dtrain__x4 a, dtrain__x4 b, dtrain__x4 c)
 {
 #if defined(__aarch64__)
     __asm__("fmla %0.4s, %1.4s, %2.4s" : "+w"(c) : "w"(a), "w"(b));
     return c;
 #else
-    dtrain__gemm_x4 product = a * b;
+    dtrain__x4 product = a * b;
 #if defined(__clang__) && defined(DTRAIN__X86)
     __asm__("" : "+x"(product)); /* see DTRAIN__EXACT_BEGIN: nothing else keeps clang from contracting */
 #endif
@@ -136,9 +104,7 @@ DTRAIN__INLINE dtrain__gemm_x4 dtrain__gemm_x4_fma(dtrain__gemm_x4 a, dtrain__ge
 #else
 #define DTRAIN__GEMM_BASE_ROWS 4
 #endif
-DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__gemm_x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__gemm_x4_zero,
-                    dtrain__gemm_x4_set, dtrain__gemm_x4_load, dtrain__gemm_x4_store, dtrain__gemm_x4_fma,
-                    dtrain__gemm_x4_add)
+DTRAIN__GEMM_KERNEL(dtrain__gemm_base, , dtrain__x4, 4, DTRAIN__GEMM_BASE_ROWS, 2, dtrain__x4)
 
 DTRAIN__EXACT_END
 

@@ -119,36 +119,43 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 #define DTRAIN__INLINE static inline __attribute__((always_inline))
 
-/* Defines name(...) from name_body(...), compiled for each instruction set. */
+/* Defines name(...), which calls name_avx512, name_avx2 or name_base; and from name_body(...) those as well. */
 #if defined(DTRAIN__X86)
-#define DTRAIN__KERNEL(name, parameters, arguments)                                                           \
-    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters \
-    {                                                                                                         \
-        name##_body arguments;                                                                                \
-    }                                                                                                         \
-    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters                         \
-    {                                                                                                         \
-        name##_body arguments;                                                                                \
-    }                                                                                                         \
-    static __attribute__((noinline)) void name##_base parameters                                              \
-    {                                                                                                         \
-        name##_body arguments;                                                                                \
-    }                                                                                                         \
-    static void name parameters                                                                               \
-    {                                                                                                         \
-        int isa = dtrain__isa();                                                                              \
-        if (isa == DTRAIN__ISA_AVX512)                                                                        \
-            name##_avx512 arguments;                                                                          \
-        else if (isa == DTRAIN__ISA_AVX2)                                                                     \
-            name##_avx2 arguments;                                                                            \
-        else                                                                                                  \
-            name##_base arguments;                                                                            \
+#define DTRAIN__DISPATCH(name, parameters, arguments)                                                                  \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        int isa = dtrain__isa();                                                                                       \
+        if (isa == DTRAIN__ISA_AVX512)                                                                                 \
+            name##_avx512 arguments;                                                                                   \
+        else if (isa == DTRAIN__ISA_AVX2)                                                                              \
+            name##_avx2 arguments;                                                                                     \
+        else                                                                                                           \
+            name##_base arguments;                                                                                     \
     }
+#define DTRAIN__KERNEL(name, parameters, arguments)                                                                    \
+    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters   \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
+    }                                                                                                                  \
+    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters                                   \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
+    }                                                                                                                  \
+    static __attribute__((noinline)) void name##_base parameters                                                       \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
+    }                                                                                                                  \
+    DTRAIN__DISPATCH(name, parameters, arguments)
 #else
-#define DTRAIN__KERNEL(name, parameters, arguments) \
-    static void name parameters                     \
-    {                                               \
-        name##_body arguments;                      \
+#define DTRAIN__DISPATCH(name, parameters, arguments)                                                                  \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        name##_base arguments;                                                                                         \
+    }
+#define DTRAIN__KERNEL(name, parameters, arguments)                                                                    \
+    static void name parameters                                                                                        \
+    {                                                                                                                  \
+        name##_body arguments;                                                                                         \
     }
 #endif
 
@@ -175,44 +182,47 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
  * `zero` is 0, read from dtrain__isa_zero once a kernel. */
 static volatile uint32_t dtrain__isa_zero __attribute__((unused));
 
-DTRAIN__INLINE float dtrain__isa_rounded_f32(float x, uint32_t zero)
-{
 #if defined(__clang__)
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits ^= zero;
-    memcpy(&x, &bits, sizeof bits);
+#define DTRAIN__ISA_ROUNDED(name, type, word)                                                                          \
+    DTRAIN__INLINE type name(type x, uint32_t zero)                                                                    \
+    {                                                                                                                  \
+        word bits;                                                                                                     \
+        memcpy(&bits, &x, sizeof bits);                                                                                \
+        bits ^= zero;                                                                                                  \
+        memcpy(&x, &bits, sizeof bits);                                                                                \
+        return x;                                                                                                      \
+    }
 #else
-    (void)zero;
+#define DTRAIN__ISA_ROUNDED(name, type, word)                                                                          \
+    DTRAIN__INLINE type name(type x, uint32_t zero)                                                                    \
+    {                                                                                                                  \
+        (void)zero;                                                                                                    \
+        return x;                                                                                                      \
+    }
 #endif
+DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f32, float, uint32_t)
+DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f64, double, uint64_t)
+
+/* Four floats in terms of the compiler's own vectors: SSE2, NEON, or whatever there is. Kernels that are written in
+ * vectors take these functions, or those of _mm256 and _mm512, by what their names begin with. */
+typedef float dtrain__x4 __attribute__((vector_size(16)));
+
+DTRAIN__INLINE dtrain__x4 dtrain__x4_set1_ps(float value)
+{
+    dtrain__x4 x = {value, value, value, value};
     return x;
 }
 
-DTRAIN__INLINE double dtrain__isa_rounded_f64(double x, uint32_t zero)
+DTRAIN__INLINE dtrain__x4 dtrain__x4_loadu_ps(const float *from)
 {
-#if defined(__clang__)
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    bits ^= zero;
-    memcpy(&x, &bits, sizeof bits);
-#else
-    (void)zero;
-#endif
+    dtrain__x4 x;
+    memcpy(&x, from, sizeof x);
     return x;
 }
 
-/* The correctly rounded square root of x >= 0; clang's fast-math would approximate its builtin. */
-DTRAIN__INLINE float dtrain__isa_sqrt_f32(float x)
+DTRAIN__INLINE void dtrain__x4_storeu_ps(float *to, dtrain__x4 x)
 {
-#if defined(__clang__) && defined(__FAST_MATH__) && defined(DTRAIN__X86)
-    __asm__("sqrtss %0, %0" : "+x"(x));
-    return x;
-#elif defined(__clang__) && defined(__FAST_MATH__) && defined(__aarch64__)
-    __asm__("fsqrt %s0, %s0" : "+w"(x));
-    return x;
-#else
-    return __builtin_sqrtf(x);
-#endif
+    memcpy(to, &x, sizeof x);
 }
 
 #endif

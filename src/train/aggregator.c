@@ -61,9 +61,8 @@ static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, d
 {
     uint64_t mode = dtrain__fpmode_enter();
     for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
-        float *grad = (float *)table[i].grad;
         if (dtrain__params_trained(&table[i]))
-            dtrain__train_kernels_get()->divide(grad, grad, (float)total_weight, dtrain_param_elements(&table[i]));
+            dtrain__fold_divide_f32(table[i].grad, total_weight, dtrain_param_elements(&table[i]));
     }
     dtrain__fpmode_restore(mode);
 }

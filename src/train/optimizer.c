@@ -47,71 +47,75 @@ static double dtrain__optimizer_power(double base, uint64_t exponent)
     return power;
 }
 
-static dtrain__train_adamw_constants dtrain__optimizer_adamw_constants(const dtrain_optimizer_desc *desc, float lr,
-                                                                       uint64_t step)
+/* A step whose arrays are still to be named. */
+static dtrain_device_adamw_step dtrain__optimizer_adamw(const dtrain_optimizer_desc *desc, float lr, uint64_t step)
 {
-    dtrain__train_adamw_constants c;
+    dtrain_device_adamw_step s;
+    uint64_t mode = dtrain__fpmode_enter();
     double beta1 = (double)desc->beta1, beta2 = (double)desc->beta2;
     double decay = (double)lr * (double)desc->weight_decay;
     uint32_t zero = dtrain__isa_zero;
     double rest1 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta1, step), zero);
     double rest2 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta2, step), zero);
-    c.beta1 = desc->beta1;
-    c.rest1 = (float)(1.0 - beta1);
-    c.beta2 = desc->beta2;
-    c.rest2 = (float)(1.0 - beta2);
-    c.root = (float)(1.0 / dtrain__vector_sqrt_f64(rest2));
-    c.eps = desc->eps;
-    c.rate = (float)((double)lr / rest1);
-    c.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
-    return c;
+    memset(&s, 0, sizeof s);
+    s.beta1 = desc->beta1;
+    s.rest1 = (float)(1.0 - beta1);
+    s.beta2 = desc->beta2;
+    s.rest2 = (float)(1.0 - beta2);
+    s.root = (float)(1.0 / dtrain__vector_sqrt_f64(rest2));
+    s.eps = desc->eps;
+    s.rate = (float)((double)lr / rest1);
+    s.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, zero));
+    dtrain__fpmode_restore(mode);
+    return s;
 }
 
-static dtrain__train_sgd_constants dtrain__optimizer_sgd_constants(const dtrain_optimizer_desc *desc, float lr)
+static dtrain_device_sgd_step dtrain__optimizer_sgd(const dtrain_optimizer_desc *desc, float lr)
 {
-    dtrain__train_sgd_constants c;
+    dtrain_device_sgd_step s;
+    uint64_t mode = dtrain__fpmode_enter();
     double decay = desc->decoupled_decay ? (double)lr * (double)desc->weight_decay : 0.0;
-    c.momentum = desc->momentum;
-    c.lr = lr;
-    c.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
-    c.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
-    c.nesterov = desc->nesterov;
-    return c;
+    memset(&s, 0, sizeof s);
+    s.momentum = desc->momentum;
+    s.lr = lr;
+    s.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
+    s.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
+    s.nesterov = desc->nesterov;
+    dtrain__fpmode_restore(mode);
+    return s;
 }
 
 DTRAIN__EXACT_END
 
+static void dtrain__optimizer_name(dtrain_device_adamw_step *s, float *params, const float *grads, float *m, float *v,
+                                   size_t count)
+{
+    s->params = params;
+    s->grads = grads;
+    s->m = m;
+    s->v = v;
+    s->count = count;
+}
+
 DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
                              const dtrain_optimizer_desc *desc, float lr, uint64_t step)
 {
-    uint64_t mode = dtrain__fpmode_enter();
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    dtrain__train_adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
-    dtrain__train_kernels_get()->adamw(params, grads, m, v, count, &c);
-    dtrain__fpmode_restore(mode);
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(&full, lr, step);
+    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    DTRAIN_IGNORE(dtrain__train_adamw(&s)); /* without a copy nothing can fail */
 }
 
 /* The step of 1-bit Adam: grads are the momenta, which m becomes, and v is as it was after step `frozen`. */
 static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, float *m, float *v, size_t count,
                                            const dtrain_optimizer_desc *desc, float lr, uint64_t step, uint64_t frozen)
 {
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain__train_adamw_constants c = dtrain__optimizer_adamw_constants(desc, lr, step);
-    c.root = dtrain__optimizer_adamw_constants(desc, lr, frozen).root;
-    c.beta1 = c.rest2 = 0.0f;
-    c.rest1 = c.beta2 = 1.0f;
-    dtrain__train_kernels_get()->adamw(params, grads, m, v, count, &c);
-    dtrain__fpmode_restore(mode);
-}
-
-static void dtrain__optimizer_sgd(float *params, const float *grads, float *velocity, size_t count,
-                                  const dtrain_optimizer_desc *desc, float lr)
-{
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    dtrain__train_sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
-    dtrain__train_kernels_get()->sgd(params, grads, full.momentum == 0.0f ? NULL : velocity, count, &c);
-    dtrain__fpmode_restore(mode);
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(desc, lr, step);
+    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    s.root = dtrain__optimizer_adamw(desc, lr, frozen).root;
+    s.beta1 = s.rest2 = 0.0f;
+    s.rest1 = s.beta2 = 1.0f;
+    DTRAIN_IGNORE(dtrain__train_adamw(&s));
 }
 
 /* Returns the name of the first constant out of range, or NULL. */
@@ -160,16 +164,10 @@ DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *param
     dtrain_status status = dtrain__optimizer_check_step(device, "device_adamw", count, &full, lr, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
-    if (device == NULL) {
-        dtrain_adamw(params, grads, m, v, count, &full, lr, step);
-        return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
-    }
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain__train_adamw_constants c = dtrain__optimizer_adamw_constants(&full, lr, step);
-    dtrain__fpmode_restore(mode);
-    dtrain_device_adamw_step now = {params,  m,       v,       grads,  copy_bf16, count,  c.beta1,
-                                    c.rest1, c.beta2, c.rest2, c.root, c.eps,     c.rate, c.keep};
-    return DTRAIN__DEVICE_CALL(device, "device_adamw", adamw, (device, &now));
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(&full, lr, step);
+    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    s.copy = copy_bf16;
+    return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_adamw", adamw, (device, &s)) : dtrain__train_adamw(&s);
 }
 
 DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params, const float *grads, float *velocity,
@@ -184,17 +182,13 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
     dtrain_status status = dtrain__optimizer_check_step(device, "device_sgd", count, &full, lr, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
-    if (device == NULL) {
-        dtrain__optimizer_sgd(params, grads, velocity, count, &full, lr);
-        return copy_bf16 != NULL ? dtrain_convert(params, DTRAIN_F32, copy_bf16, DTRAIN_BF16, count) : DTRAIN_OK;
-    }
-    uint64_t mode = dtrain__fpmode_enter();
-    dtrain__train_sgd_constants c = dtrain__optimizer_sgd_constants(&full, lr);
-    dtrain__fpmode_restore(mode);
-    dtrain_device_sgd_step now = {
-        params,    has_momentum ? velocity : NULL, grads, copy_bf16, count, c.momentum, c.lr, c.keep, c.coupled,
-        c.nesterov};
-    return DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &now));
+    dtrain_device_sgd_step s = dtrain__optimizer_sgd(&full, lr);
+    s.params = params;
+    s.velocity = has_momentum ? velocity : NULL;
+    s.grads = grads;
+    s.copy = copy_bf16;
+    s.count = count;
+    return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &s)) : dtrain__train_sgd(&s);
 }
 
 /* Makes the state on the optimizer's device. */

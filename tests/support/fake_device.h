@@ -292,29 +292,14 @@ static dtrain_status fake_axpy(dtrain_device *device, dtrain_dtype dtype, void *
         FAKE_OWN(y, count * dtrain_dtype_bits(dtype) / 8, dtrain_device_axpy(NULL, dtype, y, alpha, x, count))));
 }
 
-/* The loops of the library, given the numbers of a step. */
-static dtrain_status fake_adamw_now(const dtrain_device_adamw_step *s)
-{
-    dtrain__train_adamw_constants c = {s->beta1, s->rest1, s->beta2, s->rest2, s->root, s->eps, s->rate, s->keep};
-    dtrain__train_kernels_get()->adamw(s->params, s->grads, s->m, s->v, s->count, &c);
-    return s->copy != NULL ? dtrain_convert(s->params, DTRAIN_F32, s->copy, DTRAIN_BF16, s->count) : DTRAIN_OK;
-}
-
 static dtrain_status fake_adamw(dtrain_device *device, const dtrain_device_adamw_step *step)
 {
-    FAKE_OP(FAKE_OWN(step->grads, 4 * step->count, FAKE_OWN(step->v, 4 * step->count, fake_adamw_now(step))));
-}
-
-static dtrain_status fake_sgd_now(const dtrain_device_sgd_step *s)
-{
-    dtrain__train_sgd_constants c = {s->momentum, s->lr, s->keep, s->coupled, s->nesterov};
-    dtrain__train_kernels_get()->sgd(s->params, s->grads, s->velocity, s->count, &c);
-    return s->copy != NULL ? dtrain_convert(s->params, DTRAIN_F32, s->copy, DTRAIN_BF16, s->count) : DTRAIN_OK;
+    FAKE_OP(FAKE_OWN(step->grads, 4 * step->count, FAKE_OWN(step->v, 4 * step->count, dtrain__train_adamw(step))));
 }
 
 static dtrain_status fake_sgd(dtrain_device *device, const dtrain_device_sgd_step *step)
 {
-    FAKE_OP(FAKE_OWN(step->grads, 4 * step->count, FAKE_OWN(step->params, 4 * step->count, fake_sgd_now(step))));
+    FAKE_OP(FAKE_OWN(step->grads, 4 * step->count, FAKE_OWN(step->params, 4 * step->count, dtrain__train_sgd(step))));
 }
 
 static dtrain_status fake_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x, size_t count,

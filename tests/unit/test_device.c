@@ -168,7 +168,7 @@ TEST(steps_of_optimizers_have_the_cpus_bytes_and_a_bf16_copy)
                     DTRAIN_OK);
                 CHECK_EQ(dtrain_device_adamw(device, p, g, m, v, N, &desc, 0.01f, step, (uint16_t *)on[4]), DTRAIN_OK);
             } else {
-                dtrain__optimizer_sgd(cpu[0], cpu[1], cpu[2], N, &desc, 0.01f);
+                CHECK_EQ(dtrain_device_sgd(NULL, cpu[0], cpu[1], cpu[2], N, &desc, 0.01f, NULL), DTRAIN_OK);
                 CHECK_EQ(dtrain_device_sgd(NULL, null[0], null[1], null[2], N, &desc, 0.01f, null_copy), DTRAIN_OK);
                 CHECK_EQ(dtrain_device_sgd(device, p, g, m, N, &desc, 0.01f, (uint16_t *)on[4]), DTRAIN_OK);
             }

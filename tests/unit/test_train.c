@@ -731,7 +731,7 @@ static uint64_t bits_of_optimizers(void)
             if (kind == 0)
                 dtrain_adamw(p, g, m, v, COUNT, &desc, 1e-3f, step);
             else
-                dtrain__optimizer_sgd(p, g, m, COUNT, &desc, 1e-3f);
+                DTRAIN_IGNORE(dtrain_device_sgd(NULL, p, g, m, COUNT, &desc, 1e-3f, NULL));
         }
         hash = bits_hash(hash, p, sizeof p);
         hash = bits_hash(hash, m, sizeof m);
