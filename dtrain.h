@@ -33345,13 +33345,12 @@ typedef struct dtrain__params_range {
     float *data;
     float *grad;
     size_t count;
-    int no_decay;
+    int unit, no_decay;
 } dtrain__params_range;
 
-/* The ranges of all parameters with a gradient; those of unit u are unit_begin[u] up to unit_begin[u + 1]. */
+/* The ranges of all parameters with a gradient. */
 typedef struct dtrain__params {
     dtrain__params_range *ranges;
-    size_t *unit_begin;
     size_t range_count;
     int units;
 } dtrain__params;
@@ -33631,51 +33630,43 @@ static const dtrain__alike_field dtrain__params_compress_fields[] = {
 
 enum { DTRAIN__PARAMS_COMPRESS = sizeof dtrain__params_compress_fields / sizeof dtrain__params_compress_fields[0] };
 
-/* What of a parameter is the same on all ranks. */
+/* What of a parameter is the same on all ranks, besides its name and its shape; the last two where places are. */
+static const dtrain__alike_field dtrain__params_fields[] = {
+    DTRAIN__ALIKE_CONSTANT(dtrain_param, dtype, dtrain__alike_dtype),
+    DTRAIN__ALIKE_FIELD(dtrain_param, stacked, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_param, unit, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_param, tied, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_param, no_decay, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_param, dense, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_param, grad, GIVEN),
+    DTRAIN__ALIKE_FIELD(dtrain_param, frozen, FLAG),
+    DTRAIN__ALIKE_FIELD(dtrain_param, data, GIVEN),
+    DTRAIN__ALIKE_FIELD(dtrain_param, device, GIVEN)};
+
+static const dtrain__alike_field dtrain__params_part_fields[] = {
+    DTRAIN__ALIKE_FIELD(dtrain_param_part, first_layer, NUMBER), DTRAIN__ALIKE_FIELD(dtrain_param_part, dim, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_param_part, blocks, NUMBER),      DTRAIN__ALIKE_FIELD(dtrain_param_part, begin, NUMBER),
+    DTRAIN__ALIKE_FIELD(dtrain_param_part, copies, NUMBER),      DTRAIN__ALIKE_FIELD(dtrain_param_part, copy, NUMBER)};
+
+/* Lines of a parameter. */
 enum {
     DTRAIN__PARAMS_NAME,
-    DTRAIN__PARAMS_DTYPE,
     DTRAIN__PARAMS_SHAPE,
-    DTRAIN__PARAMS_NUMBERS,
-    DTRAIN__PARAMS_PART = DTRAIN__PARAMS_NUMBERS + 9,
-    DTRAIN__PARAMS_PART_SHAPE = DTRAIN__PARAMS_PART + 6,
+    DTRAIN__PARAMS_FIELD,
+    DTRAIN__PARAMS_PART = DTRAIN__PARAMS_FIELD + sizeof dtrain__params_fields / sizeof dtrain__params_fields[0],
+    DTRAIN__PARAMS_PART_SHAPE =
+        DTRAIN__PARAMS_PART + sizeof dtrain__params_part_fields / sizeof dtrain__params_part_fields[0],
     DTRAIN__PARAMS_LINES
 };
 
-static int dtrain__params_shape_line(dtrain__alike_line *line, const char *what, const size_t *shape, int ndim)
+static int dtrain__params_shape_line(dtrain__alike_line *line, const char *prefix, const size_t *shape, int ndim)
 {
-    char text[24 * DTRAIN_MAX_DIMS + 3] = "{";
+    char text[24 * DTRAIN_MAX_DIMS + 3] = "{", what[sizeof line->what];
     for (int d = 0; d < ndim; d++)
         snprintf(text + strlen(text), sizeof text - strlen(text), "%s%zu", d > 0 ? ", " : "", shape[d]);
     snprintf(text + strlen(text), sizeof text - strlen(text), "}");
+    snprintf(what, sizeof what, "%sshape", prefix);
     return dtrain__alike_text(line, what, text);
-}
-
-static double dtrain__params_number(const dtrain_param *param, int field, const char **name)
-{
-    static const char *const names[] = {
-        "stacked",           "unit", "tied", "no_decay", "dense", "memory for grad", "frozen", "memory for data",
-        "memory of a device"};
-    const int numbers[] = {param->stacked != 0,  param->unit,         param->tied != 0,
-                           param->no_decay != 0, param->dense != 0,   param->grad != NULL,
-                           param->frozen != 0,   param->data != NULL, param->device != NULL};
-    *name = names[field];
-    return numbers[field];
-}
-
-static double dtrain__params_part_number(const dtrain_param *param, int field, const char **name)
-{
-    static const char *const names[] = {"part.first_layer", "part.dim",    "part.blocks",
-                                        "part.begin",       "part.copies", "part.copy"};
-    const dtrain_param_part *part = param->part;
-    const size_t numbers[] = {part->first_layer,
-                              (size_t)part->dim,
-                              dtrain__params_blocks(param),
-                              part->begin,
-                              (size_t)(part->copies > 0 ? part->copies : 1),
-                              (size_t)part->copy};
-    *name = names[field];
-    return (double)numbers[field];
 }
 
 static size_t dtrain__params_lines(size_t count)
@@ -33688,36 +33679,31 @@ static size_t dtrain__params_lines(size_t count)
 static int dtrain__params_line(const dtrain_param *table, size_t count, int places, size_t index,
                                dtrain__alike_line *line)
 {
-    size_t at = index > 0 ? (index - 1) / DTRAIN__PARAMS_LINES : 0;
-    int field = index > 0 ? (int)((index - 1) % DTRAIN__PARAMS_LINES) : 0;
-    const dtrain_param *param = table + (at < count ? at : 0);
-    const char *name = "name";
-    char what[sizeof line->what];
-    double number = 0.0;
+    size_t at = (index - 1) / DTRAIN__PARAMS_LINES, field = (index - 1) % DTRAIN__PARAMS_LINES;
+    char prefix[120];
     if (index == 0)
         return dtrain__alike_number(line, "the number of parameters is", (double)count, 0);
     if (at >= count)
         return 0;
-    snprintf(what, sizeof what, "parameter %zu: name", at);
+    const dtrain_param *param = &table[at];
+    snprintf(prefix, sizeof prefix, "parameter %zu: name", at);
     if (field == DTRAIN__PARAMS_NAME)
-        return dtrain__alike_name(line, what, param->name);
-    if (field >= DTRAIN__PARAMS_NUMBERS && field < DTRAIN__PARAMS_PART)
-        number = dtrain__params_number(param, field - DTRAIN__PARAMS_NUMBERS, &name);
-    else if (field >= DTRAIN__PARAMS_PART && field < DTRAIN__PARAMS_PART_SHAPE && param->part != NULL)
-        number = dtrain__params_part_number(param, field - DTRAIN__PARAMS_PART, &name);
-    else
-        name = field == DTRAIN__PARAMS_DTYPE ? "dtype" : field == DTRAIN__PARAMS_SHAPE ? "shape" : "part";
-    snprintf(what, sizeof what, "parameter %zu \"%.60s\": %s", at, param->name, name);
-    if (field == DTRAIN__PARAMS_DTYPE)
-        return dtrain__alike_text(line, what, dtrain_dtype_name(param->dtype));
+        return dtrain__alike_name(line, prefix, param->name);
+    snprintf(prefix, sizeof prefix, "parameter %zu \"%.60s\": %s", at, param->name,
+             field >= DTRAIN__PARAMS_PART ? "part." : "");
     if (field == DTRAIN__PARAMS_SHAPE)
-        return dtrain__params_shape_line(line, what, param->shape, dtrain__params_ndim(param));
-    if (field >= DTRAIN__PARAMS_PART && param->part == NULL)
-        return dtrain__alike_text(line, what, "none");
+        return dtrain__params_shape_line(line, prefix, param->shape, dtrain__params_ndim(param));
+    if (field < DTRAIN__PARAMS_PART)
+        return dtrain__alike_field_line(line, prefix, &dtrain__params_fields[field - DTRAIN__PARAMS_FIELD],
+                                        places || field + 2 < DTRAIN__PARAMS_PART ? param : NULL);
+    if (param->part == NULL)
+        return dtrain__alike_text(line, prefix, "none");
     if (field == DTRAIN__PARAMS_PART_SHAPE)
-        return dtrain__params_shape_line(line, what, param->part->shape, dtrain__params_ndim(param));
-    int named = places || field < DTRAIN__PARAMS_NUMBERS + 7 || field >= DTRAIN__PARAMS_PART;
-    return dtrain__alike_number(line, what, named ? number : 0.0, 0);
+        return dtrain__params_shape_line(line, prefix, param->part->shape, dtrain__params_ndim(param));
+    dtrain_param_part part = *param->part;
+    part.blocks = dtrain__params_blocks(param);
+    part.copies = part.copies > 0 ? part.copies : 1;
+    return dtrain__alike_field_line(line, prefix, &dtrain__params_part_fields[field - DTRAIN__PARAMS_PART], &part);
 }
 
 /* What a create call was given that is the same on all ranks: a table, a desc, and how that compresses. */
@@ -33796,30 +33782,7 @@ static dtrain_status dtrain__params_device(const dtrain_param *table, size_t cou
     return DTRAIN_OK;
 }
 
-static void dtrain__params_destroy(dtrain__params *params, dtrain_allocator *allocator)
-{
-    dtrain__free(allocator, params->ranges);
-    dtrain__free(allocator, params->unit_begin);
-    memset(params, 0, sizeof *params);
-}
-
-/* Writes ranges in place by unit; unit_begin[u + 1] moves from the begin of unit u to its end. */
-static void dtrain__params_fill(dtrain__params *params, const dtrain_param *table, size_t count)
-{
-    for (size_t i = 0; i < count; i++) {
-        size_t layers = dtrain__params_layers(&table[i]);
-        size_t each = layers > 0 ? dtrain_param_elements(&table[i]) / layers : 0;
-        for (size_t layer = 0; dtrain__params_trained(&table[i]) && layer < layers; layer++) {
-            dtrain__params_range *range = &params->ranges[params->unit_begin[(size_t)table[i].unit + layer + 1]++];
-            range->data = (float *)table[i].data + layer * each;
-            range->grad = (float *)table[i].grad + layer * each;
-            range->count = each;
-            range->no_decay = table[i].no_decay;
-        }
-    }
-}
-
-/* Cuts a table, which is checked first, into ranges. */
+/* Cuts a table, which is checked first, into ranges; params->ranges is the caller's to free, also on an error. */
 static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_param *table, size_t count,
                                            dtrain_allocator *allocator)
 {
@@ -33829,26 +33792,26 @@ static dtrain_status dtrain__params_create(dtrain__params *params, const dtrain_
         status = dtrain__params_check_f32(table, count);
     if (status != DTRAIN_OK)
         return status;
-    params->units = dtrain_params_units(table, count);
     for (size_t i = 0; i < count; i++)
         params->range_count += dtrain__params_trained(&table[i]) ? dtrain__params_layers(&table[i]) : 0;
-    params->unit_begin = (size_t *)dtrain__alloc(allocator, ((size_t)params->units + 1) * sizeof(size_t));
+    params->units = dtrain_params_units(table, count);
     params->ranges =
         (dtrain__params_range *)dtrain__alloc(allocator, params->range_count * sizeof(dtrain__params_range));
-    if (params->unit_begin == NULL || params->ranges == NULL) {
-        dtrain__params_destroy(params, allocator);
+    if (params->ranges == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a table of %zu parameters", count);
-    }
-    /* Counts of unit u go to u + 2, so that summing leaves the begin of u at u + 1, and filling its end. */
-    for (size_t i = 0; i < count; i++) {
-        size_t layers = dtrain__params_trained(&table[i]) ? dtrain__params_layers(&table[i]) : 0;
-        for (size_t unit = (size_t)table[i].unit; unit < (size_t)table[i].unit + layers; unit++)
-            params->unit_begin[unit + 2 <= (size_t)params->units ? unit + 2 : 0] += 1;
-    }
-    params->unit_begin[0] = 0;
-    for (int unit = 1; unit <= params->units; unit++)
-        params->unit_begin[unit] += params->unit_begin[unit - 1];
-    dtrain__params_fill(params, table, count);
+    dtrain__params_range *range = params->ranges;
+    for (int unit = 0; unit < params->units; unit++)
+        for (size_t i = 0; i < count; i++) {
+            const dtrain_param *param = &table[i];
+            size_t layer = (size_t)unit - (size_t)param->unit, layers = dtrain__params_layers(param);
+            if (!dtrain__params_trained(param) || unit < param->unit || layer >= layers)
+                continue;
+            range->count = dtrain_param_elements(param) / layers;
+            range->data = (float *)param->data + layer * range->count;
+            range->grad = (float *)param->grad + layer * range->count;
+            range->unit = unit;
+            range++->no_decay = param->no_decay;
+        }
     return DTRAIN_OK;
 }
 
@@ -34398,7 +34361,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     if (optimizer == NULL)
         return;
     dtrain_allocator *allocator = optimizer->allocator;
-    dtrain__params_destroy(&optimizer->params, allocator);
+    dtrain__free(allocator, optimizer->params.ranges);
     if (optimizer->device != NULL)
         dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);
     else
@@ -46056,9 +46019,8 @@ static int dtrain__rounds_packs(const dtrain_local_sgd_desc *desc, int ranks, si
 static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, int fragment)
 {
     size_t count = 0;
-    for (int unit = fragment; unit < params->units; unit += fragments)
-        for (size_t i = params->unit_begin[unit]; i < params->unit_begin[unit + 1]; i++)
-            count += params->ranges[i].count;
+    for (size_t i = 0; i < params->range_count; i++)
+        count += params->ranges[i].unit % fragments == fragment ? params->ranges[i].count : 0;
     return count;
 }
 
@@ -46127,10 +46089,9 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
     sizes->words = 2 * n * fragments * sizeof(uint64_t);
     sizes->told = n * (sizeof(void *) + sizeof(int));
     sizes->hellos = (n + 1) * DTRAIN__ROUNDS_WORDS * sizeof(uint64_t);
-    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) +
-                 ((size_t)params->units + 1) * sizeof(size_t) + sizes->floats + sizes->weights + sizes->counters +
-                 sizes->fragments + sizes->works + sizes->words + sizes->told + sizes->hellos + sizes->packs +
-                 sizes->rooms[0] + sizes->rooms[1] + sizes->rooms[2];
+    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) + sizes->floats +
+                 sizes->weights + sizes->counters + sizes->fragments + sizes->works + sizes->words + sizes->told +
+                 sizes->hellos + sizes->packs + sizes->rooms[0] + sizes->rooms[1] + sizes->rooms[2];
     return DTRAIN_OK;
 }
 
@@ -46142,8 +46103,8 @@ static void dtrain__rounds_walk(dtrain_local_sgd *local, int fragment, dtrain__r
     const dtrain__params *params = &local->params;
     size_t at = local->fragments[fragment].begin;
     uint64_t mode = dtrain__fpmode_enter();
-    for (int unit = fragment; unit < params->units; unit += local->desc.fragments)
-        for (size_t i = params->unit_begin[unit]; i < params->unit_begin[unit + 1]; i++) {
+    for (size_t i = 0; i < params->range_count; i++)
+        if (params->ranges[i].unit % local->desc.fragments == fragment) {
             piece(local, params->ranges[i].data, at, params->ranges[i].count);
             at += params->ranges[i].count;
         }
@@ -47141,7 +47102,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
     dtrain__free(allocator, local->words);
     dtrain__free(allocator, local->parts);
     dtrain__free(allocator, local->hellos);
-    dtrain__params_destroy(&local->params, allocator);
+    dtrain__free(allocator, local->params.ranges);
     pthread_mutex_destroy(&local->mutex);
     dtrain__free(allocator, local);
 }

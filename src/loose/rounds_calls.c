@@ -20,7 +20,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
     dtrain__free(allocator, local->words);
     dtrain__free(allocator, local->parts);
     dtrain__free(allocator, local->hellos);
-    dtrain__params_destroy(&local->params, allocator);
+    dtrain__free(allocator, local->params.ranges);
     pthread_mutex_destroy(&local->mutex);
     dtrain__free(allocator, local);
 }

@@ -169,9 +169,8 @@ static int dtrain__rounds_packs(const dtrain_local_sgd_desc *desc, int ranks, si
 static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, int fragment)
 {
     size_t count = 0;
-    for (int unit = fragment; unit < params->units; unit += fragments)
-        for (size_t i = params->unit_begin[unit]; i < params->unit_begin[unit + 1]; i++)
-            count += params->ranges[i].count;
+    for (size_t i = 0; i < params->range_count; i++)
+        count += params->ranges[i].unit % fragments == fragment ? params->ranges[i].count : 0;
     return count;
 }
 
@@ -240,10 +239,9 @@ static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtra
     sizes->words = 2 * n * fragments * sizeof(uint64_t);
     sizes->told = n * (sizeof(void *) + sizeof(int));
     sizes->hellos = (n + 1) * DTRAIN__ROUNDS_WORDS * sizeof(uint64_t);
-    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) +
-                 ((size_t)params->units + 1) * sizeof(size_t) + sizes->floats + sizes->weights + sizes->counters +
-                 sizes->fragments + sizes->works + sizes->words + sizes->told + sizes->hellos + sizes->packs +
-                 sizes->rooms[0] + sizes->rooms[1] + sizes->rooms[2];
+    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) + sizes->floats +
+                 sizes->weights + sizes->counters + sizes->fragments + sizes->works + sizes->words + sizes->told +
+                 sizes->hellos + sizes->packs + sizes->rooms[0] + sizes->rooms[1] + sizes->rooms[2];
     return DTRAIN_OK;
 }
 
@@ -255,8 +253,8 @@ static void dtrain__rounds_walk(dtrain_local_sgd *local, int fragment, dtrain__r
     const dtrain__params *params = &local->params;
     size_t at = local->fragments[fragment].begin;
     uint64_t mode = dtrain__fpmode_enter();
-    for (int unit = fragment; unit < params->units; unit += local->desc.fragments)
-        for (size_t i = params->unit_begin[unit]; i < params->unit_begin[unit + 1]; i++) {
+    for (size_t i = 0; i < params->range_count; i++)
+        if (params->ranges[i].unit % local->desc.fragments == fragment) {
             piece(local, params->ranges[i].data, at, params->ranges[i].count);
             at += params->ranges[i].count;
         }

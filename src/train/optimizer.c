@@ -300,7 +300,7 @@ DTRAIN_API void dtrain_optimizer_destroy(dtrain_optimizer *optimizer)
     if (optimizer == NULL)
         return;
     dtrain_allocator *allocator = optimizer->allocator;
-    dtrain__params_destroy(&optimizer->params, allocator);
+    dtrain__free(allocator, optimizer->params.ranges);
     if (optimizer->device != NULL)
         dtrain_device_free(optimizer->device, DTRAIN_MEMORY_DEVICE, optimizer->state);
     else
