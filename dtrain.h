@@ -7232,7 +7232,8 @@ DTRAIN__INLINE void dtrain__x4_storeu_ps(float *to, dtrain__x4 x)
 #endif
 
 /* ---- >>dtype ----
- * Names and widths of element types, conversions, and the one rule by which counts are cut into parts.
+ * Names and widths of element types, conversions, the one rule by which counts are cut into parts, and dtrain_tensor,
+ * whose shape is checked once, when it is made, so that arithmetic on it cannot overflow later.
  * Every convertible type is exact in float64, so any pair converts by widening to its bits and rounding
  * once; the pairs that training uses have loops of their own. All of it is integer arithmetic, which no
  * compiler flag or floating-point mode changes. */
@@ -7426,7 +7427,8 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
 /* to[i] = expression of from[i]; the buffers are apart. */
 #define DTRAIN__DTYPE_CONVERT(name, input, output, expression)                                                         \
     DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count),                                    \
-                 const input *from = (const input *)in; output *to = (output *)out, to[i] = expression)
+                 const input *from = (const input *)in;                                                                \
+                 output *to = (output *)out, to[i] = expression)
 
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_bf16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_bf16(from[i]))
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_bf16, dtrain__u16, dtrain__u32, (uint32_t)from[i] << 16)
@@ -7434,6 +7436,19 @@ DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_f16, dtrain__u32, dtrain__u16, dtrain
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain__dtype_f16_to_f32(from[i]))
 
 DTRAIN__EXACT_END
+
+/* Converts by way of float64. What is finite or infinite and has larger bits there than `largest` becomes that. */
+static void dtrain__dtype_convert_any(const void *in, dtrain__dtype_format from, void *out, dtrain__dtype_format to,
+                                      size_t count, uint64_t largest)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint64_t bits = dtrain__dtype_load((const unsigned char *)in + i * (size_t)from.bytes, from.bytes);
+        uint64_t wide = dtrain__dtype_widen(bits, from), size = wide & 0x7fffffffffffffffu;
+        if (size > largest && size <= 0x7ff0000000000000u)
+            wide += largest - size;
+        dtrain__dtype_store((unsigned char *)out + i * (size_t)to.bytes, dtrain__dtype_narrow(wide, to), to.bytes);
+    }
+}
 
 /* Converts where the caller has set the floating-point mode and checked the dtypes. */
 static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
@@ -7454,11 +7469,7 @@ static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, 
     } else {
         dtrain__dtype_format_of(from, &f);
         dtrain__dtype_format_of(to, &t);
-        for (size_t i = 0; i < count; i++) {
-            uint64_t wide =
-                dtrain__dtype_widen(dtrain__dtype_load((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
-            dtrain__dtype_store((unsigned char *)out + i * (size_t)t.bytes, dtrain__dtype_narrow(wide, t), t.bytes);
-        }
+        dtrain__dtype_convert_any(in, f, out, t, count, UINT64_MAX);
     }
 }
 
@@ -7492,14 +7503,94 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert_saturating %zu elements: %s is NULL", count,
                             in == NULL ? "in" : "out");
     const uint64_t largest = dtrain__dtype_widen(to == DTRAIN_F8_E4M3 ? 0x7e : 0x7b, t);
-    for (size_t i = 0; i < count; i++) {
-        uint64_t bits = dtrain__dtype_load((const unsigned char *)in + i * (size_t)f.bytes, f.bytes);
-        uint64_t wide = dtrain__dtype_widen(bits, f), size = wide & 0x7fffffffffffffffu;
-        if (size > largest && size <= 0x7ff0000000000000u)
-            wide += largest - size;
-        dtrain__dtype_store((unsigned char *)out + i, dtrain__dtype_narrow(wide, t), 1);
-    }
+    dtrain__dtype_convert_any(in, f, out, t, count, largest);
     return DTRAIN_OK;
+}
+
+/* ---- tensors ---- */
+
+/* "F32 [3, 4]" */
+typedef struct dtrain__tensor_shape_text {
+    char text[256];
+} dtrain__tensor_shape_text;
+
+static dtrain__tensor_shape_text dtrain__tensor_text(const dtrain_tensor *tensor)
+{
+    dtrain__tensor_shape_text out;
+    size_t used = (size_t)snprintf(out.text, sizeof out.text, "%s [", dtrain_dtype_name(tensor->dtype));
+    for (int i = 0; i < tensor->ndim && i < DTRAIN_MAX_DIMS; i++)
+        used += (size_t)snprintf(out.text + used, sizeof out.text - used, i > 0 ? ", %zu" : "%zu", tensor->shape[i]);
+    snprintf(out.text + used, sizeof out.text - used, "]");
+    return out;
+}
+
+/* Fills everything but data and allocator, or nothing, with zeros on an error. */
+static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape)
+{
+    size_t bits = dtrain_dtype_bits(dtype), count = 1;
+    int fits = 1;
+    if (tensor == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: nowhere to put it (tensor is NULL)");
+    memset(tensor, 0, sizeof *tensor);
+    if (bits == 0 || ndim < 0 || ndim > DTRAIN_MAX_DIMS || (ndim > 0 && shape == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: dtype %d (%s) with %d dimensions; 0 to %d are possible",
+                            (int)dtype, dtrain_dtype_name(dtype), ndim, DTRAIN_MAX_DIMS);
+    for (int i = 0; i < ndim; i++)
+        fits = dtrain__mul_size(count, shape[i], &count) && fits;
+    if (!fits || !dtrain__mul_size(count, bits, &bits))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits",
+                            ndim);
+    if (bits % 8 != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: %zu elements of %s are no whole number of bytes", count,
+                            dtrain_dtype_name(dtype));
+    tensor->dtype = dtype;
+    tensor->ndim = ndim;
+    for (int i = 0; i < ndim; i++)
+        tensor->shape[i] = shape[i];
+    tensor->count = count;
+    tensor->bytes = bits / 8;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                              dtrain_allocator *allocator)
+{
+    dtrain_status status = dtrain__tensor_shape(tensor, dtype, ndim, shape);
+    if (status != DTRAIN_OK)
+        return status;
+    if (allocator == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_create: needs an allocator; a zeroed one will do");
+    tensor->data = dtrain__alloc(allocator, tensor->bytes);
+    if (tensor->data == NULL) {
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "tensor_create: no memory for %s, %zu bytes",
+                              dtrain__tensor_text(tensor).text, tensor->bytes);
+        memset(tensor, 0, sizeof *tensor);
+        return status;
+    }
+    tensor->allocator = allocator;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                            void *data)
+{
+    dtrain_status status = dtrain__tensor_shape(tensor, dtype, ndim, shape);
+    if (status != DTRAIN_OK)
+        return status;
+    if (data == NULL && tensor->bytes > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_view: %s needs %zu bytes, data is NULL",
+                            dtrain__tensor_text(tensor).text, tensor->bytes);
+    tensor->data = data;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
+{
+    if (tensor == NULL)
+        return;
+    if (tensor->allocator != NULL)
+        dtrain__free(tensor->allocator, tensor->data);
+    memset(tensor, 0, sizeof *tensor);
 }
 
 #endif
@@ -7683,20 +7774,17 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
     DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
                                     double divisor, int mean)                                                          \
     {                                                                                                                  \
-        int copies = m == n;                                                                                           \
-        if (n == 2 && copies && !mean)                                                                                 \
+        if (n == 2 && m == n && !mean)                                                                                 \
             name##_loop(in, 2, out, 2, begin, count, divisor, 0);                                                      \
-        else if (n == 2 && copies)                                                                                     \
+        else if (n == 2 && m == n)                                                                                     \
             name##_loop(in, 2, out, 2, begin, count, divisor, 1);                                                      \
         else if (n == 2)                                                                                               \
             name##_loop(in, 2, out, 1, begin, count, divisor, mean);                                                   \
-        else if (n == 4 && copies && !mean)                                                                            \
-            name##_loop(in, 4, out, 4, begin, count, divisor, 0);                                                      \
-        else if (n == 4 && copies)                                                                                     \
-            name##_loop(in, 4, out, 4, begin, count, divisor, 1);                                                      \
+        else if (n == 4 && m == n)                                                                                     \
+            name##_loop(in, 4, out, 4, begin, count, divisor, mean);                                                   \
         else if (n == 4)                                                                                               \
             name##_loop(in, 4, out, 1, begin, count, divisor, mean);                                                   \
-        else if (copies)                                                                                               \
+        else if (m == n)                                                                                               \
             name##_loop(in, 8, out, 8, begin, count, divisor, mean);                                                   \
         else                                                                                                           \
             name##_loop(in, 8, out, 1, begin, count, divisor, mean);                                                   \
@@ -7803,39 +7891,33 @@ static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *cons
     dtrain__fold_pair_kernel(wide, op, tiles[0], tiles[1], count);
 }
 
+/* As dtrain__fold, with results of dtype `to`: dtype, or its partial one. The caller has set the mode. */
 static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
-                               void *const *out, int m, size_t begin, size_t count)
+                               dtrain_dtype to, void *const *out, int m, size_t begin, size_t count)
 {
     unsigned char tiles[DTRAIN__FOLD_LEVELS][DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
     dtrain_dtype wide = dtrain__fold_partial(dtype);
-    size_t width = dtrain_dtype_bits(dtype) / 8, wide_width = dtrain_dtype_bits(wide) / 8;
-    size_t tile = DTRAIN__FOLD_TILE_BYTES / wide_width;
+    size_t width = dtrain_dtype_bits(dtype) / 8, to_width = dtrain_dtype_bits(to) / 8;
+    size_t tile = DTRAIN__FOLD_TILE_BYTES / (dtrain_dtype_bits(wide) / 8);
     for (size_t at = begin; at < begin + count; at += tile) {
         size_t step = begin + count - at < tile ? begin + count - at : tile;
         unsigned char *result = tiles[0];
         dtrain__fold_tree(dtype, op, in, n, at * width, step, tiles);
         dtrain__fold_divide(wide, op, divisor, tiles[0], step);
-        if (wide != dtype) {
-            dtrain__dtype_convert(tiles[0], wide, tiles[1], dtype, step);
+        if (wide != to) {
+            dtrain__dtype_convert(tiles[0], wide, tiles[1], to, step);
             result = tiles[1];
         }
         for (int k = 0; k < m; k++)
-            memcpy((unsigned char *)out[k] + at * width, result, step * width);
+            memcpy((unsigned char *)out[k] + at * to_width, result, step * to_width);
     }
 }
 
 /* out[i] = tree of sums over in[0 .. n-1][i], for i below count, as partial results: 16-bit floats are not rounded. */
 static void dtrain__fold_partials(dtrain_dtype dtype, const void *const *in, int n, void *out, size_t count)
 {
-    unsigned char tiles[DTRAIN__FOLD_LEVELS][DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
-    size_t width = dtrain_dtype_bits(dtype) / 8, wide_width = dtrain_dtype_bits(dtrain__fold_partial(dtype)) / 8;
-    size_t tile = DTRAIN__FOLD_TILE_BYTES / wide_width;
     uint64_t mode = dtrain__fpmode_enter();
-    for (size_t at = 0; at < count; at += tile) {
-        size_t step = count - at < tile ? count - at : tile;
-        dtrain__fold_tree(dtype, DTRAIN_SUM, in, n, at * width, step, tiles);
-        memcpy((unsigned char *)out + at * wide_width, tiles[0], step * wide_width);
-    }
+    dtrain__fold_tiles(dtype, DTRAIN_SUM, 1, in, n, dtrain__fold_partial(dtype), &out, 1, 0, count);
     dtrain__fpmode_restore(mode);
 }
 
@@ -7854,7 +7936,7 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
         dtrain__fold_direct_f64(in, n, out, m, begin, count, divisor, mean);
         dtrain__fold_direct_f64_rest(in, n, out, m, rest, end, divisor, mean);
     } else
-        dtrain__fold_tiles(dtype, op, divisor, in, n, out, m, begin, count);
+        dtrain__fold_tiles(dtype, op, divisor, in, n, dtype, out, m, begin, count);
     dtrain__fpmode_restore(mode);
 }
 
@@ -8553,104 +8635,6 @@ DTRAIN_API dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t
         return DTRAIN__DEVICE_CALL(device, "device_clip", clip, (device, limbs, max_norm, norm, x, count));
     dtrain__device_clip_cpu(limbs, max_norm, norm, x, count);
     return DTRAIN_OK;
-}
-
-#endif
-
-/* ---- >>tensor_core ----
- * dtrain_tensor: shapes checked once, when a tensor is made, so that arithmetic on them cannot
- * overflow later; owning and viewing. */
-#ifndef DTRAIN__TENSOR
-#define DTRAIN__TENSOR
-
-/* "F32 [3, 4]" */
-typedef struct dtrain__tensor_shape_text {
-    char text[256];
-} dtrain__tensor_shape_text;
-
-static dtrain__tensor_shape_text dtrain__tensor_text(const dtrain_tensor *tensor)
-{
-    dtrain__tensor_shape_text out;
-    size_t used = (size_t)snprintf(out.text, sizeof out.text, "%s [", dtrain_dtype_name(tensor->dtype));
-    for (int i = 0; i < tensor->ndim && i < DTRAIN_MAX_DIMS; i++)
-        used += (size_t)snprintf(out.text + used, sizeof out.text - used, i > 0 ? ", %zu" : "%zu", tensor->shape[i]);
-    snprintf(out.text + used, sizeof out.text - used, "]");
-    return out;
-}
-
-/* Fills everything but data and allocator. Sizes multiply left to right with checks, in bits. */
-static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape)
-{
-    size_t bits = dtrain_dtype_bits(dtype), total = 1;
-    if (tensor == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: nowhere to put it (tensor is NULL)");
-    memset(tensor, 0, sizeof *tensor);
-    if (bits == 0 || ndim < 0 || ndim > DTRAIN_MAX_DIMS || (ndim > 0 && shape == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: dtype %d (%s) with %d dimensions; 0 to %d are possible",
-                            (int)dtype, dtrain_dtype_name(dtype), ndim, DTRAIN_MAX_DIMS);
-    tensor->dtype = dtype;
-    tensor->ndim = ndim;
-    for (int i = 0; i < ndim; i++) {
-        tensor->shape[i] = shape[i];
-        if (!dtrain__mul_size(total, shape[i], &total))
-            total = SIZE_MAX;
-        if (total == SIZE_MAX)
-            break;
-    }
-    if (total == SIZE_MAX || !dtrain__mul_size(total, bits, &bits)) {
-        memset(tensor, 0, sizeof *tensor);
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits",
-                            ndim);
-    }
-    if (bits % 8 != 0) {
-        memset(tensor, 0, sizeof *tensor);
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: %zu elements of %s are no whole number of bytes", total,
-                            dtrain_dtype_name(dtype));
-    }
-    tensor->count = total;
-    tensor->bytes = bits / 8;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
-                                              dtrain_allocator *allocator)
-{
-    dtrain_status status = dtrain__tensor_shape(tensor, dtype, ndim, shape);
-    if (status != DTRAIN_OK)
-        return status;
-    if (allocator == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_create: needs an allocator; a zeroed one will do");
-    tensor->data = dtrain__alloc(allocator, tensor->bytes);
-    if (tensor->data == NULL) {
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "tensor_create: no memory for %s, %zu bytes",
-                              dtrain__tensor_text(tensor).text, tensor->bytes);
-        memset(tensor, 0, sizeof *tensor);
-        return status;
-    }
-    tensor->allocator = allocator;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
-                                            void *data)
-{
-    dtrain_status status = dtrain__tensor_shape(tensor, dtype, ndim, shape);
-    if (status != DTRAIN_OK)
-        return status;
-    if (data == NULL && tensor->bytes > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_view: %s needs %zu bytes, data is NULL",
-                            dtrain__tensor_text(tensor).text, tensor->bytes);
-    tensor->data = data;
-    return DTRAIN_OK;
-}
-
-DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
-{
-    if (tensor == NULL)
-        return;
-    if (tensor->allocator != NULL)
-        dtrain__free(tensor->allocator, tensor->data);
-    memset(tensor, 0, sizeof *tensor);
 }
 
 #endif

@@ -5,7 +5,7 @@
 #define DTRAIN__MODULE
 #include "module.h"
 #include "../shard/fsdp_create.c"
-#include "../tensor/tensor.c"
+#include "../tensor/dtype.c"
 
 typedef struct dtrain__module_use {
     size_t param, offset; /* of the table; elements to the layer's part of a stacked one */

@@ -1,12 +1,13 @@
 /* ---- >>dtype ----
- * Names and widths of element types, conversions, and the one rule by which counts are cut into parts.
+ * Names and widths of element types, conversions, the one rule by which counts are cut into parts, and dtrain_tensor,
+ * whose shape is checked once, when it is made, so that arithmetic on it cannot overflow later.
  * Every convertible type is exact in float64, so any pair converts by widening to its bits and rounding
  * once; the pairs that training uses have loops of their own. All of it is integer arithmetic, which no
  * compiler flag or floating-point mode changes. */
 #ifndef DTRAIN__DTYPE
 #define DTRAIN__DTYPE
 #include "tensor.h"
-#include "../base/status.c"
+#include "../base/memory.c"
 #include "isa.c"
 
 typedef struct dtrain__dtype_row {
@@ -196,7 +197,8 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
 /* to[i] = expression of from[i]; the buffers are apart. */
 #define DTRAIN__DTYPE_CONVERT(name, input, output, expression)                                                         \
     DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count),                                    \
-                 const input *from = (const input *)in; output *to = (output *)out, to[i] = expression)
+                 const input *from = (const input *)in;                                                                \
+                 output *to = (output *)out, to[i] = expression)
 
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_bf16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_bf16(from[i]))
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_bf16, dtrain__u16, dtrain__u32, (uint32_t)from[i] << 16)
@@ -204,6 +206,19 @@ DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_f16, dtrain__u32, dtrain__u16, dtrain
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain__dtype_f16_to_f32(from[i]))
 
 DTRAIN__EXACT_END
+
+/* Converts by way of float64. What is finite or infinite and has larger bits there than `largest` becomes that. */
+static void dtrain__dtype_convert_any(const void *in, dtrain__dtype_format from, void *out, dtrain__dtype_format to,
+                                      size_t count, uint64_t largest)
+{
+    for (size_t i = 0; i < count; i++) {
+        uint64_t bits = dtrain__dtype_load((const unsigned char *)in + i * (size_t)from.bytes, from.bytes);
+        uint64_t wide = dtrain__dtype_widen(bits, from), size = wide & 0x7fffffffffffffffu;
+        if (size > largest && size <= 0x7ff0000000000000u)
+            wide += largest - size;
+        dtrain__dtype_store((unsigned char *)out + i * (size_t)to.bytes, dtrain__dtype_narrow(wide, to), to.bytes);
+    }
+}
 
 /* Converts where the caller has set the floating-point mode and checked the dtypes. */
 static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
@@ -224,11 +239,7 @@ static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, 
     } else {
         dtrain__dtype_format_of(from, &f);
         dtrain__dtype_format_of(to, &t);
-        for (size_t i = 0; i < count; i++) {
-            uint64_t wide =
-                dtrain__dtype_widen(dtrain__dtype_load((const unsigned char *)in + i * (size_t)f.bytes, f.bytes), f);
-            dtrain__dtype_store((unsigned char *)out + i * (size_t)t.bytes, dtrain__dtype_narrow(wide, t), t.bytes);
-        }
+        dtrain__dtype_convert_any(in, f, out, t, count, UINT64_MAX);
     }
 }
 
@@ -262,14 +273,94 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert_saturating %zu elements: %s is NULL", count,
                             in == NULL ? "in" : "out");
     const uint64_t largest = dtrain__dtype_widen(to == DTRAIN_F8_E4M3 ? 0x7e : 0x7b, t);
-    for (size_t i = 0; i < count; i++) {
-        uint64_t bits = dtrain__dtype_load((const unsigned char *)in + i * (size_t)f.bytes, f.bytes);
-        uint64_t wide = dtrain__dtype_widen(bits, f), size = wide & 0x7fffffffffffffffu;
-        if (size > largest && size <= 0x7ff0000000000000u)
-            wide += largest - size;
-        dtrain__dtype_store((unsigned char *)out + i, dtrain__dtype_narrow(wide, t), 1);
-    }
+    dtrain__dtype_convert_any(in, f, out, t, count, largest);
     return DTRAIN_OK;
+}
+
+/* ---- tensors ---- */
+
+/* "F32 [3, 4]" */
+typedef struct dtrain__tensor_shape_text {
+    char text[256];
+} dtrain__tensor_shape_text;
+
+static dtrain__tensor_shape_text dtrain__tensor_text(const dtrain_tensor *tensor)
+{
+    dtrain__tensor_shape_text out;
+    size_t used = (size_t)snprintf(out.text, sizeof out.text, "%s [", dtrain_dtype_name(tensor->dtype));
+    for (int i = 0; i < tensor->ndim && i < DTRAIN_MAX_DIMS; i++)
+        used += (size_t)snprintf(out.text + used, sizeof out.text - used, i > 0 ? ", %zu" : "%zu", tensor->shape[i]);
+    snprintf(out.text + used, sizeof out.text - used, "]");
+    return out;
+}
+
+/* Fills everything but data and allocator, or nothing, with zeros on an error. */
+static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape)
+{
+    size_t bits = dtrain_dtype_bits(dtype), count = 1;
+    int fits = 1;
+    if (tensor == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: nowhere to put it (tensor is NULL)");
+    memset(tensor, 0, sizeof *tensor);
+    if (bits == 0 || ndim < 0 || ndim > DTRAIN_MAX_DIMS || (ndim > 0 && shape == NULL))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: dtype %d (%s) with %d dimensions; 0 to %d are possible",
+                            (int)dtype, dtrain_dtype_name(dtype), ndim, DTRAIN_MAX_DIMS);
+    for (int i = 0; i < ndim; i++)
+        fits = dtrain__mul_size(count, shape[i], &count) && fits;
+    if (!fits || !dtrain__mul_size(count, bits, &bits))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits",
+                            ndim);
+    if (bits % 8 != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: %zu elements of %s are no whole number of bytes", count,
+                            dtrain_dtype_name(dtype));
+    tensor->dtype = dtype;
+    tensor->ndim = ndim;
+    for (int i = 0; i < ndim; i++)
+        tensor->shape[i] = shape[i];
+    tensor->count = count;
+    tensor->bytes = bits / 8;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                              dtrain_allocator *allocator)
+{
+    dtrain_status status = dtrain__tensor_shape(tensor, dtype, ndim, shape);
+    if (status != DTRAIN_OK)
+        return status;
+    if (allocator == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_create: needs an allocator; a zeroed one will do");
+    tensor->data = dtrain__alloc(allocator, tensor->bytes);
+    if (tensor->data == NULL) {
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "tensor_create: no memory for %s, %zu bytes",
+                              dtrain__tensor_text(tensor).text, tensor->bytes);
+        memset(tensor, 0, sizeof *tensor);
+        return status;
+    }
+    tensor->allocator = allocator;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim, const size_t *shape,
+                                            void *data)
+{
+    dtrain_status status = dtrain__tensor_shape(tensor, dtype, ndim, shape);
+    if (status != DTRAIN_OK)
+        return status;
+    if (data == NULL && tensor->bytes > 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_view: %s needs %zu bytes, data is NULL",
+                            dtrain__tensor_text(tensor).text, tensor->bytes);
+    tensor->data = data;
+    return DTRAIN_OK;
+}
+
+DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor)
+{
+    if (tensor == NULL)
+        return;
+    if (tensor->allocator != NULL)
+        dtrain__free(tensor->allocator, tensor->data);
+    memset(tensor, 0, sizeof *tensor);
 }
 
 #endif

@@ -181,20 +181,17 @@ DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
     DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
                                     double divisor, int mean)                                                          \
     {                                                                                                                  \
-        int copies = m == n;                                                                                           \
-        if (n == 2 && copies && !mean)                                                                                 \
+        if (n == 2 && m == n && !mean)                                                                                 \
             name##_loop(in, 2, out, 2, begin, count, divisor, 0);                                                      \
-        else if (n == 2 && copies)                                                                                     \
+        else if (n == 2 && m == n)                                                                                     \
             name##_loop(in, 2, out, 2, begin, count, divisor, 1);                                                      \
         else if (n == 2)                                                                                               \
             name##_loop(in, 2, out, 1, begin, count, divisor, mean);                                                   \
-        else if (n == 4 && copies && !mean)                                                                            \
-            name##_loop(in, 4, out, 4, begin, count, divisor, 0);                                                      \
-        else if (n == 4 && copies)                                                                                     \
-            name##_loop(in, 4, out, 4, begin, count, divisor, 1);                                                      \
+        else if (n == 4 && m == n)                                                                                     \
+            name##_loop(in, 4, out, 4, begin, count, divisor, mean);                                                   \
         else if (n == 4)                                                                                               \
             name##_loop(in, 4, out, 1, begin, count, divisor, mean);                                                   \
-        else if (copies)                                                                                               \
+        else if (m == n)                                                                                               \
             name##_loop(in, 8, out, 8, begin, count, divisor, mean);                                                   \
         else                                                                                                           \
             name##_loop(in, 8, out, 1, begin, count, divisor, mean);                                                   \
@@ -301,39 +298,33 @@ static void dtrain__fold_tree(dtrain_dtype dtype, dtrain_op op, const void *cons
     dtrain__fold_pair_kernel(wide, op, tiles[0], tiles[1], count);
 }
 
+/* As dtrain__fold, with results of dtype `to`: dtype, or its partial one. The caller has set the mode. */
 static void dtrain__fold_tiles(dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,
-                               void *const *out, int m, size_t begin, size_t count)
+                               dtrain_dtype to, void *const *out, int m, size_t begin, size_t count)
 {
     unsigned char tiles[DTRAIN__FOLD_LEVELS][DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
     dtrain_dtype wide = dtrain__fold_partial(dtype);
-    size_t width = dtrain_dtype_bits(dtype) / 8, wide_width = dtrain_dtype_bits(wide) / 8;
-    size_t tile = DTRAIN__FOLD_TILE_BYTES / wide_width;
+    size_t width = dtrain_dtype_bits(dtype) / 8, to_width = dtrain_dtype_bits(to) / 8;
+    size_t tile = DTRAIN__FOLD_TILE_BYTES / (dtrain_dtype_bits(wide) / 8);
     for (size_t at = begin; at < begin + count; at += tile) {
         size_t step = begin + count - at < tile ? begin + count - at : tile;
         unsigned char *result = tiles[0];
         dtrain__fold_tree(dtype, op, in, n, at * width, step, tiles);
         dtrain__fold_divide(wide, op, divisor, tiles[0], step);
-        if (wide != dtype) {
-            dtrain__dtype_convert(tiles[0], wide, tiles[1], dtype, step);
+        if (wide != to) {
+            dtrain__dtype_convert(tiles[0], wide, tiles[1], to, step);
             result = tiles[1];
         }
         for (int k = 0; k < m; k++)
-            memcpy((unsigned char *)out[k] + at * width, result, step * width);
+            memcpy((unsigned char *)out[k] + at * to_width, result, step * to_width);
     }
 }
 
 /* out[i] = tree of sums over in[0 .. n-1][i], for i below count, as partial results: 16-bit floats are not rounded. */
 static void dtrain__fold_partials(dtrain_dtype dtype, const void *const *in, int n, void *out, size_t count)
 {
-    unsigned char tiles[DTRAIN__FOLD_LEVELS][DTRAIN__FOLD_TILE_BYTES] __attribute__((aligned(64)));
-    size_t width = dtrain_dtype_bits(dtype) / 8, wide_width = dtrain_dtype_bits(dtrain__fold_partial(dtype)) / 8;
-    size_t tile = DTRAIN__FOLD_TILE_BYTES / wide_width;
     uint64_t mode = dtrain__fpmode_enter();
-    for (size_t at = 0; at < count; at += tile) {
-        size_t step = count - at < tile ? count - at : tile;
-        dtrain__fold_tree(dtype, DTRAIN_SUM, in, n, at * width, step, tiles);
-        memcpy((unsigned char *)out + at * wide_width, tiles[0], step * wide_width);
-    }
+    dtrain__fold_tiles(dtype, DTRAIN_SUM, 1, in, n, dtrain__fold_partial(dtype), &out, 1, 0, count);
     dtrain__fpmode_restore(mode);
 }
 
@@ -352,7 +343,7 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
         dtrain__fold_direct_f64(in, n, out, m, begin, count, divisor, mean);
         dtrain__fold_direct_f64_rest(in, n, out, m, rest, end, divisor, mean);
     } else
-        dtrain__fold_tiles(dtype, op, divisor, in, n, out, m, begin, count);
+        dtrain__fold_tiles(dtype, op, divisor, in, n, dtype, out, m, begin, count);
     dtrain__fpmode_restore(mode);
 }
 
