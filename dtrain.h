@@ -306,11 +306,13 @@
 #define DTRAIN_NO_CHECKPOINT
 #endif
 
-/* ---- >>platform ----
- * What must be settled before any system header: the features that the implementation needs of it; and
- * the pragmas that keep a region's arithmetic to the letter of IEEE 754 whatever flags the program uses. */
-#ifndef DTRAIN__PLATFORM
-#define DTRAIN__PLATFORM
+/* ---- >>base ----
+ * What every floor shares in public: what the implementation needs of system headers, which is settled before any of
+ * them; the pragmas that keep a region's arithmetic to the letter of IEEE 754 whatever flags the program uses; the macros
+ * a program may set, status codes and error texts, the log callback, the allocator hook, counter-based random numbers
+ * and SHA-256. Calls nothing but the C library. */
+#ifndef DTRAIN__BASE_H
+#define DTRAIN__BASE_H
 
 #ifdef DTRAIN_IMPLEMENTATION
 #ifndef _DEFAULT_SOURCE
@@ -372,15 +374,6 @@
 #error "dtrain.h: this compiler's fast-math cannot be held to IEEE 754; put #define DTRAIN_IMPLEMENTATION and #include \"dtrain.h\" into a file of their own and compile that one with -O2"
 #endif
 #endif
-
-#endif
-
-/* ---- >>base ----
- * What every floor shares in public: the macros a program may set, status codes and error texts,
- * the log callback, the allocator hook, counter-based random numbers and SHA-256.
- * Calls nothing but the C library. */
-#ifndef DTRAIN__BASE_H
-#define DTRAIN__BASE_H
 
 #include <stddef.h>
 #include <stdint.h>
@@ -4820,11 +4813,14 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 
 #ifdef DTRAIN_IMPLEMENTATION
 
-/* ---- >>begin ----
- * What opens the implementation: every system header, so that none follows a DTRAIN__EXACT_BEGIN. A program that makes
- * the API static uses some of it: what it leaves unused is no reason to warn, up to >>end. */
-#ifndef DTRAIN__BEGIN
-#define DTRAIN__BEGIN
+/* ---- >>status ----
+ * What opens the implementation: every system header, so that none follows a DTRAIN__EXACT_BEGIN; then status names,
+ * error texts and the log. A program that makes the API static uses some of it: what it leaves unused is no reason to
+ * warn, up to >>end. dtrain__fail is the only maker of error texts: it formats one line into the object's own error and
+ * into the calling thread's last error, and returns the status, so that a failing function is one
+ * `return dtrain__fail(...)`. Errors and log lines hold printable UTF-8, whatever peers and files they quote. */
+#ifndef DTRAIN__STATUS
+#define DTRAIN__STATUS
 
 /* Terms of the implementation that the field has no common name for:
  *
@@ -4875,16 +4871,6 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #endif
-
-#endif
-
-/* ---- >>status ----
- * Status names, error texts and the log. dtrain__fail is the only maker of error texts: it formats
- * one line into the object's own error and into the calling thread's last error, and returns the
- * status, so that a failing function is one `return dtrain__fail(...)`.
- * Errors and log lines hold printable UTF-8, whatever peers and files they quote. */
-#ifndef DTRAIN__STATUS
-#define DTRAIN__STATUS
 
 #define DTRAIN__ERROR_BYTES 640
 #define DTRAIN__STATUS_CAUSE_BYTES 400 /* of which a quoted cause takes so many */
@@ -5367,48 +5353,51 @@ static int dtrain__os_fault_writes(const void *context)
 #endif
 }
 
-/* Fills out with bytes that nobody can guess. Returns 0 or an errno. */
+/* Fills out with at most 256 bytes that nobody can guess; so many come whole. Returns 0 or an errno. */
 static int dtrain__os_random(void *out, size_t bytes)
 {
-    unsigned char *at = (unsigned char *)out;
-    ssize_t n = 0;
+    ssize_t n = -1;
     int fd, error = 0;
 #if defined(__linux__) && defined(__NR_getrandom)
-    while (bytes > 0 && ((n = syscall(__NR_getrandom, at, bytes, 0)) > 0 || errno == EINTR)) {
-        at += n > 0 ? n : 0;
-        bytes -= n > 0 ? (size_t)n : 0;
-    }
-#endif
-    if (bytes == 0)
+    do
+        n = syscall(__NR_getrandom, out, bytes, 0);
+    while (n < 0 && errno == EINTR);
+    if (n == (ssize_t)bytes)
         return 0;
+#endif
     fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return errno;
-    while (bytes > 0 && ((n = read(fd, at, bytes)) > 0 || (n < 0 && errno == EINTR))) {
-        at += n > 0 ? n : 0;
-        bytes -= n > 0 ? (size_t)n : 0;
-    }
-    if (bytes > 0)
+    do
+        n = read(fd, out, bytes);
+    while (n < 0 && errno == EINTR);
+    if (n != (ssize_t)bytes)
         error = n < 0 ? errno : EIO;
     close(fd);
     return error;
 }
 
-/* This process's program, as in " (train)"; "" where the system does not say. */
-static void dtrain__os_program(char *out, size_t room)
+/* Reads the start of a file of the system's as a text. Returns its bytes, or -errno and an empty text. */
+static int dtrain__os_read_text(const char *path, char *text, size_t room)
 {
-    const char *name = "";
-#if defined(__APPLE__) || defined(__FreeBSD__) || defined(__NetBSD__) || defined(__OpenBSD__)
-    name = getprogname();
-#else
-    char text[32];
-    int fd = open("/proc/self/comm", O_RDONLY | O_CLOEXEC);
-    ssize_t n = fd >= 0 ? read(fd, text, sizeof text - 1) : 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd >= 0 ? read(fd, text, room - 1) : -1;
+    int error = errno;
     if (fd >= 0)
         close(fd);
     text[n > 0 ? n : 0] = 0;
-    text[strcspn(text, "\n")] = 0;
-    name = text;
+    return n >= 0 ? (int)n : -error;
+}
+
+/* This process's program, as in " (train)"; "" where the system does not say. */
+static void dtrain__os_program(char *out, size_t room)
+{
+#if defined(__APPLE__) || defined(__FreeBSD__) || defined(__NetBSD__) || defined(__OpenBSD__)
+    const char *name = getprogname();
+#else
+    char name[32];
+    dtrain__os_read_text("/proc/self/comm", name, sizeof name);
+    name[strcspn(name, "\n")] = 0;
 #endif
     snprintf(out, room, name[0] != 0 ? " (%.20s)" : "%s", name);
 }
@@ -5416,15 +5405,9 @@ static void dtrain__os_program(char *out, size_t room)
 /* What tells this host, since its last start, from others: processes of one host get the same. */
 static void dtrain__os_host_id(unsigned char id[128])
 {
-    int fd;
     memset(id, 0, 128);
     gethostname((char *)id, 63);
-    fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC); /* only on Linux */
-    if (fd < 0)
-        return;
-    ssize_t ignored = read(fd, id + 64, 63);
-    (void)ignored;
-    close(fd);
+    dtrain__os_read_text("/proc/sys/kernel/random/boot_id", (char *)id + 64, 64); /* only on Linux */
 }
 
 /* Memory that other processes of the host can map: a file without a name, which ends with the last mapping of it,
@@ -5445,10 +5428,9 @@ static void *dtrain__os_share(size_t bytes, int *fd)
     }
     if (*fd >= 0 && posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* no write may find the disk full */
         memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
-    if (memory !=
-        MAP_FAILED) /* F_ADD_SEALS: its size stays, as who shortens it would end all that map it by a signal */
-        fcntl(*fd, 1033, 1 | 2 | 4);
-    if (memory == MAP_FAILED && *fd >= 0) {
+    if (memory != MAP_FAILED) {
+        fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: who shortened it would end all that map it by a signal */
+    } else if (*fd >= 0) {
         close(*fd);
         *fd = -1;
     }
@@ -5480,20 +5462,13 @@ static uint64_t dtrain__os_process_began(pid_t process, int *known)
 {
     char path[40], text[512];
     snprintf(path, sizeof path, "/proc/%ld/stat", (long)process);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    *known = fd >= 0 || errno == ENOENT;
-    if (fd < 0)
+    int length = dtrain__os_read_text(path, text, sizeof text);
+    /* after the program's name a letter, and numbers: the 17th threads, the 19th the time */
+    char *at = strrchr(text, ')');
+    int told = at != NULL && strlen(at) >= 4;
+    *known = told || length == -ENOENT || length == -ESRCH;
+    if (!told)
         return 0;
-    ssize_t length = read(fd, text, sizeof text - 1);
-    *known = length > 0 || errno == ESRCH;
-    close(fd);
-    text[length > 0 ? length : 0] = 0;
-    char *at =
-        strrchr(text, ')'); /* after the program's name a letter, and numbers: the 17th threads, the 19th the time */
-    if (at == NULL || strlen(at) < 4) {
-        *known &= length <= 0;
-        return 0;
-    }
     char state = at[2];
     uint64_t numbers[20] = {0};
     at += 3;
@@ -6627,6 +6602,7 @@ static inline size_t dtrain__json_space(const dtrain__json_reader *reader, size_
 
 static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
 {
+    static const char *const words[] = {"null", "false", "true"}; /* in the order of their kinds */
     reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
     if (byte == '{' || byte == '[')
         return dtrain__json_enter(reader, byte == '{');
@@ -6634,12 +6610,9 @@ static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dt
         return dtrain__json_read_string(reader, token);
     if (byte == '-' || dtrain__json_in(byte, '0', '9'))
         return dtrain__json_read_number(reader, token);
-    if (byte == 'n')
-        return dtrain__json_read_word(reader, token, "null", DTRAIN__JSON_NULL);
-    if (byte == 't')
-        return dtrain__json_read_word(reader, token, "true", DTRAIN__JSON_TRUE);
-    if (byte == 'f')
-        return dtrain__json_read_word(reader, token, "false", DTRAIN__JSON_FALSE);
+    for (int i = 0; i < 3; i++)
+        if (byte == words[i][0])
+            return dtrain__json_read_word(reader, token, words[i], (dtrain__json_kind)(DTRAIN__JSON_NULL + i));
     return dtrain__json_bad(reader, reader->offset, byte < 0 ? "the text ends before a value" : "not a value");
 }
 
@@ -6990,16 +6963,6 @@ static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
     }
     text[to] = '\0';
     dtrain__json_write_word(writer, text);
-}
-
-static void dtrain__json_write_bool(dtrain__json_writer *writer, int value)
-{
-    dtrain__json_write_word(writer, value ? "true" : "false");
-}
-
-static void dtrain__json_write_null(dtrain__json_writer *writer)
-{
-    dtrain__json_write_word(writer, "null");
 }
 
 #endif
@@ -8282,10 +8245,12 @@ static dtrain_status dtrain__device_pointers(const dtrain_device *device, const 
     return status;
 }
 
-static dtrain_status dtrain__device_floats(const dtrain_device *device, const char *call, dtrain_dtype dtype)
+/* Checks a call on count floats of a dtype. */
+static dtrain_status dtrain__device_floats(const dtrain_device *device, const char *call, dtrain_dtype dtype,
+                                           size_t count, const dtrain__device_argument *arguments)
 {
     if (dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16)
-        return DTRAIN_OK;
+        return dtrain__device_pointers(device, call, count, arguments);
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s on %s: dtype is %d (%s), expected F64, F32, F16 or BF16",
                         call, dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype));
 }
@@ -8411,15 +8376,13 @@ static char dtrain__device_event_cpu;
 
 static dtrain_status dtrain__device_event_create(dtrain_device *device, dtrain_device_event **event)
 {
-    *event = NULL;
-    if (device != NULL) {
-        dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_event_create", event_create, (device, event));
-        if (status != DTRAIN_OK)
-            *event = NULL;
-        return status;
-    }
     *event = (dtrain_device_event *)&dtrain__device_event_cpu;
-    return DTRAIN_OK;
+    if (device == NULL)
+        return DTRAIN_OK;
+    dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_event_create", event_create, (device, event));
+    if (status != DTRAIN_OK)
+        *event = NULL;
+    return status;
 }
 
 static void dtrain__device_event_destroy(dtrain_device *device, dtrain_device_event *event)
@@ -8509,9 +8472,8 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
 DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
                                              size_t count)
 {
-    dtrain_status status = dtrain__device_floats(device, "device_scale", dtype);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointer(device, "device_scale", "x", x, count);
+    const dtrain__device_argument pointers[] = {{"x", x}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_floats(device, "device_scale", dtype, count, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
@@ -8524,9 +8486,7 @@ DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype 
                                             const void *x, size_t count)
 {
     const dtrain__device_argument pointers[] = {{"y", y}, {"x", x}, {NULL, NULL}};
-    dtrain_status status = dtrain__device_floats(device, "device_axpy", dtype);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointers(device, "device_axpy", count, pointers);
+    dtrain_status status = dtrain__device_floats(device, "device_axpy", dtype, count, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
@@ -8559,9 +8519,7 @@ DTRAIN_API dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dt
                                                 uint32_t *found)
 {
     const dtrain__device_argument pointers[] = {{"x", x}, {"found", found}, {NULL, NULL}};
-    dtrain_status status = dtrain__device_floats(device, "device_overflow", dtype);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointers(device, "device_overflow", count, pointers);
+    dtrain_status status = dtrain__device_floats(device, "device_overflow", dtype, count, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
@@ -21055,7 +21013,7 @@ static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, u
     if (is)
         dtrain__json_write_u64(&trace->json, value);
     else
-        dtrain__json_write_null(&trace->json);
+        dtrain__json_write_word(&trace->json, "null");
 }
 
 /* Nanoseconds as microseconds, exactly. */
@@ -21138,7 +21096,7 @@ static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtra
     dtrain__trace_maybe(trace, "peer", message, call->root);
     dtrain__trace_text(trace, "algorithm", dtrain__op_algorithm_name(call->algorithm));
     dtrain__trace_key(trace, "async");
-    dtrain__json_write_bool(&trace->json, record->async != 0);
+    dtrain__json_write_word(&trace->json, record->async != 0 ? "true" : "false");
     dtrain__trace_maybe(trace, "awaited", record->awaited > 0, record->awaited - 1);
     dtrain__trace_u64(trace, "serial", serial);
     dtrain__trace_u64(trace, "called_ns", record->called_ns);
@@ -34166,16 +34124,13 @@ static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, fl
 /* Returns the name of the first constant out of range, or NULL. */
 static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc, int may_be_none)
 {
-    if (!dtrain__train_finite((double)desc->beta1) || desc->beta1 < 0.0f || desc->beta1 >= 1.0f)
-        return "beta1, expected 0 to below 1";
-    if (!dtrain__train_finite((double)desc->beta2) || desc->beta2 < 0.0f || desc->beta2 >= 1.0f)
-        return "beta2, expected 0 to below 1";
-    if (!dtrain__train_finite((double)desc->eps) || desc->eps < 0.0f)
-        return "eps, expected 0 or more";
-    if (!dtrain__train_finite((double)desc->weight_decay) || desc->weight_decay < 0.0f)
-        return "weight_decay, expected 0 or more";
-    if (!dtrain__train_finite((double)desc->momentum) || desc->momentum < 0.0f || desc->momentum >= 1.0f)
-        return "momentum, expected 0 to below 1";
+    static const char *const names[] = {"beta1, expected 0 to below 1", "beta2, expected 0 to below 1",
+                                        "momentum, expected 0 to below 1", "eps, expected 0 or more",
+                                        "weight_decay, expected 0 or more"};
+    const float values[] = {desc->beta1, desc->beta2, desc->momentum, desc->eps, desc->weight_decay};
+    for (int i = 0; i < 5; i++)
+        if (!dtrain__train_finite((double)values[i]) || values[i] < 0.0f || (i < 3 && values[i] >= 1.0f))
+            return names[i];
     if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW && !(may_be_none && desc->kind == DTRAIN_OPTIMIZER_NONE))
         return "kind, expected DTRAIN_SGD or DTRAIN_ADAMW";
     return NULL;
@@ -34236,21 +34191,9 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
     return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &s)) : dtrain__train_sgd(&s);
 }
 
-/* Makes the state on the optimizer's device. */
-static dtrain_status dtrain__optimizer_init_on(dtrain_optimizer *optimizer, size_t floats)
-{
-    const float zero = 0.0f;
-    void *state;
-    dtrain_status status = dtrain_device_alloc(optimizer->device, DTRAIN_MEMORY_DEVICE, floats * sizeof(float), &state);
-    if (status != DTRAIN_OK)
-        return status;
-    optimizer->state = (float *)state;
-    optimizer->state_count = floats;
-    return dtrain_device_fill(optimizer->device, state, &zero, sizeof zero, floats);
-}
-
 static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const dtrain_param *table, size_t count)
 {
+    const float zero = 0.0f;
     dtrain_status status = dtrain__params_create(&optimizer->params, table, count, optimizer->allocator);
     if (status == DTRAIN_OK)
         status = dtrain__params_device(table, count, "optimizer", &optimizer->device);
@@ -34258,20 +34201,24 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
         return status;
     for (size_t i = 0; i < optimizer->params.range_count; i++)
         optimizer->count += optimizer->params.ranges[i].count;
-    size_t copies = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f;
-    size_t bytes;
+    size_t copies = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f, bytes;
+    dtrain_device *device = optimizer->device;
+    void *state = NULL;
     /* The gradients are in memory, so their elements add up; twice as many need not fit. */
     int fits = dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes);
-    if (fits && optimizer->device != NULL)
-        return dtrain__optimizer_init_on(optimizer, optimizer->count * copies);
-    if (fits)
-        optimizer->state = (float *)dtrain__alloc(optimizer->allocator, bytes);
-    if (optimizer->state == NULL)
+    if (fits && device != NULL)
+        status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, bytes, &state);
+    else if (fits)
+        state = dtrain__alloc(optimizer->allocator, bytes);
+    if (status == DTRAIN_OK && (!fits || (device == NULL && state == NULL)))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "optimizer: no memory for the state of %zu elements, %zu floats each", optimizer->count,
                             copies);
+    optimizer->state = (float *)state;
     optimizer->state_count = optimizer->count * copies;
-    return DTRAIN_OK;
+    return status == DTRAIN_OK && device != NULL
+               ? dtrain_device_fill(device, state, &zero, sizeof zero, optimizer->state_count)
+               : status;
 }
 
 DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,

@@ -262,6 +262,7 @@ static inline size_t dtrain__json_space(const dtrain__json_reader *reader, size_
 
 static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dtrain__json_token *token, int byte)
 {
+    static const char *const words[] = {"null", "false", "true"}; /* in the order of their kinds */
     reader->expect = DTRAIN__JSON_WANT_COMMA_OR_END;
     if (byte == '{' || byte == '[')
         return dtrain__json_enter(reader, byte == '{');
@@ -269,12 +270,9 @@ static dtrain__json_kind dtrain__json_read_value(dtrain__json_reader *reader, dt
         return dtrain__json_read_string(reader, token);
     if (byte == '-' || dtrain__json_in(byte, '0', '9'))
         return dtrain__json_read_number(reader, token);
-    if (byte == 'n')
-        return dtrain__json_read_word(reader, token, "null", DTRAIN__JSON_NULL);
-    if (byte == 't')
-        return dtrain__json_read_word(reader, token, "true", DTRAIN__JSON_TRUE);
-    if (byte == 'f')
-        return dtrain__json_read_word(reader, token, "false", DTRAIN__JSON_FALSE);
+    for (int i = 0; i < 3; i++)
+        if (byte == words[i][0])
+            return dtrain__json_read_word(reader, token, words[i], (dtrain__json_kind)(DTRAIN__JSON_NULL + i));
     return dtrain__json_bad(reader, reader->offset, byte < 0 ? "the text ends before a value" : "not a value");
 }
 
@@ -625,16 +623,6 @@ static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
     }
     text[to] = '\0';
     dtrain__json_write_word(writer, text);
-}
-
-static void dtrain__json_write_bool(dtrain__json_writer *writer, int value)
-{
-    dtrain__json_write_word(writer, value ? "true" : "false");
-}
-
-static void dtrain__json_write_null(dtrain__json_writer *writer)
-{
-    dtrain__json_write_word(writer, "null");
 }
 
 #endif

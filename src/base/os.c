@@ -8,7 +8,6 @@
 #ifndef DTRAIN__OS
 #define DTRAIN__OS
 #include "base.h"
-#include "begin.c"
 #include "status.c"
 
 #define DTRAIN__CACHE_LINE 64
@@ -315,48 +314,51 @@ static int dtrain__os_fault_writes(const void *context)
 #endif
 }
 
-/* Fills out with bytes that nobody can guess. Returns 0 or an errno. */
+/* Fills out with at most 256 bytes that nobody can guess; so many come whole. Returns 0 or an errno. */
 static int dtrain__os_random(void *out, size_t bytes)
 {
-    unsigned char *at = (unsigned char *)out;
-    ssize_t n = 0;
+    ssize_t n = -1;
     int fd, error = 0;
 #if defined(__linux__) && defined(__NR_getrandom)
-    while (bytes > 0 && ((n = syscall(__NR_getrandom, at, bytes, 0)) > 0 || errno == EINTR)) {
-        at += n > 0 ? n : 0;
-        bytes -= n > 0 ? (size_t)n : 0;
-    }
-#endif
-    if (bytes == 0)
+    do
+        n = syscall(__NR_getrandom, out, bytes, 0);
+    while (n < 0 && errno == EINTR);
+    if (n == (ssize_t)bytes)
         return 0;
+#endif
     fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return errno;
-    while (bytes > 0 && ((n = read(fd, at, bytes)) > 0 || (n < 0 && errno == EINTR))) {
-        at += n > 0 ? n : 0;
-        bytes -= n > 0 ? (size_t)n : 0;
-    }
-    if (bytes > 0)
+    do
+        n = read(fd, out, bytes);
+    while (n < 0 && errno == EINTR);
+    if (n != (ssize_t)bytes)
         error = n < 0 ? errno : EIO;
     close(fd);
     return error;
 }
 
-/* This process's program, as in " (train)"; "" where the system does not say. */
-static void dtrain__os_program(char *out, size_t room)
+/* Reads the start of a file of the system's as a text. Returns its bytes, or -errno and an empty text. */
+static int dtrain__os_read_text(const char *path, char *text, size_t room)
 {
-    const char *name = "";
-#if defined(__APPLE__) || defined(__FreeBSD__) || defined(__NetBSD__) || defined(__OpenBSD__)
-    name = getprogname();
-#else
-    char text[32];
-    int fd = open("/proc/self/comm", O_RDONLY | O_CLOEXEC);
-    ssize_t n = fd >= 0 ? read(fd, text, sizeof text - 1) : 0;
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd >= 0 ? read(fd, text, room - 1) : -1;
+    int error = errno;
     if (fd >= 0)
         close(fd);
     text[n > 0 ? n : 0] = 0;
-    text[strcspn(text, "\n")] = 0;
-    name = text;
+    return n >= 0 ? (int)n : -error;
+}
+
+/* This process's program, as in " (train)"; "" where the system does not say. */
+static void dtrain__os_program(char *out, size_t room)
+{
+#if defined(__APPLE__) || defined(__FreeBSD__) || defined(__NetBSD__) || defined(__OpenBSD__)
+    const char *name = getprogname();
+#else
+    char name[32];
+    dtrain__os_read_text("/proc/self/comm", name, sizeof name);
+    name[strcspn(name, "\n")] = 0;
 #endif
     snprintf(out, room, name[0] != 0 ? " (%.20s)" : "%s", name);
 }
@@ -364,15 +366,9 @@ static void dtrain__os_program(char *out, size_t room)
 /* What tells this host, since its last start, from others: processes of one host get the same. */
 static void dtrain__os_host_id(unsigned char id[128])
 {
-    int fd;
     memset(id, 0, 128);
     gethostname((char *)id, 63);
-    fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC); /* only on Linux */
-    if (fd < 0)
-        return;
-    ssize_t ignored = read(fd, id + 64, 63);
-    (void)ignored;
-    close(fd);
+    dtrain__os_read_text("/proc/sys/kernel/random/boot_id", (char *)id + 64, 64); /* only on Linux */
 }
 
 /* Memory that other processes of the host can map: a file without a name, which ends with the last mapping of it,
@@ -393,10 +389,9 @@ static void *dtrain__os_share(size_t bytes, int *fd)
     }
     if (*fd >= 0 && posix_fallocate(*fd, 0, (off_t)bytes) == 0) /* no write may find the disk full */
         memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
-    if (memory !=
-        MAP_FAILED) /* F_ADD_SEALS: its size stays, as who shortens it would end all that map it by a signal */
-        fcntl(*fd, 1033, 1 | 2 | 4);
-    if (memory == MAP_FAILED && *fd >= 0) {
+    if (memory != MAP_FAILED) {
+        fcntl(*fd, 1033, 1 | 2 | 4); /* F_ADD_SEALS: who shortened it would end all that map it by a signal */
+    } else if (*fd >= 0) {
         close(*fd);
         *fd = -1;
     }
@@ -428,20 +423,13 @@ static uint64_t dtrain__os_process_began(pid_t process, int *known)
 {
     char path[40], text[512];
     snprintf(path, sizeof path, "/proc/%ld/stat", (long)process);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    *known = fd >= 0 || errno == ENOENT;
-    if (fd < 0)
+    int length = dtrain__os_read_text(path, text, sizeof text);
+    /* after the program's name a letter, and numbers: the 17th threads, the 19th the time */
+    char *at = strrchr(text, ')');
+    int told = at != NULL && strlen(at) >= 4;
+    *known = told || length == -ENOENT || length == -ESRCH;
+    if (!told)
         return 0;
-    ssize_t length = read(fd, text, sizeof text - 1);
-    *known = length > 0 || errno == ESRCH;
-    close(fd);
-    text[length > 0 ? length : 0] = 0;
-    char *at =
-        strrchr(text, ')'); /* after the program's name a letter, and numbers: the 17th threads, the 19th the time */
-    if (at == NULL || strlen(at) < 4) {
-        *known &= length <= 0;
-        return 0;
-    }
     char state = at[2];
     uint64_t numbers[20] = {0};
     at += 3;

@@ -84,7 +84,7 @@ static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, u
     if (is)
         dtrain__json_write_u64(&trace->json, value);
     else
-        dtrain__json_write_null(&trace->json);
+        dtrain__json_write_word(&trace->json, "null");
 }
 
 /* Nanoseconds as microseconds, exactly. */
@@ -167,7 +167,7 @@ static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtra
     dtrain__trace_maybe(trace, "peer", message, call->root);
     dtrain__trace_text(trace, "algorithm", dtrain__op_algorithm_name(call->algorithm));
     dtrain__trace_key(trace, "async");
-    dtrain__json_write_bool(&trace->json, record->async != 0);
+    dtrain__json_write_word(&trace->json, record->async != 0 ? "true" : "false");
     dtrain__trace_maybe(trace, "awaited", record->awaited > 0, record->awaited - 1);
     dtrain__trace_u64(trace, "serial", serial);
     dtrain__trace_u64(trace, "called_ns", record->called_ns);

@@ -5,7 +5,6 @@
 #ifndef DTRAIN__FEEDBACK
 #define DTRAIN__FEEDBACK
 #include "compress.h"
-#include "../base/platform.h"
 #include "../base/memory.c"
 #include "../tensor/fold.c"
 #include "../tensor/isa.c"

@@ -5,7 +5,6 @@
 #ifndef DTRAIN__QUANTISE
 #define DTRAIN__QUANTISE
 #include "compress.h"
-#include "../base/platform.h"
 #include "../base/memory.c"
 #include "../tensor/dtype.c"
 #include "../tensor/isa.c"

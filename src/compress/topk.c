@@ -7,7 +7,6 @@
 #ifndef DTRAIN__TOPK
 #define DTRAIN__TOPK
 #include "compress.h"
-#include "../base/platform.h"
 #include "../base/memory.c"
 #include "../tensor/isa.c"
 

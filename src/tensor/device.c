@@ -65,10 +65,12 @@ static dtrain_status dtrain__device_pointers(const dtrain_device *device, const 
     return status;
 }
 
-static dtrain_status dtrain__device_floats(const dtrain_device *device, const char *call, dtrain_dtype dtype)
+/* Checks a call on count floats of a dtype. */
+static dtrain_status dtrain__device_floats(const dtrain_device *device, const char *call, dtrain_dtype dtype,
+                                           size_t count, const dtrain__device_argument *arguments)
 {
     if (dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16)
-        return DTRAIN_OK;
+        return dtrain__device_pointers(device, call, count, arguments);
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s on %s: dtype is %d (%s), expected F64, F32, F16 or BF16",
                         call, dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype));
 }
@@ -194,15 +196,13 @@ static char dtrain__device_event_cpu;
 
 static dtrain_status dtrain__device_event_create(dtrain_device *device, dtrain_device_event **event)
 {
-    *event = NULL;
-    if (device != NULL) {
-        dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_event_create", event_create, (device, event));
-        if (status != DTRAIN_OK)
-            *event = NULL;
-        return status;
-    }
     *event = (dtrain_device_event *)&dtrain__device_event_cpu;
-    return DTRAIN_OK;
+    if (device == NULL)
+        return DTRAIN_OK;
+    dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_event_create", event_create, (device, event));
+    if (status != DTRAIN_OK)
+        *event = NULL;
+    return status;
 }
 
 static void dtrain__device_event_destroy(dtrain_device *device, dtrain_device_event *event)
@@ -292,9 +292,8 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
 DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
                                              size_t count)
 {
-    dtrain_status status = dtrain__device_floats(device, "device_scale", dtype);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointer(device, "device_scale", "x", x, count);
+    const dtrain__device_argument pointers[] = {{"x", x}, {NULL, NULL}};
+    dtrain_status status = dtrain__device_floats(device, "device_scale", dtype, count, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
@@ -307,9 +306,7 @@ DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype 
                                             const void *x, size_t count)
 {
     const dtrain__device_argument pointers[] = {{"y", y}, {"x", x}, {NULL, NULL}};
-    dtrain_status status = dtrain__device_floats(device, "device_axpy", dtype);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointers(device, "device_axpy", count, pointers);
+    dtrain_status status = dtrain__device_floats(device, "device_axpy", dtype, count, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
@@ -342,9 +339,7 @@ DTRAIN_API dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dt
                                                 uint32_t *found)
 {
     const dtrain__device_argument pointers[] = {{"x", x}, {"found", found}, {NULL, NULL}};
-    dtrain_status status = dtrain__device_floats(device, "device_overflow", dtype);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointers(device, "device_overflow", count, pointers);
+    dtrain_status status = dtrain__device_floats(device, "device_overflow", dtype, count, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)

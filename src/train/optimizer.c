@@ -121,16 +121,13 @@ static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, fl
 /* Returns the name of the first constant out of range, or NULL. */
 static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc, int may_be_none)
 {
-    if (!dtrain__train_finite((double)desc->beta1) || desc->beta1 < 0.0f || desc->beta1 >= 1.0f)
-        return "beta1, expected 0 to below 1";
-    if (!dtrain__train_finite((double)desc->beta2) || desc->beta2 < 0.0f || desc->beta2 >= 1.0f)
-        return "beta2, expected 0 to below 1";
-    if (!dtrain__train_finite((double)desc->eps) || desc->eps < 0.0f)
-        return "eps, expected 0 or more";
-    if (!dtrain__train_finite((double)desc->weight_decay) || desc->weight_decay < 0.0f)
-        return "weight_decay, expected 0 or more";
-    if (!dtrain__train_finite((double)desc->momentum) || desc->momentum < 0.0f || desc->momentum >= 1.0f)
-        return "momentum, expected 0 to below 1";
+    static const char *const names[] = {"beta1, expected 0 to below 1", "beta2, expected 0 to below 1",
+                                        "momentum, expected 0 to below 1", "eps, expected 0 or more",
+                                        "weight_decay, expected 0 or more"};
+    const float values[] = {desc->beta1, desc->beta2, desc->momentum, desc->eps, desc->weight_decay};
+    for (int i = 0; i < 5; i++)
+        if (!dtrain__train_finite((double)values[i]) || values[i] < 0.0f || (i < 3 && values[i] >= 1.0f))
+            return names[i];
     if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW && !(may_be_none && desc->kind == DTRAIN_OPTIMIZER_NONE))
         return "kind, expected DTRAIN_SGD or DTRAIN_ADAMW";
     return NULL;
@@ -191,21 +188,9 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
     return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &s)) : dtrain__train_sgd(&s);
 }
 
-/* Makes the state on the optimizer's device. */
-static dtrain_status dtrain__optimizer_init_on(dtrain_optimizer *optimizer, size_t floats)
-{
-    const float zero = 0.0f;
-    void *state;
-    dtrain_status status = dtrain_device_alloc(optimizer->device, DTRAIN_MEMORY_DEVICE, floats * sizeof(float), &state);
-    if (status != DTRAIN_OK)
-        return status;
-    optimizer->state = (float *)state;
-    optimizer->state_count = floats;
-    return dtrain_device_fill(optimizer->device, state, &zero, sizeof zero, floats);
-}
-
 static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const dtrain_param *table, size_t count)
 {
+    const float zero = 0.0f;
     dtrain_status status = dtrain__params_create(&optimizer->params, table, count, optimizer->allocator);
     if (status == DTRAIN_OK)
         status = dtrain__params_device(table, count, "optimizer", &optimizer->device);
@@ -213,20 +198,24 @@ static dtrain_status dtrain__optimizer_init(dtrain_optimizer *optimizer, const d
         return status;
     for (size_t i = 0; i < optimizer->params.range_count; i++)
         optimizer->count += optimizer->params.ranges[i].count;
-    size_t copies = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f;
-    size_t bytes;
+    size_t copies = optimizer->desc.kind == DTRAIN_ADAMW ? 2 : optimizer->desc.momentum != 0.0f, bytes;
+    dtrain_device *device = optimizer->device;
+    void *state = NULL;
     /* The gradients are in memory, so their elements add up; twice as many need not fit. */
     int fits = dtrain__mul_size(optimizer->count, copies * sizeof(float), &bytes);
-    if (fits && optimizer->device != NULL)
-        return dtrain__optimizer_init_on(optimizer, optimizer->count * copies);
-    if (fits)
-        optimizer->state = (float *)dtrain__alloc(optimizer->allocator, bytes);
-    if (optimizer->state == NULL)
+    if (fits && device != NULL)
+        status = dtrain_device_alloc(device, DTRAIN_MEMORY_DEVICE, bytes, &state);
+    else if (fits)
+        state = dtrain__alloc(optimizer->allocator, bytes);
+    if (status == DTRAIN_OK && (!fits || (device == NULL && state == NULL)))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
                             "optimizer: no memory for the state of %zu elements, %zu floats each", optimizer->count,
                             copies);
+    optimizer->state = (float *)state;
     optimizer->state_count = optimizer->count * copies;
-    return DTRAIN_OK;
+    return status == DTRAIN_OK && device != NULL
+               ? dtrain_device_fill(device, state, &zero, sizeof zero, optimizer->state_count)
+               : status;
 }
 
 DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, const dtrain_param *table, size_t count,

@@ -4,7 +4,6 @@
 #ifndef DTRAIN__TRAIN_KERNELS
 #define DTRAIN__TRAIN_KERNELS
 #include "train.h"
-#include "../base/platform.h"
 #include "../base/memory.c"
 #include "../tensor/isa.c"
 #include "../tensor/vector.c"

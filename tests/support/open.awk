@@ -14,7 +14,7 @@ function put(line)
 
 BEGIN { put(bodies ? "" : "#pragma GCC system_header\n#undef DTRAIN_API\n#define DTRAIN_API extern") }
 
-/^\/\* ---- >>begin ----/ || /^#ifdef DTRAIN_CUDA_IMPLEMENTATION/ { inside = 1 }
+/^\/\* ---- >>status ----/ || /^#ifdef DTRAIN_CUDA_IMPLEMENTATION/ { inside = 1 }
 
 skip != "" { # a body, or values, up to their last line
     if ($0 ~ skip)

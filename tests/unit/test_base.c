@@ -802,8 +802,8 @@ static void write_sample(dtrain__json_writer *writer, char *out, size_t capacity
     dtrain__json_begin(writer, 0);
     dtrain__json_write_u64(writer, UINT64_MAX);
     dtrain__json_write_double(writer, 0.1);
-    dtrain__json_write_bool(writer, 1);
-    dtrain__json_write_null(writer);
+    dtrain__json_write_word(writer, "true");
+    dtrain__json_write_word(writer, "null");
     dtrain__json_end(writer);
     dtrain__json_write_key(writer, "", 0);
     dtrain__json_write_string(writer, "\b\t\n\v\f\r\x1f\\\0\xc3\xa9", 11);
@@ -840,9 +840,9 @@ static int write_out_of_place(int which)
         dtrain__json_begin(&w, which < 7);
     switch (which) {
     case 0: break;
-    case 1: dtrain__json_write_null(&w), dtrain__json_write_null(&w); break;
+    case 1: dtrain__json_write_word(&w, "null"), dtrain__json_write_word(&w, "null"); break;
     case 2: dtrain__json_write_key(&w, "a", 1); break;
-    case 3: dtrain__json_write_null(&w), dtrain__json_end(&w); break;
+    case 3: dtrain__json_write_word(&w, "null"), dtrain__json_end(&w); break;
     case 4: dtrain__json_write_key(&w, "a", 1), dtrain__json_end(&w); break;
     case 5: dtrain__json_write_key(&w, "a", 1), dtrain__json_write_key(&w, "b", 1); break;
     case 6: break;
