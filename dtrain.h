@@ -7919,30 +7919,25 @@ DTRAIN__EXACT_BEGIN
                  type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor;                     \
                  uint32_t zero = dtrain__isa_zero, y[i] = y[i] + rounded(by * x[i], zero))
 
-/* Lane i % 8 takes element i; lanes are joined as a tree. A float32's square is exact in float64. */
-#define DTRAIN__VECTOR_SQUARES_KERNEL(name, type)                                                                 \
-    DTRAIN__INLINE void name##_body(const void *data, size_t count, double *lanes)                                \
-    {                                                                                                             \
-        const type *x = (const type *)data;                                                                       \
-        uint32_t zero = dtrain__isa_zero;                                                                         \
-        double l[8];                                                                                              \
-        size_t i = 0;                                                                                             \
-        for (int k = 0; k < 8; k++)                                                                               \
-            l[k] = lanes[k];                                                                                      \
-        for (; i + 8 <= count; i += 8)                                                                            \
-            for (int k = 0; k < 8; k++)                                                                           \
-                l[k] = l[k] + dtrain__isa_rounded_f64((double)x[i + (size_t)k] * (double)x[i + (size_t)k], zero); \
-        for (int k = 0; i < count; i++, k++)                                                                      \
-            l[k] = l[k] + dtrain__isa_rounded_f64((double)x[i] * (double)x[i], zero);                             \
-        for (int k = 0; k < 8; k++)                                                                               \
-            lanes[k] = l[k];                                                                                      \
-    }                                                                                                             \
-    DTRAIN__KERNEL(name, (const void *data, size_t count, double *lanes), (data, count, lanes))
+/* Lane i % 8 takes element i. A float32's square is exact in float64. */
+DTRAIN__INLINE void dtrain__vector_squares_body(const float *data, size_t count, double lanes[8])
+{
+    const dtrain__f32 *x = (const dtrain__f32 *)data;
+    uint32_t zero = dtrain__isa_zero;
+    double l[8] = {0};
+    size_t i = 0;
+    for (; i + 8 <= count; i += 8)
+        for (int k = 0; k < 8; k++)
+            l[k] = l[k] + dtrain__isa_rounded_f64((double)x[i + (size_t)k] * (double)x[i + (size_t)k], zero);
+    for (int k = 0; i < count; i++, k++)
+        l[k] = l[k] + dtrain__isa_rounded_f64((double)x[i] * (double)x[i], zero);
+    for (int k = 0; k < 8; k++)
+        lanes[k] = l[k];
+}
+DTRAIN__KERNEL(dtrain__vector_squares, (const float *data, size_t count, double lanes[8]), (data, count, lanes))
 
 DTRAIN__VECTOR_AXPY(dtrain__vector_axpy_f32, dtrain__f32, dtrain__isa_rounded_f32)
 DTRAIN__VECTOR_AXPY(dtrain__vector_axpy_f64, dtrain__f64, dtrain__isa_rounded_f64)
-DTRAIN__VECTOR_SQUARES_KERNEL(dtrain__vector_squares_f32, dtrain__f32)
-DTRAIN__VECTOR_SQUARES_KERNEL(dtrain__vector_squares_f64, dtrain__f64)
 
 static double dtrain__vector_sqrt_f64(double square)
 {
@@ -7954,71 +7949,45 @@ static double dtrain__vector_sqrt_f64(double square)
 #endif
 }
 
-static double dtrain__vector_squares_total(const double *lanes)
+/* The sum of squares, whose lanes are joined as a tree; the caller has set the mode. */
+static double dtrain__vector_sum_squares(const float *data, size_t count)
 {
+    double lanes[8];
+    dtrain__vector_squares(data, count, lanes);
     return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
 }
 
 DTRAIN__EXACT_END
 
-/* The sum of squares of count elements of a float dtype; the caller has set the mode. */
-static double dtrain__vector_sum_squares(dtrain_dtype dtype, const void *data, size_t count)
-{
-    double lanes[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-    float tile[512];
-    if (dtype == DTRAIN_F64) {
-        dtrain__vector_squares_f64(data, count, lanes);
-    } else if (dtype == DTRAIN_F32) {
-        dtrain__vector_squares_f32(data, count, lanes);
-    } else {
-        for (size_t at = 0; at < count; at += 512) {
-            size_t n = count - at < 512 ? count - at : 512;
-            dtrain__dtype_convert((const unsigned char *)data + 2 * at, dtype, tile, DTRAIN_F32, n);
-            dtrain__vector_squares_f32(tile, n, lanes);
-        }
-    }
-    return dtrain__vector_squares_total(lanes);
-}
-
-typedef enum dtrain__vector_op { DTRAIN__VECTOR_ADD, DTRAIN__VECTOR_SCALE, DTRAIN__VECTOR_AXPY } dtrain__vector_op;
-
-/* y op= x on one tile or array of float32 or float64. */
-static void dtrain__vector_wide(dtrain__vector_op op, dtrain_dtype dtype, void *y, double factor, const void *x,
-                                size_t count)
+/* y[i] *= factor, or where x is not NULL y[i] += factor * x[i], on one tile or array of float32 or float64. */
+static void dtrain__vector_wide(dtrain_dtype dtype, void *y, double factor, const void *x, size_t count)
 {
     int wide = dtype == DTRAIN_F64;
-    if (op == DTRAIN__VECTOR_ADD)
-        (wide ? dtrain__fold_sum_f64 : dtrain__fold_sum_f32)(y, x, count);
-    else if (op == DTRAIN__VECTOR_SCALE)
+    if (x == NULL)
         (wide ? dtrain__fold_weigh_f64 : dtrain__fold_weigh_f32)(y, factor, y, count);
     else
         (wide ? dtrain__vector_axpy_f64 : dtrain__vector_axpy_f32)(y, factor, x, count);
 }
 
-/* y op= x for 16-bit floats, a tile at a time; x is NULL for a scale. */
-static void dtrain__vector_narrow(dtrain__vector_op op, dtrain_dtype dtype, unsigned char *y, double factor,
-                                  const unsigned char *x, size_t count)
+/* The same for any of the four float dtypes. */
+static void dtrain__vector(dtrain_dtype dtype, void *y, double factor, const void *x, size_t count)
 {
-    float a[512], b[512] = {0};
+    float a[512], b[512];
+    unsigned char *to = (unsigned char *)y;
+    const unsigned char *from = (const unsigned char *)x;
+    uint64_t mode = dtrain__fpmode_enter();
+    if (dtype == DTRAIN_F64 || dtype == DTRAIN_F32) {
+        dtrain__vector_wide(dtype, y, factor, x, count);
+        count = 0;
+    }
     for (size_t at = 0; at < count; at += 512) {
         size_t n = count - at < 512 ? count - at : 512;
-        dtrain__dtype_convert(y + 2 * at, dtype, a, DTRAIN_F32, n);
+        dtrain__dtype_convert(to + 2 * at, dtype, a, DTRAIN_F32, n);
         if (x != NULL)
-            dtrain__dtype_convert(x + 2 * at, dtype, b, DTRAIN_F32, n);
-        dtrain__vector_wide(op, DTRAIN_F32, a, factor, b, n);
-        dtrain__dtype_convert(a, DTRAIN_F32, y + 2 * at, dtype, n);
+            dtrain__dtype_convert(from + 2 * at, dtype, b, DTRAIN_F32, n);
+        dtrain__vector_wide(DTRAIN_F32, a, factor, x != NULL ? b : NULL, n);
+        dtrain__dtype_convert(a, DTRAIN_F32, to + 2 * at, dtype, n);
     }
-}
-
-/* y op= x for any of the four float dtypes. */
-static void dtrain__vector(dtrain__vector_op op, dtrain_dtype dtype, void *y, double factor, const void *x,
-                           size_t count)
-{
-    uint64_t mode = dtrain__fpmode_enter();
-    if (dtype == DTRAIN_F64 || dtype == DTRAIN_F32)
-        dtrain__vector_wide(op, dtype, y, factor, x, count);
-    else
-        dtrain__vector_narrow(op, dtype, (unsigned char *)y, factor, (const unsigned char *)x, count);
     dtrain__fpmode_restore(mode);
 }
 
@@ -8478,7 +8447,7 @@ DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, "device_scale", scale, (device, dtype, x, factor, count));
-    dtrain__vector(DTRAIN__VECTOR_SCALE, dtype, x, factor, NULL, count);
+    dtrain__vector(dtype, x, factor, NULL, count);
     return DTRAIN_OK;
 }
 
@@ -8491,7 +8460,7 @@ DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype 
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, "device_axpy", axpy, (device, dtype, y, alpha, x, count));
-    dtrain__vector(DTRAIN__VECTOR_AXPY, dtype, y, alpha, x, count);
+    dtrain__vector(dtype, y, alpha, x, count);
     return DTRAIN_OK;
 }
 
@@ -31064,7 +31033,7 @@ DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_
 /* What a vector is multiplied by so that it is no longer than most; 1 where it is not, or has no length. */
 static float dtrain__feedback_factor(const float *in, size_t count, double most)
 {
-    double length = dtrain__vector_sqrt_f64(dtrain__vector_sum_squares(DTRAIN_F32, in, count));
+    double length = dtrain__vector_sqrt_f64(dtrain__vector_sum_squares(in, count));
     uint64_t bits;
     memcpy(&bits, &length, sizeof bits);
     return (bits >> 52 & 0x7ff) != 0x7ff && length > most ? (float)(most / length) : 1.0f;
@@ -33333,6 +33302,12 @@ DTRAIN_API DTRAIN__NOINLINE size_t dtrain_param_elements(const dtrain_param *par
     return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
 }
 
+/* The elements of its gradient; 0 where there is none. */
+static size_t dtrain__params_gradients(const dtrain_param *param)
+{
+    return dtrain__params_trained(param) ? dtrain_param_elements(param) : 0;
+}
+
 static DTRAIN__NOINLINE size_t dtrain__params_layers(const dtrain_param *param)
 {
     return param->stacked ? param->shape[0] : 1;
@@ -33689,9 +33664,12 @@ static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t 
     return DTRAIN_OK;
 }
 
-/* Refuses parameters that are not in the CPU's memory, for what has no other way to them. */
+/* The same, and refuses parameters that are not in the CPU's memory, for what has no other way to them. */
 static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t count, const char *call)
 {
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status != DTRAIN_OK)
+        return status;
     for (size_t i = 0; i < count; i++) {
         if (table[i].device != NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -34587,15 +34565,13 @@ static dtrain_status dtrain__aggregator_clip(dtrain_device *device, const dtrain
     const uint64_t zero = 0;
     dtrain_status status = dtrain_device_fill(device, memory, &zero, sizeof zero, DTRAIN_SQUARES_LIMBS + 1);
     for (size_t i = 0; i < count && status == DTRAIN_OK; i++)
-        if (dtrain__params_trained(&table[i]))
-            status =
-                dtrain_device_squares(device, (const float *)table[i].grad, dtrain_param_elements(&table[i]), limbs);
+        status =
+            dtrain_device_squares(device, (const float *)table[i].grad, dtrain__params_gradients(&table[i]), limbs);
     for (size_t i = 0; i < count && status == DTRAIN_OK; i++) {
-        size_t elements = dtrain_param_elements(&table[i]);
-        if (!dtrain__params_trained(&table[i]) || elements == 0)
-            continue;
-        status = dtrain_device_clip(device, limbs, max_norm, length, (float *)table[i].grad, elements);
-        if (max_norm == 0.0f) /* measured is measured */
+        size_t elements = dtrain__params_gradients(&table[i]);
+        if (elements > 0)
+            status = dtrain_device_clip(device, limbs, max_norm, length, (float *)table[i].grad, elements);
+        if (elements > 0 && max_norm == 0.0f) /* measured is measured */
             break;
     }
     double found = 0.0; /* norm may be pinned, and then nobody would wait for it */
@@ -34630,10 +34606,8 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
 static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, double total_weight)
 {
     uint64_t mode = dtrain__fpmode_enter();
-    for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
-        if (dtrain__params_trained(&table[i]))
-            dtrain__fold_divide_f32(table[i].grad, total_weight, dtrain_param_elements(&table[i]));
-    }
+    for (size_t i = 0; total_weight > 0.0 && i < count; i++)
+        dtrain__fold_divide_f32(table[i].grad, total_weight, dtrain__params_gradients(&table[i]));
     dtrain__fpmode_restore(mode);
 }
 
@@ -34642,8 +34616,7 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     if (!dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
                             weight);
-    dtrain_status status = dtrain__params_check_f32(table, count);
-    return status == DTRAIN_OK ? dtrain__params_on_cpu(table, count, "aggregate") : status;
+    return dtrain__params_on_cpu(table, count, "aggregate");
 }
 
 static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,
@@ -34718,8 +34691,7 @@ static dtrain_status dtrain__aggregator_check_step(const dtrain_step_desc *desc)
                             : desc->table == NULL   ? "table"
                             : desc->compute == NULL ? "compute"
                                                     : "optimizer");
-    dtrain_status status = dtrain__params_check_f32(desc->table, desc->count);
-    return status == DTRAIN_OK ? dtrain__params_on_cpu(desc->table, desc->count, "dtrain_train_step") : status;
+    return dtrain__params_on_cpu(desc->table, desc->count, "dtrain_train_step");
 }
 
 DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)
@@ -34730,8 +34702,9 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < desc->count; i++) {
-        if (dtrain__params_trained(&desc->table[i]) && dtrain_param_elements(&desc->table[i]) > 0)
-            memset(desc->table[i].grad, 0, dtrain_param_elements(&desc->table[i]) * sizeof(float));
+        size_t elements = dtrain__params_gradients(&desc->table[i]);
+        if (elements > 0)
+            memset(desc->table[i].grad, 0, elements * sizeof(float));
     }
     dtrain_aggregator local = dtrain__aggregator_local();
     const dtrain_aggregator *aggregator = desc->aggregator != NULL ? desc->aggregator : &local;
@@ -34777,7 +34750,7 @@ typedef struct dtrain__compression_set {
     dtrain_allocator *allocator;
     dtrain_device *device; /* where the vector is; NULL: the CPU */
     dtrain__compression_part *parts;
-    size_t part_count, part_capacity, plain_count;
+    size_t part_count, plain_count;
     float *plain;              /* where what is sent as it is lies side by side, of a device's vector pinned */
     float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
 } dtrain__compression_set;
@@ -34801,20 +34774,16 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
                             "compress: feedback.device is %s, expected NULL: where gradients are is for their table to "
                             "say",
                             dtrain_device_name(desc->feedback.device));
-    switch (desc->kind) {
-    case DTRAIN_COMPRESS_DEFAULT:
-    case DTRAIN_COMPRESS_TOPK:
+    if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK) {
         if (topk.threshold == 0.0f && topk.schedule.ratio == 0.0)
             topk.schedule.ratio = 0.01;
         return dtrain_compressor_topk(made, &topk, allocator);
-    case DTRAIN_COMPRESS_POWERSGD: return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
-    case DTRAIN_COMPRESS_BF16:
-    case DTRAIN_COMPRESS_F16:
-    case DTRAIN_COMPRESS_INT8:
-    case DTRAIN_COMPRESS_FP8:
-    case DTRAIN_COMPRESS_SIGN: *made = dtrain_compressor_of(desc->kind, desc->block); return DTRAIN_OK;
-    default: break;
     }
+    if (desc->kind == DTRAIN_COMPRESS_POWERSGD)
+        return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
+    *made = dtrain_compressor_of(desc->kind, desc->block); /* of another kind it has no functions */
+    if (made->bytes != NULL)
+        return DTRAIN_OK;
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compress: kind %d%s; expected one of dtrain_compression, and own where it is OWN",
@@ -34858,25 +34827,19 @@ static void dtrain__compression_close(dtrain__compression_set *set)
     memset(set, 0, sizeof *set);
 }
 
-/* Begins a set of at most `capacity` parts; what fails from here on is the caller's to close. */
-static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtrain_comm *comm,
+/* Begins a set of at most `capacity` parts; what fails from here on is the caller's to close. The device's queue is
+ * used by whoever sends, and by nobody else meanwhile. */
+static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtrain_comm *comm, dtrain_device *device,
                                                dtrain_allocator *allocator, size_t capacity)
 {
     size_t bytes = 0;
     set->comm = comm;
+    set->device = device;
     set->allocator = allocator;
-    set->part_capacity = capacity;
     if (dtrain__mul_size(capacity, sizeof *set->parts, &bytes))
         set->parts = (dtrain__compression_part *)dtrain__alloc(allocator, bytes);
     return set->parts != NULL ? DTRAIN_OK
                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu parts", capacity);
-}
-
-/* Says that the vector is on a device: after the set was begun, before its first part. Its queue is then used by
- * whoever sends, and by nobody else meanwhile. */
-static void dtrain__compression_on(dtrain__compression_set *set, dtrain_device *device)
-{
-    set->device = device;
 }
 
 /* Says whether so many numbers, in rows, travel as they are. */
@@ -34921,12 +34884,14 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
     size_t bytes = set->plain_count * sizeof(float);
     set->momentum = desc->feedback.momentum;
     dtrain_status status = DTRAIN_OK;
-    void *pinned = NULL;
+    void *plain;
     if (set->device != NULL)
-        status = dtrain_device_alloc(set->device, DTRAIN_MEMORY_PINNED, bytes > 0 ? bytes : 1, &pinned);
+        status = dtrain_device_alloc(set->device, DTRAIN_MEMORY_PINNED, bytes > 0 ? bytes : 1, &plain);
+    else
+        plain = dtrain__alloc(set->allocator, bytes);
     if (status != DTRAIN_OK)
         return status;
-    set->plain = set->device != NULL ? (float *)pinned : (float *)dtrain__alloc(set->allocator, bytes);
+    set->plain = (float *)plain;
     if (set->momentum > 0.0f)
         set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
     if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
@@ -35057,7 +35022,7 @@ static dtrain_status dtrain__compression_fill(dtrain__compression *all, const dt
     size_t begin = 0; /* of the part that is being collected */
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         const dtrain_param *param = &table[i];
-        size_t elements = dtrain__params_trained(param) ? dtrain_param_elements(param) : 0, rows = param->shape[0];
+        size_t elements = dtrain__params_gradients(param), rows = param->shape[0];
         int ends = desc->kind == DTRAIN_COMPRESS_POWERSGD || i + 1 == count || param->dense != param[1].dense;
         all->elements[i] = elements;
         all->total += elements;
@@ -35089,7 +35054,7 @@ static dtrain_status dtrain__compression_check(const dtrain__compression *all, c
 {
     dtrain_status status = dtrain__aggregator_check(table, count, weight);
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        size_t elements = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        size_t elements = dtrain__params_gradients(&table[i]);
         if (count != all->count || elements != all->elements[i])
             status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                   "aggregate: parameter %zu of %zu has %zu trained elements; the aggregator was made "
@@ -35153,11 +35118,9 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     memset(&full, 0, sizeof full);
     if (desc != NULL)
         full = *desc;
-    dtrain_status status = dtrain__params_check_f32(table, count);
+    dtrain_status status = dtrain__params_on_cpu(table, count, "aggregator_compressed");
     if (status == DTRAIN_OK)
         status = dtrain__params_no_adam(&full, "aggregator_compressed");
-    if (status == DTRAIN_OK)
-        status = dtrain__params_on_cpu(table, count, "aggregator_compressed");
     if (status != DTRAIN_OK)
         return status;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
@@ -35165,7 +35128,7 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     if (all == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu bytes", sizeof *all);
     all->count = count;
-    status = dtrain__compression_begin(&all->set, comm, allocator, count);
+    status = dtrain__compression_begin(&all->set, comm, NULL, allocator, count);
     all->elements = (size_t *)dtrain__alloc(allocator, count * sizeof *all->elements);
     if (status == DTRAIN_OK && all->elements == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);
@@ -37795,10 +37758,9 @@ static dtrain_status dtrain__reducer_fill(dtrain__reducer *reducer, const dtrain
     reducer->jobs = (dtrain__reducer_job *)dtrain__alloc(reducer->memory, units * sizeof *reducer->jobs);
     if (reducer->ends == NULL || reducer->jobs == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to send %d units compressed", layout->unit_count);
-    dtrain_status status =
-        dtrain__compression_begin(&reducer->set, reducer->comm, reducer->memory, layout->cut_count + units);
-    if (status == DTRAIN_OK && reducer->caller != NULL)
-        dtrain__compression_on(&reducer->set, reducer->queue != NULL ? reducer->queue : reducer->caller);
+    dtrain_status status = dtrain__compression_begin(&reducer->set, reducer->comm,
+                                                     reducer->queue != NULL ? reducer->queue : reducer->caller,
+                                                     reducer->memory, layout->cut_count + units);
     for (int unit = layout->unit_count - 1; status == DTRAIN_OK && unit >= 0; unit--) {
         highest = highest < 0 && layout->units[unit].trained > 0 ? unit : highest;
         if (highest >= 0 && layout->units[unit].trained > 0 &&
@@ -44807,7 +44769,7 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
     memcpy(s->table, table, count * sizeof *table);
     for (size_t i = 0; i < count; i++) {
         s->table[i].part = NULL; /* the caller's, and not needed */
-        s->elements[i] = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        s->elements[i] = dtrain__params_gradients(&table[i]);
         s->begins[i] = s->total;
         s->total += s->elements[i]; /* they are in memory, so they add up */
     }
@@ -44871,8 +44833,6 @@ static int dtrain__server_buffers(dtrain_server *s, int frees)
 static dtrain_status dtrain__server_prepare(dtrain_server *s, const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check(table, count);
-    if (status == DTRAIN_OK)
-        status = dtrain__params_check_f32(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_on_cpu(table, count, "dtrain_server_create");
     if (status == DTRAIN_OK)
@@ -45215,7 +45175,7 @@ static dtrain_status dtrain__server_check_table(const dtrain_server *s, const dt
                             "aggregate on rank %d: a table of %zu parameters; the server was made for %zu", s->rank,
                             table != NULL ? count : 0, s->count);
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        size_t elements = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        size_t elements = dtrain__params_gradients(&table[i]);
         if (elements != s->elements[i])
             status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                   "aggregate on rank %d: parameter %s has %zu trained elements, the server was made "

@@ -43,7 +43,7 @@ DTRAIN__KERNEL(dtrain__feedback_left, (float *residual, const float *sent, size_
 /* What a vector is multiplied by so that it is no longer than most; 1 where it is not, or has no length. */
 static float dtrain__feedback_factor(const float *in, size_t count, double most)
 {
-    double length = dtrain__vector_sqrt_f64(dtrain__vector_sum_squares(DTRAIN_F32, in, count));
+    double length = dtrain__vector_sqrt_f64(dtrain__vector_sum_squares(in, count));
     uint64_t bits;
     memcpy(&bits, &length, sizeof bits);
     return (bits >> 52 & 0x7ff) != 0x7ff && length > most ? (float)(most / length) : 1.0f;

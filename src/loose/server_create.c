@@ -58,7 +58,7 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
     memcpy(s->table, table, count * sizeof *table);
     for (size_t i = 0; i < count; i++) {
         s->table[i].part = NULL; /* the caller's, and not needed */
-        s->elements[i] = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        s->elements[i] = dtrain__params_gradients(&table[i]);
         s->begins[i] = s->total;
         s->total += s->elements[i]; /* they are in memory, so they add up */
     }
@@ -122,8 +122,6 @@ static int dtrain__server_buffers(dtrain_server *s, int frees)
 static dtrain_status dtrain__server_prepare(dtrain_server *s, const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check(table, count);
-    if (status == DTRAIN_OK)
-        status = dtrain__params_check_f32(table, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_on_cpu(table, count, "dtrain_server_create");
     if (status == DTRAIN_OK)

@@ -214,7 +214,7 @@ static dtrain_status dtrain__server_check_table(const dtrain_server *s, const dt
                             "aggregate on rank %d: a table of %zu parameters; the server was made for %zu", s->rank,
                             table != NULL ? count : 0, s->count);
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        size_t elements = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        size_t elements = dtrain__params_gradients(&table[i]);
         if (elements != s->elements[i])
             status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                   "aggregate on rank %d: parameter %s has %zu trained elements, the server was made "

@@ -176,10 +176,9 @@ static dtrain_status dtrain__reducer_fill(dtrain__reducer *reducer, const dtrain
     reducer->jobs = (dtrain__reducer_job *)dtrain__alloc(reducer->memory, units * sizeof *reducer->jobs);
     if (reducer->ends == NULL || reducer->jobs == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to send %d units compressed", layout->unit_count);
-    dtrain_status status =
-        dtrain__compression_begin(&reducer->set, reducer->comm, reducer->memory, layout->cut_count + units);
-    if (status == DTRAIN_OK && reducer->caller != NULL)
-        dtrain__compression_on(&reducer->set, reducer->queue != NULL ? reducer->queue : reducer->caller);
+    dtrain_status status = dtrain__compression_begin(&reducer->set, reducer->comm,
+                                                     reducer->queue != NULL ? reducer->queue : reducer->caller,
+                                                     reducer->memory, layout->cut_count + units);
     for (int unit = layout->unit_count - 1; status == DTRAIN_OK && unit >= 0; unit--) {
         highest = highest < 0 && layout->units[unit].trained > 0 ? unit : highest;
         if (highest >= 0 && layout->units[unit].trained > 0 &&

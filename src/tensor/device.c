@@ -298,7 +298,7 @@ DTRAIN_API dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, "device_scale", scale, (device, dtype, x, factor, count));
-    dtrain__vector(DTRAIN__VECTOR_SCALE, dtype, x, factor, NULL, count);
+    dtrain__vector(dtype, x, factor, NULL, count);
     return DTRAIN_OK;
 }
 
@@ -311,7 +311,7 @@ DTRAIN_API dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype 
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, "device_axpy", axpy, (device, dtype, y, alpha, x, count));
-    dtrain__vector(DTRAIN__VECTOR_AXPY, dtype, y, alpha, x, count);
+    dtrain__vector(dtype, y, alpha, x, count);
     return DTRAIN_OK;
 }
 

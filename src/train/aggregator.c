@@ -17,15 +17,13 @@ static dtrain_status dtrain__aggregator_clip(dtrain_device *device, const dtrain
     const uint64_t zero = 0;
     dtrain_status status = dtrain_device_fill(device, memory, &zero, sizeof zero, DTRAIN_SQUARES_LIMBS + 1);
     for (size_t i = 0; i < count && status == DTRAIN_OK; i++)
-        if (dtrain__params_trained(&table[i]))
-            status =
-                dtrain_device_squares(device, (const float *)table[i].grad, dtrain_param_elements(&table[i]), limbs);
+        status =
+            dtrain_device_squares(device, (const float *)table[i].grad, dtrain__params_gradients(&table[i]), limbs);
     for (size_t i = 0; i < count && status == DTRAIN_OK; i++) {
-        size_t elements = dtrain_param_elements(&table[i]);
-        if (!dtrain__params_trained(&table[i]) || elements == 0)
-            continue;
-        status = dtrain_device_clip(device, limbs, max_norm, length, (float *)table[i].grad, elements);
-        if (max_norm == 0.0f) /* measured is measured */
+        size_t elements = dtrain__params_gradients(&table[i]);
+        if (elements > 0)
+            status = dtrain_device_clip(device, limbs, max_norm, length, (float *)table[i].grad, elements);
+        if (elements > 0 && max_norm == 0.0f) /* measured is measured */
             break;
     }
     double found = 0.0; /* norm may be pinned, and then nobody would wait for it */
@@ -60,10 +58,8 @@ DTRAIN_API dtrain_status dtrain_clip_grad_norm(const dtrain_param *table, size_t
 static void dtrain__aggregator_divide(const dtrain_param *table, size_t count, double total_weight)
 {
     uint64_t mode = dtrain__fpmode_enter();
-    for (size_t i = 0; total_weight > 0.0 && i < count; i++) {
-        if (dtrain__params_trained(&table[i]))
-            dtrain__fold_divide_f32(table[i].grad, total_weight, dtrain_param_elements(&table[i]));
-    }
+    for (size_t i = 0; total_weight > 0.0 && i < count; i++)
+        dtrain__fold_divide_f32(table[i].grad, total_weight, dtrain__params_gradients(&table[i]));
     dtrain__fpmode_restore(mode);
 }
 
@@ -72,8 +68,7 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     if (!dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregate: weight is %g, expected a number of at least 0",
                             weight);
-    dtrain_status status = dtrain__params_check_f32(table, count);
-    return status == DTRAIN_OK ? dtrain__params_on_cpu(table, count, "aggregate") : status;
+    return dtrain__params_on_cpu(table, count, "aggregate");
 }
 
 static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,
@@ -148,8 +143,7 @@ static dtrain_status dtrain__aggregator_check_step(const dtrain_step_desc *desc)
                             : desc->table == NULL   ? "table"
                             : desc->compute == NULL ? "compute"
                                                     : "optimizer");
-    dtrain_status status = dtrain__params_check_f32(desc->table, desc->count);
-    return status == DTRAIN_OK ? dtrain__params_on_cpu(desc->table, desc->count, "dtrain_train_step") : status;
+    return dtrain__params_on_cpu(desc->table, desc->count, "dtrain_train_step");
 }
 
 DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result)
@@ -160,8 +154,9 @@ DTRAIN_API dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < desc->count; i++) {
-        if (dtrain__params_trained(&desc->table[i]) && dtrain_param_elements(&desc->table[i]) > 0)
-            memset(desc->table[i].grad, 0, dtrain_param_elements(&desc->table[i]) * sizeof(float));
+        size_t elements = dtrain__params_gradients(&desc->table[i]);
+        if (elements > 0)
+            memset(desc->table[i].grad, 0, elements * sizeof(float));
     }
     dtrain_aggregator local = dtrain__aggregator_local();
     const dtrain_aggregator *aggregator = desc->aggregator != NULL ? desc->aggregator : &local;

@@ -27,7 +27,7 @@ typedef struct dtrain__compression_set {
     dtrain_allocator *allocator;
     dtrain_device *device; /* where the vector is; NULL: the CPU */
     dtrain__compression_part *parts;
-    size_t part_count, part_capacity, plain_count;
+    size_t part_count, plain_count;
     float *plain;              /* where what is sent as it is lies side by side, of a device's vector pinned */
     float momentum, *velocity; /* of their sums, as the others have one: plain_count; NULL: none */
 } dtrain__compression_set;
@@ -51,20 +51,16 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
                             "compress: feedback.device is %s, expected NULL: where gradients are is for their table to "
                             "say",
                             dtrain_device_name(desc->feedback.device));
-    switch (desc->kind) {
-    case DTRAIN_COMPRESS_DEFAULT:
-    case DTRAIN_COMPRESS_TOPK:
+    if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK) {
         if (topk.threshold == 0.0f && topk.schedule.ratio == 0.0)
             topk.schedule.ratio = 0.01;
         return dtrain_compressor_topk(made, &topk, allocator);
-    case DTRAIN_COMPRESS_POWERSGD: return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
-    case DTRAIN_COMPRESS_BF16:
-    case DTRAIN_COMPRESS_F16:
-    case DTRAIN_COMPRESS_INT8:
-    case DTRAIN_COMPRESS_FP8:
-    case DTRAIN_COMPRESS_SIGN: *made = dtrain_compressor_of(desc->kind, desc->block); return DTRAIN_OK;
-    default: break;
     }
+    if (desc->kind == DTRAIN_COMPRESS_POWERSGD)
+        return dtrain_compressor_powersgd(made, rows, columns, desc->rank, 1, allocator);
+    *made = dtrain_compressor_of(desc->kind, desc->block); /* of another kind it has no functions */
+    if (made->bytes != NULL)
+        return DTRAIN_OK;
     if (desc->kind != DTRAIN_COMPRESS_OWN || desc->own == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "compress: kind %d%s; expected one of dtrain_compression, and own where it is OWN",
@@ -108,25 +104,19 @@ static void dtrain__compression_close(dtrain__compression_set *set)
     memset(set, 0, sizeof *set);
 }
 
-/* Begins a set of at most `capacity` parts; what fails from here on is the caller's to close. */
-static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtrain_comm *comm,
+/* Begins a set of at most `capacity` parts; what fails from here on is the caller's to close. The device's queue is
+ * used by whoever sends, and by nobody else meanwhile. */
+static dtrain_status dtrain__compression_begin(dtrain__compression_set *set, dtrain_comm *comm, dtrain_device *device,
                                                dtrain_allocator *allocator, size_t capacity)
 {
     size_t bytes = 0;
     set->comm = comm;
+    set->device = device;
     set->allocator = allocator;
-    set->part_capacity = capacity;
     if (dtrain__mul_size(capacity, sizeof *set->parts, &bytes))
         set->parts = (dtrain__compression_part *)dtrain__alloc(allocator, bytes);
     return set->parts != NULL ? DTRAIN_OK
                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "compress: no memory for %zu parts", capacity);
-}
-
-/* Says that the vector is on a device: after the set was begun, before its first part. Its queue is then used by
- * whoever sends, and by nobody else meanwhile. */
-static void dtrain__compression_on(dtrain__compression_set *set, dtrain_device *device)
-{
-    set->device = device;
 }
 
 /* Says whether so many numbers, in rows, travel as they are. */
@@ -171,12 +161,14 @@ static dtrain_status dtrain__compression_end(dtrain__compression_set *set, const
     size_t bytes = set->plain_count * sizeof(float);
     set->momentum = desc->feedback.momentum;
     dtrain_status status = DTRAIN_OK;
-    void *pinned = NULL;
+    void *plain;
     if (set->device != NULL)
-        status = dtrain_device_alloc(set->device, DTRAIN_MEMORY_PINNED, bytes > 0 ? bytes : 1, &pinned);
+        status = dtrain_device_alloc(set->device, DTRAIN_MEMORY_PINNED, bytes > 0 ? bytes : 1, &plain);
+    else
+        plain = dtrain__alloc(set->allocator, bytes);
     if (status != DTRAIN_OK)
         return status;
-    set->plain = set->device != NULL ? (float *)pinned : (float *)dtrain__alloc(set->allocator, bytes);
+    set->plain = (float *)plain;
     if (set->momentum > 0.0f)
         set->velocity = (float *)dtrain__alloc(set->allocator, bytes);
     if (set->plain == NULL || (set->momentum > 0.0f && set->velocity == NULL))
@@ -307,7 +299,7 @@ static dtrain_status dtrain__compression_fill(dtrain__compression *all, const dt
     size_t begin = 0; /* of the part that is being collected */
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         const dtrain_param *param = &table[i];
-        size_t elements = dtrain__params_trained(param) ? dtrain_param_elements(param) : 0, rows = param->shape[0];
+        size_t elements = dtrain__params_gradients(param), rows = param->shape[0];
         int ends = desc->kind == DTRAIN_COMPRESS_POWERSGD || i + 1 == count || param->dense != param[1].dense;
         all->elements[i] = elements;
         all->total += elements;
@@ -339,7 +331,7 @@ static dtrain_status dtrain__compression_check(const dtrain__compression *all, c
 {
     dtrain_status status = dtrain__aggregator_check(table, count, weight);
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        size_t elements = dtrain__params_trained(&table[i]) ? dtrain_param_elements(&table[i]) : 0;
+        size_t elements = dtrain__params_gradients(&table[i]);
         if (count != all->count || elements != all->elements[i])
             status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                                   "aggregate: parameter %zu of %zu has %zu trained elements; the aggregator was made "
@@ -403,11 +395,9 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     memset(&full, 0, sizeof full);
     if (desc != NULL)
         full = *desc;
-    dtrain_status status = dtrain__params_check_f32(table, count);
+    dtrain_status status = dtrain__params_on_cpu(table, count, "aggregator_compressed");
     if (status == DTRAIN_OK)
         status = dtrain__params_no_adam(&full, "aggregator_compressed");
-    if (status == DTRAIN_OK)
-        status = dtrain__params_on_cpu(table, count, "aggregator_compressed");
     if (status != DTRAIN_OK)
         return status;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
@@ -415,7 +405,7 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     if (all == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu bytes", sizeof *all);
     all->count = count;
-    status = dtrain__compression_begin(&all->set, comm, allocator, count);
+    status = dtrain__compression_begin(&all->set, comm, NULL, allocator, count);
     all->elements = (size_t *)dtrain__alloc(allocator, count * sizeof *all->elements);
     if (status == DTRAIN_OK && all->elements == NULL)
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);

@@ -59,6 +59,12 @@ DTRAIN_API DTRAIN__NOINLINE size_t dtrain_param_elements(const dtrain_param *par
     return param != NULL && dtrain__params_size(param, &count, &bytes) ? count : 0;
 }
 
+/* The elements of its gradient; 0 where there is none. */
+static size_t dtrain__params_gradients(const dtrain_param *param)
+{
+    return dtrain__params_trained(param) ? dtrain_param_elements(param) : 0;
+}
+
 static DTRAIN__NOINLINE size_t dtrain__params_layers(const dtrain_param *param)
 {
     return param->stacked ? param->shape[0] : 1;
@@ -415,9 +421,12 @@ static dtrain_status dtrain__params_check_f32(const dtrain_param *table, size_t 
     return DTRAIN_OK;
 }
 
-/* Refuses parameters that are not in the CPU's memory, for what has no other way to them. */
+/* The same, and refuses parameters that are not in the CPU's memory, for what has no other way to them. */
 static dtrain_status dtrain__params_on_cpu(const dtrain_param *table, size_t count, const char *call)
 {
+    dtrain_status status = dtrain__params_check_f32(table, count);
+    if (status != DTRAIN_OK)
+        return status;
     for (size_t i = 0; i < count; i++) {
         if (table[i].device != NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,

@@ -148,8 +148,10 @@ static void vectors(void)
                 add_values(y, dtypes[t], counts[c]);
                 DTRAIN_CHECK(dtrain_device_scale(NULL, dtypes[t], x, -1.7, counts[c]));
                 add_values(x, dtypes[t], counts[c]);
-                double squares = dtrain__vector_sum_squares(dtypes[t], y, counts[c]);
-                add_values(&squares, DTRAIN_F64, 1);
+                if (dtypes[t] == DTRAIN_F32) {
+                    double squares = dtrain__vector_sum_squares((const float *)y, counts[c]);
+                    add_values(&squares, DTRAIN_F64, 1);
+                }
             }
 }
 

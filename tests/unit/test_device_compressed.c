@@ -291,8 +291,7 @@ static dtrain_status set_begin(dtrain__compression_set *set, dtrain_comm *world,
     desc.topk = plan.topk;
     desc.feedback = plan.desc;
     desc.least_count = 300;
-    dtrain_status status = dtrain__compression_begin(set, world, dtrain_comm_allocator(world), PARTS);
-    dtrain__compression_on(set, device);
+    dtrain_status status = dtrain__compression_begin(set, world, device, dtrain_comm_allocator(world), PARTS);
     for (int i = 0; status == DTRAIN_OK && i < PARTS; at += parts[i++])
         status = dtrain__compression_add(set, &desc, at, parts[i], 1, 0);
     return status == DTRAIN_OK ? dtrain__compression_end(set, &desc) : status;

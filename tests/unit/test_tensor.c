@@ -648,17 +648,17 @@ TEST(operations_round_each_step_once)
 /* The documented order: lane i % 8 takes element i, lanes join as a tree. */
 TEST(sums_of_squares_add_in_8_lanes)
 {
-    static double data[1003];
+    static float data[1003];
     for (size_t count = 0; count < 1003; count += count < 20 ? 1 : 61) {
         double lanes[8] = {0, 0, 0, 0, 0, 0, 0, 0}, expected;
         for (size_t i = 0; i < count; i++) {
             double square;
-            data[i] = uniform();
-            square = data[i] * data[i];
+            data[i] = (float)uniform();
+            square = (double)data[i] * (double)data[i];
             lanes[i % 8] += square;
         }
         expected = ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-        CHECK(dtrain__vector_sum_squares(DTRAIN_F64, data, count) == expected);
+        CHECK(dtrain__vector_sum_squares(data, count) == expected);
     }
 }
 
