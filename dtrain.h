@@ -3087,21 +3087,19 @@ DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dt
  *                  2 P/s (m-1)/m between m nodes
  *
  * (PyTorch's SHARD_GRAD_OP shards parameters between steps; here they stay.) Reductions are the tree of >>order, so
- * FULL_SHARD, SHARD_GRAD_OP and DDP give the same weights, bit for bit, and HYBRID_SHARD does where shard_size is
- * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
- * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
+ * FULL_SHARD, SHARD_GRAD_OP and DDP give the same weights, bit for bit; HYBRID_SHARD does if shard_size is a power of
+ * two. Micro-batches are folded by the same tree: if micro-batch i of rank r is number i * ranks + r of the step
+ * (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
  *
- * With a reduce_dtype of 16 bits, a gradient is rounded to it when it leaves its rank, and a world of one rounds it,
- * too: once a micro-batch, or with keep_full_grads once a step. The owner adds in float32, over ranks and
- * micro-batches, and rounds nothing again. So under FULL_SHARD and SHARD_GRAD_OP all of the above holds. DDP and
- * HYBRID_SHARD also send sums between copies: they round the sum of each copy, and what all copies get, once in each
- * reduction. Their weights differ from those of the other two strategies in these roundings. On a device the rounded
- * numbers travel to their owner as float32, with the same bits; between copies they travel in 16 bits.
+ * With a reduce_dtype of 16 bits, a gradient is rounded when it leaves its rank, also in a world of one: once a
+ * micro-batch, or with keep_full_grads once a step. The owner adds in float32 and rounds nothing again, so all of the
+ * above holds under FULL_SHARD and SHARD_GRAD_OP. DDP and HYBRID_SHARD also round the sum of each copy, and what all
+ * copies get, once in each reduction; their weights differ in these roundings. On a device the rounded numbers travel
+ * to their owner as float32, with the same bits; between copies they travel in 16 bits.
  *
  * Compressed sums (desc.compress) imply keep_full_grads, and bucket_bytes says among how much top-k selects. A thread
- * of the object's sends bucket after bucket while backward still runs; the bits are those without the thread: with
- * no_overlap, or progress by poll, the call that ends the step sends. A world of one compresses too, so that it trains
- * as several do.
+ * of the object's sends bucket after bucket while backward still runs. With no_overlap, or progress by poll, the call
+ * that ends the step sends, with the same bits. A world of one compresses too, so that it trains as several do.
  *
  * Quantised parameters (quantise_gather) are within half a scale of the masters, 1/254 of the largest of their block,
  * the same bits on every rank; gradients (quantise_reduce) are once more rounded so before they are added. A world of
@@ -3110,39 +3108,37 @@ DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dt
  * Every rank makes the same gather calls in the same order: gathering is collective, and between two of them each rank
  * lets go of the same units, by dtrain_fsdp_release or dtrain_fsdp_reduce. Reductions may come in any order of units,
  * and a rank may leave some out: a unit that was gathered on the way down and released adds nothing. (Over a transport
- * of the caller's own, which has one group for all, reductions too come in the same order on every rank, and none is
- * left out on some ranks alone.) A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can then only be
- * asked for its slices and destroyed.
+ * of the caller's own, every rank makes the same reductions in the same order.) A group's death ends every call with
+ * DTRAIN_ERR_PEER_LOST; the object can then only be asked for its slices and destroyed.
  *
  * On a device (dtrain_param.device, the same queue for all of a table) the same calls give the same bits. What the
  * caller queues on that queue comes in order with them: after a gather it sees the parameters, before a reduce it has
  * left the gradients. Gathers and reductions go on beside it, on queues of their own, and so does the CPU, but where it
  * is told a number (a norm, a loss scale's verdict) and where groups of devices stage (>>device-group). A unit of which
  * the caller holds no memory is one piece: its ranges lie one after another in table order, at addresses that stay
- * (dtrain_fsdp_unit_param), where units of even numbers share one place and those of odd numbers another. So two units
- * that are held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to
- * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or
- * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order.
+ * (dtrain_fsdp_unit_param). Units of even numbers share one place, those of odd numbers another. So two units that are
+ * held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to the
+ * first; else the result is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or if a
+ * device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order.
  *
- * Replicas (DDP, HYBRID_SHARD) compare a hash of their weights when a step is finished (desc.check_every). It
- * covers one part of the trained weights a step, at least 1,024 elements, the same part on every rank, and travels in a
- * message that is sent anyway. Where it differs, that call ends on every rank with DTRAIN_ERR_MISMATCH: the text names
- * the first parameter that differs and the ranks that have other values than most. The step is dropped, and the object
- * can be used: give every rank the same values, or destroy it. On a device the exact sum of the part's squares stands
- * for the hash, and a difference is found a step later, or some steps where the CPU runs far ahead.
+ * Replicas (DDP, HYBRID_SHARD) compare a hash of their weights when a step is finished (desc.check_every): of one part
+ * of the trained weights a step, at least 1,024 elements, in a message that is sent anyway. If it differs, that call
+ * ends on every rank with DTRAIN_ERR_MISMATCH: the text names the first parameter that differs and the ranks that have
+ * other values than most. The step is dropped, and the object can be used: give every rank the same values, or destroy
+ * it. On a device the exact sum of the part's squares stands for the hash, and a difference is found a step later, or
+ * some steps if the CPU runs far ahead.
  *
  * With DTRAIN_DEBUG=1 in the environment, or desc.debug, a wrong order of calls ends the program where it would train
- * on other numbers. Parameters that are not gathered cannot be read. Gradients that were reduced cannot be written
- * before their unit's next gather. Such an access is a SIGSEGV, or on some systems a SIGBUS. A line on stderr then
- * names the rank, the parameter, its unit and the call that is missing:
+ * on other numbers. Parameters that are not gathered cannot be read; gradients that were reduced cannot be written
+ * before their unit's next gather. Such an access is a SIGSEGV, or on some systems a SIGBUS, after a line on stderr:
  *
  *   dtrain: rank 1 read parameter qkvw (unit 3), which is not gathered: call dtrain_fsdp_gather(fsdp, 3) before
  *
- * After that the signal goes to the handler that the program has set before, or ends the program as it would without
- * dtrain. A system call that is given such memory fails with EFAULT. Memory of the caller's is closed as that of the
- * library is. Whole pages alone are closed; a page that two units share stays open while one of them is. Slices of
- * dtrain_fsdp_local stay open, and so do parameters under the strategies that keep them and on a rank alone. Nothing is
- * gathered ahead. Memory of a device is not watched. Where the system closes no pages, the log says so.
+ * The signal goes to the handler that the program has set before, or ends the program as it would without dtrain. A
+ * system call that is given such memory fails with EFAULT. Memory of the caller's is closed as the library's is, in
+ * whole pages; a page that two units share stays open while one of them is. Slices of dtrain_fsdp_local stay open, and
+ * so do parameters under the strategies that keep them and on a rank alone. Nothing is gathered ahead. Memory of a
+ * device is not watched. If the system closes no pages, the log says so.
  *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H
@@ -3263,11 +3259,10 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm
 /* As dtrain_fsdp_create, for a program that has its parameters already: takes their values over, then writes where they
  * are from now on into the table.
  *
- * Every F32 parameter gets memory of the library's, also one that has data. Its values are those of rank 0's data; with
- * no_broadcast each rank brings the same ones. Other ranks may leave data NULL, so that only rank 0 loads a model. A
- * parameter that has no data on rank 0 starts as zeros. The old memory is only read; it stays yours: free it when you
- * have pointed your program at the new. Until then a rank holds it beside its slices, under strategies that keep full
- * parameters beside a second copy. The call itself takes 1 MiB more.
+ * Every F32 parameter gets memory of the library's. Its values are those of rank 0's data, zeros if that is NULL; other
+ * ranks may leave data NULL, so that only rank 0 loads a model. With no_broadcast each rank brings the same values. The
+ * old memory is only read, and stays yours: free it when your program uses the new. Until then a rank holds it beside
+ * its slices, under strategies that keep full parameters beside a second copy. The call itself takes 1 MiB more.
  *
  *   table    in and out: data and grad become what dtrain_fsdp_param and dtrain_fsdp_grad return, grad of a frozen
  *            parameter NULL. On a device data may be its memory; those of stacked parameters become NULL, see
@@ -3287,22 +3282,17 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm 
  * one thread per object */
 DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp);
 
-/* Returns the address of a parameter, of full size, the same for the object's life; NULL for none of that name, and on
- * a device for a stacked one without memory of the caller's: see dtrain_fsdp_unit_param. It may be read while the
- * parameter's unit is gathered, and written then to be handed to dtrain_fsdp_put.
+/* Return the address of a parameter and of its gradient, of full size, the same for the object's life; NULL for none of
+ * that name, for the gradient of a frozen one, and on a device for a stacked one without memory of the caller's: see
+ * dtrain_fsdp_unit_param. The parameter may be read while its unit is gathered, and written then to be handed to
+ * dtrain_fsdp_put. The gradient is zeros until the caller adds to it, and again from dtrain_fsdp_reduce on.
  *
  * one thread per object */
 DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name);
-
-/* Returns the address of a parameter's gradient, of full size, zeros until the caller adds to it; NULL for none of
- * that name, or a frozen one. From dtrain_fsdp_reduce of a unit on, the unit's are zero again.
- *
- * one thread per object */
 DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name);
 
 /* Return where one unit's part of a parameter lies in full, the whole of it or the layer of a stacked one, and where
- * its gradient does, as long as the object lives. Memory that the caller has not given is the CPU's pages; on a device
- * units of even numbers share one place, those of odd numbers another, and tied ones have their own. NULL for none of
+ * its gradient does, as long as the object lives. On a device tied units have a place of their own. NULL for none of
  * that name in that unit, and for the gradient of a frozen one.
  *
  * one thread per object */
@@ -3311,9 +3301,9 @@ DTRAIN_API float *dtrain_fsdp_unit_grad(const dtrain_fsdp *fsdp, const char *nam
 
 /* Makes a unit's parameters readable, and starts to gather the next one, in the direction in which calls go.
  *
- * A released unit stays until its room is needed: two units that rotate and those with tied parameters are in memory
- * at most, so that the last of a forward pass is still there for the backward pass. A unit that is gathered already
- * may be gathered again. Under strategies that keep full parameters it only takes note.
+ * A released unit stays until its room is needed: at most two units that rotate and the tied ones are in memory, so
+ * that the last of a forward pass is still there for the backward pass. A unit may be gathered again while it is
+ * gathered. Under strategies that keep full parameters the call only takes note.
  *
  *   errors   DTRAIN_ERR_INVALID  no such unit; those of dtrain_all_gather: the object is broken
  *
@@ -3331,11 +3321,11 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit);
  * this one as dtrain_fsdp_gather does.
  *
  * The unit that forward_to went to is released. The unit that backward_to went to is reduced: its gradients are
- * complete then. Where backward_to begins with the unit that forward_to ended with, the unit stays. The last unit of a
+ * complete then. If backward_to begins with the unit that forward_to ended with, the unit stays. The last unit of a
  * backward pass is reduced by the next forward_to, or by the call that ends the step or micro-batch: finish,
  * clip_grad_norm, step, next, join, drop, publish. That of a forward pass is held until then: begin the next pass with
- * forward_to, too. A unit that you have released or reduced by yourself is not left
- * again. Units that you gather beside these (tied ones) stay until you release or reduce them.
+ * forward_to, too. A unit that you have released or reduced by yourself is not left again. Units that you gather beside
+ * these (tied ones) stay until you release or reduce them.
  *
  *   errors   those of dtrain_fsdp_release or dtrain_fsdp_reduce, and of dtrain_fsdp_gather
  *
@@ -3415,9 +3405,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, floa
 
 /* As dtrain_fsdp_clip_grad_norm over a whole model, of which this rank's objects and those of other ranks hold parts,
  * as stages of a pipeline and parts of tensors: every element counts once, also of parameters that several ranks have
- * alike (dtrain_param_part.copies).
- *
- * Where a part of the model drops the step, all of it does. With a loss scale, all parts skip a step together.
+ * alike (dtrain_param_part.copies). If a part of the model drops the step, all of it does. With a loss scale, all parts
+ * skip a step together.
  *
  *   fsdps    count objects of this rank, one a chunk of a pipeline
  *   model    ranks whose objects together hold the model once, over groups of ranks that hold the same: of a mesh,
@@ -3518,14 +3507,11 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *nam
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);
 
-/* Returns the number of ranks that share one copy of the parameters.
+/* Return the number of ranks that share one copy of the parameters, and the factor by which the caller multiplies its
+ * loss now, which is 1 if none is used.
  *
  * one thread per object */
 DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
-
-/* Returns the factor by which the caller multiplies its loss now; 1 where none is used.
- *
- * one thread per object */
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
 
 /* What an object has done since it was made. */
@@ -3574,9 +3560,9 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t be
  *
  * With desc.compress it also lists what compression keeps: for each bucket in the order in which they are sent, by
  * PowerSGD for each matrix, what dtrain_compressed_pieces says, numbered from 0. With feedback.momentum the velocity of
- * what travels as it is comes last, as plain_velocity.NUMBER. Each has a row for each rank of the FSDP, and as many ranks
- * go on from it. Where shards are not equally long, each shard has its own under shard-N/NAME, with a row for each copy.
- * Several compressed FSDPs in one checkpoint need a dtrain_pieces.name each.
+ * what travels as it is comes last, as plain_velocity.NUMBER. Each has a row for each rank of the FSDP, and as many
+ * ranks go on from it. If shards are not equally long, each shard has its own under shard-N/NAME, with a row for each
+ * copy. Several compressed FSDPs in one checkpoint need a dtrain_pieces.name each.
  *
  * any thread; a save or load is collective over the FSDP's ranks */
 DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp);
@@ -3657,9 +3643,9 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batche
 /* Takes a unit's gradients over: called when a micro-batch's backward pass has finished with the unit.
  *
  * The gradients hold the SUM over the micro-batch's examples. They are added to those of earlier micro-batches by
- * the tree and set to zero for the next; after the last, the unit is on its way as soon as those after it are, and the
- * gradients are the DDP's until dtrain_ddp_finish: do not write them, not even zeros. Any order of units; the next micro-batch begins
- * when every unit was reduced and one is again, or with dtrain_ddp_next.
+ * the tree and set to zero for the next. After the last, the unit is on its way as soon as those after it are, and the
+ * gradients are the DDP's until dtrain_ddp_finish: do not write them, not even zeros. Any order of units; the next
+ * micro-batch begins when every unit was reduced and one is again, or with dtrain_ddp_next.
  *
  *   errors   DTRAIN_ERR_INVALID  no step is open; no such unit; the unit was reduced in this micro-batch and others
  *                                were not; more micro-batches than announced
@@ -35184,8 +35170,9 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 
 #define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
 #define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
-#define DTRAIN__LAYOUT_LINE 64   /* floats, at whose multiples a unit begins on a device */
-#define DTRAIN__LAYOUT_LITTLE 32 /* part of two units that all small ranges of a table may be */
+#define DTRAIN__LAYOUT_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
+#define DTRAIN__LAYOUT_LINE 64     /* floats, at whose multiples a unit begins on a device */
+#define DTRAIN__LAYOUT_LITTLE 32   /* part of two units that all small ranges of a table may be */
 /* Elements of a part that is worth whole pages of its own. */
 #define DTRAIN__LAYOUT_HOME DTRAIN__TUNED(layout_home, (size_t)64 << 10)
 
@@ -35210,11 +35197,11 @@ typedef struct dtrain__layout_cut {
 } dtrain__layout_cut;
 
 typedef struct dtrain__layout_unit {
-    size_t first, end;       /* its cuts */
-    size_t count;            /* elements */
-    size_t trained;          /* of them, with a gradient */
-    size_t grad, grad_count; /* this rank's gradients */
-    size_t full_grad;
+    size_t first, end;           /* its cuts */
+    size_t count;                /* elements */
+    size_t trained;              /* of them, with a gradient */
+    size_t grad, grad_count;     /* this rank's gradients */
+    size_t small;                /* elements of small gradients of units before it: see DTRAIN__LAYOUT_ALONE */
     size_t packed, packed_grads; /* elements of small ranges, and of those trained; on a device of all */
     int tied;
     /* on a device, of its weights and of its gradients: */
@@ -35237,6 +35224,7 @@ typedef struct dtrain__layout {
                                             * stage has, if anything travels by way of one */
     size_t place_floats[2];                /* of all places: see dtrain__layout_unit */
     size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
+    size_t small;                   /* elements of gradients that are small */
     size_t code_stage, code_out, code_in; /* bytes: the most that one unit's quantised ranges have */
     size_t *offsets;                      /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
@@ -35260,12 +35248,6 @@ static dtrain_fsdp_desc dtrain__layout_desc(const dtrain_fsdp_desc *given)
 static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
 {
     return dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
-}
-
-/* Bytes of a gradient on its way to its owner: on a device it is rounded, but travels as float32. */
-static size_t dtrain__layout_scatter_bytes(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
-{
-    return layout->device == NULL && dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4;
 }
 
 /* Says whether 1-bit Adam's form can be had. */
@@ -35384,17 +35366,17 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
 static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check_for(table, count, 1);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         if (table[i].device != table[0].device)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "fsdp: parameter %s is on %s, %s on %s: expected all in one memory, and one queue",
                                 table[i].name, dtrain_device_name(table[i].device), table[0].name,
                                 dtrain_device_name(table[0].device));
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
         if (table[i].dtype != DTRAIN_F32 && !(table[i].frozen && table[i].data != NULL))
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "fsdp: parameter %s is %s: list F32 parameters, or freeze it and give its data",
                                 table[i].name, dtrain_dtype_name(table[i].dtype));
+    }
     return status;
 }
 
@@ -35484,21 +35466,6 @@ static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
     return at;
 }
 
-/* On a device all ranges of a unit travel as one, each after the one before it. */
-static void dtrain__layout_line_up(dtrain__layout *layout, int number)
-{
-    dtrain__layout_unit *unit = &layout->units[number];
-    for (size_t i = unit->first; i < unit->end; i++) {
-        dtrain__layout_cut *cut = &layout->cuts[i];
-        cut->packed = 1;
-        cut->stage = cut->begin;
-        cut->grad_stage = unit->packed_grads;
-        unit->packed_grads += cut->trained ? cut->count : 0;
-    }
-    unit->packed = unit->count;
-    layout->stage = unit->count > layout->stage ? unit->count : layout->stage;
-}
-
 static size_t dtrain__layout_line(size_t floats)
 {
     return (floats + DTRAIN__LAYOUT_LINE - 1) / DTRAIN__LAYOUT_LINE * DTRAIN__LAYOUT_LINE;
@@ -35548,22 +35515,23 @@ static void dtrain__layout_place_all(dtrain__layout *layout, const dtrain_fsdp_d
     layout->stage = needed ? dtrain__layout_line(layout->stage) : 0;
 }
 
-/* Says which ranges of a unit travel together: small ones, where there are several. What a rank has of them is in one
- * piece among them, as its slice is in the unit. */
+/* Says which ranges of a unit travel together: small ones, where there are several; on a device all. What a rank has of
+ * them is in one piece among them, as its slice is in the unit. */
 static void dtrain__layout_pack(dtrain__layout *layout, int number)
 {
     dtrain__layout_unit *unit = &layout->units[number];
     size_t small = 0, elements = 0;
-    for (size_t i = unit->first; i < unit->end && layout->shards > 1; i++) {
+    int all = layout->device != NULL;
+    for (size_t i = unit->first; i < unit->end; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
-        cut->packed =
-            cut->count > 0 && cut->count <= DTRAIN__LAYOUT_SMALL && elements + cut->count <= DTRAIN__LAYOUT_STAGE;
+        cut->packed = all || (layout->shards > 1 && cut->count > 0 && cut->count <= DTRAIN__LAYOUT_SMALL &&
+                              elements + cut->count <= DTRAIN__LAYOUT_STAGE);
         elements += cut->packed ? cut->count : 0;
         small += (size_t)cut->packed;
     }
     for (size_t i = unit->first; i < unit->end; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
-        cut->packed = cut->packed && small > 1;
+        cut->packed = all || (cut->packed && small > 1);
         cut->stage = unit->packed;
         cut->grad_stage = unit->packed_grads;
         unit->packed += cut->packed ? cut->count : 0;
@@ -35629,6 +35597,25 @@ static void dtrain__layout_code(dtrain__layout *layout, int number, const dtrain
     layout->code_in = in > layout->code_in ? in : layout->code_in;
 }
 
+/* Bytes that a rank sends of a unit in a gather, or grads: of its gradients on their way to their owners, which on a
+ * device are rounded but travel as float32. */
+static uint64_t dtrain__layout_sends(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
+{
+    size_t block = grads ? desc->quantise_reduce : desc->quantise_gather, own;
+    int narrow = dtrain__layout_is_16_bit(grads ? desc->reduce_dtype : desc->gather_dtype);
+    uint64_t bytes = 0, width = narrow && (!grads || layout->device == NULL) ? 2 : 4;
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        int coded = grads ? cut->codes_grad : cut->codes;
+        if (!coded && (!grads || cut->trained))
+            bytes += width * (cut->count - cut->own_count);
+        for (int shard = 0; shard < layout->shards && coded; shard++)
+            if (shard != layout->shard)
+                bytes += dtrain__layout_code_bytes(dtrain__layout_part(layout, cut, shard, &own), block);
+    }
+    return bytes;
+}
+
 /* Says whose pages are never dropped: the system takes longer for the pages of a small range than it is worth, as long
  * as all of them are little beside the units that come and go. */
 static void dtrain__layout_stay(dtrain__layout *layout)
@@ -35679,12 +35666,9 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
     for (size_t at = 0, number = 0; number < (size_t)layout->unit_count; number++) {
         dtrain__layout_unit *unit = &layout->units[number];
         unit->grad = layout->grads;
-        unit->full_grad = layout->trained;
+        unit->small = layout->small;
         at = dtrain__layout_fill(layout, (int)number, at);
-        if (device != NULL)
-            dtrain__layout_line_up(layout, (int)number);
-        else
-            dtrain__layout_pack(layout, (int)number);
+        dtrain__layout_pack(layout, (int)number);
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__layout_cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
@@ -35697,6 +35681,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
             layout->weights += cut->home ? 0 : cut->own_count;
             layout->grads += cut->trained ? cut->own_count : 0;
             layout->trained += cut->trained ? cut->count : 0;
+            layout->small += cut->trained && cut->count < DTRAIN__LAYOUT_ALONE ? cut->count : 0;
         }
         unit->grad_count = layout->grads - unit->grad;
         dtrain__layout_code(layout, (int)number, desc);
@@ -36025,8 +36010,7 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
 #define DTRAIN__FSDP
 
 #define DTRAIN__FSDP_LEVELS 32
-#define DTRAIN__FSDP_CHUNK 2048  /* elements at a time, in the first cache */
-#define DTRAIN__FSDP_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
+#define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, tied ones apart */
 #define DTRAIN__FSDP_GRACE_NS 1000000000 /* for what is under way when an object is destroyed */
@@ -36061,7 +36045,6 @@ typedef struct dtrain__fsdp_unit {
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
     int stage, level;
-    size_t small; /* in place: elements of the small gradients of units before it */
     int lowest;   /* the unit by which the operation goes that adds it over the copies */
     int highest;  /* of such a unit: the other end of its bucket */
     uint64_t job; /* of such a unit: what the reducer was given, or 1; 0: nothing that was not waited for */
@@ -36103,19 +36086,8 @@ typedef struct dtrain__fsdp_note {
     uint64_t weights; /* a hash of a part of them; 0: it says none */
 } dtrain__fsdp_note;
 
-/* What differs between memory of the CPU and of a device. A unit is given by its number. */
-typedef struct dtrain__fsdp_backend {
-    dtrain_status (*reserve)(dtrain_fsdp *fsdp); /* memory for units in full */
-    dtrain_status (*broadcast)(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype);
-    dtrain_status (*get)(dtrain_fsdp *fsdp, size_t cut, const float *own, float *out, int root);
-    dtrain_status (*make_room)(dtrain_fsdp *fsdp, int unit, int *room);
-    dtrain_status (*wait)(dtrain_fsdp *fsdp, int way, int lowest, int unit); /* for what is under way of a unit */
-    uint64_t (*hash)(dtrain_fsdp *fsdp); /* of a part of the weights; 0: it is not here yet */
-} dtrain__fsdp_backend;
-
 struct dtrain_fsdp {
-    const char *call; /* the last public one */
-    const dtrain__fsdp_backend *backend;
+    const char *call;               /* the last public one */
     dtrain_comm *comm;              /* the caller's */
     dtrain_comm *gathers, *reduces; /* of the ranks of one copy; NULL: one rank */
     dtrain_comm *copies;            /* of the ranks with the same slices; NULL: one rank */
@@ -36492,20 +36464,6 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
             dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, cut->grads, &zero, 1, bytes));
     }
     dtrain__fsdp_debug_set(fsdp, number, 1, open);
-}
-
-/* A range's full value, of which `own` is this rank's part in the CPU's memory. */
-static dtrain_status dtrain__fsdp_cpu_get(dtrain_fsdp *fsdp, size_t index, const float *own, float *out, int root)
-{
-    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
-    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
-    if (fsdp->gathers == NULL) {
-        if (root < 0 || root == rank)
-            memcpy(out, own, fsdp->layout.cuts[index].count * sizeof(float));
-        return DTRAIN_OK;
-    }
-    return root < 0 ? dtrain_all_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32)
-                    : dtrain_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32, root % shards);
 }
 
 #endif
@@ -37347,28 +37305,16 @@ static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lo
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, gathers ? "gathering" : "reducing", unit);
 }
 
-/* Gives every rank rank 0's values: first those that have its part of other copies, then each copy's. */
-static dtrain_status dtrain__fsdp_device_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
+/* Gives every rank rank 0's values; on a device first those that have its part of other copies, then each copy's. */
+static dtrain_status dtrain__fsdp_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
 {
     dtrain_status status = DTRAIN_OK;
+    if (fsdp->device.queue == NULL)
+        return dtrain_broadcast(fsdp->world, data, count, dtype, 0);
     if (fsdp->copies != NULL)
         status = dtrain_device_group_broadcast(fsdp->device.groups[DTRAIN__FSDP_COPIES], data, count, dtype, 0);
     if (status == DTRAIN_OK && fsdp->gathers != NULL)
         status = dtrain_device_group_broadcast(fsdp->device.groups[DTRAIN__FSDP_GATHERS], data, count, dtype, 0);
-    return status;
-}
-
-/* A range's full value: `own`, this rank's part of it, is copied to the CPU first. */
-static dtrain_status dtrain__fsdp_device_get(dtrain_fsdp *fsdp, size_t index, const float *own, float *out, int root)
-{
-    size_t bytes = fsdp->layout.cuts[index].own_count * sizeof(float);
-    float *copy = (float *)dtrain__alloc(&fsdp->memory, bytes);
-    if (copy == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
-    dtrain_status status = dtrain_device_copy(fsdp->device.queue, copy, own, bytes);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_cpu_get(fsdp, index, copy, out, root);
-    dtrain__free(&fsdp->memory, copy);
     return status;
 }
 
@@ -37565,22 +37511,6 @@ static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *su
     dtrain__fpmode_restore(mode);
 }
 
-/* Bytes that this rank sends of a unit's ranges that are quantised; *elements: how many of others' they stand for. */
-static uint64_t dtrain__fsdp_code_sent_bytes(const dtrain_fsdp *fsdp, int number, uint64_t *elements)
-{
-    uint64_t bytes = 0;
-    *elements = 0;
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        if (!cut->codes_grad)
-            continue;
-        *elements += cut->count - cut->own_count;
-        for (int shard = 0; shard < fsdp->layout.shards; shard++)
-            bytes += shard != fsdp->layout.shard ? dtrain__fsdp_code_counts(fsdp, i)[fsdp->layout.shards + shard] : 0;
-    }
-    return bytes;
-}
-
 #endif
 
 /* ---- >>reducer ----
@@ -37615,7 +37545,7 @@ struct dtrain__reducer {
     dtrain_device_event **events;  /* two a job: before and after it; NULL where there is no such queue */
     int adam;                      /* 1-bit Adam's form: the step is the job's, not what the states have counted */
     size_t *ends;                  /* of a unit: the parts of its bucket, and of those sent before it, end there */
-    dtrain__reducer_job *jobs;     /* as many as units, taken in turn */
+    dtrain__reducer_job *jobs;     /* of a bucket's lowest unit */
     dtrain__error error;           /* of the first that failed; written before its job is done */
     dtrain__worker worker;
 };
@@ -37624,7 +37554,7 @@ static dtrain_status dtrain__reducer_run(dtrain__reducer *reducer, dtrain__reduc
 {
     const size_t *ends = reducer->ends;
     size_t first = job->highest + 1 < reducer->layout->unit_count ? ends[job->highest + 1] : 0;
-    dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * (job - reducer->jobs)] : NULL;
+    dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * job->lowest] : NULL;
     dtrain_status status = events != NULL ? dtrain__device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
     for (size_t i = first; i < ends[job->lowest] && reducer->adam; i++)
         if (reducer->set.parts[i].state != NULL)
@@ -37650,56 +37580,29 @@ static void dtrain__reducer_perform(void *owner, dtrain__worker_job *posted)
     job->end_ns = dtrain__os_now_ns();
 }
 
-/* Hands over the units of a bucket, whose sums stay where they are until the job has been waited for; *number is the
- * job's, above 0. momenta: those of 1-bit Adam's form are as they are until then, too. */
-static dtrain_status dtrain__reducer_post(dtrain__reducer *reducer, int lowest, int highest, float *sums, uint64_t step,
-                                          const dtrain__compression_momenta *momenta, uint64_t *number)
-{
-    uint64_t slot = reducer->worker.posted % (uint64_t)reducer->layout->unit_count;
-    dtrain__reducer_job *job = &reducer->jobs[slot];
-    dtrain_status status =
-        reducer->queue != NULL ? dtrain__device_event_record(reducer->caller, reducer->events[2 * slot]) : DTRAIN_OK;
-    if (status != DTRAIN_OK)
-        return status;
-    memset(job, 0, sizeof *job);
-    job->lowest = lowest;
-    job->highest = highest;
-    job->sums = sums;
-    job->step = step;
-    job->momenta = *momenta;
-    dtrain__worker_post(&reducer->worker, &job->job);
-    *number = job->job.number;
-    return DTRAIN_OK;
-}
-
-/* Waits until a job has ended, or until then; returns it, or NULL while it is under way. */
-static const dtrain__reducer_job *dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64_t until_ns)
+/* Waits until a job has ended, or until then. Returns 0 while it is under way. */
+static int dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64_t until_ns)
 {
     int64_t began = dtrain__os_now_ns();
     int ended = dtrain__worker_wait(&reducer->worker, number, until_ns);
     if (reducer->worker.threaded)
         dtrain__work_blocked(reducer->comm, began);
-    if (!ended)
-        return NULL;
-    return &reducer->jobs[(number - 1) % (uint64_t)reducer->layout->unit_count];
+    return ended;
 }
 
-/* Ends the thread: what is under way is given until then to end, and is broken off after that. */
-static void dtrain__reducer_stop(dtrain__reducer *reducer, int64_t until_ns)
-{
-    if (reducer == NULL || !dtrain__worker_runs(&reducer->worker))
-        return;
-    if (reducer->worker.posted > 0 && dtrain__reducer_wait(reducer, reducer->worker.posted, until_ns) == NULL)
-        DTRAIN_IGNORE(dtrain_comm_abort(reducer->comm, "it has destroyed its dtrain_fsdp while this was under way"));
-    dtrain__worker_end(&reducer->worker);
-}
-
-static void dtrain__reducer_destroy(dtrain__reducer *reducer)
+/* Ends the thread, and frees all: what is under way is given until then to end, and is broken off after that. */
+static void dtrain__reducer_destroy(dtrain__reducer *reducer, int64_t until_ns)
 {
     if (reducer == NULL)
         return;
     dtrain_allocator *memory = reducer->memory;
     size_t units = (size_t)reducer->layout->unit_count;
+    if (dtrain__worker_runs(&reducer->worker)) {
+        if (reducer->worker.posted > 0 && !dtrain__reducer_wait(reducer, reducer->worker.posted, until_ns))
+            DTRAIN_IGNORE(
+                dtrain_comm_abort(reducer->comm, "it has destroyed its dtrain_fsdp while this was under way"));
+        dtrain__worker_end(&reducer->worker);
+    }
     dtrain__compression_close(&reducer->set);
     for (size_t i = 0; reducer->events != NULL && i < 2 * units; i++)
         dtrain__device_event_destroy(reducer->caller, reducer->events[i]);
@@ -37820,47 +37723,53 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     return status;
 }
 
-/* In 1-bit Adam's form, says what becomes of this rank's sums before they travel. */
-static dtrain__compression_momenta dtrain__reducer_momenta(const dtrain_fsdp *fsdp)
-{
-    dtrain__compression_momenta momenta;
-    double weight = fsdp->announced >= 0 ? fsdp->announcement[1] : 1.0;
-    memset(&momenta, 0, sizeof momenta);
-    if (fsdp->freezes && fsdp->step >= fsdp->freeze_step) {
-        momenta.m = fsdp->state; /* laid out as the gradients */
-        momenta.rest1 = (float)(1.0 - (double)fsdp->optimizer.beta1);
-        momenta.factor = (float)((double)fsdp->optimizer.beta1 * weight);
-    }
-    return momenta;
-}
-
-/* Takes over the units of a bucket, whose sums stay where they are until dtrain__reducer_finish. */
+/* Takes over the units of a bucket, whose sums stay where they are until dtrain__reducer_finish. In 1-bit Adam's form
+ * so do the momenta that are folded into them before they travel. */
 static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int highest, float *sums)
 {
-    dtrain__compression_momenta momenta = dtrain__reducer_momenta(fsdp);
-    return dtrain__reducer_post(fsdp->reducer, lowest, highest, sums, fsdp->step, &momenta, &fsdp->units[lowest].job);
+    dtrain__reducer *reducer = fsdp->reducer;
+    dtrain__reducer_job *job = &reducer->jobs[lowest];
+    double weight = fsdp->announced >= 0 ? fsdp->announcement[1] : 1.0;
+    dtrain_status status = DTRAIN_OK;
+    if (reducer->queue != NULL)
+        status = dtrain__device_event_record(reducer->caller, reducer->events[2 * lowest]);
+    if (status != DTRAIN_OK)
+        return status;
+    memset(job, 0, sizeof *job);
+    job->lowest = lowest;
+    job->highest = highest;
+    job->sums = sums;
+    job->step = fsdp->step;
+    if (fsdp->freezes && fsdp->step >= fsdp->freeze_step) {
+        job->momenta.m = fsdp->state; /* laid out as the gradients */
+        job->momenta.rest1 = (float)(1.0 - (double)fsdp->optimizer.beta1);
+        job->momenta.factor = (float)((double)fsdp->optimizer.beta1 * weight);
+    }
+    dtrain__worker_post(&reducer->worker, &job->job);
+    fsdp->units[lowest].job = job->job.number;
+    return DTRAIN_OK;
 }
 
 /* Waits until the bucket of a unit has been sent, and counts as dtrain__fsdp_wait does. */
 static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
 {
-    dtrain__fsdp_unit *lowest = &fsdp->units[fsdp->units[number].lowest];
-    int64_t begin = dtrain__os_now_ns();
-    if (lowest->job == 0)
-        return DTRAIN_OK;
     dtrain__reducer *reducer = fsdp->reducer;
-    const dtrain__reducer_job *job = dtrain__reducer_wait(reducer, lowest->job, INT64_MAX);
-    uint64_t slot = (lowest->job - 1) % (uint64_t)reducer->layout->unit_count;
+    int lowest = fsdp->units[number].lowest;
+    const dtrain__reducer_job *job = &reducer->jobs[lowest];
+    int64_t begin = dtrain__os_now_ns();
+    if (fsdp->units[lowest].job == 0)
+        return DTRAIN_OK;
+    dtrain__reducer_wait(reducer, fsdp->units[lowest].job, INT64_MAX);
     if (job->status == DTRAIN_OK && reducer->queue != NULL)
-        dtrain__fsdp_queued(fsdp, dtrain__device_event_await(reducer->caller, reducer->events[2 * slot + 1]));
-    lowest->job = 0;
+        dtrain__fsdp_queued(fsdp, dtrain__device_event_await(reducer->caller, reducer->events[2 * lowest + 1]));
+    fsdp->units[lowest].job = 0;
     dtrain__fsdp_waited(fsdp, number, begin, job->end_ns - job->begin_ns);
     if (job->status != DTRAIN_OK) {
-        dtrain__report(&fsdp->reducer->error);
+        dtrain__report(&reducer->error);
         return dtrain__fsdp_break(fsdp, job->status, "reducing", number);
     }
-    dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_REDUCE, job->lowest, job->begin_ns, job->end_ns);
-    dtrain__fsdp_account(fsdp, job->lowest, job->highest, job->stats.dense_bytes, job->stats.sent_bytes,
+    dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_REDUCE, lowest, job->begin_ns, job->end_ns);
+    dtrain__fsdp_account(fsdp, lowest, job->highest, job->stats.dense_bytes, job->stats.sent_bytes,
                          job->end_ns - job->begin_ns);
     return DTRAIN_OK;
 }
@@ -38028,13 +37937,6 @@ static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *su
     (void)fsdp, (void)index, (void)sum;
 }
 
-static uint64_t dtrain__fsdp_code_sent_bytes(const dtrain_fsdp *fsdp, int number, uint64_t *elements)
-{
-    (void)fsdp, (void)number;
-    *elements = 0;
-    return 0;
-}
-
 static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm *comm, int threaded,
                                             const dtrain__layout *layout, const dtrain_compress_desc *desc,
                                             size_t bucket_bytes, dtrain_allocator *memory)
@@ -38075,14 +37977,9 @@ static uint64_t dtrain__reducer_bytes(const dtrain__layout *layout, const dtrain
     return 0;
 }
 
-static void dtrain__reducer_stop(dtrain__reducer *reducer, int64_t until_ns)
+static void dtrain__reducer_destroy(dtrain__reducer *reducer, int64_t until_ns)
 {
     (void)reducer, (void)until_ns;
-}
-
-static void dtrain__reducer_destroy(dtrain__reducer *reducer)
-{
-    (void)reducer;
 }
 
 #endif
@@ -38192,7 +38089,9 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     size_t width = dtype == DTRAIN_F32 ? 4 : 2;
-    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_GATHERS, number, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_GATHERS, number, number)
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, number);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = unit->first; i < unit->end && !dtrain__fsdp_gathers_straight(fsdp, number); i++) {
@@ -38209,6 +38108,19 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     if (!fsdp->units[number].held && !dtrain__fsdp_debug_stays(fsdp))
         dtrain__fsdp_debug_set(fsdp, number, 0, 0);
     return DTRAIN_OK;
+}
+
+/* Starts to gather a unit where nobody has, ends that, and makes the unit readable. */
+static dtrain_status dtrain__fsdp_gather_whole(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (!fsdp->layout.resident && fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+        status = dtrain__fsdp_gather_start(fsdp, number);
+    if (status == DTRAIN_OK && fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        status = dtrain__fsdp_gather_finish(fsdp, number);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_debug_set(fsdp, number, 0, 1);
+    return status;
 }
 
 /* Ends the gathers that are under way, which read slices that are to be written. */
@@ -38255,8 +38167,10 @@ static dtrain_status dtrain__fsdp_device_make_room(dtrain_fsdp *fsdp, int number
 }
 
 /* Drops what was used longest ago until `number` has room among the units that rotate. *room: it has. */
-static dtrain_status dtrain__fsdp_cpu_make_room(dtrain_fsdp *fsdp, int number, int *room)
+static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *room)
 {
+    if (fsdp->device.queue != NULL)
+        return dtrain__fsdp_device_make_room(fsdp, number, room);
     *room = 1;
     if (fsdp->keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
         return DTRAIN_OK;
@@ -38286,7 +38200,7 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
     if (number < 0 || number >= fsdp->layout.unit_count || fsdp->units[number].state != DTRAIN__FSDP_WEIGHTS_ABSENT ||
         fsdp->desc.debug)
         return DTRAIN_OK;
-    dtrain_status status = fsdp->backend->make_room(fsdp, number, &room);
+    dtrain_status status = dtrain__fsdp_make_room(fsdp, number, &room);
     if (status != DTRAIN_OK || !room)
         return status;
     fsdp->units[number].used = ++fsdp->clock;
@@ -38363,16 +38277,12 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number, int 
     if (unit->stale)
         status = dtrain__fsdp_gather_drop(fsdp, number);
     if (status == DTRAIN_OK && unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT)
-        status = fsdp->backend->make_room(fsdp, number, &room);
+        status = dtrain__fsdp_make_room(fsdp, number, &room);
     if (status == DTRAIN_OK && unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT)
         status = dtrain__fsdp_gather_start(fsdp, number);
     if (status == DTRAIN_OK && !fsdp->desc.no_prefetch && direction != 0)
         status = dtrain__fsdp_gather_ahead(fsdp, number + direction);
-    if (status == DTRAIN_OK && unit->state == DTRAIN__FSDP_WEIGHTS_GATHERING)
-        status = dtrain__fsdp_gather_finish(fsdp, number);
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_debug_set(fsdp, number, 0, 1);
-    return status;
+    return status == DTRAIN_OK ? dtrain__fsdp_gather_whole(fsdp, number) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit)
@@ -38436,8 +38346,8 @@ static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 /* Where a unit's part of the reduction goes that is under way. */
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__fsdp_unit *unit = &fsdp->units[number];
-    return fsdp->levels[unit->level] + (fsdp->in_place ? unit->small : fsdp->layout.units[number].grad);
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+    return fsdp->levels[fsdp->units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
 }
 
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
@@ -38538,7 +38448,7 @@ static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float
     size_t count = 0;
     for (size_t i = layout->units[lowest].first; i < layout->units[fsdp->units[lowest].highest].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
-        if (!cut->trained || cut->count >= DTRAIN__FSDP_ALONE)
+        if (!cut->trained || cut->count >= DTRAIN__LAYOUT_ALONE)
             continue;
         memcpy(back ? cut->grads : sum + count, back ? sum + count : cut->grads, cut->count * sizeof(float));
         count += cut->count;
@@ -38556,7 +38466,7 @@ static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, fl
         status = dtrain_all_reduce_async(fsdp->copies, sum, sum, small, DTRAIN_F32, DTRAIN_SUM, &fsdp->copying[lowest]);
     for (size_t i = layout->units[lowest].first; status == DTRAIN_OK && i < end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
-        if (cut->trained && cut->count >= DTRAIN__FSDP_ALONE)
+        if (cut->trained && cut->count >= DTRAIN__LAYOUT_ALONE)
             status = dtrain_all_reduce_async(fsdp->copies, cut->grads, cut->grads, cut->count, DTRAIN_F32, DTRAIN_SUM,
                                              &fsdp->reducing[i]);
     }
@@ -38624,7 +38534,10 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
     if (fsdp->units[lowest].job == 0)
         return DTRAIN_OK;
     fsdp->units[lowest].job = 0;
-    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_COPIES, lowest, number);
+    dtrain_status status = fsdp->in_place ? dtrain__fsdp_wait_in_place(fsdp, lowest)
+                           : fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_COPIES, lowest, number)
+                               : dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, number);
     if (status != DTRAIN_OK)
         return status;
     uint64_t dense = dtrain__plan_sent_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
@@ -38634,34 +38547,23 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__fsdp_cpu_wait(dtrain_fsdp *fsdp, int way, int lowest, int unit)
-{
-    if (way == DTRAIN__FSDP_COPIES && fsdp->in_place)
-        return dtrain__fsdp_wait_in_place(fsdp, lowest);
-    if (way == DTRAIN__FSDP_COPIES)
-        return dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, unit);
-    if (way == DTRAIN__FSDP_GATHERS)
-        return dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, unit);
-    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, unit);
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_unpack_grads(fsdp, unit);
-    return status;
-}
-
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
     int64_t before_ns = fsdp->stats.communicated_ns;
-    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_REDUCES, number, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_REDUCES, number, number)
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
+    if (fsdp->device.queue == NULL)
+        dtrain__fsdp_unpack_grads(fsdp, number);
     if (fsdp->reduces != NULL) {
-        uint64_t others = (uint64_t)(unit->trained - unit->grad_count), coded;
-        uint64_t bytes = dtrain__fsdp_code_sent_bytes(fsdp, number, &coded);
-        bytes += dtrain__layout_scatter_bytes(&fsdp->layout, &fsdp->desc) * (others - coded);
-        dtrain__fsdp_account(fsdp, number, number, 4 * others, bytes, fsdp->stats.communicated_ns - before_ns);
+        const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+        dtrain__fsdp_account(fsdp, number, number, 4 * (uint64_t)(unit->trained - unit->grad_count),
+                             dtrain__layout_sends(&fsdp->layout, &fsdp->desc, number, 1),
+                             fsdp->stats.communicated_ns - before_ns);
     }
     if (fsdp->in_place || fsdp->left != NULL)
         fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */
@@ -39307,12 +39209,17 @@ static void dtrain__fsdp_drift_queue(dtrain_fsdp *fsdp)
     d->drift_queued = status == DTRAIN_OK ? 1 : -1;
 }
 
-/* The hash of the part that was queued, once it is here. */
-static uint64_t dtrain__fsdp_device_hash(dtrain_fsdp *fsdp)
+/* The hash of this step's part; on a device of that which was queued, 0 while it is not here. */
+static uint64_t dtrain__fsdp_drift_hash(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
     dtrain__xxh64 hash;
     int done = 0;
+    dtrain__xxh64_begin(&hash, 0);
+    if (d->queue == NULL) {
+        (void)dtrain__fsdp_drift_walk(fsdp, &hash);
+        return dtrain__fsdp_drift_finish(&hash);
+    }
     if (d->drift_queued == 0)
         dtrain__fsdp_drift_queue(fsdp);
     if (d->drift_queued > 0)
@@ -39321,20 +39228,11 @@ static uint64_t dtrain__fsdp_device_hash(dtrain_fsdp *fsdp)
         return 0;
     memcpy(d->drift_sum.limbs, d->drift_heard, sizeof d->drift_sum.limbs);
     dtrain__norm_carry(&d->drift_sum);
-    dtrain__xxh64_begin(&hash, 0);
     dtrain__xxh64_add(&hash, d->drift_sum.limbs, sizeof d->drift_sum.limbs);
     return dtrain__fsdp_drift_finish(&hash);
 }
 
 /* ---- the check ---- */
-
-static uint64_t dtrain__fsdp_cpu_hash(dtrain_fsdp *fsdp)
-{
-    dtrain__xxh64 hash;
-    dtrain__xxh64_begin(&hash, 0);
-    (void)dtrain__fsdp_drift_walk(fsdp, &hash);
-    return dtrain__fsdp_drift_finish(&hash);
-}
 
 /* The hash of what this rank has of a parameter; 0 beyond the last. */
 static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)
@@ -39429,7 +39327,7 @@ static dtrain_status dtrain__fsdp_drift_verdict(dtrain_fsdp *fsdp)
 
 /* ---- >>fsdp-step ----
  * From sums to new weights: what ranks announce and agree on, the division, the norm, the update of this rank's slices,
- * and making them count. */
+ * and making them count. Parts of a model tell each other by the sum for its norm whether one has dropped its step. */
 #ifndef DTRAIN__FSDP_STEP
 #define DTRAIN__FSDP_STEP
 
@@ -39613,7 +39511,7 @@ static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
     int most = 0;
     if (fsdp->grads != NULL)
         return dtrain__fsdp_gather_end(fsdp);
-    fsdp->note.weights = fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : fsdp->backend->hash(fsdp);
+    fsdp->note.weights = fsdp->desc.check_every < 0 || fsdp->copies == NULL ? 0 : dtrain__fsdp_drift_hash(fsdp);
     dtrain_status status = dtrain__fsdp_complete(fsdp, &most);
     if (status == DTRAIN_OK && idle && (most == 0 || fsdp->trained_units == 0))
         return DTRAIN_OK;
@@ -39776,14 +39674,10 @@ DTRAIN_API uint64_t dtrain_fsdp_get_step(const dtrain_fsdp *fsdp)
 DTRAIN_API dtrain_status dtrain_fsdp_set_step(dtrain_fsdp *fsdp, uint64_t step)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, "dtrain_fsdp_set_step", 0);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_check_open(fsdp, "dtrain_fsdp_set_step");
     if (status != DTRAIN_OK)
         return status;
-    if (fsdp->grads != NULL)
-        return dtrain__fail(
-            NULL, DTRAIN_ERR_INVALID,
-            "dtrain_fsdp_set_step: gradients of a step are not used yet on rank %d: end it with dtrain_fsdp_step, "
-            "dtrain_fsdp_publish or dtrain_fsdp_drop first",
-            dtrain__fsdp_rank(fsdp));
     fsdp->step = step;
     return dtrain__fsdp_leave(fsdp, DTRAIN_OK);
 }
@@ -39817,13 +39711,7 @@ DTRAIN_API size_t dtrain_fsdp_buckets(const dtrain_fsdp *fsdp, const dtrain_buck
     return fsdp != NULL ? fsdp->bucket_count : 0;
 }
 
-#endif
-
-/* ---- >>fsdp-norm ----
- * The length of gradients, of one object or of a whole model that many hold, and shortening them. Parts of a model tell
- * each other by the same sum whether one of them has dropped its step. */
-#ifndef DTRAIN__FSDP_NORM
-#define DTRAIN__FSDP_NORM
+/* ---- the length of gradients ---- */
 
 static dtrain_status dtrain__fsdp_check_norm(const char *call, float max_norm)
 {
@@ -39991,51 +39879,43 @@ static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
     return i;
 }
 
-/* The cut of a parameter in a unit; NULL: there is none. */
-static const dtrain__layout_cut *dtrain__fsdp_find_cut(const dtrain_fsdp *fsdp, const char *name, int unit)
+/* Where a parameter or its gradient lies in a unit; -1: all of it, which on a device has no address where its layers do
+ * not lie side by side. */
+static float *dtrain__fsdp_address(const dtrain_fsdp *fsdp, const char *name, int unit, int grad)
 {
-    if (fsdp == NULL || name == NULL || unit < 0 || unit >= fsdp->layout.unit_count)
+    size_t param = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
+    if (fsdp == NULL || name == NULL || param == fsdp->layout.table_count || unit >= fsdp->layout.unit_count)
         return NULL;
-    size_t param = dtrain__fsdp_find(fsdp, name);
-    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++)
-        if (fsdp->layout.cuts[i].param == param)
-            return &fsdp->layout.cuts[i];
+    const dtrain_param *given = &fsdp->layout.table[param];
+    if (unit < 0 && given->stacked)
+        return (float *)(grad ? given->grad : given->data);
+    const dtrain__layout_unit *cuts = &fsdp->layout.units[unit >= 0 ? unit : given->unit];
+    for (size_t i = cuts->first; i < cuts->end; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        if (cut->param == param)
+            return !grad ? cut->data : cut->trained ? cut->grads : NULL;
+    }
     return NULL;
 }
 
 DTRAIN_API float *dtrain_fsdp_unit_param(const dtrain_fsdp *fsdp, const char *name, int unit)
 {
-    const dtrain__layout_cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
-    return cut != NULL ? cut->data : NULL;
+    return unit >= 0 ? dtrain__fsdp_address(fsdp, name, unit, 0) : NULL;
 }
 
 DTRAIN_API float *dtrain_fsdp_unit_grad(const dtrain_fsdp *fsdp, const char *name, int unit)
 {
-    const dtrain__layout_cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
-    return cut != NULL && cut->trained ? cut->grads : NULL;
-}
-
-/* The address of a parameter or of its gradient: on a device of one whose layers do not lie side by side there is none.
- */
-static float *dtrain__fsdp_address(const dtrain_fsdp *fsdp, const char *name, int grad)
-{
-    size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
-    if (fsdp == NULL || name == NULL || i == fsdp->layout.table_count)
-        return NULL;
-    const dtrain_param *param = &fsdp->layout.table[i];
-    if (!param->stacked)
-        return grad ? dtrain_fsdp_unit_grad(fsdp, name, param->unit) : dtrain_fsdp_unit_param(fsdp, name, param->unit);
-    return (float *)(grad ? param->grad : param->data);
+    return unit >= 0 ? dtrain__fsdp_address(fsdp, name, unit, 1) : NULL;
 }
 
 DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name)
 {
-    return dtrain__fsdp_address(fsdp, name, 0);
+    return dtrain__fsdp_address(fsdp, name, -1, 0);
 }
 
 DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
 {
-    return dtrain__fsdp_address(fsdp, name, 1);
+    return dtrain__fsdp_address(fsdp, name, -1, 1);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
@@ -40113,20 +39993,6 @@ static dtrain_status dtrain__fsdp_distribute(dtrain_fsdp *fsdp, size_t param, co
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
 }
 
-static dtrain_status dtrain__fsdp_set_now(dtrain_fsdp *fsdp, size_t param, const float *value, int root)
-{
-    size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
-    size_t most = count < DTRAIN__FSDP_STAGE ? count : DTRAIN__FSDP_STAGE;
-    float *stage = (float *)dtrain__alloc(&fsdp->memory, most * sizeof(float));
-    dtrain_status status = stage != NULL
-                               ? dtrain__fsdp_forget(fsdp, param)
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", most * sizeof(float));
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_distribute(fsdp, param, value, NULL, stage, most, root);
-    dtrain__free(&fsdp->memory, stage);
-    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
-}
-
 /* Finds a parameter for a call that takes its name and a rank. */
 static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, const char *name, int root, int lowest,
                                         size_t *param)
@@ -40155,17 +40021,46 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name,
                             root);
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
+    size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
+    size_t most = count < DTRAIN__FSDP_STAGE ? count : DTRAIN__FSDP_STAGE;
+    float *stage = (float *)dtrain__alloc(&fsdp->memory, most * sizeof(float));
+    if (stage == NULL) {
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", most * sizeof(float));
+        return dtrain__fsdp_leave(fsdp, dtrain__fsdp_break(fsdp, status, "setting a parameter", -1));
+    }
+    status = dtrain__fsdp_forget(fsdp, param);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_distribute(fsdp, param, value, NULL, stage, most, root);
+    dtrain__free(&fsdp->memory, stage);
+    return dtrain__fsdp_leave(fsdp, status);
 }
 
+/* A range's full value on `root` of this rank's copy, or with root -1 on all. */
 static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
+    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    size_t bytes = cut->own_count * sizeof(float);
+    dtrain_device *queue = fsdp->device.queue;
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
+    const float *own = dtrain__fsdp_own(fsdp, cut);
+    float *out = value != NULL ? value + cut->element : NULL, *copy = NULL;
+    dtrain_status status = DTRAIN_OK;
     if (cut->count == 0 || (root >= 0 && root / shards != rank / shards))
         return DTRAIN_OK;
-    return fsdp->backend->get(fsdp, index, dtrain__fsdp_own(fsdp, cut), value != NULL ? value + cut->element : NULL,
-                              root);
+    if (fsdp->gathers == NULL)
+        return root < 0 || root == rank ? dtrain_device_copy(queue, out, own, bytes) : DTRAIN_OK;
+    if (queue != NULL) {
+        own = copy = (float *)dtrain__alloc(&fsdp->memory, bytes);
+        if (copy == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
+        status = dtrain_device_copy(queue, copy, dtrain__fsdp_own(fsdp, cut), bytes);
+    }
+    if (status == DTRAIN_OK)
+        status = root < 0 ? dtrain_all_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32)
+                          : dtrain_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32, root % shards);
+    dtrain__free(&fsdp->memory, copy);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root)
@@ -40200,12 +40095,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && !fsdp->layout.resident; i++) {
         if (fsdp->units[i].stale)
             status = dtrain__fsdp_gather_drop(fsdp, i);
-        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
-            status = dtrain__fsdp_gather_start(fsdp, i);
-        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
-            status = dtrain__fsdp_gather_finish(fsdp, i);
         if (status == DTRAIN_OK)
-            dtrain__fsdp_debug_set(fsdp, i, 0, 1);
+            status = dtrain__fsdp_gather_whole(fsdp, i);
     }
     return dtrain__fsdp_leave(fsdp, status);
 }
@@ -40266,72 +40157,6 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
 
 #endif
 
-/* ---- >>fsdp-traffic ----
- * What a rank will send in a step, from its layout alone: in numbers that the counters of a run then show, or for
- * selections, whose lengths nobody knows before, at most. */
-#ifndef DTRAIN__FSDP_TRAFFIC
-#define DTRAIN__FSDP_TRAFFIC
-
-/* Bytes of a quantised range that are not this rank's: what it sends, of gradients, and what it passes on in a ring, of
- * parameters. */
-static uint64_t dtrain__fsdp_traffic_sends(const dtrain__layout *layout, const dtrain__layout_cut *cut, size_t block)
-{
-    uint64_t bytes = 0;
-    size_t own;
-    for (int shard = 0; shard < layout->shards; shard++)
-        if (shard != layout->shard)
-            bytes += dtrain__layout_code_bytes(dtrain__layout_part(layout, cut, shard, &own), block);
-    return bytes;
-}
-
-/* What all buckets send between copies. */
-static uint64_t dtrain__fsdp_traffic_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
-{
-    const dtrain__layout_unit *units = layout->units;
-    uint64_t bytes = 0;
-    int highest = -1, narrow = dtrain__layout_is_16_bit(desc->reduce_dtype);
-    for (int unit = layout->unit_count - 1; unit >= 0; unit--) {
-        if (units[unit].trained == 0)
-            continue;
-        highest = highest < 0 ? unit : highest;
-        if (!narrow && !dtrain__layout_ends_bucket(layout, unit, highest, desc->bucket_bytes))
-            continue;
-        size_t plain = units[highest].grad + units[highest].grad_count - units[unit].grad;
-        if (desc->compress != NULL)
-            bytes += dtrain__reducer_bytes(layout, desc->compress, unit, highest, copy, &plain);
-        bytes += dtrain__plan_sent_bytes(plain, layout->copies) / (narrow ? 2 : 1);
-        highest = -1;
-    }
-    return bytes;
-}
-
-/* What other ranks are sent: each unit is gathered in both passes, but for the two that are still there. */
-static void dtrain__fsdp_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int rank,
-                                 dtrain_fsdp_plan_result *plan)
-{
-    uint64_t gather_bytes = dtrain__layout_is_16_bit(desc->gather_dtype) ? 2 : 4;
-    uint64_t reduce_bytes = dtrain__layout_scatter_bytes(layout, desc);
-    for (int i = 0; i < layout->unit_count; i++) {
-        uint64_t passes = layout->resident || desc->no_reshard_after_forward ||
-                                  i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied
-                              ? 1
-                              : 2;
-        for (size_t k = layout->units[i].first; k < layout->units[i].end && layout->shards > 1; k++) {
-            const dtrain__layout_cut *cut = &layout->cuts[k];
-            uint64_t others = (uint64_t)(cut->count - cut->own_count);
-            plan->sent_gather += passes * (cut->codes ? dtrain__fsdp_traffic_sends(layout, cut, desc->quantise_gather)
-                                                      : others * gather_bytes);
-            if (cut->trained)
-                plan->sent_reduce += cut->codes_grad ? dtrain__fsdp_traffic_sends(layout, cut, desc->quantise_reduce)
-                                                     : others * reduce_bytes;
-        }
-    }
-    if (layout->copies > 1)
-        plan->sent_reduce += dtrain__fsdp_traffic_copies(layout, desc, rank / layout->shards);
-}
-
-#endif
-
 /* ---- >>fsdp-plan ----
  * What an object will need, from its layout alone, before anything of it is allocated. */
 #ifndef DTRAIN__FSDP_PLAN
@@ -40347,46 +40172,30 @@ static int dtrain__fsdp_page_span_compare(const void *left, const void *right)
     return a->begin < b->begin ? -1 : a->begin > b->begin;
 }
 
-/* Adds the pages of a unit's reserved ranges; staying: of those parts alone that are never dropped. */
-static size_t dtrain__fsdp_plan_add(const dtrain__layout *layout, int unit, int grads, int staying,
-                                    dtrain__fsdp_page_span *spans, size_t used)
+/* Bytes of the pages that the reserved ranges of some units cover: units from `first` to `end`, tied ones only where
+ * `tied`; staying: those parts of them alone that are never dropped. */
+static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads,
+                                      int staying, dtrain__fsdp_page_span *spans)
 {
-    size_t page = dtrain__os_page_bytes();
-    for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++) {
+    size_t page = dtrain__os_page_bytes(), used = 0, pages = 0, covered = 0;
+    for (size_t i = layout->units[first].first; i < layout->units[end - 1].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         const dtrain_param *param = &layout->table[cut->param];
         size_t at = 0, count = staying ? dtrain__layout_staying(cut, grads, &at) : cut->count;
         size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
-        if (count == 0 || (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
+        if (count == 0 || (tied && !layout->units[cut->unit].tied) ||
+            (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
             continue;
         spans[used].begin = begin / page;
         spans[used++].end = (begin + count * sizeof(float) - 1) / page + 1;
     }
-    return used;
-}
-
-/* Bytes of the pages that spans cover together. */
-static size_t dtrain__fsdp_plan_cover(dtrain__fsdp_page_span *spans, size_t used)
-{
-    size_t pages = 0, covered = 0;
     qsort(spans, used, sizeof *spans, dtrain__fsdp_page_span_compare);
     for (size_t i = 0; i < used; i++) {
         size_t begin = spans[i].begin > covered ? spans[i].begin : covered;
         pages += spans[i].end > begin ? spans[i].end - begin : 0;
         covered = spans[i].end > covered ? spans[i].end : covered;
     }
-    return pages * dtrain__os_page_bytes();
-}
-
-/* Bytes of the pages of some units: from `first` to `end`, tied ones only where `tied`. */
-static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads,
-                                      int staying, dtrain__fsdp_page_span *spans)
-{
-    size_t used = 0;
-    for (int unit = first; unit < end; unit++)
-        if (!tied || layout->units[unit].tied)
-            used = dtrain__fsdp_plan_add(layout, unit, grads, staying, spans, used);
-    return dtrain__fsdp_plan_cover(spans, used);
+    return pages * page;
 }
 
 /* Of them what is not always there. */
@@ -40485,6 +40294,42 @@ static size_t dtrain__fsdp_plan_compression(const dtrain__layout *layout, const 
     return floats * layout->grads * sizeof(float);
 }
 
+/* What all buckets send between copies. */
+static uint64_t dtrain__fsdp_plan_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
+{
+    const dtrain__layout_unit *units = layout->units;
+    uint64_t bytes = 0;
+    int highest = -1, narrow = dtrain__layout_is_16_bit(desc->reduce_dtype);
+    for (int unit = layout->unit_count - 1; unit >= 0; unit--) {
+        if (units[unit].trained == 0)
+            continue;
+        highest = highest < 0 ? unit : highest;
+        if (!narrow && !dtrain__layout_ends_bucket(layout, unit, highest, desc->bucket_bytes))
+            continue;
+        size_t plain = units[highest].grad + units[highest].grad_count - units[unit].grad;
+        if (desc->compress != NULL)
+            bytes += dtrain__reducer_bytes(layout, desc->compress, unit, highest, copy, &plain);
+        bytes += dtrain__plan_sent_bytes(plain, layout->copies) / (narrow ? 2 : 1);
+        highest = -1;
+    }
+    return bytes;
+}
+
+/* What other ranks are sent in a step, as the counters of a run then show it, or for selections, whose lengths nobody
+ * knows before, at most. Each unit is gathered in both passes, but for the two that are still there. */
+static void dtrain__fsdp_plan_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int rank,
+                                      dtrain_fsdp_plan_result *plan)
+{
+    int once = layout->resident || desc->no_reshard_after_forward;
+    for (int i = 0; i < layout->unit_count; i++) {
+        int passes = once || i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied ? 1 : 2;
+        plan->sent_gather += (uint64_t)passes * dtrain__layout_sends(layout, desc, i, 0);
+        plan->sent_reduce += dtrain__layout_sends(layout, desc, i, 1);
+    }
+    if (layout->copies > 1)
+        plan->sent_reduce += dtrain__fsdp_plan_copies(layout, desc, rank / layout->shards);
+}
+
 static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world,
                                             int rank, dtrain_allocator *allocator, dtrain_fsdp_plan_result *plan)
 {
@@ -40514,7 +40359,7 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
     plan->compression = dtrain__fsdp_plan_compression(layout, desc->compress);
     plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
                  plan->bookkeeping + plan->compression;
-    dtrain__fsdp_traffic(layout, desc, rank, plan);
+    dtrain__fsdp_plan_traffic(layout, desc, rank, plan);
     dtrain__free(allocator, spans);
     return DTRAIN_OK;
 }
@@ -40748,12 +40593,9 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
                                         &fsdp->memory, &plan);
     for (size_t i = 0; i < layout->table_count; i++)
         any |= fsdp->reserved[i];
-    if (status == DTRAIN_OK)
-        status =
-            dtrain__pages_create(&fsdp->pages[0], any & 1 ? layout->reserved : 0, plan.full_weights, 0, &fsdp->memory);
-    if (status == DTRAIN_OK)
-        status =
-            dtrain__pages_create(&fsdp->pages[1], any & 2 ? layout->reserved : 0, plan.full_grads, 1, &fsdp->memory);
+    for (int grads = 0; status == DTRAIN_OK && grads < 2; grads++)
+        status = dtrain__pages_create(&fsdp->pages[grads], any >> grads & 1 ? layout->reserved : 0,
+                                      grads ? plan.full_grads : plan.full_weights, grads, &fsdp->memory);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < layout->table_count; i++) {
@@ -40782,7 +40624,8 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         param->grad = param->frozen ? NULL : param->grad;
         fsdp->reserved[i] = (unsigned char)((param->data == NULL) | (!param->frozen && param->grad == NULL) << 1);
     }
-    dtrain_status status = fsdp->backend->reserve(fsdp);
+    dtrain_status status =
+        fsdp->device.queue != NULL ? dtrain__fsdp_device_reserve(fsdp) : dtrain__fsdp_cpu_reserve(fsdp);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
         const dtrain_param *param = &layout->table[cut->param];
@@ -40790,31 +40633,6 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         cut->grads = param->grad != NULL ? (float *)param->grad + cut->element : cut->grads;
     }
     return status;
-}
-
-static dtrain_status dtrain__fsdp_cpu_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
-{
-    return dtrain_broadcast(fsdp->world, data, count, dtype, 0);
-}
-
-static const dtrain__fsdp_backend dtrain__fsdp_cpu_backend = {dtrain__fsdp_cpu_reserve, dtrain__fsdp_cpu_broadcast,
-                                                              dtrain__fsdp_cpu_get,     dtrain__fsdp_cpu_make_room,
-                                                              dtrain__fsdp_cpu_wait,    dtrain__fsdp_cpu_hash};
-static const dtrain__fsdp_backend dtrain__fsdp_device_backend = {
-    dtrain__fsdp_device_reserve,   dtrain__fsdp_device_broadcast, dtrain__fsdp_device_get,
-    dtrain__fsdp_device_make_room, dtrain__fsdp_device_wait,      dtrain__fsdp_device_hash};
-
-/* Elements of the sums that do not lie where the caller has its gradients. */
-static size_t dtrain__fsdp_sums(dtrain_fsdp *fsdp)
-{
-    const dtrain__layout *layout = &fsdp->layout;
-    size_t small = 0;
-    for (int unit = 0; fsdp->units != NULL && unit < layout->unit_count; unit++) {
-        fsdp->units[unit].small = small;
-        for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++)
-            small += layout->cuts[i].trained && layout->cuts[i].count < DTRAIN__FSDP_ALONE ? layout->cuts[i].count : 0;
-    }
-    return fsdp->in_place ? small : layout->grads;
 }
 
 static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
@@ -40829,7 +40647,8 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->stages = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
     fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
     fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_apart(layout));
-    fsdp->levels[0] = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_sums(fsdp) * sizeof(float));
+    fsdp->levels[0] =
+        (float *)dtrain__fsdp_alloc(fsdp, (fsdp->in_place ? layout->small : layout->grads) * sizeof(float));
     if (fsdp->tables == NULL || fsdp->stages == NULL || fsdp->state == NULL || fsdp->masters == NULL ||
         fsdp->levels[0] == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
@@ -40846,8 +40665,8 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < layout->table_count && fsdp->world != NULL && !fsdp->desc.no_broadcast; i++)
         if (status == DTRAIN_OK && !(fsdp->reserved[i] & 1))
-            status = fsdp->backend->broadcast(fsdp, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
-                                              layout->table[i].dtype);
+            status = dtrain__fsdp_broadcast(fsdp, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
+                                            layout->table[i].dtype);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
@@ -40874,10 +40693,8 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK)
         status = dtrain__layout_create(&fsdp->layout, table, count, &fsdp->desc, dtrain_comm_size(fsdp->comm),
                                        dtrain__fsdp_rank(fsdp), &fsdp->memory);
-    if (dtrain_comm_size(fsdp->comm) > 1)
-        status = dtrain__fsdp_compare(fsdp, table, count, status);
+    status = dtrain__fsdp_compare(fsdp, table, count, status);
     fsdp->device.queue = fsdp->layout.device;
-    fsdp->backend = fsdp->device.queue != NULL ? &dtrain__fsdp_device_backend : &dtrain__fsdp_cpu_backend;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_groups(fsdp);
     if (status == DTRAIN_OK && fsdp->device.queue != NULL)
@@ -40950,10 +40767,9 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
         none.comm = comm;
         none.call = call;
         checked = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for %zu bytes", call, sizeof *made);
-        return dtrain_comm_size(comm) > 1 ? dtrain__fsdp_compare(&none, table, count, checked) : checked;
+        return dtrain__fsdp_compare(&none, table, count, checked);
     }
     made->memory = memory;
-    made->backend = &dtrain__fsdp_cpu_backend;
     made->comm = comm;
     made->call = call;
     made->desc = dtrain__layout_desc(desc);
@@ -41071,7 +40887,7 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
     }
     for (int i = 0; fsdp->copying != NULL && i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_cancel(fsdp, &fsdp->copying[i], until_ns);
-    dtrain__reducer_stop(fsdp->reducer, until_ns);
+    dtrain__reducer_destroy(fsdp->reducer, until_ns);
 }
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
@@ -41100,7 +40916,6 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     dtrain__error kept = dtrain__thread_error; /* why it is destroyed, perhaps: what was under way has its own */
     dtrain__fsdp_quiesce(fsdp);
     dtrain__thread_error = kept;
-    dtrain__reducer_destroy(fsdp->reducer);
     dtrain__fsdp_debug_destroy(fsdp);
     for (int i = 0; i < DTRAIN__FSDP_WAYS; i++) {
         dtrain_device_group_destroy(fsdp->device.groups[i]);
@@ -41115,12 +40930,7 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     dtrain__fsdp_free(fsdp);
 }
 
-#endif
-
-/* ---- >>fsdp-state ----
- * Lists of an FSDP's state: weights, optimizer state, and what compression keeps. */
-#ifndef DTRAIN__FSDP_STATE
-#define DTRAIN__FSDP_STATE
+/* ---- its state, for checkpoints ---- */
 
 /* Weights, or with which 0 or 1 the state, of an FSDP's slices. */
 static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__lister *lister)

@@ -61,9 +61,9 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_begin(dtrain_ddp *ddp, int micro_batche
 /* Takes a unit's gradients over: called when a micro-batch's backward pass has finished with the unit.
  *
  * The gradients hold the SUM over the micro-batch's examples. They are added to those of earlier micro-batches by
- * the tree and set to zero for the next; after the last, the unit is on its way as soon as those after it are, and the
- * gradients are the DDP's until dtrain_ddp_finish: do not write them, not even zeros. Any order of units; the next micro-batch begins
- * when every unit was reduced and one is again, or with dtrain_ddp_next.
+ * the tree and set to zero for the next. After the last, the unit is on its way as soon as those after it are, and the
+ * gradients are the DDP's until dtrain_ddp_finish: do not write them, not even zeros. Any order of units; the next
+ * micro-batch begins when every unit was reduced and one is again, or with dtrain_ddp_next.
  *
  *   errors   DTRAIN_ERR_INVALID  no step is open; no such unit; the unit was reduced in this micro-batch and others
  *                                were not; more micro-batches than announced

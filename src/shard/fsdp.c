@@ -16,8 +16,7 @@
 #include "../device/device_group.c"
 
 #define DTRAIN__FSDP_LEVELS 32
-#define DTRAIN__FSDP_CHUNK 2048  /* elements at a time, in the first cache */
-#define DTRAIN__FSDP_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
+#define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
 #define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, tied ones apart */
 #define DTRAIN__FSDP_GRACE_NS 1000000000 /* for what is under way when an object is destroyed */
@@ -52,7 +51,6 @@ typedef struct dtrain__fsdp_unit {
     uint64_t used; /* when it was gathered last */
     int reduced;   /* in this micro-batch */
     int stage, level;
-    size_t small; /* in place: elements of the small gradients of units before it */
     int lowest;   /* the unit by which the operation goes that adds it over the copies */
     int highest;  /* of such a unit: the other end of its bucket */
     uint64_t job; /* of such a unit: what the reducer was given, or 1; 0: nothing that was not waited for */
@@ -94,19 +92,8 @@ typedef struct dtrain__fsdp_note {
     uint64_t weights; /* a hash of a part of them; 0: it says none */
 } dtrain__fsdp_note;
 
-/* What differs between memory of the CPU and of a device. A unit is given by its number. */
-typedef struct dtrain__fsdp_backend {
-    dtrain_status (*reserve)(dtrain_fsdp *fsdp); /* memory for units in full */
-    dtrain_status (*broadcast)(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype);
-    dtrain_status (*get)(dtrain_fsdp *fsdp, size_t cut, const float *own, float *out, int root);
-    dtrain_status (*make_room)(dtrain_fsdp *fsdp, int unit, int *room);
-    dtrain_status (*wait)(dtrain_fsdp *fsdp, int way, int lowest, int unit); /* for what is under way of a unit */
-    uint64_t (*hash)(dtrain_fsdp *fsdp); /* of a part of the weights; 0: it is not here yet */
-} dtrain__fsdp_backend;
-
 struct dtrain_fsdp {
-    const char *call; /* the last public one */
-    const dtrain__fsdp_backend *backend;
+    const char *call;               /* the last public one */
     dtrain_comm *comm;              /* the caller's */
     dtrain_comm *gathers, *reduces; /* of the ranks of one copy; NULL: one rank */
     dtrain_comm *copies;            /* of the ranks with the same slices; NULL: one rank */
@@ -483,20 +470,6 @@ static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
             dtrain__fsdp_queued(fsdp, dtrain_device_fill(fsdp->device.queue, cut->grads, &zero, 1, bytes));
     }
     dtrain__fsdp_debug_set(fsdp, number, 1, open);
-}
-
-/* A range's full value, of which `own` is this rank's part in the CPU's memory. */
-static dtrain_status dtrain__fsdp_cpu_get(dtrain_fsdp *fsdp, size_t index, const float *own, float *out, int root)
-{
-    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
-    int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
-    if (fsdp->gathers == NULL) {
-        if (root < 0 || root == rank)
-            memcpy(out, own, fsdp->layout.cuts[index].count * sizeof(float));
-        return DTRAIN_OK;
-    }
-    return root < 0 ? dtrain_all_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32)
-                    : dtrain_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32, root % shards);
 }
 
 #endif

@@ -15,21 +15,19 @@
  *                  2 P/s (m-1)/m between m nodes
  *
  * (PyTorch's SHARD_GRAD_OP shards parameters between steps; here they stay.) Reductions are the tree of >>order, so
- * FULL_SHARD, SHARD_GRAD_OP and DDP give the same weights, bit for bit, and HYBRID_SHARD does where shard_size is
- * a power of two. Micro-batches are folded by the same tree: with micro-batch i of rank r being number i * ranks + r
- * of the step (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
+ * FULL_SHARD, SHARD_GRAD_OP and DDP give the same weights, bit for bit; HYBRID_SHARD does if shard_size is a power of
+ * two. Micro-batches are folded by the same tree: if micro-batch i of rank r is number i * ranks + r of the step
+ * (dtrain_sampler_desc.strided), a fixed number of them gives the same weights on 1, 2, 4 and 8 ranks.
  *
- * With a reduce_dtype of 16 bits, a gradient is rounded to it when it leaves its rank, and a world of one rounds it,
- * too: once a micro-batch, or with keep_full_grads once a step. The owner adds in float32, over ranks and
- * micro-batches, and rounds nothing again. So under FULL_SHARD and SHARD_GRAD_OP all of the above holds. DDP and
- * HYBRID_SHARD also send sums between copies: they round the sum of each copy, and what all copies get, once in each
- * reduction. Their weights differ from those of the other two strategies in these roundings. On a device the rounded
- * numbers travel to their owner as float32, with the same bits; between copies they travel in 16 bits.
+ * With a reduce_dtype of 16 bits, a gradient is rounded when it leaves its rank, also in a world of one: once a
+ * micro-batch, or with keep_full_grads once a step. The owner adds in float32 and rounds nothing again, so all of the
+ * above holds under FULL_SHARD and SHARD_GRAD_OP. DDP and HYBRID_SHARD also round the sum of each copy, and what all
+ * copies get, once in each reduction; their weights differ in these roundings. On a device the rounded numbers travel
+ * to their owner as float32, with the same bits; between copies they travel in 16 bits.
  *
  * Compressed sums (desc.compress) imply keep_full_grads, and bucket_bytes says among how much top-k selects. A thread
- * of the object's sends bucket after bucket while backward still runs; the bits are those without the thread: with
- * no_overlap, or progress by poll, the call that ends the step sends. A world of one compresses too, so that it trains
- * as several do.
+ * of the object's sends bucket after bucket while backward still runs. With no_overlap, or progress by poll, the call
+ * that ends the step sends, with the same bits. A world of one compresses too, so that it trains as several do.
  *
  * Quantised parameters (quantise_gather) are within half a scale of the masters, 1/254 of the largest of their block,
  * the same bits on every rank; gradients (quantise_reduce) are once more rounded so before they are added. A world of
@@ -38,39 +36,37 @@
  * Every rank makes the same gather calls in the same order: gathering is collective, and between two of them each rank
  * lets go of the same units, by dtrain_fsdp_release or dtrain_fsdp_reduce. Reductions may come in any order of units,
  * and a rank may leave some out: a unit that was gathered on the way down and released adds nothing. (Over a transport
- * of the caller's own, which has one group for all, reductions too come in the same order on every rank, and none is
- * left out on some ranks alone.) A group's death ends every call with DTRAIN_ERR_PEER_LOST; the object can then only be
- * asked for its slices and destroyed.
+ * of the caller's own, every rank makes the same reductions in the same order.) A group's death ends every call with
+ * DTRAIN_ERR_PEER_LOST; the object can then only be asked for its slices and destroyed.
  *
  * On a device (dtrain_param.device, the same queue for all of a table) the same calls give the same bits. What the
  * caller queues on that queue comes in order with them: after a gather it sees the parameters, before a reduce it has
  * left the gradients. Gathers and reductions go on beside it, on queues of their own, and so does the CPU, but where it
  * is told a number (a norm, a loss scale's verdict) and where groups of devices stage (>>device-group). A unit of which
  * the caller holds no memory is one piece: its ranges lie one after another in table order, at addresses that stay
- * (dtrain_fsdp_unit_param), where units of even numbers share one place and those of odd numbers another. So two units
- * that are held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to
- * the first; what does not fit is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or
- * where a device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order.
+ * (dtrain_fsdp_unit_param). Units of even numbers share one place, those of odd numbers another. So two units that are
+ * held together have one even and one odd number, or are tied, and gradients are reduced from the last unit to the
+ * first; else the result is DTRAIN_ERR_INVALID. Nothing there travels quantised. With DTRAIN_PROGRESS_POLL, or if a
+ * device has one queue, nothing goes on beside the caller: ranks make the same reductions in the same order.
  *
- * Replicas (DDP, HYBRID_SHARD) compare a hash of their weights when a step is finished (desc.check_every). It
- * covers one part of the trained weights a step, at least 1,024 elements, the same part on every rank, and travels in a
- * message that is sent anyway. Where it differs, that call ends on every rank with DTRAIN_ERR_MISMATCH: the text names
- * the first parameter that differs and the ranks that have other values than most. The step is dropped, and the object
- * can be used: give every rank the same values, or destroy it. On a device the exact sum of the part's squares stands
- * for the hash, and a difference is found a step later, or some steps where the CPU runs far ahead.
+ * Replicas (DDP, HYBRID_SHARD) compare a hash of their weights when a step is finished (desc.check_every): of one part
+ * of the trained weights a step, at least 1,024 elements, in a message that is sent anyway. If it differs, that call
+ * ends on every rank with DTRAIN_ERR_MISMATCH: the text names the first parameter that differs and the ranks that have
+ * other values than most. The step is dropped, and the object can be used: give every rank the same values, or destroy
+ * it. On a device the exact sum of the part's squares stands for the hash, and a difference is found a step later, or
+ * some steps if the CPU runs far ahead.
  *
  * With DTRAIN_DEBUG=1 in the environment, or desc.debug, a wrong order of calls ends the program where it would train
- * on other numbers. Parameters that are not gathered cannot be read. Gradients that were reduced cannot be written
- * before their unit's next gather. Such an access is a SIGSEGV, or on some systems a SIGBUS. A line on stderr then
- * names the rank, the parameter, its unit and the call that is missing:
+ * on other numbers. Parameters that are not gathered cannot be read; gradients that were reduced cannot be written
+ * before their unit's next gather. Such an access is a SIGSEGV, or on some systems a SIGBUS, after a line on stderr:
  *
  *   dtrain: rank 1 read parameter qkvw (unit 3), which is not gathered: call dtrain_fsdp_gather(fsdp, 3) before
  *
- * After that the signal goes to the handler that the program has set before, or ends the program as it would without
- * dtrain. A system call that is given such memory fails with EFAULT. Memory of the caller's is closed as that of the
- * library is. Whole pages alone are closed; a page that two units share stays open while one of them is. Slices of
- * dtrain_fsdp_local stay open, and so do parameters under the strategies that keep them and on a rank alone. Nothing is
- * gathered ahead. Memory of a device is not watched. Where the system closes no pages, the log says so.
+ * The signal goes to the handler that the program has set before, or ends the program as it would without dtrain. A
+ * system call that is given such memory fails with EFAULT. Memory of the caller's is closed as the library's is, in
+ * whole pages; a page that two units share stays open while one of them is. Slices of dtrain_fsdp_local stay open, and
+ * so do parameters under the strategies that keep them and on a rank alone. Nothing is gathered ahead. Memory of a
+ * device is not watched. If the system closes no pages, the log says so.
  *
  *   source   Rajbhandari, Rasley, Ruwase, He, ZeRO, SC 2020; Zhao et al., PyTorch FSDP, VLDB 2023 */
 #ifndef DTRAIN__FSDP_H
@@ -192,11 +188,10 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_create(dtrain_fsdp **fsdp, dtrain_comm
 /* As dtrain_fsdp_create, for a program that has its parameters already: takes their values over, then writes where they
  * are from now on into the table.
  *
- * Every F32 parameter gets memory of the library's, also one that has data. Its values are those of rank 0's data; with
- * no_broadcast each rank brings the same ones. Other ranks may leave data NULL, so that only rank 0 loads a model. A
- * parameter that has no data on rank 0 starts as zeros. The old memory is only read; it stays yours: free it when you
- * have pointed your program at the new. Until then a rank holds it beside its slices, under strategies that keep full
- * parameters beside a second copy. The call itself takes 1 MiB more.
+ * Every F32 parameter gets memory of the library's. Its values are those of rank 0's data, zeros if that is NULL; other
+ * ranks may leave data NULL, so that only rank 0 loads a model. With no_broadcast each rank brings the same values. The
+ * old memory is only read, and stays yours: free it when your program uses the new. Until then a rank holds it beside
+ * its slices, under strategies that keep full parameters beside a second copy. The call itself takes 1 MiB more.
  *
  *   table    in and out: data and grad become what dtrain_fsdp_param and dtrain_fsdp_grad return, grad of a frozen
  *            parameter NULL. On a device data may be its memory; those of stacked parameters become NULL, see
@@ -216,22 +211,17 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_adopt(dtrain_fsdp **fsdp, dtrain_comm 
  * one thread per object */
 DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp);
 
-/* Returns the address of a parameter, of full size, the same for the object's life; NULL for none of that name, and on
- * a device for a stacked one without memory of the caller's: see dtrain_fsdp_unit_param. It may be read while the
- * parameter's unit is gathered, and written then to be handed to dtrain_fsdp_put.
+/* Return the address of a parameter and of its gradient, of full size, the same for the object's life; NULL for none of
+ * that name, for the gradient of a frozen one, and on a device for a stacked one without memory of the caller's: see
+ * dtrain_fsdp_unit_param. The parameter may be read while its unit is gathered, and written then to be handed to
+ * dtrain_fsdp_put. The gradient is zeros until the caller adds to it, and again from dtrain_fsdp_reduce on.
  *
  * one thread per object */
 DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name);
-
-/* Returns the address of a parameter's gradient, of full size, zeros until the caller adds to it; NULL for none of
- * that name, or a frozen one. From dtrain_fsdp_reduce of a unit on, the unit's are zero again.
- *
- * one thread per object */
 DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name);
 
 /* Return where one unit's part of a parameter lies in full, the whole of it or the layer of a stacked one, and where
- * its gradient does, as long as the object lives. Memory that the caller has not given is the CPU's pages; on a device
- * units of even numbers share one place, those of odd numbers another, and tied ones have their own. NULL for none of
+ * its gradient does, as long as the object lives. On a device tied units have a place of their own. NULL for none of
  * that name in that unit, and for the gradient of a frozen one.
  *
  * one thread per object */
@@ -240,9 +230,9 @@ DTRAIN_API float *dtrain_fsdp_unit_grad(const dtrain_fsdp *fsdp, const char *nam
 
 /* Makes a unit's parameters readable, and starts to gather the next one, in the direction in which calls go.
  *
- * A released unit stays until its room is needed: two units that rotate and those with tied parameters are in memory
- * at most, so that the last of a forward pass is still there for the backward pass. A unit that is gathered already
- * may be gathered again. Under strategies that keep full parameters it only takes note.
+ * A released unit stays until its room is needed: at most two units that rotate and the tied ones are in memory, so
+ * that the last of a forward pass is still there for the backward pass. A unit may be gathered again while it is
+ * gathered. Under strategies that keep full parameters the call only takes note.
  *
  *   errors   DTRAIN_ERR_INVALID  no such unit; those of dtrain_all_gather: the object is broken
  *
@@ -260,11 +250,11 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit);
  * this one as dtrain_fsdp_gather does.
  *
  * The unit that forward_to went to is released. The unit that backward_to went to is reduced: its gradients are
- * complete then. Where backward_to begins with the unit that forward_to ended with, the unit stays. The last unit of a
+ * complete then. If backward_to begins with the unit that forward_to ended with, the unit stays. The last unit of a
  * backward pass is reduced by the next forward_to, or by the call that ends the step or micro-batch: finish,
  * clip_grad_norm, step, next, join, drop, publish. That of a forward pass is held until then: begin the next pass with
- * forward_to, too. A unit that you have released or reduced by yourself is not left
- * again. Units that you gather beside these (tied ones) stay until you release or reduce them.
+ * forward_to, too. A unit that you have released or reduced by yourself is not left again. Units that you gather beside
+ * these (tied ones) stay until you release or reduce them.
  *
  *   errors   those of dtrain_fsdp_release or dtrain_fsdp_reduce, and of dtrain_fsdp_gather
  *
@@ -344,9 +334,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_clip_grad_norm(dtrain_fsdp *fsdp, floa
 
 /* As dtrain_fsdp_clip_grad_norm over a whole model, of which this rank's objects and those of other ranks hold parts,
  * as stages of a pipeline and parts of tensors: every element counts once, also of parameters that several ranks have
- * alike (dtrain_param_part.copies).
- *
- * Where a part of the model drops the step, all of it does. With a loss scale, all parts skip a step together.
+ * alike (dtrain_param_part.copies). If a part of the model drops the step, all of it does. With a loss scale, all parts
+ * skip a step together.
  *
  *   fsdps    count objects of this rank, one a chunk of a pipeline
  *   model    ranks whose objects together hold the model once, over groups of ranks that hold the same: of a mesh,
@@ -447,14 +436,11 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *nam
  * collective: every rank, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp);
 
-/* Returns the number of ranks that share one copy of the parameters.
+/* Return the number of ranks that share one copy of the parameters, and the factor by which the caller multiplies its
+ * loss now, which is 1 if none is used.
  *
  * one thread per object */
 DTRAIN_API int dtrain_fsdp_shard_size(const dtrain_fsdp *fsdp);
-
-/* Returns the factor by which the caller multiplies its loss now; 1 where none is used.
- *
- * one thread per object */
 DTRAIN_API float dtrain_fsdp_loss_scale(const dtrain_fsdp *fsdp);
 
 /* What an object has done since it was made. */
@@ -503,9 +489,9 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_add_sent(dtrain_fsdp *fsdp, int64_t be
  *
  * With desc.compress it also lists what compression keeps: for each bucket in the order in which they are sent, by
  * PowerSGD for each matrix, what dtrain_compressed_pieces says, numbered from 0. With feedback.momentum the velocity of
- * what travels as it is comes last, as plain_velocity.NUMBER. Each has a row for each rank of the FSDP, and as many ranks
- * go on from it. Where shards are not equally long, each shard has its own under shard-N/NAME, with a row for each copy.
- * Several compressed FSDPs in one checkpoint need a dtrain_pieces.name each.
+ * what travels as it is comes last, as plain_velocity.NUMBER. Each has a row for each rank of the FSDP, and as many
+ * ranks go on from it. If shards are not equally long, each shard has its own under shard-N/NAME, with a row for each
+ * copy. Several compressed FSDPs in one checkpoint need a dtrain_pieces.name each.
  *
  * any thread; a save or load is collective over the FSDP's ranks */
 DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp);

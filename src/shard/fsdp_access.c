@@ -2,7 +2,7 @@
  * Parameters by name: addresses, full values in and out, all of them at once; and the trace file. */
 #ifndef DTRAIN__FSDP_ACCESS
 #define DTRAIN__FSDP_ACCESS
-#include "fsdp_norm.c"
+#include "fsdp_step.c"
 
 #define DTRAIN__FSDP_STAGE ((size_t)1 << 13) /* elements that are broadcast at once: 32 KiB, beyond the plan */
 
@@ -14,51 +14,43 @@ static size_t dtrain__fsdp_find(const dtrain_fsdp *fsdp, const char *name)
     return i;
 }
 
-/* The cut of a parameter in a unit; NULL: there is none. */
-static const dtrain__layout_cut *dtrain__fsdp_find_cut(const dtrain_fsdp *fsdp, const char *name, int unit)
+/* Where a parameter or its gradient lies in a unit; -1: all of it, which on a device has no address where its layers do
+ * not lie side by side. */
+static float *dtrain__fsdp_address(const dtrain_fsdp *fsdp, const char *name, int unit, int grad)
 {
-    if (fsdp == NULL || name == NULL || unit < 0 || unit >= fsdp->layout.unit_count)
+    size_t param = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
+    if (fsdp == NULL || name == NULL || param == fsdp->layout.table_count || unit >= fsdp->layout.unit_count)
         return NULL;
-    size_t param = dtrain__fsdp_find(fsdp, name);
-    for (size_t i = fsdp->layout.units[unit].first; i < fsdp->layout.units[unit].end; i++)
-        if (fsdp->layout.cuts[i].param == param)
-            return &fsdp->layout.cuts[i];
+    const dtrain_param *given = &fsdp->layout.table[param];
+    if (unit < 0 && given->stacked)
+        return (float *)(grad ? given->grad : given->data);
+    const dtrain__layout_unit *cuts = &fsdp->layout.units[unit >= 0 ? unit : given->unit];
+    for (size_t i = cuts->first; i < cuts->end; i++) {
+        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
+        if (cut->param == param)
+            return !grad ? cut->data : cut->trained ? cut->grads : NULL;
+    }
     return NULL;
 }
 
 DTRAIN_API float *dtrain_fsdp_unit_param(const dtrain_fsdp *fsdp, const char *name, int unit)
 {
-    const dtrain__layout_cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
-    return cut != NULL ? cut->data : NULL;
+    return unit >= 0 ? dtrain__fsdp_address(fsdp, name, unit, 0) : NULL;
 }
 
 DTRAIN_API float *dtrain_fsdp_unit_grad(const dtrain_fsdp *fsdp, const char *name, int unit)
 {
-    const dtrain__layout_cut *cut = dtrain__fsdp_find_cut(fsdp, name, unit);
-    return cut != NULL && cut->trained ? cut->grads : NULL;
-}
-
-/* The address of a parameter or of its gradient: on a device of one whose layers do not lie side by side there is none.
- */
-static float *dtrain__fsdp_address(const dtrain_fsdp *fsdp, const char *name, int grad)
-{
-    size_t i = fsdp != NULL && name != NULL ? dtrain__fsdp_find(fsdp, name) : 0;
-    if (fsdp == NULL || name == NULL || i == fsdp->layout.table_count)
-        return NULL;
-    const dtrain_param *param = &fsdp->layout.table[i];
-    if (!param->stacked)
-        return grad ? dtrain_fsdp_unit_grad(fsdp, name, param->unit) : dtrain_fsdp_unit_param(fsdp, name, param->unit);
-    return (float *)(grad ? param->grad : param->data);
+    return unit >= 0 ? dtrain__fsdp_address(fsdp, name, unit, 1) : NULL;
 }
 
 DTRAIN_API float *dtrain_fsdp_param(const dtrain_fsdp *fsdp, const char *name)
 {
-    return dtrain__fsdp_address(fsdp, name, 0);
+    return dtrain__fsdp_address(fsdp, name, -1, 0);
 }
 
 DTRAIN_API float *dtrain_fsdp_grad(const dtrain_fsdp *fsdp, const char *name)
 {
-    return dtrain__fsdp_address(fsdp, name, 1);
+    return dtrain__fsdp_address(fsdp, name, -1, 1);
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_put(dtrain_fsdp *fsdp, int unit)
@@ -136,20 +128,6 @@ static dtrain_status dtrain__fsdp_distribute(dtrain_fsdp *fsdp, size_t param, co
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
 }
 
-static dtrain_status dtrain__fsdp_set_now(dtrain_fsdp *fsdp, size_t param, const float *value, int root)
-{
-    size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
-    size_t most = count < DTRAIN__FSDP_STAGE ? count : DTRAIN__FSDP_STAGE;
-    float *stage = (float *)dtrain__alloc(&fsdp->memory, most * sizeof(float));
-    dtrain_status status = stage != NULL
-                               ? dtrain__fsdp_forget(fsdp, param)
-                               : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", most * sizeof(float));
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_distribute(fsdp, param, value, NULL, stage, most, root);
-    dtrain__free(&fsdp->memory, stage);
-    return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "setting a parameter", -1);
-}
-
 /* Finds a parameter for a call that takes its name and a rank. */
 static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, const char *name, int root, int lowest,
                                         size_t *param)
@@ -178,17 +156,46 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name,
                             root);
-    return dtrain__fsdp_leave(fsdp, dtrain__fsdp_set_now(fsdp, param, value, root));
+    size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
+    size_t most = count < DTRAIN__FSDP_STAGE ? count : DTRAIN__FSDP_STAGE;
+    float *stage = (float *)dtrain__alloc(&fsdp->memory, most * sizeof(float));
+    if (stage == NULL) {
+        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", most * sizeof(float));
+        return dtrain__fsdp_leave(fsdp, dtrain__fsdp_break(fsdp, status, "setting a parameter", -1));
+    }
+    status = dtrain__fsdp_forget(fsdp, param);
+    if (status == DTRAIN_OK)
+        status = dtrain__fsdp_distribute(fsdp, param, value, NULL, stage, most, root);
+    dtrain__free(&fsdp->memory, stage);
+    return dtrain__fsdp_leave(fsdp, status);
 }
 
+/* A range's full value on `root` of this rank's copy, or with root -1 on all. */
 static dtrain_status dtrain__fsdp_get_cut(dtrain_fsdp *fsdp, size_t index, float *value, int root)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
+    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
+    size_t bytes = cut->own_count * sizeof(float);
+    dtrain_device *queue = fsdp->device.queue;
     int rank = dtrain__fsdp_rank(fsdp), shards = fsdp->layout.shards;
+    const float *own = dtrain__fsdp_own(fsdp, cut);
+    float *out = value != NULL ? value + cut->element : NULL, *copy = NULL;
+    dtrain_status status = DTRAIN_OK;
     if (cut->count == 0 || (root >= 0 && root / shards != rank / shards))
         return DTRAIN_OK;
-    return fsdp->backend->get(fsdp, index, dtrain__fsdp_own(fsdp, cut), value != NULL ? value + cut->element : NULL,
-                              root);
+    if (fsdp->gathers == NULL)
+        return root < 0 || root == rank ? dtrain_device_copy(queue, out, own, bytes) : DTRAIN_OK;
+    if (queue != NULL) {
+        own = copy = (float *)dtrain__alloc(&fsdp->memory, bytes);
+        if (copy == NULL)
+            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
+        status = dtrain_device_copy(queue, copy, dtrain__fsdp_own(fsdp, cut), bytes);
+    }
+    if (status == DTRAIN_OK)
+        status = root < 0 ? dtrain_all_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32)
+                          : dtrain_gather_v(fsdp->gathers, own, out, counts, NULL, DTRAIN_F32, root % shards);
+    dtrain__free(&fsdp->memory, copy);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, float *value, int root)
@@ -223,12 +230,8 @@ DTRAIN_API dtrain_status dtrain_fsdp_unshard(dtrain_fsdp *fsdp)
     for (int i = 0; status == DTRAIN_OK && i < fsdp->layout.unit_count && !fsdp->layout.resident; i++) {
         if (fsdp->units[i].stale)
             status = dtrain__fsdp_gather_drop(fsdp, i);
-        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
-            status = dtrain__fsdp_gather_start(fsdp, i);
-        if (status == DTRAIN_OK && fsdp->units[i].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
-            status = dtrain__fsdp_gather_finish(fsdp, i);
         if (status == DTRAIN_OK)
-            dtrain__fsdp_debug_set(fsdp, i, 0, 1);
+            status = dtrain__fsdp_gather_whole(fsdp, i);
     }
     return dtrain__fsdp_leave(fsdp, status);
 }

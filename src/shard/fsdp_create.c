@@ -6,6 +6,7 @@
 #include "fsdp_plan.c"
 #include "fsdp_access.c"
 #include "../comm/work.c"
+#include "../train/state.c"
 
 static const char *dtrain__fsdp_strategy_name(int value)
 {
@@ -208,12 +209,9 @@ static dtrain_status dtrain__fsdp_cpu_reserve(dtrain_fsdp *fsdp)
                                         &fsdp->memory, &plan);
     for (size_t i = 0; i < layout->table_count; i++)
         any |= fsdp->reserved[i];
-    if (status == DTRAIN_OK)
-        status =
-            dtrain__pages_create(&fsdp->pages[0], any & 1 ? layout->reserved : 0, plan.full_weights, 0, &fsdp->memory);
-    if (status == DTRAIN_OK)
-        status =
-            dtrain__pages_create(&fsdp->pages[1], any & 2 ? layout->reserved : 0, plan.full_grads, 1, &fsdp->memory);
+    for (int grads = 0; status == DTRAIN_OK && grads < 2; grads++)
+        status = dtrain__pages_create(&fsdp->pages[grads], any >> grads & 1 ? layout->reserved : 0,
+                                      grads ? plan.full_grads : plan.full_weights, grads, &fsdp->memory);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = 0; i < layout->table_count; i++) {
@@ -242,7 +240,8 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         param->grad = param->frozen ? NULL : param->grad;
         fsdp->reserved[i] = (unsigned char)((param->data == NULL) | (!param->frozen && param->grad == NULL) << 1);
     }
-    dtrain_status status = fsdp->backend->reserve(fsdp);
+    dtrain_status status =
+        fsdp->device.queue != NULL ? dtrain__fsdp_device_reserve(fsdp) : dtrain__fsdp_cpu_reserve(fsdp);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
         const dtrain_param *param = &layout->table[cut->param];
@@ -250,31 +249,6 @@ static dtrain_status dtrain__fsdp_reserve(dtrain_fsdp *fsdp)
         cut->grads = param->grad != NULL ? (float *)param->grad + cut->element : cut->grads;
     }
     return status;
-}
-
-static dtrain_status dtrain__fsdp_cpu_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
-{
-    return dtrain_broadcast(fsdp->world, data, count, dtype, 0);
-}
-
-static const dtrain__fsdp_backend dtrain__fsdp_cpu_backend = {dtrain__fsdp_cpu_reserve, dtrain__fsdp_cpu_broadcast,
-                                                              dtrain__fsdp_cpu_get,     dtrain__fsdp_cpu_make_room,
-                                                              dtrain__fsdp_cpu_wait,    dtrain__fsdp_cpu_hash};
-static const dtrain__fsdp_backend dtrain__fsdp_device_backend = {
-    dtrain__fsdp_device_reserve,   dtrain__fsdp_device_broadcast, dtrain__fsdp_device_get,
-    dtrain__fsdp_device_make_room, dtrain__fsdp_device_wait,      dtrain__fsdp_device_hash};
-
-/* Elements of the sums that do not lie where the caller has its gradients. */
-static size_t dtrain__fsdp_sums(dtrain_fsdp *fsdp)
-{
-    const dtrain__layout *layout = &fsdp->layout;
-    size_t small = 0;
-    for (int unit = 0; fsdp->units != NULL && unit < layout->unit_count; unit++) {
-        fsdp->units[unit].small = small;
-        for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++)
-            small += layout->cuts[i].trained && layout->cuts[i].count < DTRAIN__FSDP_ALONE ? layout->cuts[i].count : 0;
-    }
-    return fsdp->in_place ? small : layout->grads;
 }
 
 static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
@@ -289,7 +263,8 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->stages = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
     fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
     fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_apart(layout));
-    fsdp->levels[0] = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_sums(fsdp) * sizeof(float));
+    fsdp->levels[0] =
+        (float *)dtrain__fsdp_alloc(fsdp, (fsdp->in_place ? layout->small : layout->grads) * sizeof(float));
     if (fsdp->tables == NULL || fsdp->stages == NULL || fsdp->state == NULL || fsdp->masters == NULL ||
         fsdp->levels[0] == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
@@ -306,8 +281,8 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
     dtrain_status status = DTRAIN_OK;
     for (size_t i = 0; i < layout->table_count && fsdp->world != NULL && !fsdp->desc.no_broadcast; i++)
         if (status == DTRAIN_OK && !(fsdp->reserved[i] & 1))
-            status = fsdp->backend->broadcast(fsdp, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
-                                              layout->table[i].dtype);
+            status = dtrain__fsdp_broadcast(fsdp, layout->table[i].data, dtrain_param_elements(&layout->table[i]),
+                                            layout->table[i].dtype);
     for (size_t i = 0; status == DTRAIN_OK && i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         if ((fsdp->reserved[cut->param] & 1) || cut->count == 0)
@@ -334,10 +309,8 @@ static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *ta
     if (status == DTRAIN_OK)
         status = dtrain__layout_create(&fsdp->layout, table, count, &fsdp->desc, dtrain_comm_size(fsdp->comm),
                                        dtrain__fsdp_rank(fsdp), &fsdp->memory);
-    if (dtrain_comm_size(fsdp->comm) > 1)
-        status = dtrain__fsdp_compare(fsdp, table, count, status);
+    status = dtrain__fsdp_compare(fsdp, table, count, status);
     fsdp->device.queue = fsdp->layout.device;
-    fsdp->backend = fsdp->device.queue != NULL ? &dtrain__fsdp_device_backend : &dtrain__fsdp_cpu_backend;
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_groups(fsdp);
     if (status == DTRAIN_OK && fsdp->device.queue != NULL)
@@ -410,10 +383,9 @@ static dtrain_status dtrain__fsdp_make(dtrain_fsdp **fsdp, dtrain_comm *comm, co
         none.comm = comm;
         none.call = call;
         checked = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory for %zu bytes", call, sizeof *made);
-        return dtrain_comm_size(comm) > 1 ? dtrain__fsdp_compare(&none, table, count, checked) : checked;
+        return dtrain__fsdp_compare(&none, table, count, checked);
     }
     made->memory = memory;
-    made->backend = &dtrain__fsdp_cpu_backend;
     made->comm = comm;
     made->call = call;
     made->desc = dtrain__layout_desc(desc);
@@ -531,7 +503,7 @@ static void dtrain__fsdp_quiesce(dtrain_fsdp *fsdp)
     }
     for (int i = 0; fsdp->copying != NULL && i < fsdp->layout.unit_count; i++)
         dtrain__fsdp_cancel(fsdp, &fsdp->copying[i], until_ns);
-    dtrain__reducer_stop(fsdp->reducer, until_ns);
+    dtrain__reducer_destroy(fsdp->reducer, until_ns);
 }
 
 static void dtrain__fsdp_free(dtrain_fsdp *fsdp)
@@ -560,7 +532,6 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
     dtrain__error kept = dtrain__thread_error; /* why it is destroyed, perhaps: what was under way has its own */
     dtrain__fsdp_quiesce(fsdp);
     dtrain__thread_error = kept;
-    dtrain__reducer_destroy(fsdp->reducer);
     dtrain__fsdp_debug_destroy(fsdp);
     for (int i = 0; i < DTRAIN__FSDP_WAYS; i++) {
         dtrain_device_group_destroy(fsdp->device.groups[i]);
@@ -573,6 +544,87 @@ DTRAIN_API void dtrain_fsdp_destroy(dtrain_fsdp *fsdp)
         dtrain_comm_destroy(fsdp->world);
     }
     dtrain__fsdp_free(fsdp);
+}
+
+/* ---- its state, for checkpoints ---- */
+
+/* Weights, or with which 0 or 1 the state, of an FSDP's slices. */
+static void dtrain__fsdp_state_put(const dtrain_fsdp *fsdp, int which, dtrain__lister *lister)
+{
+    const dtrain__layout *layout = &fsdp->layout;
+    for (size_t i = 0; i < layout->cut_count; i++) {
+        const dtrain_slice *slice = &fsdp->slices[i];
+        const dtrain_param *param = &layout->table[layout->cuts[i].param];
+        if (slice->dtype != DTRAIN_F32 || (which >= 0 && !layout->cuts[i].trained))
+            continue;
+        dtrain_piece piece = dtrain__state_of(param, DTRAIN_F32, slice->layer);
+        piece.suffix = which >= 0 ? dtrain__state_suffix(&fsdp->optimizer, which) : NULL;
+        piece.begin = slice->begin;
+        piece.count = slice->count;
+        dtrain__state_copies(&piece, param, layout->copies, dtrain__fsdp_rank(fsdp) / layout->shards);
+        if (layout->shards > 1 && piece.copies > layout->copies) {
+            /* Slices of a unit depend on the sizes of all its ranges, which differ between these copies. */
+            piece.copies = layout->copies;
+            piece.copy = dtrain__fsdp_rank(fsdp) / layout->shards;
+            piece.unsaved = param->part->copy > 0;
+        }
+        piece.data = which >= 0 ? slice->state[which] : slice->weights;
+        dtrain__state_put_range(lister, param, &piece);
+    }
+    for (size_t i = 0; i < layout->table_count && which < 0; i++) {
+        const dtrain_param *param = &layout->table[i];
+        if (param->dtype == DTRAIN_F32) /* others are frozen, and in full on every rank */
+            continue;
+        dtrain_piece piece = dtrain__state_of(param, param->dtype, -1);
+        dtrain__state_copies(&piece, param, dtrain_comm_size(fsdp->comm), dtrain__fsdp_rank(fsdp));
+        piece.data = param->data;
+        dtrain__state_put_range(lister, param, &piece);
+    }
+}
+
+static dtrain_status dtrain__fsdp_state_list(const dtrain_pieces *list, dtrain__lister *lister)
+{
+    const dtrain_fsdp *fsdp = (const dtrain_fsdp *)list->object;
+    int floats = (int)dtrain__fsdp_plan_state_floats(&fsdp->optimizer);
+    for (int which = -1; which < floats; which++)
+        dtrain__fsdp_state_put(fsdp, which, lister);
+    dtrain__reducer_list(fsdp->reducer, &fsdp->layout, dtrain__fsdp_rank(fsdp), lister);
+    dtrain__state_tell(lister, &fsdp->optimizer, fsdp->step);
+    if (fsdp->desc.loss_scale > 0.0f) {
+        dtrain__pieces_tell_f64(lister, "loss_scale", (double)fsdp->loss_scale, 0);
+        dtrain__pieces_tell_u64(lister, "good_steps", (uint64_t)fsdp->good_steps, 0);
+    }
+    return DTRAIN_OK;
+}
+
+/* Publishes new weights, which drops gradients, and sets counters. */
+static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const dtrain__lister *lister)
+{
+    dtrain_fsdp *fsdp = (dtrain_fsdp *)list->object;
+    uint64_t step = fsdp->step, good_steps = (uint64_t)fsdp->good_steps;
+    double scale = (double)fsdp->loss_scale;
+    dtrain_status status = dtrain_fsdp_publish(fsdp);
+    if (status == DTRAIN_OK)
+        status = dtrain__pieces_ask(lister, "optimizer.step", UINT64_MAX, &step, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__pieces_ask(lister, "good_steps", INT_MAX, &good_steps, NULL);
+    if (status == DTRAIN_OK)
+        status = dtrain__pieces_ask(lister, "loss_scale", 0, NULL, &scale);
+    if (status != DTRAIN_OK)
+        return status;
+    fsdp->step = step;
+    if (fsdp->desc.loss_scale > 0.0f && !(scale > 0.0 && dtrain__train_finite((double)(float)scale)))
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: loss_scale is %g, expected a number above 0", scale);
+    if (fsdp->desc.loss_scale > 0.0f) {
+        fsdp->loss_scale = (float)scale;
+        fsdp->good_steps = (int)good_steps;
+    }
+    return DTRAIN_OK;
+}
+
+DTRAIN_API dtrain_pieces dtrain_fsdp_pieces(dtrain_fsdp *fsdp)
+{
+    return dtrain__pieces_make(fsdp, dtrain__fsdp_state_list, dtrain__fsdp_state_loaded);
 }
 
 #endif

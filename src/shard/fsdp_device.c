@@ -227,28 +227,16 @@ static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lo
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, gathers ? "gathering" : "reducing", unit);
 }
 
-/* Gives every rank rank 0's values: first those that have its part of other copies, then each copy's. */
-static dtrain_status dtrain__fsdp_device_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
+/* Gives every rank rank 0's values; on a device first those that have its part of other copies, then each copy's. */
+static dtrain_status dtrain__fsdp_broadcast(dtrain_fsdp *fsdp, void *data, size_t count, dtrain_dtype dtype)
 {
     dtrain_status status = DTRAIN_OK;
+    if (fsdp->device.queue == NULL)
+        return dtrain_broadcast(fsdp->world, data, count, dtype, 0);
     if (fsdp->copies != NULL)
         status = dtrain_device_group_broadcast(fsdp->device.groups[DTRAIN__FSDP_COPIES], data, count, dtype, 0);
     if (status == DTRAIN_OK && fsdp->gathers != NULL)
         status = dtrain_device_group_broadcast(fsdp->device.groups[DTRAIN__FSDP_GATHERS], data, count, dtype, 0);
-    return status;
-}
-
-/* A range's full value: `own`, this rank's part of it, is copied to the CPU first. */
-static dtrain_status dtrain__fsdp_device_get(dtrain_fsdp *fsdp, size_t index, const float *own, float *out, int root)
-{
-    size_t bytes = fsdp->layout.cuts[index].own_count * sizeof(float);
-    float *copy = (float *)dtrain__alloc(&fsdp->memory, bytes);
-    if (copy == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
-    dtrain_status status = dtrain_device_copy(fsdp->device.queue, copy, own, bytes);
-    if (status == DTRAIN_OK)
-        status = dtrain__fsdp_cpu_get(fsdp, index, copy, out, root);
-    dtrain__free(&fsdp->memory, copy);
     return status;
 }
 

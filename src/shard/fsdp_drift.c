@@ -77,12 +77,17 @@ static void dtrain__fsdp_drift_queue(dtrain_fsdp *fsdp)
     d->drift_queued = status == DTRAIN_OK ? 1 : -1;
 }
 
-/* The hash of the part that was queued, once it is here. */
-static uint64_t dtrain__fsdp_device_hash(dtrain_fsdp *fsdp)
+/* The hash of this step's part; on a device of that which was queued, 0 while it is not here. */
+static uint64_t dtrain__fsdp_drift_hash(dtrain_fsdp *fsdp)
 {
     dtrain__fsdp_device *d = &fsdp->device;
     dtrain__xxh64 hash;
     int done = 0;
+    dtrain__xxh64_begin(&hash, 0);
+    if (d->queue == NULL) {
+        (void)dtrain__fsdp_drift_walk(fsdp, &hash);
+        return dtrain__fsdp_drift_finish(&hash);
+    }
     if (d->drift_queued == 0)
         dtrain__fsdp_drift_queue(fsdp);
     if (d->drift_queued > 0)
@@ -91,20 +96,11 @@ static uint64_t dtrain__fsdp_device_hash(dtrain_fsdp *fsdp)
         return 0;
     memcpy(d->drift_sum.limbs, d->drift_heard, sizeof d->drift_sum.limbs);
     dtrain__norm_carry(&d->drift_sum);
-    dtrain__xxh64_begin(&hash, 0);
     dtrain__xxh64_add(&hash, d->drift_sum.limbs, sizeof d->drift_sum.limbs);
     return dtrain__fsdp_drift_finish(&hash);
 }
 
 /* ---- the check ---- */
-
-static uint64_t dtrain__fsdp_cpu_hash(dtrain_fsdp *fsdp)
-{
-    dtrain__xxh64 hash;
-    dtrain__xxh64_begin(&hash, 0);
-    (void)dtrain__fsdp_drift_walk(fsdp, &hash);
-    return dtrain__fsdp_drift_finish(&hash);
-}
 
 /* The hash of what this rank has of a parameter; 0 beyond the last. */
 static uint64_t dtrain__fsdp_drift_param_hash(const void *given, size_t index)

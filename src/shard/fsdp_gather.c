@@ -102,7 +102,9 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     const unsigned char *stage = dtrain__fsdp_stage(fsdp, number % 2);
     dtrain_dtype dtype = fsdp->desc.gather_dtype;
     size_t width = dtype == DTRAIN_F32 ? 4 : 2;
-    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_GATHERS, number, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_GATHERS, number, number)
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, number);
     if (status != DTRAIN_OK)
         return status;
     for (size_t i = unit->first; i < unit->end && !dtrain__fsdp_gathers_straight(fsdp, number); i++) {
@@ -119,6 +121,19 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     if (!fsdp->units[number].held && !dtrain__fsdp_debug_stays(fsdp))
         dtrain__fsdp_debug_set(fsdp, number, 0, 0);
     return DTRAIN_OK;
+}
+
+/* Starts to gather a unit where nobody has, ends that, and makes the unit readable. */
+static dtrain_status dtrain__fsdp_gather_whole(dtrain_fsdp *fsdp, int number)
+{
+    dtrain_status status = DTRAIN_OK;
+    if (!fsdp->layout.resident && fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
+        status = dtrain__fsdp_gather_start(fsdp, number);
+    if (status == DTRAIN_OK && fsdp->units[number].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
+        status = dtrain__fsdp_gather_finish(fsdp, number);
+    if (status == DTRAIN_OK)
+        dtrain__fsdp_debug_set(fsdp, number, 0, 1);
+    return status;
 }
 
 /* Ends the gathers that are under way, which read slices that are to be written. */
@@ -165,8 +180,10 @@ static dtrain_status dtrain__fsdp_device_make_room(dtrain_fsdp *fsdp, int number
 }
 
 /* Drops what was used longest ago until `number` has room among the units that rotate. *room: it has. */
-static dtrain_status dtrain__fsdp_cpu_make_room(dtrain_fsdp *fsdp, int number, int *room)
+static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *room)
 {
+    if (fsdp->device.queue != NULL)
+        return dtrain__fsdp_device_make_room(fsdp, number, room);
     *room = 1;
     if (fsdp->keeps || fsdp->desc.no_reshard_after_forward || fsdp->layout.units[number].tied)
         return DTRAIN_OK;
@@ -196,7 +213,7 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
     if (number < 0 || number >= fsdp->layout.unit_count || fsdp->units[number].state != DTRAIN__FSDP_WEIGHTS_ABSENT ||
         fsdp->desc.debug)
         return DTRAIN_OK;
-    dtrain_status status = fsdp->backend->make_room(fsdp, number, &room);
+    dtrain_status status = dtrain__fsdp_make_room(fsdp, number, &room);
     if (status != DTRAIN_OK || !room)
         return status;
     fsdp->units[number].used = ++fsdp->clock;
@@ -273,16 +290,12 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number, int 
     if (unit->stale)
         status = dtrain__fsdp_gather_drop(fsdp, number);
     if (status == DTRAIN_OK && unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT)
-        status = fsdp->backend->make_room(fsdp, number, &room);
+        status = dtrain__fsdp_make_room(fsdp, number, &room);
     if (status == DTRAIN_OK && unit->state == DTRAIN__FSDP_WEIGHTS_ABSENT)
         status = dtrain__fsdp_gather_start(fsdp, number);
     if (status == DTRAIN_OK && !fsdp->desc.no_prefetch && direction != 0)
         status = dtrain__fsdp_gather_ahead(fsdp, number + direction);
-    if (status == DTRAIN_OK && unit->state == DTRAIN__FSDP_WEIGHTS_GATHERING)
-        status = dtrain__fsdp_gather_finish(fsdp, number);
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_debug_set(fsdp, number, 0, 1);
-    return status;
+    return status == DTRAIN_OK ? dtrain__fsdp_gather_whole(fsdp, number) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_fsdp_gather(dtrain_fsdp *fsdp, int unit)

@@ -3,7 +3,8 @@
 #ifndef DTRAIN__FSDP_PLAN
 #define DTRAIN__FSDP_PLAN
 #include "fsdp_device.c"
-#include "fsdp_traffic.c"
+#include "fsdp_quantise.c"
+#include "reducer.c"
 
 typedef struct dtrain__fsdp_page_span {
     size_t begin, end;
@@ -15,46 +16,30 @@ static int dtrain__fsdp_page_span_compare(const void *left, const void *right)
     return a->begin < b->begin ? -1 : a->begin > b->begin;
 }
 
-/* Adds the pages of a unit's reserved ranges; staying: of those parts alone that are never dropped. */
-static size_t dtrain__fsdp_plan_add(const dtrain__layout *layout, int unit, int grads, int staying,
-                                    dtrain__fsdp_page_span *spans, size_t used)
+/* Bytes of the pages that the reserved ranges of some units cover: units from `first` to `end`, tied ones only where
+ * `tied`; staying: those parts of them alone that are never dropped. */
+static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads,
+                                      int staying, dtrain__fsdp_page_span *spans)
 {
-    size_t page = dtrain__os_page_bytes();
-    for (size_t i = layout->units[unit].first; i < layout->units[unit].end; i++) {
+    size_t page = dtrain__os_page_bytes(), used = 0, pages = 0, covered = 0;
+    for (size_t i = layout->units[first].first; i < layout->units[end - 1].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         const dtrain_param *param = &layout->table[cut->param];
         size_t at = 0, count = staying ? dtrain__layout_staying(cut, grads, &at) : cut->count;
         size_t begin = layout->offsets[cut->param] + (cut->element + at) * sizeof(float);
-        if (count == 0 || (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
+        if (count == 0 || (tied && !layout->units[cut->unit].tied) ||
+            (grads ? !cut->trained || param->grad != NULL : param->data != NULL))
             continue;
         spans[used].begin = begin / page;
         spans[used++].end = (begin + count * sizeof(float) - 1) / page + 1;
     }
-    return used;
-}
-
-/* Bytes of the pages that spans cover together. */
-static size_t dtrain__fsdp_plan_cover(dtrain__fsdp_page_span *spans, size_t used)
-{
-    size_t pages = 0, covered = 0;
     qsort(spans, used, sizeof *spans, dtrain__fsdp_page_span_compare);
     for (size_t i = 0; i < used; i++) {
         size_t begin = spans[i].begin > covered ? spans[i].begin : covered;
         pages += spans[i].end > begin ? spans[i].end - begin : 0;
         covered = spans[i].end > covered ? spans[i].end : covered;
     }
-    return pages * dtrain__os_page_bytes();
-}
-
-/* Bytes of the pages of some units: from `first` to `end`, tied ones only where `tied`. */
-static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads,
-                                      int staying, dtrain__fsdp_page_span *spans)
-{
-    size_t used = 0;
-    for (int unit = first; unit < end; unit++)
-        if (!tied || layout->units[unit].tied)
-            used = dtrain__fsdp_plan_add(layout, unit, grads, staying, spans, used);
-    return dtrain__fsdp_plan_cover(spans, used);
+    return pages * page;
 }
 
 /* Of them what is not always there. */
@@ -153,6 +138,42 @@ static size_t dtrain__fsdp_plan_compression(const dtrain__layout *layout, const 
     return floats * layout->grads * sizeof(float);
 }
 
+/* What all buckets send between copies. */
+static uint64_t dtrain__fsdp_plan_copies(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int copy)
+{
+    const dtrain__layout_unit *units = layout->units;
+    uint64_t bytes = 0;
+    int highest = -1, narrow = dtrain__layout_is_16_bit(desc->reduce_dtype);
+    for (int unit = layout->unit_count - 1; unit >= 0; unit--) {
+        if (units[unit].trained == 0)
+            continue;
+        highest = highest < 0 ? unit : highest;
+        if (!narrow && !dtrain__layout_ends_bucket(layout, unit, highest, desc->bucket_bytes))
+            continue;
+        size_t plain = units[highest].grad + units[highest].grad_count - units[unit].grad;
+        if (desc->compress != NULL)
+            bytes += dtrain__reducer_bytes(layout, desc->compress, unit, highest, copy, &plain);
+        bytes += dtrain__plan_sent_bytes(plain, layout->copies) / (narrow ? 2 : 1);
+        highest = -1;
+    }
+    return bytes;
+}
+
+/* What other ranks are sent in a step, as the counters of a run then show it, or for selections, whose lengths nobody
+ * knows before, at most. Each unit is gathered in both passes, but for the two that are still there. */
+static void dtrain__fsdp_plan_traffic(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int rank,
+                                      dtrain_fsdp_plan_result *plan)
+{
+    int once = layout->resident || desc->no_reshard_after_forward;
+    for (int i = 0; i < layout->unit_count; i++) {
+        int passes = once || i + DTRAIN__FSDP_ROTATING >= layout->unit_count || layout->units[i].tied ? 1 : 2;
+        plan->sent_gather += (uint64_t)passes * dtrain__layout_sends(layout, desc, i, 0);
+        plan->sent_reduce += dtrain__layout_sends(layout, desc, i, 1);
+    }
+    if (layout->copies > 1)
+        plan->sent_reduce += dtrain__fsdp_plan_copies(layout, desc, rank / layout->shards);
+}
+
 static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int world,
                                             int rank, dtrain_allocator *allocator, dtrain_fsdp_plan_result *plan)
 {
@@ -182,7 +203,7 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
     plan->compression = dtrain__fsdp_plan_compression(layout, desc->compress);
     plan->peak = plan->weights + plan->gradients + plan->optimizer + plan->full_weights + plan->full_grads +
                  plan->bookkeeping + plan->compression;
-    dtrain__fsdp_traffic(layout, desc, rank, plan);
+    dtrain__fsdp_plan_traffic(layout, desc, rank, plan);
     dtrain__free(allocator, spans);
     return DTRAIN_OK;
 }

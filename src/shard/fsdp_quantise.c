@@ -149,20 +149,4 @@ static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *su
     dtrain__fpmode_restore(mode);
 }
 
-/* Bytes that this rank sends of a unit's ranges that are quantised; *elements: how many of others' they stand for. */
-static uint64_t dtrain__fsdp_code_sent_bytes(const dtrain_fsdp *fsdp, int number, uint64_t *elements)
-{
-    uint64_t bytes = 0;
-    *elements = 0;
-    for (size_t i = fsdp->layout.units[number].first; i < fsdp->layout.units[number].end; i++) {
-        const dtrain__layout_cut *cut = &fsdp->layout.cuts[i];
-        if (!cut->codes_grad)
-            continue;
-        *elements += cut->count - cut->own_count;
-        for (int shard = 0; shard < fsdp->layout.shards; shard++)
-            bytes += shard != fsdp->layout.shard ? dtrain__fsdp_code_counts(fsdp, i)[fsdp->layout.shards + shard] : 0;
-    }
-    return bytes;
-}
-
 #endif

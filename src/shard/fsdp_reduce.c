@@ -30,8 +30,8 @@ static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 /* Where a unit's part of the reduction goes that is under way. */
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__fsdp_unit *unit = &fsdp->units[number];
-    return fsdp->levels[unit->level] + (fsdp->in_place ? unit->small : fsdp->layout.units[number].grad);
+    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+    return fsdp->levels[fsdp->units[number].level] + (fsdp->in_place ? unit->small : unit->grad);
 }
 
 static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t count)
@@ -132,7 +132,7 @@ static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float
     size_t count = 0;
     for (size_t i = layout->units[lowest].first; i < layout->units[fsdp->units[lowest].highest].end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
-        if (!cut->trained || cut->count >= DTRAIN__FSDP_ALONE)
+        if (!cut->trained || cut->count >= DTRAIN__LAYOUT_ALONE)
             continue;
         memcpy(back ? cut->grads : sum + count, back ? sum + count : cut->grads, cut->count * sizeof(float));
         count += cut->count;
@@ -150,7 +150,7 @@ static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, fl
         status = dtrain_all_reduce_async(fsdp->copies, sum, sum, small, DTRAIN_F32, DTRAIN_SUM, &fsdp->copying[lowest]);
     for (size_t i = layout->units[lowest].first; status == DTRAIN_OK && i < end; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
-        if (cut->trained && cut->count >= DTRAIN__FSDP_ALONE)
+        if (cut->trained && cut->count >= DTRAIN__LAYOUT_ALONE)
             status = dtrain_all_reduce_async(fsdp->copies, cut->grads, cut->grads, cut->count, DTRAIN_F32, DTRAIN_SUM,
                                              &fsdp->reducing[i]);
     }
@@ -218,7 +218,10 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
     if (fsdp->units[lowest].job == 0)
         return DTRAIN_OK;
     fsdp->units[lowest].job = 0;
-    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_COPIES, lowest, number);
+    dtrain_status status = fsdp->in_place ? dtrain__fsdp_wait_in_place(fsdp, lowest)
+                           : fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_COPIES, lowest, number)
+                               : dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, number);
     if (status != DTRAIN_OK)
         return status;
     uint64_t dense = dtrain__plan_sent_bytes(units[highest].grad + units[highest].grad_count - units[lowest].grad,
@@ -228,34 +231,23 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__fsdp_cpu_wait(dtrain_fsdp *fsdp, int way, int lowest, int unit)
-{
-    if (way == DTRAIN__FSDP_COPIES && fsdp->in_place)
-        return dtrain__fsdp_wait_in_place(fsdp, lowest);
-    if (way == DTRAIN__FSDP_COPIES)
-        return dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, unit);
-    if (way == DTRAIN__FSDP_GATHERS)
-        return dtrain__fsdp_wait_all(fsdp, fsdp->gathering, DTRAIN__FSDP_LANE_GATHER, unit);
-    dtrain_status status = dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, unit);
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_unpack_grads(fsdp, unit);
-    return status;
-}
-
 /* Full gradients have been scattered: they are free, and parts go on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
-    const dtrain__layout_unit *unit = &fsdp->layout.units[number];
     int64_t before_ns = fsdp->stats.communicated_ns;
-    dtrain_status status = fsdp->backend->wait(fsdp, DTRAIN__FSDP_REDUCES, number, number);
+    dtrain_status status = fsdp->device.queue != NULL
+                               ? dtrain__fsdp_device_wait(fsdp, DTRAIN__FSDP_REDUCES, number, number)
+                               : dtrain__fsdp_wait_all(fsdp, fsdp->reducing, DTRAIN__FSDP_LANE_REDUCE, number);
     fsdp->scattering = -1;
     if (status != DTRAIN_OK)
         return status;
+    if (fsdp->device.queue == NULL)
+        dtrain__fsdp_unpack_grads(fsdp, number);
     if (fsdp->reduces != NULL) {
-        uint64_t others = (uint64_t)(unit->trained - unit->grad_count), coded;
-        uint64_t bytes = dtrain__fsdp_code_sent_bytes(fsdp, number, &coded);
-        bytes += dtrain__layout_scatter_bytes(&fsdp->layout, &fsdp->desc) * (others - coded);
-        dtrain__fsdp_account(fsdp, number, number, 4 * others, bytes, fsdp->stats.communicated_ns - before_ns);
+        const dtrain__layout_unit *unit = &fsdp->layout.units[number];
+        dtrain__fsdp_account(fsdp, number, number, 4 * (uint64_t)(unit->trained - unit->grad_count),
+                             dtrain__layout_sends(&fsdp->layout, &fsdp->desc, number, 1),
+                             fsdp->stats.communicated_ns - before_ns);
     }
     if (fsdp->in_place || fsdp->left != NULL)
         fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */

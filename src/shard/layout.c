@@ -11,8 +11,9 @@
 
 #define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
 #define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
-#define DTRAIN__LAYOUT_LINE 64   /* floats, at whose multiples a unit begins on a device */
-#define DTRAIN__LAYOUT_LITTLE 32 /* part of two units that all small ranges of a table may be */
+#define DTRAIN__LAYOUT_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
+#define DTRAIN__LAYOUT_LINE 64     /* floats, at whose multiples a unit begins on a device */
+#define DTRAIN__LAYOUT_LITTLE 32   /* part of two units that all small ranges of a table may be */
 /* Elements of a part that is worth whole pages of its own. */
 #define DTRAIN__LAYOUT_HOME DTRAIN__TUNED(layout_home, (size_t)64 << 10)
 
@@ -37,11 +38,11 @@ typedef struct dtrain__layout_cut {
 } dtrain__layout_cut;
 
 typedef struct dtrain__layout_unit {
-    size_t first, end;       /* its cuts */
-    size_t count;            /* elements */
-    size_t trained;          /* of them, with a gradient */
-    size_t grad, grad_count; /* this rank's gradients */
-    size_t full_grad;
+    size_t first, end;           /* its cuts */
+    size_t count;                /* elements */
+    size_t trained;              /* of them, with a gradient */
+    size_t grad, grad_count;     /* this rank's gradients */
+    size_t small;                /* elements of small gradients of units before it: see DTRAIN__LAYOUT_ALONE */
     size_t packed, packed_grads; /* elements of small ranges, and of those trained; on a device of all */
     int tied;
     /* on a device, of its weights and of its gradients: */
@@ -64,6 +65,7 @@ typedef struct dtrain__layout {
                                             * stage has, if anything travels by way of one */
     size_t place_floats[2];                /* of all places: see dtrain__layout_unit */
     size_t weights, grads, trained; /* elements: of this rank's parts kept apart, of those trained; of all trained */
+    size_t small;                   /* elements of gradients that are small */
     size_t code_stage, code_out, code_in; /* bytes: the most that one unit's quantised ranges have */
     size_t *offsets;                      /* bytes at which a parameter begins in reserved addresses, a parameter */
     size_t reserved;
@@ -87,12 +89,6 @@ static dtrain_fsdp_desc dtrain__layout_desc(const dtrain_fsdp_desc *given)
 static int dtrain__layout_is_16_bit(dtrain_dtype dtype)
 {
     return dtype == DTRAIN_BF16 || dtype == DTRAIN_F16;
-}
-
-/* Bytes of a gradient on its way to its owner: on a device it is rounded, but travels as float32. */
-static size_t dtrain__layout_scatter_bytes(const dtrain__layout *layout, const dtrain_fsdp_desc *desc)
-{
-    return layout->device == NULL && dtrain__layout_is_16_bit(desc->reduce_dtype) ? 2 : 4;
 }
 
 /* Says whether 1-bit Adam's form can be had. */
@@ -211,17 +207,17 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
 static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check_for(table, count, 1);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         if (table[i].device != table[0].device)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "fsdp: parameter %s is on %s, %s on %s: expected all in one memory, and one queue",
                                 table[i].name, dtrain_device_name(table[i].device), table[0].name,
                                 dtrain_device_name(table[0].device));
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++)
         if (table[i].dtype != DTRAIN_F32 && !(table[i].frozen && table[i].data != NULL))
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "fsdp: parameter %s is %s: list F32 parameters, or freeze it and give its data",
                                 table[i].name, dtrain_dtype_name(table[i].dtype));
+    }
     return status;
 }
 
@@ -311,21 +307,6 @@ static size_t dtrain__layout_fill(dtrain__layout *layout, int number, size_t at)
     return at;
 }
 
-/* On a device all ranges of a unit travel as one, each after the one before it. */
-static void dtrain__layout_line_up(dtrain__layout *layout, int number)
-{
-    dtrain__layout_unit *unit = &layout->units[number];
-    for (size_t i = unit->first; i < unit->end; i++) {
-        dtrain__layout_cut *cut = &layout->cuts[i];
-        cut->packed = 1;
-        cut->stage = cut->begin;
-        cut->grad_stage = unit->packed_grads;
-        unit->packed_grads += cut->trained ? cut->count : 0;
-    }
-    unit->packed = unit->count;
-    layout->stage = unit->count > layout->stage ? unit->count : layout->stage;
-}
-
 static size_t dtrain__layout_line(size_t floats)
 {
     return (floats + DTRAIN__LAYOUT_LINE - 1) / DTRAIN__LAYOUT_LINE * DTRAIN__LAYOUT_LINE;
@@ -375,22 +356,23 @@ static void dtrain__layout_place_all(dtrain__layout *layout, const dtrain_fsdp_d
     layout->stage = needed ? dtrain__layout_line(layout->stage) : 0;
 }
 
-/* Says which ranges of a unit travel together: small ones, where there are several. What a rank has of them is in one
- * piece among them, as its slice is in the unit. */
+/* Says which ranges of a unit travel together: small ones, where there are several; on a device all. What a rank has of
+ * them is in one piece among them, as its slice is in the unit. */
 static void dtrain__layout_pack(dtrain__layout *layout, int number)
 {
     dtrain__layout_unit *unit = &layout->units[number];
     size_t small = 0, elements = 0;
-    for (size_t i = unit->first; i < unit->end && layout->shards > 1; i++) {
+    int all = layout->device != NULL;
+    for (size_t i = unit->first; i < unit->end; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
-        cut->packed =
-            cut->count > 0 && cut->count <= DTRAIN__LAYOUT_SMALL && elements + cut->count <= DTRAIN__LAYOUT_STAGE;
+        cut->packed = all || (layout->shards > 1 && cut->count > 0 && cut->count <= DTRAIN__LAYOUT_SMALL &&
+                              elements + cut->count <= DTRAIN__LAYOUT_STAGE);
         elements += cut->packed ? cut->count : 0;
         small += (size_t)cut->packed;
     }
     for (size_t i = unit->first; i < unit->end; i++) {
         dtrain__layout_cut *cut = &layout->cuts[i];
-        cut->packed = cut->packed && small > 1;
+        cut->packed = all || (cut->packed && small > 1);
         cut->stage = unit->packed;
         cut->grad_stage = unit->packed_grads;
         unit->packed += cut->packed ? cut->count : 0;
@@ -456,6 +438,25 @@ static void dtrain__layout_code(dtrain__layout *layout, int number, const dtrain
     layout->code_in = in > layout->code_in ? in : layout->code_in;
 }
 
+/* Bytes that a rank sends of a unit in a gather, or grads: of its gradients on their way to their owners, which on a
+ * device are rounded but travel as float32. */
+static uint64_t dtrain__layout_sends(const dtrain__layout *layout, const dtrain_fsdp_desc *desc, int number, int grads)
+{
+    size_t block = grads ? desc->quantise_reduce : desc->quantise_gather, own;
+    int narrow = dtrain__layout_is_16_bit(grads ? desc->reduce_dtype : desc->gather_dtype);
+    uint64_t bytes = 0, width = narrow && (!grads || layout->device == NULL) ? 2 : 4;
+    for (size_t i = layout->units[number].first; i < layout->units[number].end; i++) {
+        const dtrain__layout_cut *cut = &layout->cuts[i];
+        int coded = grads ? cut->codes_grad : cut->codes;
+        if (!coded && (!grads || cut->trained))
+            bytes += width * (cut->count - cut->own_count);
+        for (int shard = 0; shard < layout->shards && coded; shard++)
+            if (shard != layout->shard)
+                bytes += dtrain__layout_code_bytes(dtrain__layout_part(layout, cut, shard, &own), block);
+    }
+    return bytes;
+}
+
 /* Says whose pages are never dropped: the system takes longer for the pages of a small range than it is worth, as long
  * as all of them are little beside the units that come and go. */
 static void dtrain__layout_stay(dtrain__layout *layout)
@@ -506,12 +507,9 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
     for (size_t at = 0, number = 0; number < (size_t)layout->unit_count; number++) {
         dtrain__layout_unit *unit = &layout->units[number];
         unit->grad = layout->grads;
-        unit->full_grad = layout->trained;
+        unit->small = layout->small;
         at = dtrain__layout_fill(layout, (int)number, at);
-        if (device != NULL)
-            dtrain__layout_line_up(layout, (int)number);
-        else
-            dtrain__layout_pack(layout, (int)number);
+        dtrain__layout_pack(layout, (int)number);
         for (size_t i = unit->first; i < unit->end; i++) {
             dtrain__layout_cut *cut = &layout->cuts[i];
             cut->own_count = dtrain__layout_part(layout, cut, layout->shard, &cut->own);
@@ -524,6 +522,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
             layout->weights += cut->home ? 0 : cut->own_count;
             layout->grads += cut->trained ? cut->own_count : 0;
             layout->trained += cut->trained ? cut->count : 0;
+            layout->small += cut->trained && cut->count < DTRAIN__LAYOUT_ALONE ? cut->count : 0;
         }
         unit->grad_count = layout->grads - unit->grad;
         dtrain__layout_code(layout, (int)number, desc);

@@ -47,13 +47,6 @@ static void dtrain__fsdp_code_reduced(dtrain_fsdp *fsdp, size_t index, float *su
     (void)fsdp, (void)index, (void)sum;
 }
 
-static uint64_t dtrain__fsdp_code_sent_bytes(const dtrain_fsdp *fsdp, int number, uint64_t *elements)
-{
-    (void)fsdp, (void)number;
-    *elements = 0;
-    return 0;
-}
-
 static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm *comm, int threaded,
                                             const dtrain__layout *layout, const dtrain_compress_desc *desc,
                                             size_t bucket_bytes, dtrain_allocator *memory)
@@ -94,14 +87,9 @@ static uint64_t dtrain__reducer_bytes(const dtrain__layout *layout, const dtrain
     return 0;
 }
 
-static void dtrain__reducer_stop(dtrain__reducer *reducer, int64_t until_ns)
+static void dtrain__reducer_destroy(dtrain__reducer *reducer, int64_t until_ns)
 {
     (void)reducer, (void)until_ns;
-}
-
-static void dtrain__reducer_destroy(dtrain__reducer *reducer)
-{
-    (void)reducer;
 }
 
 #endif

@@ -33,7 +33,7 @@ struct dtrain__reducer {
     dtrain_device_event **events;  /* two a job: before and after it; NULL where there is no such queue */
     int adam;                      /* 1-bit Adam's form: the step is the job's, not what the states have counted */
     size_t *ends;                  /* of a unit: the parts of its bucket, and of those sent before it, end there */
-    dtrain__reducer_job *jobs;     /* as many as units, taken in turn */
+    dtrain__reducer_job *jobs;     /* of a bucket's lowest unit */
     dtrain__error error;           /* of the first that failed; written before its job is done */
     dtrain__worker worker;
 };
@@ -42,7 +42,7 @@ static dtrain_status dtrain__reducer_run(dtrain__reducer *reducer, dtrain__reduc
 {
     const size_t *ends = reducer->ends;
     size_t first = job->highest + 1 < reducer->layout->unit_count ? ends[job->highest + 1] : 0;
-    dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * (job - reducer->jobs)] : NULL;
+    dtrain_device_event **events = reducer->queue != NULL ? &reducer->events[2 * job->lowest] : NULL;
     dtrain_status status = events != NULL ? dtrain__device_event_await(reducer->queue, events[0]) : DTRAIN_OK;
     for (size_t i = first; i < ends[job->lowest] && reducer->adam; i++)
         if (reducer->set.parts[i].state != NULL)
@@ -68,56 +68,29 @@ static void dtrain__reducer_perform(void *owner, dtrain__worker_job *posted)
     job->end_ns = dtrain__os_now_ns();
 }
 
-/* Hands over the units of a bucket, whose sums stay where they are until the job has been waited for; *number is the
- * job's, above 0. momenta: those of 1-bit Adam's form are as they are until then, too. */
-static dtrain_status dtrain__reducer_post(dtrain__reducer *reducer, int lowest, int highest, float *sums, uint64_t step,
-                                          const dtrain__compression_momenta *momenta, uint64_t *number)
-{
-    uint64_t slot = reducer->worker.posted % (uint64_t)reducer->layout->unit_count;
-    dtrain__reducer_job *job = &reducer->jobs[slot];
-    dtrain_status status =
-        reducer->queue != NULL ? dtrain__device_event_record(reducer->caller, reducer->events[2 * slot]) : DTRAIN_OK;
-    if (status != DTRAIN_OK)
-        return status;
-    memset(job, 0, sizeof *job);
-    job->lowest = lowest;
-    job->highest = highest;
-    job->sums = sums;
-    job->step = step;
-    job->momenta = *momenta;
-    dtrain__worker_post(&reducer->worker, &job->job);
-    *number = job->job.number;
-    return DTRAIN_OK;
-}
-
-/* Waits until a job has ended, or until then; returns it, or NULL while it is under way. */
-static const dtrain__reducer_job *dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64_t until_ns)
+/* Waits until a job has ended, or until then. Returns 0 while it is under way. */
+static int dtrain__reducer_wait(dtrain__reducer *reducer, uint64_t number, int64_t until_ns)
 {
     int64_t began = dtrain__os_now_ns();
     int ended = dtrain__worker_wait(&reducer->worker, number, until_ns);
     if (reducer->worker.threaded)
         dtrain__work_blocked(reducer->comm, began);
-    if (!ended)
-        return NULL;
-    return &reducer->jobs[(number - 1) % (uint64_t)reducer->layout->unit_count];
+    return ended;
 }
 
-/* Ends the thread: what is under way is given until then to end, and is broken off after that. */
-static void dtrain__reducer_stop(dtrain__reducer *reducer, int64_t until_ns)
-{
-    if (reducer == NULL || !dtrain__worker_runs(&reducer->worker))
-        return;
-    if (reducer->worker.posted > 0 && dtrain__reducer_wait(reducer, reducer->worker.posted, until_ns) == NULL)
-        DTRAIN_IGNORE(dtrain_comm_abort(reducer->comm, "it has destroyed its dtrain_fsdp while this was under way"));
-    dtrain__worker_end(&reducer->worker);
-}
-
-static void dtrain__reducer_destroy(dtrain__reducer *reducer)
+/* Ends the thread, and frees all: what is under way is given until then to end, and is broken off after that. */
+static void dtrain__reducer_destroy(dtrain__reducer *reducer, int64_t until_ns)
 {
     if (reducer == NULL)
         return;
     dtrain_allocator *memory = reducer->memory;
     size_t units = (size_t)reducer->layout->unit_count;
+    if (dtrain__worker_runs(&reducer->worker)) {
+        if (reducer->worker.posted > 0 && !dtrain__reducer_wait(reducer, reducer->worker.posted, until_ns))
+            DTRAIN_IGNORE(
+                dtrain_comm_abort(reducer->comm, "it has destroyed its dtrain_fsdp while this was under way"));
+        dtrain__worker_end(&reducer->worker);
+    }
     dtrain__compression_close(&reducer->set);
     for (size_t i = 0; reducer->events != NULL && i < 2 * units; i++)
         dtrain__device_event_destroy(reducer->caller, reducer->events[i]);
@@ -238,47 +211,53 @@ static dtrain_status dtrain__reducer_create(dtrain__reducer **made, dtrain_comm 
     return status;
 }
 
-/* In 1-bit Adam's form, says what becomes of this rank's sums before they travel. */
-static dtrain__compression_momenta dtrain__reducer_momenta(const dtrain_fsdp *fsdp)
-{
-    dtrain__compression_momenta momenta;
-    double weight = fsdp->announced >= 0 ? fsdp->announcement[1] : 1.0;
-    memset(&momenta, 0, sizeof momenta);
-    if (fsdp->freezes && fsdp->step >= fsdp->freeze_step) {
-        momenta.m = fsdp->state; /* laid out as the gradients */
-        momenta.rest1 = (float)(1.0 - (double)fsdp->optimizer.beta1);
-        momenta.factor = (float)((double)fsdp->optimizer.beta1 * weight);
-    }
-    return momenta;
-}
-
-/* Takes over the units of a bucket, whose sums stay where they are until dtrain__reducer_finish. */
+/* Takes over the units of a bucket, whose sums stay where they are until dtrain__reducer_finish. In 1-bit Adam's form
+ * so do the momenta that are folded into them before they travel. */
 static dtrain_status dtrain__reducer_take(dtrain_fsdp *fsdp, int lowest, int highest, float *sums)
 {
-    dtrain__compression_momenta momenta = dtrain__reducer_momenta(fsdp);
-    return dtrain__reducer_post(fsdp->reducer, lowest, highest, sums, fsdp->step, &momenta, &fsdp->units[lowest].job);
+    dtrain__reducer *reducer = fsdp->reducer;
+    dtrain__reducer_job *job = &reducer->jobs[lowest];
+    double weight = fsdp->announced >= 0 ? fsdp->announcement[1] : 1.0;
+    dtrain_status status = DTRAIN_OK;
+    if (reducer->queue != NULL)
+        status = dtrain__device_event_record(reducer->caller, reducer->events[2 * lowest]);
+    if (status != DTRAIN_OK)
+        return status;
+    memset(job, 0, sizeof *job);
+    job->lowest = lowest;
+    job->highest = highest;
+    job->sums = sums;
+    job->step = fsdp->step;
+    if (fsdp->freezes && fsdp->step >= fsdp->freeze_step) {
+        job->momenta.m = fsdp->state; /* laid out as the gradients */
+        job->momenta.rest1 = (float)(1.0 - (double)fsdp->optimizer.beta1);
+        job->momenta.factor = (float)((double)fsdp->optimizer.beta1 * weight);
+    }
+    dtrain__worker_post(&reducer->worker, &job->job);
+    fsdp->units[lowest].job = job->job.number;
+    return DTRAIN_OK;
 }
 
 /* Waits until the bucket of a unit has been sent, and counts as dtrain__fsdp_wait does. */
 static dtrain_status dtrain__reducer_finish(dtrain_fsdp *fsdp, int number)
 {
-    dtrain__fsdp_unit *lowest = &fsdp->units[fsdp->units[number].lowest];
-    int64_t begin = dtrain__os_now_ns();
-    if (lowest->job == 0)
-        return DTRAIN_OK;
     dtrain__reducer *reducer = fsdp->reducer;
-    const dtrain__reducer_job *job = dtrain__reducer_wait(reducer, lowest->job, INT64_MAX);
-    uint64_t slot = (lowest->job - 1) % (uint64_t)reducer->layout->unit_count;
+    int lowest = fsdp->units[number].lowest;
+    const dtrain__reducer_job *job = &reducer->jobs[lowest];
+    int64_t begin = dtrain__os_now_ns();
+    if (fsdp->units[lowest].job == 0)
+        return DTRAIN_OK;
+    dtrain__reducer_wait(reducer, fsdp->units[lowest].job, INT64_MAX);
     if (job->status == DTRAIN_OK && reducer->queue != NULL)
-        dtrain__fsdp_queued(fsdp, dtrain__device_event_await(reducer->caller, reducer->events[2 * slot + 1]));
-    lowest->job = 0;
+        dtrain__fsdp_queued(fsdp, dtrain__device_event_await(reducer->caller, reducer->events[2 * lowest + 1]));
+    fsdp->units[lowest].job = 0;
     dtrain__fsdp_waited(fsdp, number, begin, job->end_ns - job->begin_ns);
     if (job->status != DTRAIN_OK) {
-        dtrain__report(&fsdp->reducer->error);
+        dtrain__report(&reducer->error);
         return dtrain__fsdp_break(fsdp, job->status, "reducing", number);
     }
-    dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_REDUCE, job->lowest, job->begin_ns, job->end_ns);
-    dtrain__fsdp_account(fsdp, job->lowest, job->highest, job->stats.dense_bytes, job->stats.sent_bytes,
+    dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_REDUCE, lowest, job->begin_ns, job->end_ns);
+    dtrain__fsdp_account(fsdp, lowest, job->highest, job->stats.dense_bytes, job->stats.sent_bytes,
                          job->end_ns - job->begin_ns);
     return DTRAIN_OK;
 }
