@@ -36228,7 +36228,8 @@ static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
                              fsdp->device.comms[DTRAIN__FSDP_REDUCES],
                              fsdp->device.comms[DTRAIN__FSDP_COPIES]};
     dtrain__error cause, kept = dtrain__thread_error;
-    dtrain__fail(&cause, dtrain__fsdp_told(fsdp->broken.status), "rank %d has broken off: %.560s", dtrain__fsdp_rank(fsdp), fsdp->broken.text);
+    dtrain__fail(&cause, dtrain__fsdp_told(fsdp->broken.status), "rank %d has broken off: %.560s",
+                 dtrain__fsdp_rank(fsdp), fsdp->broken.text);
     for (size_t i = 0; i < sizeof groups / sizeof groups[0] && !fsdp->shares_comm; i++)
         if (groups[i] != NULL)
             dtrain__group_break(groups[i], &cause);
@@ -39098,13 +39099,7 @@ static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
     dtrain_status status = dtrain__fsdp_advance(fsdp, unit);
     if (status == DTRAIN_OK && adds)
         dtrain__fsdp_page_grads(fsdp, unit, 1);
-    if (status == DTRAIN_OK && !fsdp->layout.resident && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
-        status = dtrain__fsdp_gather_start(fsdp, unit);
-    if (status == DTRAIN_OK && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
-        status = dtrain__fsdp_gather_finish(fsdp, unit);
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_debug_set(fsdp, unit, 0, 1);
-    return status;
+    return status == DTRAIN_OK ? dtrain__fsdp_gather_whole(fsdp, unit) : status;
 }
 
 /* Leaves a unit in backward whose gradients come later: it is not one that was left out. */

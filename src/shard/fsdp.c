@@ -234,7 +234,8 @@ static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
                              fsdp->device.comms[DTRAIN__FSDP_REDUCES],
                              fsdp->device.comms[DTRAIN__FSDP_COPIES]};
     dtrain__error cause, kept = dtrain__thread_error;
-    dtrain__fail(&cause, dtrain__fsdp_told(fsdp->broken.status), "rank %d has broken off: %.560s", dtrain__fsdp_rank(fsdp), fsdp->broken.text);
+    dtrain__fail(&cause, dtrain__fsdp_told(fsdp->broken.status), "rank %d has broken off: %.560s",
+                 dtrain__fsdp_rank(fsdp), fsdp->broken.text);
     for (size_t i = 0; i < sizeof groups / sizeof groups[0] && !fsdp->shares_comm; i++)
         if (groups[i] != NULL)
             dtrain__group_break(groups[i], &cause);

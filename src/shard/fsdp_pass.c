@@ -117,13 +117,7 @@ static dtrain_status dtrain__fsdp_attend(dtrain_fsdp *fsdp, int unit, int adds)
     dtrain_status status = dtrain__fsdp_advance(fsdp, unit);
     if (status == DTRAIN_OK && adds)
         dtrain__fsdp_page_grads(fsdp, unit, 1);
-    if (status == DTRAIN_OK && !fsdp->layout.resident && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_ABSENT)
-        status = dtrain__fsdp_gather_start(fsdp, unit);
-    if (status == DTRAIN_OK && fsdp->units[unit].state == DTRAIN__FSDP_WEIGHTS_GATHERING)
-        status = dtrain__fsdp_gather_finish(fsdp, unit);
-    if (status == DTRAIN_OK)
-        dtrain__fsdp_debug_set(fsdp, unit, 0, 1);
-    return status;
+    return status == DTRAIN_OK ? dtrain__fsdp_gather_whole(fsdp, unit) : status;
 }
 
 /* Leaves a unit in backward whose gradients come later: it is not one that was left out. */
