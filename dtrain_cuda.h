@@ -1144,71 +1144,63 @@ typedef struct dtrain__cuda_vector {
     uint32_t word[4];
 } __attribute__((aligned(16), may_alias)) dtrain__cuda_vector;
 
+typedef uint16_t dtrain__cuda_u16 __attribute__((may_alias));
+typedef uint32_t dtrain__cuda_u32 __attribute__((may_alias));
+typedef uint64_t dtrain__cuda_u64 __attribute__((may_alias));
+
+#ifdef DTRAIN_CUDA_EMULATE
+#define DTRAIN__CUDA_UNROLL
+#define DTRAIN__CUDA_ROLLED
+#else
+#define DTRAIN__CUDA_UNROLL _Pragma("unroll")
+#define DTRAIN__CUDA_ROLLED _Pragma("unroll 1")
+#endif
+
+/* Defines name_launch(device, caller, blocks, args), which runs name_body(args, at, shared, own, phase) for every
+ * thread of blocks, phases 0 to phases - 1, and makes an error of the caller's. own: a thread's variables, which last
+ * over its phases. */
+#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
+    DTRAIN__CUDA_KERNEL_BY(0, (thread_count), name, args_type, shared_type, own_type, thread_count, phases)
+
+/* The same, of a kernel whose blocks all run at the same time, so that one may wait for what others, of any device, do:
+ * no block begins a phase before all have ended the one before it. */
+#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
+    DTRAIN__CUDA_KERNEL_BY(1, (thread_count, 1), name, args_type, shared_type, own_type, thread_count, phases)
+
 #ifdef DTRAIN_CUDA_EMULATE
 /* Which way threads and blocks are walked: up and down in turn. */
 static __thread unsigned dtrain__cuda_turn;
 
-/* Defines name_launch(stream, blocks, args), which runs name_body(args, at, shared, own, phase) for every thread of
- * blocks, phases 0 to phases - 1. own: a thread's variables, which last over its phases. */
-#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
-    __attribute__((unused)) static cudaError_t name##_launch(cudaStream_t stream, size_t blocks,                       \
-                                                             const args_type *args)                                    \
+#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases)         \
+    __attribute__((unused)) static dtrain_status name##_launch(dtrain_device *device, const char *caller,              \
+                                                               size_t blocks, const args_type *args)                   \
     {                                                                                                                  \
-        shared_type *shared = (shared_type *)malloc(sizeof *shared);                                                   \
-        own_type *own = (own_type *)malloc((thread_count) * sizeof *own);                                              \
+        size_t some = (together) ? blocks : 1, all = some * (thread_count);                                            \
+        shared_type *shared = (shared_type *)malloc(some * sizeof *shared);                                            \
+        own_type *own = (own_type *)malloc(all * sizeof *own);                                                         \
         unsigned turn = dtrain__cuda_turn++;                                                                           \
         dtrain__cuda_emulated_enter();                                                                                 \
-        cudaError_t status = dtrain__cuda_emulated_launch(stream, blocks);                                             \
+        cudaError_t status = dtrain__cuda_emulated_launch(dtrain__cuda_queue_of(device)->stream, blocks);              \
         if (shared == NULL || own == NULL)                                                                             \
             status = cudaErrorMemoryAllocation;                                                                        \
-        for (size_t b = 0; status == 0 && b < blocks; b++) {                                                           \
-            memset(shared, 0xa5, sizeof *shared);                                                                      \
-            memset(own, 0xa5, (thread_count) * sizeof *own);                                                           \
+        for (size_t first = 0; status == 0 && first < blocks; first += some) {                                         \
+            memset(shared, 0xa5, some * sizeof *shared);                                                               \
+            memset(own, 0xa5, all * sizeof *own);                                                                      \
             for (int phase = 0; phase < (phases); phase++)                                                             \
-                for (uint32_t t = 0; t < (thread_count); t++) {                                                        \
-                    uint32_t thread = (turn + (unsigned)phase) % 2 != 0 ? (thread_count)-1 - t : t;                    \
-                    dtrain__cuda_at at = {turn % 4 < 2 ? b : blocks - 1 - b, blocks, thread, (thread_count)};          \
-                    name##_body(args, at, shared, own + thread, phase);                                                \
+                for (size_t i = 0; i < all; i++) {                                                                     \
+                    size_t t = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i, b = first + t / (thread_count);    \
+                    dtrain__cuda_at at = {turn % 4 < 2 ? b : blocks - 1 - b, blocks, (uint32_t)(t % (thread_count)),   \
+                                          (thread_count)};                                                             \
+                    name##_body(args, at, shared + t / (thread_count), own + t, phase);                                \
                 }                                                                                                      \
         }                                                                                                              \
         dtrain__cuda_emulated_leave();                                                                                 \
         free(shared);                                                                                                  \
         free(own);                                                                                                     \
-        return status;                                                                                                 \
-    }
-
-/* Defines name_launch(stream, blocks, args) likewise, of a kernel whose blocks all run at the same time, so that one may
- * wait for what others, of any device, do: no block begins a phase before all have ended the one before it. */
-#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
-    __attribute__((unused)) static cudaError_t name##_launch(cudaStream_t stream, size_t blocks,                       \
-                                                             const args_type *args)                                    \
-    {                                                                                                                  \
-        size_t all = blocks * (thread_count);                                                                          \
-        shared_type *shared = (shared_type *)malloc(blocks * sizeof *shared);                                          \
-        own_type *own = (own_type *)malloc(all * sizeof *own);                                                         \
-        unsigned turn = dtrain__cuda_turn++;                                                                           \
-        dtrain__cuda_emulated_enter();                                                                                 \
-        cudaError_t status = dtrain__cuda_emulated_launch(stream, blocks);                                             \
-        if (shared == NULL || own == NULL)                                                                             \
-            status = cudaErrorMemoryAllocation;                                                                        \
-        if (status == 0) {                                                                                             \
-            memset(shared, 0xa5, blocks * sizeof *shared);                                                             \
-            memset(own, 0xa5, all * sizeof *own);                                                                      \
-        }                                                                                                              \
-        for (int phase = 0; status == 0 && phase < (phases); phase++)                                                  \
-            for (size_t i = 0; i < all; i++) {                                                                         \
-                size_t at_all = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i;                                   \
-                size_t b = at_all / (thread_count), t = at_all % (thread_count);                                       \
-                dtrain__cuda_at at = {b, blocks, (uint32_t)t, (thread_count)};                                         \
-                name##_body(args, at, shared + b, own + at_all, phase);                                                \
-            }                                                                                                          \
-        dtrain__cuda_emulated_leave();                                                                                 \
-        free(shared);                                                                                                  \
-        free(own);                                                                                                     \
-        return status;                                                                                                 \
+        return dtrain__cuda_status(device, caller, status);                                                            \
     }
 #else
-#define DTRAIN__CUDA_KERNEL_BY(launch, bounds, name, args_type, shared_type, own_type, thread_count, phases)           \
+#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases)         \
     static __global__ void __launch_bounds__ bounds name(const __grid_constant__ args_type args)                       \
     {                                                                                                                  \
         __shared__ shared_type shared;                                                                                 \
@@ -1221,21 +1213,17 @@ static __thread unsigned dtrain__cuda_turn;
             name##_body(&args, at, &shared, &own, phase);                                                              \
         }                                                                                                              \
     }                                                                                                                  \
-    static cudaError_t name##_launch(cudaStream_t stream, size_t blocks, const args_type *args)                        \
+    static dtrain_status name##_launch(dtrain_device *device, const char *caller, size_t blocks, const args_type *args)\
     {                                                                                                                  \
         void *list[] = {(void *)args}; /* not <<<>>>, whose error may be that of the program's own last call */        \
-        if (blocks == 0)                                                                                               \
-            return cudaSuccess;                                                                                        \
-        if (blocks > 0x7fffffffu)                                                                                      \
-            return cudaErrorInvalidConfiguration;                                                                      \
-        return launch((const void *)name, dim3((unsigned)blocks), dim3(thread_count), list, 0, stream);                \
+        cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;                                                   \
+        const void *kernel = (const void *)name;                                                                       \
+        dim3 grid((unsigned)blocks), block(thread_count);                                                              \
+        cudaError_t error = blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration                                       \
+                            : (together) ? cudaLaunchCooperativeKernel(kernel, grid, block, list, 0, stream)           \
+                                         : cudaLaunchKernel(kernel, grid, block, list, 0, stream);                     \
+        return dtrain__cuda_status(device, caller, error);                                                             \
     }
-#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
-    DTRAIN__CUDA_KERNEL_BY(cudaLaunchKernel, (thread_count), name, args_type, shared_type, own_type, thread_count,     \
-                           phases)
-#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
-    DTRAIN__CUDA_KERNEL_BY(cudaLaunchCooperativeKernel, (thread_count, 1), name, args_type, shared_type, own_type,     \
-                           thread_count, phases)
 #endif
 
 /* Each operation on its own, not to be joined with a neighbour, nor to flush subnormals, as the compiler's own
@@ -1247,10 +1235,10 @@ static __thread unsigned dtrain__cuda_turn;
         volatile type result = a sign b; /* no contraction */                                                          \
         return result;                                                                                                 \
     }
-#define DTRAIN__CUDA_ROOT(name, type, letter, instruction, root)                                                       \
-    DTRAIN__CUDA_FN type name(type a)                                                                                  \
+#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression)                            \
+    DTRAIN__CUDA_FN to name(from a)                                                                                    \
     {                                                                                                                  \
-        return root(a);                                                                                                \
+        return expression;                                                                                             \
     }
 #else
 #define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign)                                                     \
@@ -1260,11 +1248,11 @@ static __thread unsigned dtrain__cuda_turn;
         asm(instruction " %0, %1, %2;" : "=" letter(result) : letter(a), letter(b));                                   \
         return result;                                                                                                 \
     }
-#define DTRAIN__CUDA_ROOT(name, type, letter, instruction, root)                                                       \
-    DTRAIN__CUDA_FN type name(type a)                                                                                  \
+#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression)                            \
+    DTRAIN__CUDA_FN to name(from a)                                                                                    \
     {                                                                                                                  \
-        type result;                                                                                                   \
-        asm(instruction " %0, %1;" : "=" letter(result) : letter(a));                                                  \
+        to result;                                                                                                     \
+        asm(instruction " %0, %1;" : "=" to_letter(result) : from_letter(a));                                          \
         return result;                                                                                                 \
     }
 #endif
@@ -1276,62 +1264,48 @@ DTRAIN__CUDA_BINARY(dtrain__cuda_add_f64, double, "d", "add.rn.f64", +)
 DTRAIN__CUDA_BINARY(dtrain__cuda_sub_f64, double, "d", "sub.rn.f64", -)
 DTRAIN__CUDA_BINARY(dtrain__cuda_mul_f64, double, "d", "mul.rn.f64", *)
 DTRAIN__CUDA_BINARY(dtrain__cuda_div_f64, double, "d", "div.rn.f64", /)
-DTRAIN__CUDA_ROOT(dtrain__cuda_sqrt_f32, float, "f", "sqrt.rn.f32", __builtin_sqrtf)
-DTRAIN__CUDA_ROOT(dtrain__cuda_sqrt_f64, double, "d", "sqrt.rn.f64", __builtin_sqrt)
+DTRAIN__CUDA_UNARY(dtrain__cuda_sqrt_f32, float, "f", float, "f", "sqrt.rn.f32", __builtin_sqrtf(a))
+DTRAIN__CUDA_UNARY(dtrain__cuda_sqrt_f64, double, "d", double, "d", "sqrt.rn.f64", __builtin_sqrt(a))
+DTRAIN__CUDA_UNARY(dtrain__cuda_widen_f32, double, "d", float, "f", "cvt.f64.f32", (double)a)
+DTRAIN__CUDA_UNARY(dtrain__cuda_narrow_f64, float, "f", double, "d", "cvt.rn.f32.f64", (float)a)
 
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_bits_f32(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
+#define DTRAIN__CUDA_SAME_BITS(name, to, from)                                                                         \
+    DTRAIN__CUDA_FN to name(from x)                                                                                    \
+    {                                                                                                                  \
+        to same;                                                                                                       \
+        memcpy(&same, &x, sizeof same);                                                                                \
+        return same;                                                                                                   \
+    }
 
-DTRAIN__CUDA_FN float dtrain__cuda_float_of(uint32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
+DTRAIN__CUDA_SAME_BITS(dtrain__cuda_bits_f32, uint32_t, float)
+DTRAIN__CUDA_SAME_BITS(dtrain__cuda_float_of, float, uint32_t)
+DTRAIN__CUDA_SAME_BITS(dtrain__cuda_bits_f64, uint64_t, double)
+DTRAIN__CUDA_SAME_BITS(dtrain__cuda_double_of, double, uint64_t)
 
 /* Integer atomics, in shared or device memory; each returns what was there before. */
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_atomic_add_u32(uint32_t *to, uint32_t value)
-{
 #ifdef DTRAIN_CUDA_EMULATE
-    uint32_t before = *to;
-    *to += value;
-    return before;
+#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after)                                                    \
+    DTRAIN__CUDA_FN type name(type *to, type value)                                                                    \
+    {                                                                                                                  \
+        type before = *to;                                                                                             \
+        *to = after;                                                                                                   \
+        return before;                                                                                                 \
+    }
 #else
-    return atomicAdd(to, value);
+#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after)                                                    \
+    DTRAIN__CUDA_FN type name(type *to, type value)                                                                    \
+    {                                                                                                                  \
+        return instruction((native *)to, (native)value);                                                               \
+    }
 #endif
-}
-
-DTRAIN__CUDA_FN uint64_t dtrain__cuda_atomic_add_u64(uint64_t *to, uint64_t value)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    uint64_t before = *to;
-    *to += value;
-    return before;
-#else
-    return atomicAdd((unsigned long long *)to, (unsigned long long)value);
-#endif
-}
-
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_atomic_max_u32(uint32_t *to, uint32_t value)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    uint32_t before = *to;
-    *to = value > before ? value : before;
-    return before;
-#else
-    return atomicMax(to, value);
-#endif
-}
+DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_add_u32, uint32_t, unsigned, atomicAdd, before + value)
+DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_add_u64, uint64_t, unsigned long long, atomicAdd, before + value)
+DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_max_u32, uint32_t, unsigned, atomicMax, value > before ? value : before)
+DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_or_u32, uint32_t, unsigned, atomicOr, before | value)
 
 /* ---- words at any address ----
  * `align`, the same for all threads, says what the address is a multiple of. 16: a vector is loaded and stored at once;
  * 4: a word is; 1: byte after byte. */
-
-typedef uint32_t dtrain__cuda_any_word __attribute__((may_alias));
 
 static int dtrain__cuda_align_of(const void *pointer)
 {
@@ -1342,7 +1316,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_word_load(const unsigned char *from, int a
 {
     uint32_t word;
     if (align >= 4)
-        return *(const dtrain__cuda_any_word *)from;
+        return *(const dtrain__cuda_u32 *)from;
     memcpy(&word, from, sizeof word);
     return word;
 }
@@ -1350,7 +1324,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_word_load(const unsigned char *from, int a
 DTRAIN__CUDA_FN void dtrain__cuda_word_store(unsigned char *to, uint32_t word, int align)
 {
     if (align >= 4)
-        *(dtrain__cuda_any_word *)to = word;
+        *(dtrain__cuda_u32 *)to = word;
     else
         memcpy(to, &word, sizeof word);
 }
@@ -1547,45 +1521,6 @@ static dtrain_status dtrain__cuda_fits(dtrain_device *device, const char *call, 
                             call, device->name, what, pointer, bytes, room);
 }
 
-/* Says whether `bytes` bytes at pointer are memory that the device's kernels may touch: its own, or pinned. */
-static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call, const char *what, const void *pointer,
-                                         size_t bytes)
-{
-    int index = dtrain__cuda_queue_of(device)->index;
-    cudaPointerAttributes found;
-    if (bytes == 0)
-        return DTRAIN_OK;
-    cudaError_t error = cudaPointerGetAttributes(&found, pointer);
-    if (error != cudaSuccess && error != cudaErrorInvalidValue)
-        return dtrain__cuda_status(device, call, error);
-    if (error == cudaErrorInvalidValue || found.type == cudaMemoryTypeUnregistered) {
-        (void)cudaGetLastError();
-        return dtrain_error_set(DTRAIN_ERR_INVALID,
-                                "%s on %s: %s (%p) must be memory of the device, and CUDA does not know it: it is the "
-                                "CPU's, or freed; allocate with dtrain_device_alloc and copy with dtrain_device_copy",
-                                call, device->name, what, pointer);
-    }
-    if (found.type == cudaMemoryTypeDevice && found.device != index)
-        return dtrain_error_set(DTRAIN_ERR_INVALID,
-                                "%s on %s: %s (%p) is memory of cuda:%d; copy it over with dtrain_device_copy", call,
-                                device->name, what, pointer, found.device);
-    return dtrain__cuda_fits(device, call, what, pointer, bytes);
-}
-
-/* The same for `count` elements that a kernel takes whole only, at multiples of their width: anywhere else its first
- * access would cost the process the GPU. */
-static dtrain_status dtrain__cuda_whole(dtrain_device *device, const char *call, const char *what, const void *pointer,
-                                        size_t width, size_t count)
-{
-    dtrain_status status = dtrain__cuda_memory(device, call, what, pointer, count * width);
-    if (status != DTRAIN_OK || count == 0 || (uintptr_t)pointer % width == 0)
-        return status;
-    return dtrain_error_set(DTRAIN_ERR_INVALID,
-                            "%s on %s: %s (%p) must be at a multiple of %zu bytes; copy it to one with "
-                            "dtrain_device_copy",
-                            call, device->name, what, pointer, width);
-}
-
 /* ---- memory of other GPUs ----
  * A GPU's memory is opened to another when the other is first handed some of it by a reduction, as groups of devices
  * do; it stays open, as it is the process's. */
@@ -1626,32 +1561,78 @@ static int dtrain__cuda_is_open(const dtrain__cuda_queue *queue, const void *poi
 #endif
 }
 
-/* dtrain__cuda_memory, for a call that may be handed a peer's. */
+/* Refuses a peer's memory that this GPU does not reach. */
 static dtrain_status dtrain__cuda_reach(dtrain_device *device, const char *call, const char *what, const void *pointer,
-                                        size_t bytes)
+                                        int peer)
 {
     dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
-    cudaPointerAttributes found;
     int can = 0;
+    cudaError_t error = dtrain__cuda_open_peer(queue, peer, &can);
+    if (error != cudaSuccess)
+        return dtrain__cuda_status(device, call, error);
+    if (can && dtrain__cuda_is_open(queue, pointer))
+        return DTRAIN_OK;
+    return dtrain_error_set(DTRAIN_ERR_INVALID,
+                            "%s on %s: %s (%p) is memory of cuda:%d, which %s; copy it over with dtrain_device_copy",
+                            call, device->name, what, pointer, peer,
+                            can ? "its pool or mapping opens to others only (cudaMemPoolSetAccess)"
+                                : "this GPU cannot reach (cudaDeviceCanAccessPeer)");
+}
+
+/* ---- what a call is handed ---- */
+
+/* Says whether `bytes` bytes at pointer are memory that the device's kernels may touch: its own, pinned, or, where
+ * `peers`, that of a GPU that it reaches. */
+static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call, const char *what, const void *pointer,
+                                         size_t bytes, int peers)
+{
+    cudaPointerAttributes found;
+    dtrain_status status = DTRAIN_OK;
     if (bytes == 0)
         return DTRAIN_OK;
     cudaError_t error = cudaPointerGetAttributes(&found, pointer);
-    if (error != cudaSuccess || found.type != cudaMemoryTypeDevice || found.device == queue->index) {
-        if (error == cudaErrorInvalidValue)
-            (void)cudaGetLastError();
-        return dtrain__cuda_memory(device, call, what, pointer, bytes);
-    }
-    error = dtrain__cuda_open_peer(queue, found.device, &can);
-    if (error != cudaSuccess)
+    if (error != cudaSuccess && error != cudaErrorInvalidValue)
         return dtrain__cuda_status(device, call, error);
-    if (!can || !dtrain__cuda_is_open(queue, pointer))
+    if (error == cudaErrorInvalidValue || found.type == cudaMemoryTypeUnregistered) {
+        (void)cudaGetLastError();
         return dtrain_error_set(DTRAIN_ERR_INVALID,
-                                "%s on %s: %s (%p) is memory of cuda:%d, which %s; copy it over with "
-                                "dtrain_device_copy",
-                                call, device->name, what, pointer, found.device,
-                                can ? "its pool or mapping opens to others only (cudaMemPoolSetAccess)"
-                                    : "this GPU cannot reach (cudaDeviceCanAccessPeer)");
-    return dtrain__cuda_fits(device, call, what, pointer, bytes);
+                                "%s on %s: %s (%p) must be memory of the device, and CUDA does not know it: it is the "
+                                "CPU's, or freed; allocate with dtrain_device_alloc and copy with dtrain_device_copy",
+                                call, device->name, what, pointer);
+    }
+    int others = found.type == cudaMemoryTypeDevice && found.device != dtrain__cuda_queue_of(device)->index;
+    if (others && !peers)
+        return dtrain_error_set(DTRAIN_ERR_INVALID,
+                                "%s on %s: %s (%p) is memory of cuda:%d; copy it over with dtrain_device_copy", call,
+                                device->name, what, pointer, found.device);
+    if (others)
+        status = dtrain__cuda_reach(device, call, what, pointer, found.device);
+    return status == DTRAIN_OK ? dtrain__cuda_fits(device, call, what, pointer, bytes) : status;
+}
+
+/* An array of a call. */
+typedef struct dtrain__cuda_array {
+    const char *what;    /* NULL: there are no more */
+    const void *pointer; /* NULL: no array */
+    size_t width, count;
+    int whole; /* 1: at multiples of an element's width only: elsewhere a kernel's first access would cost the process
+                * the GPU */
+} dtrain__cuda_array;
+
+static dtrain_status dtrain__cuda_arrays(dtrain_device *device, const char *call, const dtrain__cuda_array *arrays)
+{
+    for (; arrays->what != NULL; arrays++) {
+        size_t bytes = arrays->pointer != NULL ? arrays->count * arrays->width : 0;
+        dtrain_status status = dtrain__cuda_memory(device, call, arrays->what, arrays->pointer, bytes, 0);
+        if (status != DTRAIN_OK)
+            return status;
+        if (arrays->whole && bytes > 0 && (uintptr_t)arrays->pointer % arrays->width != 0)
+            return dtrain_error_set(DTRAIN_ERR_INVALID,
+                                    "%s on %s: %s (%p) must be at a multiple of %zu bytes; copy it to one with "
+                                    "dtrain_device_copy",
+                                    call, device->name, arrays->what, arrays->pointer, arrays->width);
+    }
+    return DTRAIN_OK;
 }
 
 #endif
@@ -1665,9 +1646,6 @@ static dtrain_status dtrain__cuda_reach(dtrain_device *device, const char *call,
 static dtrain_status dtrain__cuda_allocate(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer)
 {
     char call[64];
-    *pointer = NULL;
-    if (bytes == 0)
-        return DTRAIN_OK;
     snprintf(call, sizeof call, "alloc of %zu %sbytes", bytes, memory == DTRAIN_MEMORY_PINNED ? "pinned " : "");
     if (memory == DTRAIN_MEMORY_PINNED)
         return dtrain__cuda_status(device, call, cudaHostAlloc(pointer, bytes, cudaHostAllocDefault));
@@ -1676,8 +1654,6 @@ static dtrain_status dtrain__cuda_allocate(dtrain_device *device, dtrain_memory 
 
 static void dtrain__cuda_release(dtrain_device *device, dtrain_memory memory, void *pointer)
 {
-    if (pointer == NULL)
-        return;
     dtrain__cuda_drop(cudaStreamSynchronize(dtrain__cuda_queue_of(device)->stream));
     dtrain__cuda_drop(memory == DTRAIN_MEMORY_PINNED ? cudaFreeHost(pointer) : cudaFree(pointer));
 }
@@ -1703,8 +1679,6 @@ static dtrain_status dtrain__cuda_copy(dtrain_device *device, void *to, const vo
     cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
     int knows_to = 0, knows_from = 0;
     cudaError_t error = cudaSuccess;
-    if (bytes == 0)
-        return DTRAIN_OK;
     dtrain_status status = dtrain__cuda_known(device, "to", to, bytes, &knows_to);
     if (status == DTRAIN_OK)
         status = dtrain__cuda_known(device, "from", from, bytes, &knows_from);
@@ -1746,13 +1720,10 @@ DTRAIN__CUDA_KERNEL(dtrain__cuda_fill_all, dtrain__cuda_fill_args, dtrain__cuda_
 static dtrain_status dtrain__cuda_fill(dtrain_device *device, void *to, const void *element, size_t element_bytes,
                                        size_t count)
 {
-    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
     const unsigned char *source = (const unsigned char *)element;
     size_t bytes = count * element_bytes, at = (uintptr_t)to % 16;
     dtrain__cuda_fill_args args;
-    if (bytes == 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_memory(device, "device_fill", "to", to, bytes);
+    dtrain_status status = dtrain__cuda_memory(device, "device_fill", "to", to, bytes, 0);
     if (status != DTRAIN_OK)
         return status;
     args.to = (unsigned char *)to;
@@ -1762,9 +1733,8 @@ static dtrain_status dtrain__cuda_fill(dtrain_device *device, void *to, const vo
     args.word = 0;
     for (size_t i = 0; i < 8; i++) /* address 8 k + i is byte (i - at) of an element, modulo its width, as 8 is */
         args.word |= (uint64_t)source[(i - at) % element_bytes] << 8 * i;
-    size_t blocks = args.vectors / 256 + 1, most = 16 * (size_t)queue->processors;
-    return dtrain__cuda_status(device, "device_fill",
-                               dtrain__cuda_fill_all_launch(queue->stream, blocks < most ? blocks : most, &args));
+    size_t blocks = args.vectors / 256 + 1, most = 16 * (size_t)dtrain__cuda_queue_of(device)->processors;
+    return dtrain__cuda_fill_all_launch(device, "device_fill", blocks < most ? blocks : most, &args);
 }
 
 static dtrain_status dtrain__cuda_wait(dtrain_device *device)
@@ -1776,15 +1746,14 @@ static dtrain_status dtrain__cuda_event_create(dtrain_device *device, dtrain_dev
 {
     cudaEvent_t made = NULL;
     cudaError_t error = cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
-    *event = error == cudaSuccess ? (dtrain_device_event *)made : NULL;
+    *event = (dtrain_device_event *)made;
     return dtrain__cuda_status(device, "device_event_create", error);
 }
 
 static void dtrain__cuda_event_destroy(dtrain_device *device, dtrain_device_event *event)
 {
     (void)device;
-    if (event != NULL)
-        dtrain__cuda_drop(cudaEventDestroy((cudaEvent_t)event));
+    dtrain__cuda_drop(cudaEventDestroy((cudaEvent_t)event));
 }
 
 static dtrain_status dtrain__cuda_event_record(dtrain_device *device, dtrain_device_event *event)
@@ -1853,7 +1822,7 @@ static dtrain_status dtrain__cuda_sharable(dtrain_device *device, const void *po
     cudaPointerAttributes found;
     void *of_pool = NULL;
     int is_legacy = 0;
-    dtrain_status status = dtrain__cuda_memory(device, "memory_share", "memory", pointer, 1);
+    dtrain_status status = dtrain__cuda_memory(device, "memory_share", "memory", pointer, 1, 0);
     if (status != DTRAIN_OK)
         return status;
     cudaError_t error = cudaPointerGetAttributes(&found, pointer);
@@ -1972,19 +1941,9 @@ static dtrain_status dtrain__cuda_word_await(dtrain_device *device, uint32_t *wo
 #define DTRAIN__CUDA_THREADS 256
 #define DTRAIN__CUDA_BLOCKS 32 /* a processor, at most: enough that the last ones to end are few among many */
 
-#ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_UNROLL
-#else
-#define DTRAIN__CUDA_UNROLL _Pragma("unroll")
-#endif
-
-typedef uint16_t dtrain__cuda_u16 __attribute__((may_alias));
-typedef uint32_t dtrain__cuda_u32 __attribute__((may_alias));
-typedef uint64_t dtrain__cuda_u64 __attribute__((may_alias));
-
 /* Elements [head, head + groups * lanes) go by groups; the rest, `singles`, one by one. */
 typedef struct dtrain__cuda_walk {
-    size_t head, groups, singles;
+    size_t head, groups, singles, lanes;
 } dtrain__cuda_walk;
 
 /* Bit h says that pointer, h elements on, is a multiple of what `lanes` elements take. */
@@ -2000,13 +1959,28 @@ static uint32_t dtrain__cuda_heads(const void *pointer, size_t width, size_t lan
 /* heads: what dtrain__cuda_heads says of all the pointers, joined by &. */
 static dtrain__cuda_walk dtrain__cuda_walk_make(uint32_t heads, size_t lanes, size_t count)
 {
-    dtrain__cuda_walk walk = {0, 0, 0};
+    dtrain__cuda_walk walk = {0, 0, 0, lanes};
     while (heads != 0 && (heads >> walk.head & 1) == 0)
         walk.head++;
     if (heads != 0 && count > walk.head)
         walk.groups = (count - walk.head) / lanes;
     walk.singles = count - walk.groups * lanes;
     return walk;
+}
+
+/* Checks the arrays of a call, which has as many elements as the first, and says how they are walked together. */
+static dtrain_status dtrain__cuda_walk_arrays(dtrain_device *device, const char *call, const dtrain__cuda_array *arrays,
+                                              dtrain__cuda_walk *walk)
+{
+    uint32_t heads = ~(uint32_t)0;
+    size_t widest = 0;
+    for (size_t i = 0; arrays[i].what != NULL; i++)
+        widest = arrays[i].width > widest ? arrays[i].width : widest;
+    for (size_t i = 0; arrays[i].what != NULL; i++)
+        if (arrays[i].pointer != NULL)
+            heads &= dtrain__cuda_heads(arrays[i].pointer, arrays[i].width, 16 / widest);
+    *walk = dtrain__cuda_walk_make(heads, 16 / widest, arrays->count);
+    return dtrain__cuda_arrays(device, call, arrays);
 }
 
 /* The blocks of a kernel whose threads hold `unroll` groups at once. */
@@ -2090,9 +2064,9 @@ DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole
         dtrain__cuda_element_store(at, 2, bits);
 }
 
-/* Defines the kernel `name` of a walk args->walk: name_load(args, element, whole) returns what a thread holds of a
- * group or an element, name_store(args, element, whole, &held) does the rest. `unroll` groups are loaded before the
- * first is stored; past the end a thread loads its first again, which takes no branch. */
+/* Defines name_walk(device, call, args), which queues a walk args->walk: name_load(args, element, whole) returns what a
+ * thread holds of a group or an element, name_store(args, element, whole, &held) does the rest. `unroll` groups are
+ * loaded before the first is stored; past the end a thread loads its first again, which takes no branch. */
 #define DTRAIN__CUDA_WALK_KERNEL(name, args_type, held_type, lanes, unroll)                                            \
     DTRAIN__CUDA_FN void name##_body(const args_type *args, dtrain__cuda_at at, dtrain__cuda_none *shared,             \
                                      dtrain__cuda_none *own, int phase)                                                \
@@ -2116,7 +2090,11 @@ DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole
             name##_store(args, element, 0, &held);                                                                     \
         }                                                                                                              \
     }                                                                                                                  \
-    DTRAIN__CUDA_KERNEL(name, args_type, dtrain__cuda_none, dtrain__cuda_none, DTRAIN__CUDA_THREADS, 1)
+    DTRAIN__CUDA_KERNEL(name, args_type, dtrain__cuda_none, dtrain__cuda_none, DTRAIN__CUDA_THREADS, 1)                \
+    static dtrain_status name##_walk(dtrain_device *device, const char *call, const args_type *args)                   \
+    {                                                                                                                  \
+        return name##_launch(device, call, dtrain__cuda_walk_blocks(device, &args->walk, unroll), args);               \
+    }
 
 #endif
 
@@ -2203,11 +2181,16 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_both_bf16(float low, float high)
     return dtrain__cuda_bf16_of(low) | dtrain__cuda_bf16_of(high) << 16;
 }
 
+/* A format, with the fields of >>dtype: E4M3 alone is finite. */
+typedef struct dtrain__cuda_format {
+    int exponent, mantissa, finite, bytes;
+} dtrain__cuda_format;
+
 typedef struct dtrain__cuda_convert_args {
     const void *in;
     void *out;
     dtrain__cuda_walk walk;
-    size_t width, lanes; /* of a copy */
+    dtrain__cuda_format from, to;
 } dtrain__cuda_convert_args;
 
 /* A conversion of float32 bits to 16 and back, with the sign and payload of a NaN. */
@@ -2267,35 +2250,6 @@ DTRAIN__CUDA_NARROW(dtrain__cuda_narrow_f16)
 DTRAIN__CUDA_WIDEN(dtrain__cuda_widen_bf16)
 DTRAIN__CUDA_WIDEN(dtrain__cuda_widen_f16)
 
-/* Elements as they are, 16 bytes or `width` at a time. */
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_same_load(const dtrain__cuda_convert_args *args, size_t element,
-                                                           int whole)
-{
-    return dtrain__cuda_load(args->in, element, args->width, whole);
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_same_store(const dtrain__cuda_convert_args *args, size_t element, int whole,
-                                             const dtrain__cuda_vector *held)
-{
-    dtrain__cuda_store(args->out, element, args->width, whole, *held);
-}
-
-DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_same, dtrain__cuda_convert_args, dtrain__cuda_vector, args->lanes,
-                         DTRAIN__CUDA_CONVERT_GROUPS)
-
-/* A format, with the fields of >>dtype: E4M3 alone is finite. */
-typedef struct dtrain__cuda_format {
-    int exponent, mantissa, finite, bytes;
-} dtrain__cuda_format;
-
-typedef struct dtrain__cuda_generic_args {
-    const unsigned char *in;
-    unsigned char *out;
-    dtrain__cuda_walk walk;
-    size_t lanes;
-    dtrain__cuda_format from, to;
-} dtrain__cuda_generic_args;
-
 /* The elements of a group, from the lowest bits up. */
 typedef struct dtrain__cuda_group {
     uint64_t low, high;
@@ -2303,15 +2257,15 @@ typedef struct dtrain__cuda_group {
 
 static dtrain__cuda_format dtrain__cuda_format_of(dtrain_dtype dtype)
 {
-    static const dtrain__cuda_format formats[] = {{11, 52, 0, 8}, {8, 23, 0, 4}, {5, 10, 0, 2},
-                                                  {8, 7, 0, 2},   {4, 3, 1, 1},  {5, 2, 0, 1}};
+    const dtrain__cuda_format f64 = {11, 52, 0, 8}, f32 = {8, 23, 0, 4}, f16 = {5, 10, 0, 2};
+    const dtrain__cuda_format bf16 = {8, 7, 0, 2}, e4m3 = {4, 3, 1, 1}, e5m2 = {5, 2, 0, 1};
     switch (dtype) {
-    case DTRAIN_F64: return formats[0];
-    case DTRAIN_F32: return formats[1];
-    case DTRAIN_F16: return formats[2];
-    case DTRAIN_BF16: return formats[3];
-    case DTRAIN_F8_E4M3: return formats[4];
-    default: return formats[5];
+    case DTRAIN_F64: return f64;
+    case DTRAIN_F32: return f32;
+    case DTRAIN_F16: return f16;
+    case DTRAIN_BF16: return bf16;
+    case DTRAIN_F8_E4M3: return e4m3;
+    default: return e5m2;
     }
 }
 
@@ -2360,11 +2314,11 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_narrow_generic(uint64_t bits, const dtrain
     return sign | rounded;
 }
 
-DTRAIN__CUDA_FN dtrain__cuda_group dtrain__cuda_generic_load(const dtrain__cuda_generic_args *args, size_t element,
+DTRAIN__CUDA_FN dtrain__cuda_group dtrain__cuda_generic_load(const dtrain__cuda_convert_args *args, size_t element,
                                                              int whole)
 {
-    size_t width = (size_t)args->from.bytes, bytes = whole ? args->lanes * width : width;
-    const unsigned char *at = args->in + element * width;
+    size_t width = (size_t)args->from.bytes, bytes = whole ? args->walk.lanes * width : width;
+    const unsigned char *at = (const unsigned char *)args->in + element * width;
     dtrain__cuda_group group = {0, 0};
     if (bytes == 16) {
         dtrain__cuda_vector v = *(const dtrain__cuda_vector *)at;
@@ -2376,12 +2330,12 @@ DTRAIN__CUDA_FN dtrain__cuda_group dtrain__cuda_generic_load(const dtrain__cuda_
     return group;
 }
 
-DTRAIN__CUDA_FN void dtrain__cuda_generic_store(const dtrain__cuda_generic_args *args, size_t element, int whole,
+DTRAIN__CUDA_FN void dtrain__cuda_generic_store(const dtrain__cuda_convert_args *args, size_t element, int whole,
                                                 const dtrain__cuda_group *held)
 {
     uint32_t from = 8 * (uint32_t)args->from.bytes, to = 8 * (uint32_t)args->to.bytes;
-    uint32_t lanes = whole ? (uint32_t)args->lanes : 1;
-    unsigned char *at = args->out + element * (to / 8);
+    uint32_t lanes = whole ? (uint32_t)args->walk.lanes : 1;
+    unsigned char *at = (unsigned char *)args->out + element * (to / 8);
     dtrain__cuda_group group = {0, 0};
     for (uint32_t i = 0; i < lanes; i++) {
         uint32_t bit = i * from, put = i * to;
@@ -2401,46 +2355,160 @@ DTRAIN__CUDA_FN void dtrain__cuda_generic_store(const dtrain__cuda_generic_args 
     }
 }
 
-DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_generic, dtrain__cuda_generic_args, dtrain__cuda_group, args->lanes, 1)
-
-static cudaError_t dtrain__cuda_convert_generic(dtrain_device *device, const dtrain__cuda_convert_args *of,
-                                                dtrain__cuda_format from, dtrain__cuda_format to)
-{
-    dtrain__cuda_generic_args args = {
-        (const unsigned char *)of->in, (unsigned char *)of->out, of->walk, of->lanes, from, to};
-    return dtrain__cuda_generic_launch(dtrain__cuda_queue_of(device)->stream,
-                                       dtrain__cuda_walk_blocks(device, &args.walk, 1), &args);
-}
+DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_generic, dtrain__cuda_convert_args, dtrain__cuda_group, args->walk.lanes, 1)
 
 static dtrain_status dtrain__cuda_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
                                           dtrain_dtype to, size_t count)
 {
-    typedef cudaError_t (*launch)(cudaStream_t, size_t, const dtrain__cuda_convert_args *);
-    dtrain__cuda_format f = dtrain__cuda_format_of(from), t = dtrain__cuda_format_of(to);
-    size_t wide = (size_t)(f.bytes > t.bytes ? f.bytes : t.bytes), lanes = 16 / wide;
-    uint32_t heads = dtrain__cuda_heads(in, (size_t)f.bytes, lanes) & dtrain__cuda_heads(out, (size_t)t.bytes, lanes);
-    dtrain__cuda_convert_args args = {in, out, dtrain__cuda_walk_make(heads, lanes, count), wide, lanes};
-    launch kernel = from == to                                ? dtrain__cuda_same_launch
-                    : from == DTRAIN_F32 && to == DTRAIN_BF16 ? dtrain__cuda_narrow_bf16_launch
-                    : from == DTRAIN_F32 && to == DTRAIN_F16  ? dtrain__cuda_narrow_f16_launch
-                    : from == DTRAIN_BF16 && to == DTRAIN_F32 ? dtrain__cuda_widen_bf16_launch
-                    : from == DTRAIN_F16 && to == DTRAIN_F32  ? dtrain__cuda_widen_f16_launch
-                                                              : NULL;
-    dtrain_status status;
-    cudaError_t error;
-    if (count == 0)
-        return DTRAIN_OK;
-    status = dtrain__cuda_memory(device, "device_convert", "in", in, count * (size_t)f.bytes);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_convert", "out", out, count * (size_t)t.bytes);
+    const char *call = "device_convert";
+    dtrain__cuda_convert_args args = {in, out, {0, 0, 0, 0}, dtrain__cuda_format_of(from), dtrain__cuda_format_of(to)};
+    size_t width = (size_t)args.from.bytes;
+    const dtrain__cuda_array arrays[] = {
+        {"in", in, width, count, 0}, {"out", out, (size_t)args.to.bytes, count, 0}, {NULL, NULL, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_walk_arrays(device, call, arrays, &args.walk);
     if (status != DTRAIN_OK)
         return status;
-    if (kernel == NULL)
-        error = dtrain__cuda_convert_generic(device, &args, f, t);
-    else
-        error = kernel(dtrain__cuda_queue_of(device)->stream,
-                       dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_CONVERT_GROUPS), &args);
-    return dtrain__cuda_status(device, "device_convert", error);
+    if (from == to)
+        return dtrain__cuda_copy(device, out, in, count * width);
+    if (from == DTRAIN_F32 && to == DTRAIN_BF16)
+        return dtrain__cuda_narrow_bf16_walk(device, call, &args);
+    if (from == DTRAIN_F32 && to == DTRAIN_F16)
+        return dtrain__cuda_narrow_f16_walk(device, call, &args);
+    if (from == DTRAIN_BF16 && to == DTRAIN_F32)
+        return dtrain__cuda_widen_bf16_walk(device, call, &args);
+    if (from == DTRAIN_F16 && to == DTRAIN_F32)
+        return dtrain__cuda_widen_f16_walk(device, call, &args);
+    return dtrain__cuda_generic_walk(device, call, &args);
+}
+
+#endif
+
+/* ---- >>cuda-flags ----
+ * Collectives of several GPUs in one kernel a rank: the folds of >>cuda-fold between two rounds of flags. A flag is a
+ * word in memory of the rank that waits for it, one for every block, round and peer, written by the same block of the
+ * peer's kernel: so all blocks of all ranks' kernels must run at the same time, and each rank's on a GPU of its own.
+ * Thread p of a block sees to peer p; the barriers between phases carry what it releases and acquires to the others. */
+#ifndef DTRAIN__CUDA_FLAGS
+#define DTRAIN__CUDA_FLAGS
+#ifdef DTRAIN_CUDA_EMULATE
+#include <sched.h>
+#include <time.h>
+#endif
+
+#define DTRAIN__CUDA_FLAGS_MOST 64      /* ranks */
+#define DTRAIN__CUDA_FLAGS_GLANCE 100000 /* ns between looks at the error word, which lies in the CPU's memory */
+
+typedef struct dtrain__cuda_flags {
+    uint32_t *words[DTRAIN__CUDA_FLAGS_MOST];
+    uint64_t *errors[DTRAIN__CUDA_FLAGS_MOST];
+    uint64_t deadline_ns;
+    uint32_t epoch;
+    int rank, ranks;
+} dtrain__cuda_flags;
+
+typedef struct dtrain__cuda_flags_block {
+    int stop; /* 1: the block leaves its work undone */
+} dtrain__cuda_flags_block;
+
+/* ---- memory that several GPUs and the CPU share ---- */
+
+#ifdef DTRAIN_CUDA_EMULATE
+#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order)                      \
+    DTRAIN__CUDA_FN type load(const type *from)                                                                        \
+    {                                                                                                                  \
+        return __atomic_load_n(from, load_order);                                                                      \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void store(type *to, type value)                                                                   \
+    {                                                                                                                  \
+        __atomic_store_n(to, value, store_order);                                                                      \
+    }
+#else
+#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order)                      \
+    DTRAIN__CUDA_FN type load(const type *from)                                                                        \
+    {                                                                                                                  \
+        type value;                                                                                                    \
+        asm volatile(acquire " %0, [%1];" : "=" letter(value) : "l"(from) : "memory");                                 \
+        return value;                                                                                                  \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN void store(type *to, type value)                                                                   \
+    {                                                                                                                  \
+        asm volatile(release " [%0], %1;" : : "l"(to), letter(value) : "memory");                                      \
+    }
+#endif
+DTRAIN__CUDA_SYSTEM(dtrain__cuda_acquire_u32, dtrain__cuda_release_u32, uint32_t, "r", "ld.acquire.sys.u32",
+                    "st.release.sys.u32", __ATOMIC_ACQUIRE, __ATOMIC_RELEASE)
+DTRAIN__CUDA_SYSTEM(dtrain__cuda_error_load, dtrain__cuda_error_store, uint64_t, "l", "ld.relaxed.sys.u64",
+                    "st.relaxed.sys.u64", __ATOMIC_RELAXED, __ATOMIC_RELAXED)
+
+/* The device's clock, in ns. */
+DTRAIN__CUDA_FN uint64_t dtrain__cuda_clock(void)
+{
+#ifdef DTRAIN_CUDA_EMULATE
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+#else
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+#endif
+}
+
+/* ---- rounds ---- */
+
+DTRAIN__CUDA_FN int dtrain__cuda_flags_is_peer(const dtrain__cuda_flags *args, dtrain__cuda_at at)
+{
+    return (int)at.thread < args->ranks && (int)at.thread != args->rank;
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_flags_signal(const dtrain__cuda_flags *args, dtrain__cuda_at at, int round)
+{
+    size_t word = (at.block * 2 + (size_t)round) * (size_t)args->ranks + (size_t)args->rank;
+    if (dtrain__cuda_flags_is_peer(args, at))
+        dtrain__cuda_release_u32(args->words[at.thread] + word, args->epoch);
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_flags_report(const dtrain__cuda_flags *args, uint32_t peer)
+{
+    uint64_t error = (uint64_t)args->epoch << 32 | (uint64_t)(uint32_t)(args->rank + 1) << 16 | (peer + 1);
+    for (int rank = 0; rank < args->ranks; rank++)
+        if (dtrain__cuda_error_load(args->errors[rank]) == 0)
+            dtrain__cuda_error_store(args->errors[rank], error);
+}
+
+/* Waits for the peer of this thread; sets *stop where it is not to be waited for any longer. */
+DTRAIN__CUDA_FN void dtrain__cuda_flags_await(const dtrain__cuda_flags *args, dtrain__cuda_at at, int round, int *stop)
+{
+    const uint32_t *word;
+    uint64_t begin, glance, now;
+    if (!dtrain__cuda_flags_is_peer(args, at))
+        return;
+    word = args->words[args->rank] + (at.block * 2 + (size_t)round) * (size_t)args->ranks + at.thread;
+    begin = glance = dtrain__cuda_clock();
+    while ((int32_t)(dtrain__cuda_acquire_u32(word) - args->epoch) < 0) {
+#ifdef DTRAIN_CUDA_EMULATE
+        sched_yield();
+#endif
+        now = dtrain__cuda_clock();
+        if (now - glance < DTRAIN__CUDA_FLAGS_GLANCE)
+            continue;
+        glance = now;
+        int ended = dtrain__cuda_error_load(args->errors[args->rank]) != 0;
+        int late = args->deadline_ns > 0 && now - begin > args->deadline_ns;
+        if (late && !ended)
+            dtrain__cuda_flags_report(args, at.thread);
+        if (late || ended) {
+            *stop = 1; /* never 0: other threads wait for other peers */
+            return;
+        }
+    }
+}
+
+DTRAIN__CUDA_FN void dtrain__cuda_flags_begin(const dtrain__cuda_flags *args, dtrain__cuda_at at, int *stop)
+{
+    if (at.thread == 0)
+        *stop = dtrain__cuda_error_load(args->errors[args->rank]) != 0;
+    dtrain__cuda_flags_signal(args, at, 0);
 }
 
 #endif
@@ -2486,17 +2554,12 @@ DTRAIN__CUDA_FN void dtrain__cuda_lane_u64_set(dtrain__cuda_vector *v, int lane,
 
 DTRAIN__CUDA_FN double dtrain__cuda_lane_f64(dtrain__cuda_vector v, int lane)
 {
-    uint64_t bits = dtrain__cuda_lane_u64(v, lane);
-    double x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
+    return dtrain__cuda_double_of(dtrain__cuda_lane_u64(v, lane));
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_lane_f64_set(dtrain__cuda_vector *v, int lane, double x)
 {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    dtrain__cuda_lane_u64_set(v, lane, bits);
+    dtrain__cuda_lane_u64_set(v, lane, dtrain__cuda_bits_f64(x));
 }
 
 /* ---- a op b, lane by lane ---- */
@@ -2549,44 +2612,28 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_join_wide(int op, dtrain__cuda_wi
 }
 
 /* The order of bits: -0 below +0, a NaN before all. */
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_pick_f32(int op, uint32_t a, uint32_t b)
-{
-    int32_t left = (int32_t)(a ^ (a >> 31) * 0x7fffffffu), right = (int32_t)(b ^ (b >> 31) * 0x7fffffffu);
-    if ((a & 0x7fffffffu) > 0x7f800000u)
-        return a;
-    if ((b & 0x7fffffffu) > 0x7f800000u)
-        return b;
-    return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;
-}
+#define DTRAIN__CUDA_LEAST(kind, type, int_type, top, infinity, lanes)                                                 \
+    DTRAIN__CUDA_FN type dtrain__cuda_pick_##kind(int op, type a, type b)                                              \
+    {                                                                                                                  \
+        const type size = ((type)1 << (top)) - 1;                                                                      \
+        int_type left = (int_type)(a ^ (a >> (top)) * size), right = (int_type)(b ^ (b >> (top)) * size);              \
+        if ((a & size) > (infinity))                                                                                   \
+            return a;                                                                                                  \
+        if ((b & size) > (infinity))                                                                                   \
+            return b;                                                                                                  \
+        return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;                                               \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_##kind(int op, uint32_t flip, dtrain__cuda_vector left,     \
+                                                                  dtrain__cuda_vector right)                           \
+    {                                                                                                                  \
+        dtrain__cuda_vector r;                                                                                         \
+        (void)flip;                                                                                                    \
+        lanes(dtrain__cuda_pick_##kind(op, a, b))                                                                      \
+        return r;                                                                                                      \
+    }
 
-DTRAIN__CUDA_FN uint64_t dtrain__cuda_pick_f64(int op, uint64_t a, uint64_t b)
-{
-    const uint64_t size = 0x7fffffffffffffffu, infinity = 0x7ff0000000000000u;
-    int64_t left = (int64_t)(a ^ (a >> 63) * size), right = (int64_t)(b ^ (b >> 63) * size);
-    if ((a & size) > infinity)
-        return a;
-    if ((b & size) > infinity)
-        return b;
-    return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_f32(int op, uint32_t flip, dtrain__cuda_vector left,
-                                                           dtrain__cuda_vector right)
-{
-    dtrain__cuda_vector r;
-    (void)flip;
-    DTRAIN__CUDA_WORDS(dtrain__cuda_pick_f32(op, a, b))
-    return r;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_f64(int op, uint32_t flip, dtrain__cuda_vector left,
-                                                           dtrain__cuda_vector right)
-{
-    dtrain__cuda_vector r;
-    (void)flip;
-    DTRAIN__CUDA_LONGS(dtrain__cuda_pick_f64(op, a, b))
-    return r;
-}
+DTRAIN__CUDA_LEAST(f32, uint32_t, int32_t, 31, 0x7f800000u, DTRAIN__CUDA_WORDS)
+DTRAIN__CUDA_LEAST(f64, uint64_t, int64_t, 63, 0x7ff0000000000000u, DTRAIN__CUDA_LONGS)
 
 DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip, dtrain__cuda_wide left,
                                                           dtrain__cuda_wide right)
@@ -2646,25 +2693,32 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_join_u8(int op, uint32_t flip, 
 
 /* ---- into partial results, and out of them ---- */
 
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_partial_same(dtrain__cuda_vector v)
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_same(dtrain__cuda_vector v)
 {
     return v;
 }
 
-#define DTRAIN__CUDA_PARTIAL(kind)                                                                                     \
-    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v)                               \
-    {                                                                                                                  \
-        dtrain__cuda_wide wide;                                                                                        \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                \
-        {                                                                                                              \
-            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i]));                              \
-            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i]));                            \
-        }                                                                                                              \
-        return wide;                                                                                                   \
-    }
+/* x[i] * by, each product rounded. */
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_times_f32(dtrain__cuda_vector v, float by)
+{
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
+        dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(v.word[i]), by));
+    return v;
+}
 
-DTRAIN__CUDA_PARTIAL(f16)
-DTRAIN__CUDA_PARTIAL(bf16)
+DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_times_wide(dtrain__cuda_wide v, float by)
+{
+    v.low = dtrain__cuda_times_f32(v.low, by);
+    v.high = dtrain__cuda_times_f32(v.high, by);
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_times_f64(dtrain__cuda_vector v, double by)
+{
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
+        dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_mul_f64(dtrain__cuda_lane_f64(v, i), by));
+    return v;
+}
 
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_same(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
 {
@@ -2674,42 +2728,52 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_same(const dtrain__cuda_
 
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f32(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
 {
-    float by = args->by_f32;
     if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
+        return dtrain__cuda_times_f32(v, args->by_f32);
+    if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
         DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
-            dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(v.word[i]), by));
-    else if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
-            dtrain__cuda_bits_f32(dtrain__cuda_div_f32(dtrain__cuda_float_of(v.word[i]), by));
+            dtrain__cuda_bits_f32(dtrain__cuda_div_f32(dtrain__cuda_float_of(v.word[i]), args->by_f32));
     return v;
 }
 
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f64(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
 {
-    double by = args->by_f64;
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
-    {
-        double x = dtrain__cuda_lane_f64(v, i);
-        if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
-            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_mul_f64(x, by));
-        else if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
-            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_div_f64(x, by));
-    }
+    if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
+        return dtrain__cuda_times_f64(v, args->by_f64);
+    if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
+            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_div_f64(dtrain__cuda_lane_f64(v, i), args->by_f64));
     return v;
 }
 
-#define DTRAIN__CUDA_FINISH(kind)                                                                                      \
+/* Floats of 16 bits: as float32, rounded back, and finished. */
+#define DTRAIN__CUDA_HALVES(kind)                                                                                      \
+    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v)                               \
+    {                                                                                                                  \
+        dtrain__cuda_wide wide;                                                                                        \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                \
+        {                                                                                                              \
+            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i]));                              \
+            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i]));                            \
+        }                                                                                                              \
+        return wide;                                                                                                   \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_##kind(dtrain__cuda_wide w)                               \
+    {                                                                                                                  \
+        dtrain__cuda_vector v;                                                                                         \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
+            dtrain__cuda_both_##kind(dtrain__cuda_float_of(w.low.word[i]), dtrain__cuda_float_of(w.high.word[i]));     \
+        return v;                                                                                                      \
+    }                                                                                                                  \
     DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_##kind(const dtrain__cuda_fold *args, dtrain__cuda_wide w) \
     {                                                                                                                  \
-        dtrain__cuda_vector v, low = dtrain__cuda_finish_f32(args, w.low);                                             \
-        dtrain__cuda_vector high = dtrain__cuda_finish_f32(args, w.high);                                              \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
-            dtrain__cuda_both_##kind(dtrain__cuda_float_of(low.word[i]), dtrain__cuda_float_of(high.word[i]));         \
-        return v;                                                                                                      \
+        w.low = dtrain__cuda_finish_f32(args, w.low);                                                                  \
+        w.high = dtrain__cuda_finish_f32(args, w.high);                                                                \
+        return dtrain__cuda_rounded_##kind(w);                                                                         \
     }
 
-DTRAIN__CUDA_FINISH(f16)
-DTRAIN__CUDA_FINISH(bf16)
+DTRAIN__CUDA_HALVES(f16)
+DTRAIN__CUDA_HALVES(bf16)
 
 DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size_t element, size_t width, int whole,
                                              dtrain__cuda_vector v)
@@ -2719,6 +2783,60 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
 }
 
 /* ---- kernels ---- */
+
+#define DTRAIN__CUDA_FOLD_PHASES 6 /* of a fold between two rounds of flags */
+
+typedef struct dtrain__cuda_fold_flags {
+    dtrain__cuda_fold fold;
+    dtrain__cuda_flags flags;
+    int at_once;
+} dtrain__cuda_fold_flags;
+
+/* The kernel `name` of a fold, and name_flags, which does it between two rounds of flags. Threads hold name_held. */
+#define DTRAIN__CUDA_FOLD_KERNELS(name, lanes, unroll)                                                                 \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, lanes, unroll)                                      \
+    typedef struct name##_kept {                                                                                       \
+        name##_held group, single;                                                                                     \
+    } name##_kept;                                                                                                     \
+    DTRAIN__CUDA_FN void name##_flags_body(const dtrain__cuda_fold_flags *args, dtrain__cuda_at at,                    \
+                                           dtrain__cuda_flags_block *shared, name##_kept *own, int phase)              \
+    {                                                                                                                  \
+        const dtrain__cuda_fold *fold = &args->fold;                                                                   \
+        size_t i = at.block * at.threads + at.thread, groups = fold->walk.groups, head = fold->walk.head;              \
+        size_t element = head + i * (lanes), alone = i < head ? i : i + groups * (lanes);                              \
+        if (phase == 0)                                                                                                \
+            dtrain__cuda_flags_begin(&args->flags, at, &shared->stop);                                                 \
+        else if (shared->stop)                                                                                         \
+            return;                                                                                                    \
+        else if (phase == 1 || phase == 4)                                                                             \
+            dtrain__cuda_flags_await(&args->flags, at, phase == 4, &shared->stop);                                     \
+        else if (phase == 3)                                                                                           \
+            dtrain__cuda_flags_signal(&args->flags, at, 1);                                                            \
+        else if (phase == 2 && !args->at_once)                                                                         \
+            name##_body(fold, at, NULL, NULL, 0);                                                                      \
+        else if (phase == 2) {                                                                                         \
+            if (i < groups)                                                                                            \
+                own->group = name##_load(fold, element, 1);                                                            \
+            if (i < fold->walk.singles)                                                                                \
+                own->single = name##_load(fold, alone, 0);                                                             \
+        } else if (args->at_once) {                                                                                    \
+            if (i < groups)                                                                                            \
+                name##_store(fold, element, 1, &own->group);                                                           \
+            if (i < fold->walk.singles)                                                                                \
+                name##_store(fold, alone, 0, &own->single);                                                            \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_fold_flags, dtrain__cuda_flags_block, name##_kept,                \
+                          DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FOLD_PHASES)
+
+/* The same of a fold whose threads hold its result. */
+#define DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)                                                              \
+    typedef wide name##_held;                                                                                          \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
+    {                                                                                                                  \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), 1)
 
 /* Sums of `inputs` (1, 2, 4 or 8) inputs. */
 #define DTRAIN__CUDA_FOLD_FIXED(name, inputs, unroll, wide, partial, join, finish, width)                              \
@@ -2742,7 +2860,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
                 join(DTRAIN_SUM, part[k], part[k + step]);                                                             \
         dtrain__cuda_fold_store(args, element, width, whole, finish(args, part[0]));                                   \
     }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, 16 / (width), unroll)
+    DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), unroll)
 
 /* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs; which of them
  * are held is said by the bits of the number of eights. At the end the smaller joins the larger before it. */
@@ -2809,11 +2927,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
             p = has ? join(op, p32, p) : p32;                                                                          \
         return p;                                                                                                      \
     }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
-    {                                                                                                                  \
-        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
-    }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, wide, 16 / (width), 1)
+    DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
 /* What is exact in any order: four inputs at a time, from left to right. */
 #define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width)                                                \
@@ -2829,90 +2943,91 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
         }                                                                                                              \
         return p;                                                                                                      \
     }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
-    {                                                                                                                  \
-        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
-    }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, wide, 16 / (width), 1)
+    DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
-/* The groups a thread loads before it stores the first; the number of inputs times this are in flight. */
-#define DTRAIN__CUDA_FOLD_GROUPS_1 4
-#define DTRAIN__CUDA_FOLD_GROUPS_2 4
-#define DTRAIN__CUDA_FOLD_GROUPS_4 2
-#define DTRAIN__CUDA_FOLD_GROUPS_8 1
-
+/* A thread loads so many groups before it stores the first; the number of inputs times this are in flight. */
 #define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width)                                               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, DTRAIN__CUDA_FOLD_GROUPS_1, wide, partial, join, finish, width)               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, DTRAIN__CUDA_FOLD_GROUPS_2, wide, partial, join, finish, width)               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, DTRAIN__CUDA_FOLD_GROUPS_4, wide, partial, join, finish, width)               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_8, 8, DTRAIN__CUDA_FOLD_GROUPS_8, wide, partial, join, finish, width)
+    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, 4, wide, partial, join, finish, width)                                        \
+    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, 4, wide, partial, join, finish, width)                                        \
+    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, 2, wide, partial, join, finish, width)                                        \
+    DTRAIN__CUDA_FOLD_FIXED(name##_8, 8, 1, wide, partial, join, finish, width)
 
-DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f32,
+DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_f32,
                        dtrain__cuda_finish_f32, 4)
 DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_join_wide,
                        dtrain__cuda_finish_f16, 2)
 DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_join_wide,
                        dtrain__cuda_finish_bf16, 2)
-DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f64,
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f64, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_f64,
                        dtrain__cuda_finish_f64, 8)
-DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f32,
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_f32,
                        dtrain__cuda_finish_f32, 4)
 DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_join_wide,
                        dtrain__cuda_finish_f16, 2)
 DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_join_wide,
                        dtrain__cuda_finish_bf16, 2)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_least_f64,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f64, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_least_f64,
                       dtrain__cuda_finish_same, 8)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_least_f32,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_least_f32,
                       dtrain__cuda_finish_same, 4)
 DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_least_wide,
                       dtrain__cuda_finish_f16, 2)
 DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_least_wide,
                       dtrain__cuda_finish_bf16, 2)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u8, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u8,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u8, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_u8,
                       dtrain__cuda_finish_same, 1)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u32,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_u32,
                       dtrain__cuda_finish_same, 4)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u64,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_u64,
                       dtrain__cuda_finish_same, 8)
 
 /* ---- the operation ---- */
 
-typedef cudaError_t (*dtrain__cuda_fold_launch)(cudaStream_t stream, size_t blocks, const dtrain__cuda_fold *args);
+/* Beside numbers of inputs: any number by the tree, or in a row. */
+enum { DTRAIN__CUDA_FOLD_BY_TREE = -2, DTRAIN__CUDA_FOLD_IN_A_ROW = -1 };
 
-/* The kernel of sums of n inputs, and the groups that its threads hold; NULL where none is unrolled. */
-static dtrain__cuda_fold_launch dtrain__cuda_fold_sum(dtrain_dtype dtype, int n, size_t *unroll)
-{
-    static const dtrain__cuda_fold_launch launches[3][4] = {
-        {dtrain__cuda_sum_f32_1_launch, dtrain__cuda_sum_f32_2_launch, dtrain__cuda_sum_f32_4_launch,
-         dtrain__cuda_sum_f32_8_launch},
-        {dtrain__cuda_sum_f16_1_launch, dtrain__cuda_sum_f16_2_launch, dtrain__cuda_sum_f16_4_launch,
-         dtrain__cuda_sum_f16_8_launch},
-        {dtrain__cuda_sum_bf16_1_launch, dtrain__cuda_sum_bf16_2_launch, dtrain__cuda_sum_bf16_4_launch,
-         dtrain__cuda_sum_bf16_8_launch}};
-    static const size_t unrolls[4] = {DTRAIN__CUDA_FOLD_GROUPS_1, DTRAIN__CUDA_FOLD_GROUPS_2,
-                                      DTRAIN__CUDA_FOLD_GROUPS_4, DTRAIN__CUDA_FOLD_GROUPS_8};
-    int row = dtype == DTRAIN_F32 ? 0 : dtype == DTRAIN_F16 ? 1 : dtype == DTRAIN_BF16 ? 2 : -1;
-    int column = n == 1 ? 0 : n == 2 ? 1 : n == 4 ? 2 : n == 8 ? 3 : -1;
-    if (row < 0 || column < 0)
-        return NULL;
-    *unroll = unrolls[column];
-    return launches[row][column];
-}
+/* All folds: each(name, dtype, inputs). Integers with a sign go as those without. */
+#define DTRAIN__CUDA_FOLD_EACH(each)                                                                                   \
+    each(dtrain__cuda_sum_f32_1, DTRAIN_F32, 1) each(dtrain__cuda_sum_f32_2, DTRAIN_F32, 2)                            \
+    each(dtrain__cuda_sum_f32_4, DTRAIN_F32, 4) each(dtrain__cuda_sum_f32_8, DTRAIN_F32, 8)                            \
+    each(dtrain__cuda_sum_f16_1, DTRAIN_F16, 1) each(dtrain__cuda_sum_f16_2, DTRAIN_F16, 2)                            \
+    each(dtrain__cuda_sum_f16_4, DTRAIN_F16, 4) each(dtrain__cuda_sum_f16_8, DTRAIN_F16, 8)                            \
+    each(dtrain__cuda_sum_bf16_1, DTRAIN_BF16, 1) each(dtrain__cuda_sum_bf16_2, DTRAIN_BF16, 2)                        \
+    each(dtrain__cuda_sum_bf16_4, DTRAIN_BF16, 4) each(dtrain__cuda_sum_bf16_8, DTRAIN_BF16, 8)                        \
+    each(dtrain__cuda_tree_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
+    each(dtrain__cuda_tree_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
+    each(dtrain__cuda_tree_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
+    each(dtrain__cuda_tree_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_BY_TREE)                                               \
+    each(dtrain__cuda_row_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+    each(dtrain__cuda_row_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+    each(dtrain__cuda_row_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+    each(dtrain__cuda_row_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_IN_A_ROW)                                               \
+    each(dtrain__cuda_row_u8, DTRAIN_U8, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                   \
+    each(dtrain__cuda_row_u32, DTRAIN_U32, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+    each(dtrain__cuda_row_u64, DTRAIN_U64, DTRAIN__CUDA_FOLD_IN_A_ROW)
 
-static dtrain__cuda_fold_launch dtrain__cuda_fold_any(dtrain_dtype dtype, int tree)
+typedef dtrain_status (*dtrain__cuda_flags_launch)(dtrain_device *device, const char *call, size_t blocks,
+                                                   const dtrain__cuda_fold_flags *args);
+
+typedef struct dtrain__cuda_fold_kernel {
+    dtrain_dtype dtype;
+    int inputs;
+    dtrain_status (*walk)(dtrain_device *device, const char *call, const dtrain__cuda_fold *args);
+    dtrain__cuda_flags_launch flags;
+} dtrain__cuda_fold_kernel;
+
+/* The kernel of an operation on n inputs: of sums the one for that number, where there is one. */
+static const dtrain__cuda_fold_kernel *dtrain__cuda_fold_find(dtrain_dtype dtype, dtrain_op op, int n)
 {
-    switch (dtype) {
-    case DTRAIN_F64: return tree ? dtrain__cuda_tree_f64_launch : dtrain__cuda_row_f64_launch;
-    case DTRAIN_F32: return tree ? dtrain__cuda_tree_f32_launch : dtrain__cuda_row_f32_launch;
-    case DTRAIN_F16: return tree ? dtrain__cuda_tree_f16_launch : dtrain__cuda_row_f16_launch;
-    case DTRAIN_BF16: return tree ? dtrain__cuda_tree_bf16_launch : dtrain__cuda_row_bf16_launch;
-    case DTRAIN_I8:
-    case DTRAIN_U8: return dtrain__cuda_row_u8_launch;
-    case DTRAIN_I32:
-    case DTRAIN_U32: return dtrain__cuda_row_u32_launch;
-    default: return dtrain__cuda_row_u64_launch;
-    }
+#define DTRAIN__CUDA_FOLD_ENTRY(name, dtype, inputs) {dtype, inputs, name##_walk, name##_flags_launch},
+    static const dtrain__cuda_fold_kernel kernels[] = {DTRAIN__CUDA_FOLD_EACH(DTRAIN__CUDA_FOLD_ENTRY)};
+#undef DTRAIN__CUDA_FOLD_ENTRY
+    const int ways[] = {n, DTRAIN__CUDA_FOLD_BY_TREE, DTRAIN__CUDA_FOLD_IN_A_ROW};
+    for (int way = op == DTRAIN_SUM ? 0 : op == DTRAIN_PROD ? 1 : 2; way < 3; way++)
+        for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++)
+            if (kernels[i].dtype == dtype && kernels[i].inputs == ways[way])
+                return &kernels[i];
+    return NULL;
 }
 
 /* How a mean ends. A power of two is told by its bits; its inverse must be normal too. */
@@ -2932,291 +3047,61 @@ static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype
     DTRAIN_IGNORE(dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1));
 }
 
-static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, dtrain__cuda_fold *args, const void *const *in,
-                                                void *const *out, size_t width, size_t begin, size_t count)
+/* Takes over one of a list of arrays, which may be other GPUs'. */
+static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, const char *what, const void *const *list, int n,
+                                                size_t width, size_t begin, size_t count, const void **taken,
+                                                uint32_t *heads)
 {
-    size_t lanes = 16 / width;
-    uint32_t heads = ~(uint32_t)0;
     dtrain_status status = DTRAIN_OK;
-    for (int k = 0; k < args->n && status == DTRAIN_OK; k++) {
-        args->in[k] = (const unsigned char *)in[k] + begin * width;
-        heads &= dtrain__cuda_heads(args->in[k], width, lanes);
-        status = dtrain__cuda_reach(device, "device_reduce", "an input", args->in[k], count * width);
+    for (int k = 0; k < n && status == DTRAIN_OK; k++) {
+        taken[k] = (const unsigned char *)list[k] + begin * width;
+        *heads &= dtrain__cuda_heads(taken[k], width, 16 / width);
+        status = dtrain__cuda_memory(device, "device_reduce", what, taken[k], count * width, 1);
     }
-    for (int k = 0; k < args->m && status == DTRAIN_OK; k++) {
-        args->out[k] = (unsigned char *)out[k] + begin * width;
-        heads &= dtrain__cuda_heads(args->out[k], width, lanes);
-        status = dtrain__cuda_reach(device, "device_reduce", "an output", args->out[k], count * width);
-    }
-    args->walk = dtrain__cuda_walk_make(heads, lanes, count);
     return status;
 }
 
-/* Makes the arguments of a reduction, of none too, and says by which kernel it goes, whose threads hold *unroll groups. */
+/* Makes the arguments of a reduction, of none too, and says by which kernel it goes. */
 static dtrain_status dtrain__cuda_fold_make(dtrain_device *device, dtrain__cuda_fold *args, dtrain_dtype dtype,
-                                            dtrain_op op, double divisor, const void *const *in, void *const *out,
-                                            size_t begin, size_t count, dtrain__cuda_fold_launch *launch,
-                                            size_t *unroll)
+                                            dtrain_op op, double divisor, const void *const *in, int n,
+                                            void *const *out, int m, size_t begin, size_t count,
+                                            const dtrain__cuda_fold_kernel **kernel)
 {
-    int is_float = dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
-    int sum = op == DTRAIN_SUM || op == DTRAIN_MEAN;
-    *unroll = 1;
-    *launch = sum ? dtrain__cuda_fold_sum(dtype, args->n, unroll) : NULL;
-    if (*launch == NULL)
-        *launch = dtrain__cuda_fold_any(dtype, is_float && (sum || op == DTRAIN_PROD));
-    args->op = (int)(sum ? DTRAIN_SUM : op);
-    args->flip = dtype == DTRAIN_I8 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64;
+    dtrain_dtype bits = dtype == DTRAIN_I8    ? DTRAIN_U8
+                        : dtype == DTRAIN_I32 ? DTRAIN_U32
+                        : dtype == DTRAIN_I64 ? DTRAIN_U64
+                                              : dtype;
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    uint32_t heads = ~(uint32_t)0;
+    memset(args, 0, sizeof *args);
+    args->n = n;
+    args->m = m;
+    args->op = (int)(op == DTRAIN_MEAN ? DTRAIN_SUM : op);
+    args->flip = bits != dtype;
+    *kernel = dtrain__cuda_fold_find(bits, (dtrain_op)args->op, n);
     if (op == DTRAIN_MEAN)
         dtrain__cuda_fold_finish(args, dtype, divisor);
-    return dtrain__cuda_fold_pointers(device, args, in, out, dtrain_dtype_bits(dtype) / 8, begin, count);
+    dtrain_status status =
+        dtrain__cuda_fold_pointers(device, "an input", in, n, width, begin, count, args->in, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_fold_pointers(device, "an output", (const void *const *)out, m, width, begin, count,
+                                            (const void **)args->out, &heads);
+    args->walk = dtrain__cuda_walk_make(heads, 16 / width, count);
+    return status;
 }
 
 static dtrain_status dtrain__cuda_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
                                          const void *const *in, int n, void *const *out, int m, size_t begin,
                                          size_t count)
 {
-    dtrain__cuda_fold_launch launch;
+    const dtrain__cuda_fold_kernel *kernel;
     dtrain__cuda_fold args;
-    size_t unroll;
-    if (count == 0)
-        return DTRAIN_OK;
-    memset(&args, 0, sizeof args);
-    args.n = n;
-    args.m = m;
     dtrain_status status =
-        dtrain__cuda_fold_make(device, &args, dtype, op, divisor, in, out, begin, count, &launch, &unroll);
-    if (status != DTRAIN_OK)
-        return status;
-    return dtrain__cuda_status(
-        device, "device_reduce",
-        launch(dtrain__cuda_queue_of(device)->stream, dtrain__cuda_walk_blocks(device, &args.walk, unroll), &args));
+        dtrain__cuda_fold_make(device, &args, dtype, op, divisor, in, n, out, m, begin, count, &kernel);
+    return status == DTRAIN_OK ? kernel->walk(device, "device_reduce", &args) : status;
 }
 
-#endif
-
-/* ---- >>cuda-flags ----
- * Collectives of several GPUs in one kernel a rank: the folds of >>cuda-fold between two rounds of flags. A flag is a
- * word in memory of the rank that waits for it, one for every block, round and peer, written by the same block of the
- * peer's kernel: so all blocks of all ranks' kernels must run at the same time, and each rank's on a GPU of its own.
- * Thread p of a block sees to peer p; the barriers between phases carry what it releases and acquires to the others. */
-#ifndef DTRAIN__CUDA_FLAGS
-#define DTRAIN__CUDA_FLAGS
-#ifdef DTRAIN_CUDA_EMULATE
-#include <sched.h>
-#include <time.h>
-#endif
-
-#define DTRAIN__CUDA_FLAGS_GLANCE 100000 /* ns between looks at the error word, which lies in the CPU's memory */
-
-typedef struct dtrain__cuda_flags {
-    dtrain__cuda_fold fold;
-    uint32_t *words[DTRAIN__CUDA_FOLD_MOST];
-    uint64_t *errors[DTRAIN__CUDA_FOLD_MOST];
-    uint64_t deadline_ns;
-    uint32_t epoch;
-    int rank, ranks, at_once;
-} dtrain__cuda_flags;
-
-typedef struct dtrain__cuda_flags_block {
-    int stop; /* 1: the block leaves its work undone */
-} dtrain__cuda_flags_block;
-
-/* ---- memory that several GPUs and the CPU share ---- */
-
-DTRAIN__CUDA_FN void dtrain__cuda_release_u32(uint32_t *to, uint32_t value)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    __atomic_store_n(to, value, __ATOMIC_RELEASE);
-#else
-    asm volatile("st.release.sys.u32 [%0], %1;" : : "l"(to), "r"(value) : "memory");
-#endif
-}
-
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_acquire_u32(const uint32_t *from)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    return __atomic_load_n(from, __ATOMIC_ACQUIRE);
-#else
-    uint32_t value;
-    asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-    return value;
-#endif
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_error_store(uint64_t *to, uint64_t value)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    __atomic_store_n(to, value, __ATOMIC_RELAXED);
-#else
-    asm volatile("st.relaxed.sys.u64 [%0], %1;" : : "l"(to), "l"(value) : "memory");
-#endif
-}
-
-DTRAIN__CUDA_FN uint64_t dtrain__cuda_error_load(const uint64_t *from)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    return __atomic_load_n(from, __ATOMIC_RELAXED);
-#else
-    uint64_t value;
-    asm volatile("ld.relaxed.sys.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
-    return value;
-#endif
-}
-
-/* The device's clock, in ns. */
-DTRAIN__CUDA_FN uint64_t dtrain__cuda_clock(void)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-#else
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-#endif
-}
-
-/* ---- rounds ---- */
-
-DTRAIN__CUDA_FN int dtrain__cuda_flags_is_peer(const dtrain__cuda_flags *args, dtrain__cuda_at at)
-{
-    return (int)at.thread < args->ranks && (int)at.thread != args->rank;
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_flags_signal(const dtrain__cuda_flags *args, dtrain__cuda_at at, int round)
-{
-    size_t word = (at.block * 2 + (size_t)round) * (size_t)args->ranks + (size_t)args->rank;
-    if (dtrain__cuda_flags_is_peer(args, at))
-        dtrain__cuda_release_u32(args->words[at.thread] + word, args->epoch);
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_flags_report(const dtrain__cuda_flags *args, uint32_t peer)
-{
-    uint64_t error = (uint64_t)args->epoch << 32 | (uint64_t)(uint32_t)(args->rank + 1) << 16 | (peer + 1);
-    for (int rank = 0; rank < args->ranks; rank++)
-        if (dtrain__cuda_error_load(args->errors[rank]) == 0)
-            dtrain__cuda_error_store(args->errors[rank], error);
-}
-
-/* Waits for the peer of this thread; sets *stop where it is not to be waited for any longer. */
-DTRAIN__CUDA_FN void dtrain__cuda_flags_await(const dtrain__cuda_flags *args, dtrain__cuda_at at, int round, int *stop)
-{
-    const uint32_t *word;
-    uint64_t begin, glance, now;
-    if (!dtrain__cuda_flags_is_peer(args, at))
-        return;
-    word = args->words[args->rank] + (at.block * 2 + (size_t)round) * (size_t)args->ranks + at.thread;
-    begin = glance = dtrain__cuda_clock();
-    while ((int32_t)(dtrain__cuda_acquire_u32(word) - args->epoch) < 0) {
-#ifdef DTRAIN_CUDA_EMULATE
-        sched_yield();
-#endif
-        now = dtrain__cuda_clock();
-        if (now - glance < DTRAIN__CUDA_FLAGS_GLANCE)
-            continue;
-        glance = now;
-        if (dtrain__cuda_error_load(args->errors[args->rank]) != 0) {
-            *stop = 1;
-            return;
-        }
-        if (args->deadline_ns > 0 && now - begin > args->deadline_ns) {
-            dtrain__cuda_flags_report(args, at.thread);
-            *stop = 1;
-            return;
-        }
-    }
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_flags_begin(const dtrain__cuda_flags *args, dtrain__cuda_at at, int *stop)
-{
-    if (at.thread == 0)
-        *stop = dtrain__cuda_error_load(args->errors[args->rank]) != 0;
-    dtrain__cuda_flags_signal(args, at, 0);
-}
-
-/* ---- kernels ---- */
-
-#define DTRAIN__CUDA_FLAGS_PHASES 6
-
-/* The kernel name_flags about the fold `name`, whose threads hold held_type of a group of `lanes` elements. */
-#define DTRAIN__CUDA_FLAGS_KERNEL(name, held_type, lanes)                                                              \
-    typedef struct name##_kept {                                                                                       \
-        held_type group, single;                                                                                       \
-    } name##_kept;                                                                                                     \
-    DTRAIN__CUDA_FN void name##_flags_body(const dtrain__cuda_flags *args, dtrain__cuda_at at,                         \
-                                           dtrain__cuda_flags_block *shared, name##_kept *own, int phase)              \
-    {                                                                                                                  \
-        const dtrain__cuda_fold *fold = &args->fold;                                                                   \
-        size_t i = at.block * at.threads + at.thread, groups = fold->walk.groups, head = fold->walk.head;              \
-        size_t element = head + i * (lanes), alone = i < head ? i : i + groups * (lanes);                              \
-        if (phase == 0)                                                                                                \
-            dtrain__cuda_flags_begin(args, at, &shared->stop);                                                         \
-        else if (shared->stop)                                                                                         \
-            return;                                                                                                    \
-        else if (phase == 1 || phase == 4)                                                                             \
-            dtrain__cuda_flags_await(args, at, phase == 4, &shared->stop);                                             \
-        else if (phase == 3)                                                                                           \
-            dtrain__cuda_flags_signal(args, at, 1);                                                                    \
-        else if (phase == 2 && !args->at_once)                                                                         \
-            name##_body(fold, at, NULL, NULL, 0);                                                                      \
-        else if (phase == 2) {                                                                                         \
-            if (i < groups)                                                                                            \
-                own->group = name##_load(fold, element, 1);                                                            \
-            if (i < fold->walk.singles)                                                                                \
-                own->single = name##_load(fold, alone, 0);                                                             \
-        } else if (args->at_once) {                                                                                    \
-            if (i < groups)                                                                                            \
-                name##_store(fold, element, 1, &own->group);                                                           \
-            if (i < fold->walk.singles)                                                                                \
-                name##_store(fold, alone, 0, &own->single);                                                            \
-        }                                                                                                              \
-    }                                                                                                                  \
-    DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_flags, dtrain__cuda_flags_block, name##_kept,                     \
-                          DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FLAGS_PHASES)
-
-/* What is done with every fold: each(name, held_type, lanes). */
-#define DTRAIN__CUDA_FLAGS_EACH(each)                                                                                  \
-    each(dtrain__cuda_sum_f32_1, dtrain__cuda_sum_f32_1_held, 4)                                                       \
-        each(dtrain__cuda_sum_f32_2, dtrain__cuda_sum_f32_2_held, 4) each(dtrain__cuda_sum_f32_4,                      \
-                                                                          dtrain__cuda_sum_f32_4_held, 4)              \
-            each(dtrain__cuda_sum_f32_8, dtrain__cuda_sum_f32_8_held, 4) each(dtrain__cuda_sum_f16_1,                  \
-                                                                              dtrain__cuda_sum_f16_1_held, 8)          \
-                each(dtrain__cuda_sum_f16_2, dtrain__cuda_sum_f16_2_held, 8) each(dtrain__cuda_sum_f16_4,              \
-                                                                                  dtrain__cuda_sum_f16_4_held, 8)      \
-                    each(dtrain__cuda_sum_f16_8, dtrain__cuda_sum_f16_8_held, 8) each(dtrain__cuda_sum_bf16_1,         \
-                                                                                      dtrain__cuda_sum_bf16_1_held, 8) \
-                        each(dtrain__cuda_sum_bf16_2, dtrain__cuda_sum_bf16_2_held, 8)                                 \
-                            each(dtrain__cuda_sum_bf16_4, dtrain__cuda_sum_bf16_4_held, 8)                             \
-                                each(dtrain__cuda_sum_bf16_8, dtrain__cuda_sum_bf16_8_held, 8)                         \
-                                    each(dtrain__cuda_tree_f64, dtrain__cuda_vector, 2) each(dtrain__cuda_tree_f32,    \
-                                                                                             dtrain__cuda_vector, 4)   \
-                                        each(dtrain__cuda_tree_f16, dtrain__cuda_wide, 8) each(dtrain__cuda_tree_bf16, \
-                                                                                               dtrain__cuda_wide, 8)   \
-                                            each(dtrain__cuda_row_f64, dtrain__cuda_vector, 2)                         \
-                                                each(dtrain__cuda_row_f32, dtrain__cuda_vector, 4)                     \
-                                                    each(dtrain__cuda_row_f16, dtrain__cuda_wide, 8)                   \
-                                                        each(dtrain__cuda_row_bf16, dtrain__cuda_wide, 8)              \
-                                                            each(dtrain__cuda_row_u8, dtrain__cuda_vector, 16)         \
-                                                                each(dtrain__cuda_row_u32, dtrain__cuda_vector, 4)     \
-                                                                    each(dtrain__cuda_row_u64, dtrain__cuda_vector, 2)
-
-DTRAIN__CUDA_FLAGS_EACH(DTRAIN__CUDA_FLAGS_KERNEL)
-
-/* ---- the operation ---- */
-
-typedef cudaError_t (*dtrain__cuda_flags_launch)(cudaStream_t stream, size_t blocks, const dtrain__cuda_flags *args);
-
-/* The kernel that goes by a fold. */
-static dtrain__cuda_flags_launch dtrain__cuda_flags_of(dtrain__cuda_fold_launch fold)
-{
-#define DTRAIN__CUDA_FLAGS_FIND(name, held_type, lanes)                                                                \
-    if (fold == name##_launch)                                                                                         \
-        return name##_flags_launch;
-    DTRAIN__CUDA_FLAGS_EACH(DTRAIN__CUDA_FLAGS_FIND)
-#undef DTRAIN__CUDA_FLAGS_FIND
-    return NULL;
-}
+/* ---- between flags ---- */
 
 /* A block a processor is resident whatever the kernel, as these take 256 threads and next to no shared memory. */
 static dtrain_status dtrain__cuda_flag_traits(dtrain_device *device, dtrain_device_flag_traits *traits)
@@ -3236,41 +3121,36 @@ static dtrain_status dtrain__cuda_flag_traits(dtrain_device *device, dtrain_devi
 
 /* The kernel's arguments, and which it is. */
 static dtrain_status dtrain__cuda_flags_make(dtrain_device *device, const dtrain_device_flags *part,
-                                             dtrain__cuda_flags *args, dtrain__cuda_flags_launch *launch)
+                                             dtrain__cuda_fold_flags *args, dtrain__cuda_flags_launch *launch)
 {
-    dtrain__cuda_fold_launch fold;
-    size_t unroll;
-    memset(args, 0, sizeof *args);
-    args->fold.n = part->n;
-    args->fold.m = part->m;
-    args->deadline_ns = part->deadline_ns;
-    args->epoch = part->epoch;
-    args->rank = part->rank;
-    args->ranks = part->ranks;
+    const dtrain__cuda_fold_kernel *kernel;
+    memset(&args->flags, 0, sizeof args->flags);
     args->at_once = part->at_once;
+    args->flags.deadline_ns = part->deadline_ns;
+    args->flags.epoch = part->epoch;
+    args->flags.rank = part->rank;
+    args->flags.ranks = part->ranks;
     for (int rank = 0; rank < part->ranks; rank++) {
-        args->words[rank] = part->words[rank];
-        args->errors[rank] = part->errors[rank];
+        args->flags.words[rank] = part->words[rank];
+        args->flags.errors[rank] = part->errors[rank];
     }
     dtrain_status status = dtrain__cuda_fold_make(device, &args->fold, part->dtype, part->op, (double)part->n, part->in,
-                                                  part->out, part->begin, part->count, &fold, &unroll);
-    *launch = dtrain__cuda_flags_of(fold);
+                                                  part->n, part->out, part->m, part->begin, part->count, &kernel);
+    *launch = kernel->flags;
     return status;
 }
 
 static dtrain_status dtrain__cuda_flags_run(dtrain_device *device, const dtrain_device_flags *part)
 {
+    const char *call = "device_flags";
     dtrain__cuda_flags_launch launch;
-    dtrain__cuda_flags args;
+    dtrain__cuda_fold_flags args;
     dtrain_status status = DTRAIN_OK;
     for (int rank = 0; rank < part->ranks && status == DTRAIN_OK; rank++)
-        status = dtrain__cuda_reach(device, "device_flags", "the words of a rank", part->words[rank], sizeof(uint32_t));
+        status = dtrain__cuda_memory(device, call, "the words of a rank", part->words[rank], sizeof(uint32_t), 1);
     if (status == DTRAIN_OK)
         status = dtrain__cuda_flags_make(device, part, &args, &launch);
-    if (status != DTRAIN_OK)
-        return status;
-    return dtrain__cuda_status(device, "device_flags",
-                               launch(dtrain__cuda_queue_of(device)->stream, (size_t)part->blocks, &args));
+    return status == DTRAIN_OK ? launch(device, call, (size_t)part->blocks, &args) : status;
 }
 
 #endif
@@ -3295,118 +3175,53 @@ typedef struct dtrain__cuda_axpy_held {
     dtrain__cuda_vector y, x;
 } dtrain__cuda_axpy_held;
 
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_scaled_f64(const dtrain__cuda_axpy_args *args, dtrain__cuda_vector v)
-{
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
-        dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_mul_f64(args->by_f64, dtrain__cuda_lane_f64(v, i)));
-    return v;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_scaled_f32(const dtrain__cuda_axpy_args *args, dtrain__cuda_vector v)
-{
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
-        dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(args->by_f32, dtrain__cuda_float_of(v.word[i])));
-    return v;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_scaled_wide(const dtrain__cuda_axpy_args *args, dtrain__cuda_wide v)
-{
-    v.low = dtrain__cuda_scaled_f32(args, v.low);
-    v.high = dtrain__cuda_scaled_f32(args, v.high);
-    return v;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_same(dtrain__cuda_vector v)
-{
-    return v;
-}
-
-#define DTRAIN__CUDA_ROUNDED(kind)                                                                                     \
-    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_##kind(dtrain__cuda_wide w)                               \
-    {                                                                                                                  \
-        dtrain__cuda_vector v;                                                                                         \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
-            dtrain__cuda_both_##kind(dtrain__cuda_float_of(w.low.word[i]), dtrain__cuda_float_of(w.high.word[i]));     \
-        return v;                                                                                                      \
-    }
-
-DTRAIN__CUDA_ROUNDED(f16)
-DTRAIN__CUDA_ROUNDED(bf16)
-
-#define DTRAIN__CUDA_SCALE(name, partial, scaled, rounded, width)                                                      \
-    DTRAIN__CUDA_FN dtrain__cuda_vector name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole)     \
-    {                                                                                                                  \
-        return dtrain__cuda_load(args->y, element, width, whole);                                                      \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole,                   \
-                                      const dtrain__cuda_vector *held)                                                 \
-    {                                                                                                                  \
-        dtrain__cuda_store(args->y, element, width, whole, rounded(scaled(args, partial(*held))));                     \
-    }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_vector, 16 / (width),                          \
-                             DTRAIN__CUDA_ELEMENTWISE_GROUPS)
-
-#define DTRAIN__CUDA_AXPY(name, partial, scaled, join, rounded, width)                                                 \
+/* Kernels scale_kind and axpy_kind. `adds` is a constant in each, so that scale does not load x. */
+#define DTRAIN__CUDA_AXPY_BY(name, adds, partial, times, by, join, rounded, width)                                     \
     DTRAIN__CUDA_FN dtrain__cuda_axpy_held name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole)  \
     {                                                                                                                  \
         dtrain__cuda_axpy_held held;                                                                                   \
         held.y = dtrain__cuda_load(args->y, element, width, whole);                                                    \
-        held.x = dtrain__cuda_load(args->x, element, width, whole);                                                    \
+        held.x = (adds) ? dtrain__cuda_load(args->x, element, width, whole) : held.y;                                  \
         return held;                                                                                                   \
     }                                                                                                                  \
     DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole,                   \
                                       const dtrain__cuda_axpy_held *held)                                              \
     {                                                                                                                  \
         dtrain__cuda_store(args->y, element, width, whole,                                                             \
-                           rounded(join(DTRAIN_SUM, partial(held->y), scaled(args, partial(held->x)))));               \
+                           rounded((adds) ? join(DTRAIN_SUM, partial(held->y), times(partial(held->x), args->by))      \
+                                          : times(partial(held->y), args->by)));                                       \
     }                                                                                                                  \
     DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_axpy_held, 16 / (width),                       \
                              DTRAIN__CUDA_ELEMENTWISE_GROUPS)
+#define DTRAIN__CUDA_AXPY(kind, partial, times, by, join, rounded, width)                                              \
+    DTRAIN__CUDA_AXPY_BY(dtrain__cuda_scale_##kind, 0, partial, times, by, join, rounded, width)                       \
+    DTRAIN__CUDA_AXPY_BY(dtrain__cuda_axpy_##kind, 1, partial, times, by, join, rounded, width)
 
-DTRAIN__CUDA_SCALE(dtrain__cuda_scale_f64, dtrain__cuda_partial_same, dtrain__cuda_scaled_f64,
-                   dtrain__cuda_rounded_same, 8)
-DTRAIN__CUDA_SCALE(dtrain__cuda_scale_f32, dtrain__cuda_partial_same, dtrain__cuda_scaled_f32,
-                   dtrain__cuda_rounded_same, 4)
-DTRAIN__CUDA_SCALE(dtrain__cuda_scale_f16, dtrain__cuda_partial_f16, dtrain__cuda_scaled_wide, dtrain__cuda_rounded_f16,
-                   2)
-DTRAIN__CUDA_SCALE(dtrain__cuda_scale_bf16, dtrain__cuda_partial_bf16, dtrain__cuda_scaled_wide,
-                   dtrain__cuda_rounded_bf16, 2)
-DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_f64, dtrain__cuda_partial_same, dtrain__cuda_scaled_f64, dtrain__cuda_join_f64,
-                  dtrain__cuda_rounded_same, 8)
-DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_f32, dtrain__cuda_partial_same, dtrain__cuda_scaled_f32, dtrain__cuda_join_f32,
-                  dtrain__cuda_rounded_same, 4)
-DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_f16, dtrain__cuda_partial_f16, dtrain__cuda_scaled_wide, dtrain__cuda_join_wide,
+DTRAIN__CUDA_AXPY(f64, dtrain__cuda_same, dtrain__cuda_times_f64, by_f64, dtrain__cuda_join_f64, dtrain__cuda_same, 8)
+DTRAIN__CUDA_AXPY(f32, dtrain__cuda_same, dtrain__cuda_times_f32, by_f32, dtrain__cuda_join_f32, dtrain__cuda_same, 4)
+DTRAIN__CUDA_AXPY(f16, dtrain__cuda_partial_f16, dtrain__cuda_times_wide, by_f32, dtrain__cuda_join_wide,
                   dtrain__cuda_rounded_f16, 2)
-DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_bf16, dtrain__cuda_partial_bf16, dtrain__cuda_scaled_wide, dtrain__cuda_join_wide,
+DTRAIN__CUDA_AXPY(bf16, dtrain__cuda_partial_bf16, dtrain__cuda_times_wide, by_f32, dtrain__cuda_join_wide,
                   dtrain__cuda_rounded_bf16, 2)
 
 /* y = by * y, or y + by * x. */
 static dtrain_status dtrain__cuda_axpy_any(dtrain_device *device, const char *call, dtrain_dtype dtype, void *y,
                                            double by, const void *x, size_t count)
 {
-    typedef cudaError_t (*launch)(cudaStream_t, size_t, const dtrain__cuda_axpy_args *);
-    static const launch launches[4][2] = {{dtrain__cuda_scale_f64_launch, dtrain__cuda_axpy_f64_launch},
-                                          {dtrain__cuda_scale_f32_launch, dtrain__cuda_axpy_f32_launch},
-                                          {dtrain__cuda_scale_f16_launch, dtrain__cuda_axpy_f16_launch},
-                                          {dtrain__cuda_scale_bf16_launch, dtrain__cuda_axpy_bf16_launch}};
+    typedef dtrain_status (*walk)(dtrain_device *, const char *, const dtrain__cuda_axpy_args *);
+    static const walk walks[4][2] = {{dtrain__cuda_scale_f64_walk, dtrain__cuda_axpy_f64_walk},
+                                     {dtrain__cuda_scale_f32_walk, dtrain__cuda_axpy_f32_walk},
+                                     {dtrain__cuda_scale_f16_walk, dtrain__cuda_axpy_f16_walk},
+                                     {dtrain__cuda_scale_bf16_walk, dtrain__cuda_axpy_bf16_walk}};
     int row = dtype == DTRAIN_F64 ? 0 : dtype == DTRAIN_F32 ? 1 : dtype == DTRAIN_F16 ? 2 : 3;
-    size_t width = dtrain_dtype_bits(dtype) / 8, lanes = 16 / width;
-    uint32_t heads = dtrain__cuda_heads(y, width, lanes) & dtrain__cuda_heads(x != NULL ? x : y, width, lanes);
-    dtrain__cuda_axpy_args args = {x, y, dtrain__cuda_walk_make(heads, lanes, count), by, 0};
-    dtrain_status status;
-    if (count == 0)
-        return DTRAIN_OK;
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    const dtrain__cuda_array arrays[] = {
+        {x != NULL ? "y" : "x", y, width, count, 0}, {"x", x, width, count, 0}, {NULL, NULL, 0, 0, 0}};
+    dtrain__cuda_axpy_args args = {x, y, {0, 0, 0, 0}, by, 0};
     /* whatever the CPU's floating-point mode */
     DTRAIN_IGNORE(dtrain_convert(&by, DTRAIN_F64, &args.by_f32, DTRAIN_F32, 1));
-    status = dtrain__cuda_memory(device, call, x != NULL ? "y" : "x", y, count * width);
-    if (status == DTRAIN_OK && x != NULL)
-        status = dtrain__cuda_memory(device, call, "x", x, count * width);
-    if (status != DTRAIN_OK)
-        return status;
-    return dtrain__cuda_status(
-        device, call,
-        launches[row][x != NULL](dtrain__cuda_queue_of(device)->stream,
-                                 dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_ELEMENTWISE_GROUPS), &args));
+    dtrain_status status = dtrain__cuda_walk_arrays(device, call, arrays, &args.walk);
+    return status == DTRAIN_OK ? walks[row][x != NULL](device, call, &args) : status;
 }
 
 static dtrain_status dtrain__cuda_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor, size_t count)
@@ -3426,7 +3241,7 @@ typedef struct dtrain__cuda_overflow_args {
     const void *x;
     uint32_t *found;
     dtrain__cuda_walk walk;
-    size_t width, lanes;
+    size_t width;
     uint32_t exponents[2]; /* in a word; the same where there is one */
 } dtrain__cuda_overflow_args;
 
@@ -3444,65 +3259,39 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_overflow_lacks(const dtrain__cuda_overflow
     return least;
 }
 
-/* All that find something write the same 1, and none waits for another; who sees it goes home. It is asked for behind
- * the loads, so that these do not wait for it. */
-DTRAIN__CUDA_FN void dtrain__cuda_overflow_any_body(const dtrain__cuda_overflow_args *args, dtrain__cuda_at at,
-                                                    dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase)
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_overflow_any_load(const dtrain__cuda_overflow_args *args,
+                                                                  size_t element, int whole)
 {
-    const size_t unroll = DTRAIN__CUDA_ELEMENTWISE_GROUPS, threads = at.threads, groups = args->walk.groups;
-    volatile uint32_t *found = args->found;
-    int bad = 0;
-    (void)shared, (void)own, (void)phase;
-    for (size_t first = at.block * threads * unroll + at.thread; first < groups && !bad;
-         first += at.blocks * threads * unroll) {
-        dtrain__cuda_vector held[DTRAIN__CUDA_ELEMENTWISE_GROUPS];
-        DTRAIN__CUDA_UNROLL for (size_t u = 0; u < unroll; u++)
-        {
-            size_t group = first + u * threads < groups ? first + u * threads : first;
-            held[u] = dtrain__cuda_load(args->x, args->walk.head + group * args->lanes, args->width, 1);
-        }
-        if (*found == 1)
-            return;
-        DTRAIN__CUDA_UNROLL for (size_t u = 0; u < unroll; u++) bad |= dtrain__cuda_overflow_lacks(args, held[u]) == 0;
-    }
-    for (size_t i = at.block * threads + at.thread; i < args->walk.singles && !bad; i += at.blocks * threads) {
-        size_t element = i < args->walk.head ? i : i + groups * args->lanes;
-        dtrain__cuda_vector one = dtrain__cuda_load(args->x, element, args->width, 0);
-        bad = dtrain__cuda_overflow_lacks(args, one) == 0;
-    }
-    if (bad)
-        *found = 1;
+    return dtrain__cuda_load(args->x, element, args->width, whole);
 }
 
-DTRAIN__CUDA_KERNEL(dtrain__cuda_overflow_any, dtrain__cuda_overflow_args, dtrain__cuda_none, dtrain__cuda_none,
-                    DTRAIN__CUDA_THREADS, 1)
+/* All that find something write the same 1, and none waits for another. */
+DTRAIN__CUDA_FN void dtrain__cuda_overflow_any_store(const dtrain__cuda_overflow_args *args, size_t element, int whole,
+                                                     const dtrain__cuda_vector *held)
+{
+    (void)element, (void)whole;
+    if (dtrain__cuda_overflow_lacks(args, *held) == 0)
+        *args->found = 1;
+}
+
+DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_overflow_any, dtrain__cuda_overflow_args, dtrain__cuda_vector, args->walk.lanes,
+                         DTRAIN__CUDA_ELEMENTWISE_GROUPS)
 
 static dtrain_status dtrain__cuda_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x, size_t count,
                                            uint32_t *found)
 {
+    const char *call = "device_overflow";
     uint32_t exponent = dtype == DTRAIN_F64 ? 0x7ff00000u : dtype == DTRAIN_F16 ? 0x7c00u : 0x7f80u;
-    size_t width = dtrain_dtype_bits(dtype) / 8, lanes = 16 / width;
-    dtrain__cuda_overflow_args args;
-    dtrain_status status;
-    if (count == 0)
-        return DTRAIN_OK;
-    status = dtrain__cuda_memory(device, "device_overflow", "x", x, count * width);
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    const dtrain__cuda_array all[] = {{"x", x, width, count, 0}, {NULL, NULL, 0, 0, 0}};
+    const dtrain__cuda_array one[] = {{"found", found, sizeof *found, 1, 1}, {NULL, NULL, 0, 0, 0}};
+    dtrain__cuda_overflow_args args = {x, found, {0, 0, 0, 0}, width, {0, 0}};
+    dtrain_status status = dtrain__cuda_walk_arrays(device, call, all, &args.walk);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_whole(device, "device_overflow", "found", found, sizeof *found, 1);
-    if (status != DTRAIN_OK)
-        return status;
-    args.x = x;
-    args.found = found;
-    args.walk = dtrain__cuda_walk_make(dtrain__cuda_heads(x, width, lanes), lanes, count);
-    args.width = width;
-    args.lanes = lanes;
+        status = dtrain__cuda_arrays(device, call, one);
     args.exponents[0] = dtype == DTRAIN_F32 ? 0x7f800000u : exponent;
     args.exponents[1] = width == 2 ? exponent << 16 : args.exponents[0];
-    return dtrain__cuda_status(
-        device, "device_overflow",
-        dtrain__cuda_overflow_any_launch(dtrain__cuda_queue_of(device)->stream,
-                                         dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_ELEMENTWISE_GROUPS),
-                                         &args));
+    return status == DTRAIN_OK ? dtrain__cuda_overflow_any_walk(device, call, &args) : status;
 }
 
 /* ---- adding a selection ----
@@ -3548,28 +3337,23 @@ static dtrain_status dtrain__cuda_sparse_add(dtrain_device *device, const uint32
                                              size_t k, float *data, size_t count)
 {
     const size_t tile = DTRAIN__CUDA_SPARSE_THREADS * DTRAIN__CUDA_SPARSE_EACH;
-    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
-    uintptr_t arrays = (uintptr_t)indices | (uintptr_t)values, all = arrays | (uintptr_t)data;
-    size_t blocks = k / tile + (k % tile != 0), most = (size_t)queue->processors * 32;
-    dtrain__cuda_sparse_args args;
-    dtrain_status status;
-    if (k == 0 || count == 0)
-        return DTRAIN_OK;
-    status = dtrain__cuda_memory(device, "device_sparse_add", "indices", indices, k * sizeof(uint32_t));
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_sparse_add", "values", values, k * sizeof(float));
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_sparse_add", "data", data, count * sizeof(float));
+    const dtrain__cuda_array all[] = {{"indices", indices, sizeof *indices, k, 0},
+                                      {"values", values, sizeof *values, k, 0},
+                                      {"data", data, sizeof *data, count, 0},
+                                      {NULL, NULL, 0, 0, 0}};
+    uintptr_t arrays = (uintptr_t)indices | (uintptr_t)values, any = arrays | (uintptr_t)data;
+    size_t blocks = k / tile + (k % tile != 0), most = (size_t)dtrain__cuda_queue_of(device)->processors * 32;
+    dtrain_status status = dtrain__cuda_arrays(device, "device_sparse_add", all);
     if (status != DTRAIN_OK)
         return status;
+    dtrain__cuda_sparse_args args;
     args.indices = (const unsigned char *)indices;
     args.values = (const unsigned char *)values;
     args.data = (unsigned char *)data;
     args.k = k;
     args.count = count;
-    args.align = all % 4 != 0 ? 1 : arrays % 16 == 0 ? 16 : 4;
-    return dtrain__cuda_status(device, "device_sparse_add",
-                               dtrain__cuda_sparse_kernel_launch(queue->stream, blocks < most ? blocks : most, &args));
+    args.align = any % 4 != 0 ? 1 : arrays % 16 == 0 ? 16 : 4;
+    return dtrain__cuda_sparse_kernel_launch(device, "device_sparse_add", blocks < most ? blocks : most, &args);
 }
 
 #endif
@@ -3690,68 +3474,35 @@ DTRAIN__CUDA_FN void dtrain__cuda_sgd_all_store(const dtrain__cuda_sgd_args *arg
 DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_sgd_all, dtrain__cuda_sgd_args, dtrain__cuda_step_held, 4,
                          DTRAIN__CUDA_OPTIMIZER_GROUPS)
 
-typedef struct dtrain__cuda_step_array {
-    const char *what;    /* NULL: there are no more */
-    const void *pointer; /* NULL: no array */
-    size_t width;
-} dtrain__cuda_step_array;
-
-/* Checks the arrays of a step, and says how they are walked together. */
-static dtrain_status dtrain__cuda_step_walk(dtrain_device *device, const char *call,
-                                            const dtrain__cuda_step_array *arrays, size_t count,
-                                            dtrain__cuda_walk *walk)
-{
-    uint32_t heads = ~(uint32_t)0;
-    dtrain_status status = DTRAIN_OK;
-    for (; arrays->what != NULL && status == DTRAIN_OK; arrays++) {
-        if (arrays->pointer == NULL)
-            continue;
-        heads &= dtrain__cuda_heads(arrays->pointer, arrays->width, 4);
-        status = dtrain__cuda_memory(device, call, arrays->what, arrays->pointer, count * arrays->width);
-    }
-    *walk = dtrain__cuda_walk_make(heads, 4, count);
-    return status;
-}
-
 static dtrain_status dtrain__cuda_adamw(dtrain_device *device, const dtrain_device_adamw_step *step)
 {
-    const dtrain__cuda_step_array arrays[] = {{"params", step->params, 4}, {"grads", step->grads, 4}, {"m", step->m, 4},
-                                              {"v", step->v, 4},           {"copy", step->copy, 2},   {NULL, NULL, 0}};
+    const dtrain__cuda_array arrays[] = {{"params", step->params, 4, step->count, 0},
+                                         {"grads", step->grads, 4, step->count, 0},
+                                         {"m", step->m, 4, step->count, 0},
+                                         {"v", step->v, 4, step->count, 0},
+                                         {"copy", step->copy, 2, step->count, 0},
+                                         {NULL, NULL, 0, 0, 0}};
     dtrain__cuda_adamw_args args;
-    if (step->count == 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_step_walk(device, "device_adamw", arrays, step->count, &args.walk);
-    if (status != DTRAIN_OK)
-        return status;
     args.step = *step;
-    return dtrain__cuda_status(device, "device_adamw",
-                               dtrain__cuda_adamw_all_launch(
-                                   dtrain__cuda_queue_of(device)->stream,
-                                   dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_OPTIMIZER_GROUPS), &args));
+    dtrain_status status = dtrain__cuda_walk_arrays(device, "device_adamw", arrays, &args.walk);
+    return status == DTRAIN_OK ? dtrain__cuda_adamw_all_walk(device, "device_adamw", &args) : status;
 }
 
 static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device_sgd_step *step)
 {
-    const dtrain__cuda_step_array arrays[] = {{"params", step->params, 4},
-                                              {"grads", step->grads, 4},
-                                              {"velocity", step->velocity, 4},
-                                              {"copy", step->copy, 2},
-                                              {NULL, NULL, 0}};
-    uint32_t coupled;
+    const dtrain__cuda_array arrays[] = {{"params", step->params, 4, step->count, 0},
+                                         {"grads", step->grads, 4, step->count, 0},
+                                         {"velocity", step->velocity, 4, step->count, 0},
+                                         {"copy", step->copy, 2, step->count, 0},
+                                         {NULL, NULL, 0, 0, 0}};
     dtrain__cuda_sgd_args args;
-    if (step->count == 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_step_walk(device, "device_sgd", arrays, step->count, &args.walk);
-    if (status != DTRAIN_OK)
-        return status;
+    uint32_t coupled;
     args.step = *step;
     memcpy(&coupled, &step->coupled, sizeof coupled);
     args.decays = coupled << 1 != 0; /* by its bits: the CPU may take a subnormal for zero */
     args.remembers = step->velocity != NULL;
-    return dtrain__cuda_status(device, "device_sgd",
-                               dtrain__cuda_sgd_all_launch(
-                                   dtrain__cuda_queue_of(device)->stream,
-                                   dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_OPTIMIZER_GROUPS), &args));
+    dtrain_status status = dtrain__cuda_walk_arrays(device, "device_sgd", arrays, &args.walk);
+    return status == DTRAIN_OK ? dtrain__cuda_sgd_all_walk(device, "device_sgd", &args) : status;
 }
 
 #endif
@@ -3790,60 +3541,10 @@ static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device
 #define DTRAIN__CUDA_NORM_ROUNDS 60 /* of 16 squares, which with those at the ends are fewer than 2^10 */
 #define DTRAIN__CUDA_INFINITY 0x7F800000u
 
-#ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_NORM_ROLLED
-#else
-#define DTRAIN__CUDA_NORM_ROLLED _Pragma("unroll 1")
-#endif
-
-/* float64 of float32 and back, with subnormals whatever the flags. */
-DTRAIN__CUDA_FN double dtrain__cuda_norm_widen(float x)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    return (double)x;
-#else
-    double result;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(x));
-    return result;
-#endif
-}
-
-DTRAIN__CUDA_FN float dtrain__cuda_norm_narrow(double x)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    return (float)x;
-#else
-    float result;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(x));
-    return result;
-#endif
-}
-
-DTRAIN__CUDA_FN uint64_t dtrain__cuda_norm_bits(double x)
-{
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-DTRAIN__CUDA_FN double dtrain__cuda_norm_double_of(uint64_t bits)
-{
-    double x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-/* How many numbers come before the first of `count` at a multiple of 16 bytes. */
-static size_t dtrain__cuda_norm_head(const float *x, size_t count)
-{
-    size_t head = (16 - ((uintptr_t)x & 15)) % 16 / sizeof(float);
-    return head < count ? head : count;
-}
-
 typedef struct dtrain__cuda_squares_args {
     const float *x;
-    size_t count, head, vectors; /* of 4, after the head */
     uint64_t *limbs;
+    dtrain__cuda_walk walk;
 } dtrain__cuda_squares_args;
 
 typedef struct dtrain__cuda_squares_shared {
@@ -3864,6 +3565,17 @@ DTRAIN__CUDA_FN void dtrain__cuda_limb_add(uint32_t *limb, uint32_t value)
 {
     for (; value != 0; limb++)
         value = dtrain__cuda_atomic_add_u32(limb, value) > UINT32_MAX - value;
+}
+
+/* Adds a word whose bit 0 is that of a block's limbs at `position`. */
+DTRAIN__CUDA_FN void dtrain__cuda_limb_add_word(uint32_t *limbs, uint32_t position, uint64_t word)
+{
+    uint64_t lower = (word & 0xFFFFFFFFu) << position % 32, upper = (word >> 32) << position % 32;
+    uint32_t *limb = limbs + position / 32;
+    dtrain__cuda_limb_add(limb, (uint32_t)lower);
+    dtrain__cuda_limb_add(limb + 1, (uint32_t)(lower >> 32));
+    dtrain__cuda_limb_add(limb + 1, (uint32_t)upper);
+    dtrain__cuda_limb_add(limb + 2, (uint32_t)(upper >> 32));
 }
 
 /* Bit 0 of limb 0 is worth 2^-298; the last place of the last accumulator of a window, and of a number's square, is
@@ -3893,7 +3605,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_place(dtrain__cuda_squares_own *own, u
     own->lowest = bottom > 1 ? bottom << 23 : 0;
     own->span = (top << 23) - own->lowest;
     for (int i = 0; i < 3; i++)
-        own->sums[i] = dtrain__cuda_norm_double_of(dtrain__cuda_squares_anchor(top, i));
+        own->sums[i] = dtrain__cuda_double_of(dtrain__cuda_squares_anchor(top, i));
 }
 
 /* The top of a window for numbers of up to this exponent. */
@@ -3906,14 +3618,14 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_top(uint32_t exponent)
 /* What an accumulator holds, in its last places. */
 DTRAIN__CUDA_FN int64_t dtrain__cuda_squares_places(const dtrain__cuda_squares_own *own, int accumulator)
 {
-    return (int64_t)(dtrain__cuda_norm_bits(own->sums[accumulator]) -
+    return (int64_t)(dtrain__cuda_bits_f64(own->sums[accumulator]) -
                      dtrain__cuda_squares_anchor(own->top, accumulator));
 }
 
 /* Adds a 2^82 + b 2^41 + c, which is not negative, and a below 2^60, in last places of the window of top. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_flush(uint32_t *limbs, uint32_t top, int64_t a, int64_t b, int64_t c)
 {
-    uint32_t position = dtrain__cuda_squares_position(dtrain__cuda_squares_bottom(top)), shift = position % 32;
+    uint32_t position = dtrain__cuda_squares_position(dtrain__cuda_squares_bottom(top));
     uint64_t low = (uint64_t)c, middle = (uint64_t)(c >> 63), high = middle, carry;
     low += (uint64_t)b << 41;
     carry = low < (uint64_t)b << 41;
@@ -3923,15 +3635,9 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_flush(uint32_t *limbs, uint32_t top, i
     high += (uint64_t)(b >> 63) + (middle < (uint64_t)(b >> 23));
     middle += (uint64_t)a << 18;
     high += (uint64_t)(a >> 46) + (middle < (uint64_t)a << 18);
-    for (int i = 0; i < 3; i++) {
-        uint64_t word = i == 0 ? low : i == 1 ? middle : high;
-        uint64_t lower = (word & 0xFFFFFFFFu) << shift, upper = (word >> 32) << shift;
-        uint32_t *limb = limbs + position / 32 + 2 * i;
-        dtrain__cuda_limb_add(limb, (uint32_t)lower);
-        dtrain__cuda_limb_add(limb + 1, (uint32_t)(lower >> 32));
-        dtrain__cuda_limb_add(limb + 1, (uint32_t)upper);
-        dtrain__cuda_limb_add(limb + 2, (uint32_t)(upper >> 32));
-    }
+    dtrain__cuda_limb_add_word(limbs, position, low);
+    dtrain__cuda_limb_add_word(limbs, position + 64, middle);
+    dtrain__cuda_limb_add_word(limbs, position + 128, high);
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_squares_flush_own(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
@@ -3943,7 +3649,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_flush_own(dtrain__cuda_squares_shared 
 
 DTRAIN__CUDA_FN void dtrain__cuda_squares_accumulate(dtrain__cuda_squares_own *own, float number)
 {
-    double x = dtrain__cuda_norm_widen(number), rest = dtrain__cuda_mul_f64(x, x);
+    double x = dtrain__cuda_widen_f32(number), rest = dtrain__cuda_mul_f64(x, x);
     for (int i = 0; i < 2; i++) {
         double sum = dtrain__cuda_add_f64(own->sums[i], rest);
         rest = dtrain__cuda_sub_f64(rest, dtrain__cuda_sub_f64(sum, own->sums[i]));
@@ -3972,13 +3678,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_take(dtrain__cuda_squares_own *own, dt
 DTRAIN__CUDA_FN void dtrain__cuda_squares_put(uint32_t *limbs, uint32_t key)
 {
     uint32_t exponent = key >> 23, mantissa = (key & 0x7FFFFFu) | (exponent > 0 ? 0x800000u : 0);
-    uint32_t position = dtrain__cuda_squares_position(exponent), shift = position % 32;
-    uint64_t square = (uint64_t)mantissa * mantissa;
-    uint64_t lower = (square & 0xFFFFFFFFu) << shift, upper = (square >> 32) << shift;
-    dtrain__cuda_limb_add(limbs + position / 32, (uint32_t)lower);
-    dtrain__cuda_limb_add(limbs + position / 32 + 1, (uint32_t)(lower >> 32));
-    dtrain__cuda_limb_add(limbs + position / 32 + 1, (uint32_t)upper);
-    dtrain__cuda_limb_add(limbs + position / 32 + 2, (uint32_t)(upper >> 32));
+    dtrain__cuda_limb_add_word(limbs, dtrain__cuda_squares_position(exponent), (uint64_t)mantissa * mantissa);
 }
 
 /* Any number. A window moves by steps of 16 binades, so that threads' windows seldom differ. */
@@ -4007,7 +3707,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_any(dtrain__cuda_squares_shared *share
 DTRAIN__CUDA_FN void dtrain__cuda_squares_each(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own,
                                                const float *x, size_t stride, uint32_t vectors)
 {
-    DTRAIN__CUDA_NORM_ROLLED
+    DTRAIN__CUDA_ROLLED
     for (uint32_t i = 0; i < 4 * vectors; i++)
         dtrain__cuda_squares_any(shared, own, dtrain__cuda_bits_f32(x[i / 4 * stride + i % 4]) & 0x7FFFFFFFu);
 }
@@ -4016,23 +3716,20 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_each(dtrain__cuda_squares_shared *shar
 DTRAIN__CUDA_FN void dtrain__cuda_squares_ends(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
 {
-    size_t ends = args->count - 4 * args->vectors;
-    if (at.block > 0 || at.thread >= ends)
-        return;
-    uint32_t key = dtrain__cuda_bits_f32(args->x[at.thread < args->head ? at.thread : 4 * args->vectors + at.thread]) &
-                   0x7FFFFFFFu;
-    dtrain__cuda_squares_any(shared, own, key);
+    size_t i = at.thread < args->walk.head ? at.thread : 4 * args->walk.groups + at.thread;
+    if (at.block == 0 && at.thread < args->walk.singles)
+        dtrain__cuda_squares_any(shared, own, dtrain__cuda_bits_f32(args->x[i]) & 0x7FFFFFFFu);
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                               dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
 {
-    const float *x = args->x + args->head;
+    const float *x = args->x + args->walk.head;
     const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)x;
     size_t step = at.blocks * at.threads, i = at.block * at.threads + at.thread;
     int rounds = 0;
-    DTRAIN__CUDA_NORM_ROLLED
-    for (; i < args->vectors && args->vectors - i > 3 * step; i += 4 * step) {
+    DTRAIN__CUDA_ROLLED
+    for (; i < args->walk.groups && args->walk.groups - i > 3 * step; i += 4 * step) {
         dtrain__cuda_vector a = v[i], b = v[i + step], c = v[i + 2 * step], d = v[i + 3 * step];
         /* The branch comes after all four loads, so that they are on their way together. */
         if (dtrain__cuda_squares_misses(own, a) | dtrain__cuda_squares_misses(own, b) |
@@ -4049,8 +3746,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *a
         dtrain__cuda_squares_flush_own(shared, own);
         rounds = 0;
     }
-    DTRAIN__CUDA_NORM_ROLLED
-    for (; i < args->vectors; i += step)
+    DTRAIN__CUDA_ROLLED
+    for (; i < args->walk.groups; i += step)
         dtrain__cuda_squares_each(shared, own, x + 4 * i, 0, 1);
 }
 
@@ -4058,10 +3755,10 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *a
 DTRAIN__CUDA_FN void dtrain__cuda_squares_sample(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                  dtrain__cuda_squares_shared *shared)
 {
-    const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)(args->x + args->head);
+    const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)(args->x + args->walk.head);
     size_t i = at.block * at.threads + at.thread;
     uint32_t top = dtrain__cuda_squares_top(0);
-    if (i < args->vectors) {
+    if (i < args->walk.groups) {
         dtrain__cuda_vector sample = v[i];
         for (int j = 0; j < 4; j++) {
             uint32_t key = sample.word[j] & 0x7FFFFFFFu, its = dtrain__cuda_squares_top(key >> 23);
@@ -4164,25 +3861,21 @@ static size_t dtrain__cuda_norm_blocks(dtrain_device *device, size_t vectors)
 static dtrain_status dtrain__cuda_squares(dtrain_device *device, const float *x, size_t count, int64_t *limbs)
 {
     const char *call = "device_squares";
-    if (count == 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_whole(device, call, "x", x, sizeof *x, count);
+    const dtrain__cuda_array all[] = {{"x", x, sizeof *x, count, 1}, {NULL, NULL, 0, 0, 0}};
+    const dtrain__cuda_array sum[] = {{"limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS, 1}, {NULL, NULL, 0, 0, 0}};
+    dtrain__cuda_squares_args args = {x, (uint64_t *)limbs, {0, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_walk_arrays(device, call, all, &args.walk);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_whole(device, call, "limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS);
-    if (status != DTRAIN_OK)
-        return status;
-    size_t head = dtrain__cuda_norm_head(x, count);
-    dtrain__cuda_squares_args args = {x, count, head, (count - head) / 4, (uint64_t *)limbs};
-    return dtrain__cuda_status(device, call,
-                               dtrain__cuda_squares_run_launch(dtrain__cuda_queue_of(device)->stream,
-                                                               dtrain__cuda_norm_blocks(device, args.vectors), &args));
+        status = dtrain__cuda_arrays(device, call, sum);
+    size_t blocks = dtrain__cuda_norm_blocks(device, args.walk.groups);
+    return status == DTRAIN_OK ? dtrain__cuda_squares_run_launch(device, call, blocks, &args) : status;
 }
 
 typedef struct dtrain__cuda_clip_args {
     const int64_t *limbs;
     double *norm;
     float *x;
-    size_t count, head, vectors;
+    dtrain__cuda_walk walk;
     float max_norm;
 } dtrain__cuda_clip_args;
 
@@ -4197,14 +3890,14 @@ DTRAIN__CUDA_FN double dtrain__cuda_clip_value(int64_t *limbs)
 {
     int top = DTRAIN__CUDA_NORM_DIGITS - 1, zeros = 0;
     uint64_t bits = 0, rest = 0;
-    DTRAIN__CUDA_NORM_ROLLED
+    DTRAIN__CUDA_ROLLED
     for (int i = 0; i < top; i++) {
         limbs[i + 1] += limbs[i] >> 32;
         limbs[i] &= 0xFFFFFFFF;
     }
     while (top > 0 && limbs[top] == 0)
         top--;
-    DTRAIN__CUDA_NORM_ROLLED
+    DTRAIN__CUDA_ROLLED
     for (int i = top; i >= 0; i--) {
         uint64_t limb = (uint64_t)limbs[i];
         if (i > top - 2)
@@ -4227,48 +3920,19 @@ DTRAIN__CUDA_FN double dtrain__cuda_clip_value(int64_t *limbs)
         bits = UINT64_C(0x7FF8000000000000);
     else if (limbs[DTRAIN_SQUARES_LIMBS - 2] != 0)
         bits = UINT64_C(0x7FF0000000000000);
-    return dtrain__cuda_norm_double_of(bits);
+    return dtrain__cuda_double_of(bits);
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_clip_measure(const dtrain__cuda_clip_args *args, dtrain__cuda_at at,
                                                dtrain__cuda_clip_shared *shared)
 {
     double norm = dtrain__cuda_sqrt_f64(dtrain__cuda_clip_value(shared->limbs));
-    double most = dtrain__cuda_norm_widen(args->max_norm);
-    int finite = dtrain__cuda_norm_bits(norm) < UINT64_C(0x7FF0000000000000);
+    double most = dtrain__cuda_widen_f32(args->max_norm);
+    int finite = dtrain__cuda_bits_f64(norm) < UINT64_C(0x7FF0000000000000);
     if (at.block == 0)
         *args->norm = norm;
-    shared->factor = dtrain__cuda_norm_narrow(dtrain__cuda_div_f64(most, norm));
+    shared->factor = dtrain__cuda_narrow_f64(dtrain__cuda_div_f64(most, norm));
     shared->shorten = most != 0.0 && finite && norm > most;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_clip_times(dtrain__cuda_vector v, float factor)
-{
-    for (int i = 0; i < 4; i++)
-        v.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(v.word[i]), factor));
-    return v;
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_clip_shorten(const dtrain__cuda_clip_args *args, dtrain__cuda_at at, float factor)
-{
-    dtrain__cuda_vector *v = (dtrain__cuda_vector *)(args->x + args->head);
-    size_t step = at.blocks * at.threads, i = at.block * at.threads + at.thread;
-    size_t ends = args->count - 4 * args->vectors;
-    DTRAIN__CUDA_NORM_ROLLED
-    for (; i < args->vectors && args->vectors - i > 3 * step; i += 4 * step) {
-        dtrain__cuda_vector a = v[i], b = v[i + step], c = v[i + 2 * step], d = v[i + 3 * step];
-        v[i] = dtrain__cuda_clip_times(a, factor);
-        v[i + step] = dtrain__cuda_clip_times(b, factor);
-        v[i + 2 * step] = dtrain__cuda_clip_times(c, factor);
-        v[i + 3 * step] = dtrain__cuda_clip_times(d, factor);
-    }
-    DTRAIN__CUDA_NORM_ROLLED
-    for (; i < args->vectors; i += step)
-        v[i] = dtrain__cuda_clip_times(v[i], factor);
-    if (at.block == 0 && at.thread < ends) {
-        float *x = args->x + (at.thread < args->head ? at.thread : 4 * args->vectors + at.thread);
-        *x = dtrain__cuda_mul_f32(*x, factor);
-    }
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_clip_run_body(const dtrain__cuda_clip_args *args, dtrain__cuda_at at,
@@ -4282,7 +3946,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_clip_run_body(const dtrain__cuda_clip_args *ar
         if (at.thread == 0)
             dtrain__cuda_clip_measure(args, at, shared);
     } else if (shared->shorten) {
-        dtrain__cuda_clip_shorten(args, at, shared->factor);
+        dtrain__cuda_axpy_args scale = {NULL, args->x, args->walk, 0, shared->factor};
+        dtrain__cuda_scale_f32_body(&scale, at, NULL, NULL, 0);
     }
 }
 
@@ -4293,19 +3958,17 @@ static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *lim
                                        float *x, size_t count)
 {
     const char *call = "device_clip";
-    dtrain_status status = dtrain__cuda_whole(device, call, "limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS);
+    const dtrain__cuda_array sum[] = {{"limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS, 1},
+                                      {"norm", norm, sizeof *norm, 1, 1},
+                                      {NULL, NULL, 0, 0, 0}};
+    const dtrain__cuda_array all[] = {{"x", x, sizeof *x, count, 1}, {NULL, NULL, 0, 0, 0}};
+    dtrain__cuda_clip_args args = {limbs, norm, x, {0, 0, 0, 0}, max_norm};
+    dtrain_status status = dtrain__cuda_arrays(device, call, sum);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_whole(device, call, "norm", norm, sizeof *norm, 1);
-    if (status == DTRAIN_OK && count > 0)
-        status = dtrain__cuda_whole(device, call, "x", x, sizeof *x, count);
-    if (status != DTRAIN_OK)
-        return status;
-    count = max_norm > 0.0f ? count : 0; /* one block writes the norm */
-    size_t head = dtrain__cuda_norm_head(x, count);
-    dtrain__cuda_clip_args args = {limbs, norm, x, count, head, (count - head) / 4, max_norm};
-    return dtrain__cuda_status(device, call,
-                               dtrain__cuda_clip_run_launch(dtrain__cuda_queue_of(device)->stream,
-                                                            dtrain__cuda_norm_blocks(device, args.vectors), &args));
+        status = dtrain__cuda_walk_arrays(device, call, all, &args.walk);
+    /* one block writes the norm where nothing is to be shortened */
+    size_t blocks = dtrain__cuda_norm_blocks(device, max_norm > 0.0f ? args.walk.groups : 0);
+    return status == DTRAIN_OK ? dtrain__cuda_clip_run_launch(device, call, blocks, &args) : status;
 }
 
 #endif
@@ -4403,15 +4066,6 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_ones(uint32_t word)
 #endif
 }
 
-DTRAIN__CUDA_FN void dtrain__cuda_topk_or(uint32_t *to, uint32_t bits)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    *to |= bits;
-#else
-    atomicOr(to, bits);
-#endif
-}
-
 /* What the thread has written is seen by all blocks before what it writes next. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_fence(void)
 {
@@ -4428,14 +4082,6 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_load(const float *data, si
         return *(const dtrain__cuda_vector *)(data + (at - first));
     for (size_t i = 0; i < 4; i++)
         v.word[i] = at + i >= first && at + i < end ? dtrain__cuda_bits_f32(data[at + i - first]) : 0;
-    return v;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_sum(dtrain__cuda_vector v, dtrain__cuda_vector add)
-{
-    for (int i = 0; i < 4; i++)
-        v.word[i] = dtrain__cuda_bits_f32(
-            dtrain__cuda_add_f32(dtrain__cuda_float_of(v.word[i]), dtrain__cuda_float_of(add.word[i])));
     return v;
 }
 
@@ -4462,14 +4108,11 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_read_whole(const dtrain__cuda_topk_args *
         return;
     for (int half = 0; half < DTRAIN__CUDA_TOPK_VECTORS; half += 4) {
         const float *add = args->add + from + (size_t)half * 4 * DTRAIN__CUDA_TOPK_THREADS;
-        dtrain__cuda_vector a = dtrain__cuda_topk_addend(add, args->add_whole);
-        dtrain__cuda_vector b = dtrain__cuda_topk_addend(add + 4 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
-        dtrain__cuda_vector c = dtrain__cuda_topk_addend(add + 8 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
-        dtrain__cuda_vector d = dtrain__cuda_topk_addend(add + 12 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
-        own->v[half] = dtrain__cuda_topk_sum(own->v[half], a);
-        own->v[half + 1] = dtrain__cuda_topk_sum(own->v[half + 1], b);
-        own->v[half + 2] = dtrain__cuda_topk_sum(own->v[half + 2], c);
-        own->v[half + 3] = dtrain__cuda_topk_sum(own->v[half + 3], d);
+        dtrain__cuda_vector more[4];
+        for (int j = 0; j < 4; j++)
+            more[j] = dtrain__cuda_topk_addend(add + j * 4 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
+        for (int j = 0; j < 4; j++)
+            own->v[half + j] = dtrain__cuda_join_f32(DTRAIN_SUM, own->v[half + j], more[j]);
         for (int j = half; j < half + 4; j++)
             v[j * DTRAIN__CUDA_TOPK_THREADS] = own->v[j];
     }
@@ -4566,8 +4209,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_collect_body(const dtrain__cuda_topk_args
         for (int j = 0; j < DTRAIN__CUDA_TOPK_VECTORS; j++) {
             uint32_t passing = own->mask >> (4 * j) & 15;
             if (passing != 0)
-                dtrain__cuda_topk_or(shared->words + dtrain__cuda_topk_word(at.thread, j),
-                                     passing << (4 * (at.thread % 8)));
+                dtrain__cuda_atomic_or_u32(shared->words + dtrain__cuda_topk_word(at.thread, j),
+                                           passing << (4 * (at.thread % 8)));
         }
     } else if (phase == 2) {
         uint32_t sum = 0;
@@ -4827,16 +4470,16 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
         i += step;
     }
     for (; i + 3 * step + 4 <= source.end; i += 4 * step) {
-        const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)(source.data + (i - source.first));
-        dtrain__cuda_vector a = v[0], b = v[step / 4], c = v[step / 2], d = v[step / 4 * 3];
+        const dtrain__cuda_vector *from = (const dtrain__cuda_vector *)(source.data + (i - source.first));
+        dtrain__cuda_vector v[4];
+        uint32_t any = 0;
         /* The branch comes after all four loads, so that they are on their way together. */
-        if ((dtrain__cuda_topk_any(level, a) | dtrain__cuda_topk_any(level, b) | dtrain__cuda_topk_any(level, c) |
-             dtrain__cuda_topk_any(level, d)) == 0)
-            continue;
-        dtrain__cuda_topk_count4(shared->bins, level, source, a, i);
-        dtrain__cuda_topk_count4(shared->bins, level, source, b, i + step);
-        dtrain__cuda_topk_count4(shared->bins, level, source, c, i + 2 * step);
-        dtrain__cuda_topk_count4(shared->bins, level, source, d, i + 3 * step);
+        for (size_t j = 0; j < 4; j++)
+            v[j] = from[step / 4 * j];
+        for (int j = 0; j < 4; j++)
+            any |= dtrain__cuda_topk_any(level, v[j]);
+        for (size_t j = 0; any != 0 && j < 4; j++)
+            dtrain__cuda_topk_count4(shared->bins, level, source, v[j], i + j * step);
     }
     for (; i < source.end; i += step)
         dtrain__cuda_topk_count4(shared->bins, level, source,
@@ -5102,52 +4745,45 @@ static dtrain_status dtrain__cuda_selection_create(dtrain_device *device, size_t
 
 static void dtrain__cuda_selection_destroy(dtrain_device *device, dtrain_device_selection *selection)
 {
-    if (selection == NULL)
-        return;
     device->ops->release(device, DTRAIN_MEMORY_DEVICE, ((dtrain__cuda_selection *)selection)->memory);
     free(selection);
 }
 
 /* The kernels of a step, in order. */
-static cudaError_t dtrain__cuda_topk_launch(const dtrain__cuda_queue *queue, dtrain__cuda_topk_args *args)
+static dtrain_status dtrain__cuda_topk_launch(dtrain_device *device, dtrain__cuda_topk_args *args)
 {
-    size_t blocks = 4 * (size_t)queue->processors, most = args->tiles * DTRAIN__CUDA_TOPK_VECTORS;
+    const char *call = "device_select";
+    size_t blocks = 4 * (size_t)dtrain__cuda_queue_of(device)->processors;
+    size_t most = args->tiles * DTRAIN__CUDA_TOPK_VECTORS;
+    size_t most_samples = DTRAIN__CUDA_TOPK_SAMPLE / DTRAIN__CUDA_TOPK_THREADS;
     size_t samples = (args->count + 4 * DTRAIN__CUDA_TOPK_THREADS - 1) / (4 * DTRAIN__CUDA_TOPK_THREADS);
-    cudaError_t error = (cudaError_t)0;
+    dtrain_status status = DTRAIN_OK;
     blocks = blocks < most ? blocks : most;
-    samples = samples < DTRAIN__CUDA_TOPK_SAMPLE / DTRAIN__CUDA_TOPK_THREADS
-                  ? samples
-                  : DTRAIN__CUDA_TOPK_SAMPLE / DTRAIN__CUDA_TOPK_THREADS;
+    samples = samples < most_samples ? samples : most_samples;
     if (args->k > 0)
-        error = dtrain__cuda_topk_aim_launch(queue->stream, samples, args);
-    if (error == 0 && (args->k > 0 || args->add != NULL))
-        error = dtrain__cuda_topk_collect_launch(queue->stream, args->tiles, args);
+        status = dtrain__cuda_topk_aim_launch(device, call, samples, args);
+    if (status == DTRAIN_OK && (args->k > 0 || args->add != NULL))
+        status = dtrain__cuda_topk_collect_launch(device, call, args->tiles, args);
     if (args->k == 0)
-        return error;
-    for (args->level = 0; error == 0 && args->level < 3; args->level++)
-        error = dtrain__cuda_topk_bins_launch(queue->stream, blocks, args);
-    if (error == 0)
-        error = dtrain__cuda_topk_count_launch(queue->stream, args->chunks, args);
-    if (error == 0)
-        error = dtrain__cuda_topk_fill_launch(queue->stream, args->chunks, args);
-    return error;
+        return status;
+    for (args->level = 0; status == DTRAIN_OK && args->level < 3; args->level++)
+        status = dtrain__cuda_topk_bins_launch(device, call, blocks, args);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_topk_count_launch(device, call, args->chunks, args);
+    return status == DTRAIN_OK ? dtrain__cuda_topk_fill_launch(device, call, args->chunks, args) : status;
 }
 
 static dtrain_status dtrain__cuda_select(dtrain_device *device, dtrain_device_selection *selection, float *sum,
                                          const float *add, uint32_t *indices, float *values)
 {
-    const char *call = "device_select";
     dtrain__cuda_topk_args args = ((dtrain__cuda_selection *)selection)->args;
-    dtrain_status status = DTRAIN_OK;
-    if (args.count > 0)
-        status = dtrain__cuda_whole(device, call, "sum", sum, sizeof *sum, args.count);
-    if (status == DTRAIN_OK && args.count > 0 && add != NULL)
-        status = dtrain__cuda_whole(device, call, "add", add, sizeof *add, args.count);
-    if (status == DTRAIN_OK && args.k > 0)
-        status = dtrain__cuda_whole(device, call, "indices", indices, sizeof *indices, args.k);
-    if (status == DTRAIN_OK && args.k > 0)
-        status = dtrain__cuda_whole(device, call, "values", values, sizeof *values, args.k);
-    if (status != DTRAIN_OK || args.count == 0)
+    const dtrain__cuda_array arrays[] = {{"sum", sum, sizeof *sum, args.count, 1},
+                                         {"add", add, sizeof *add, args.count, 1},
+                                         {"indices", indices, sizeof *indices, args.k, 1},
+                                         {"values", values, sizeof *values, args.k, 1},
+                                         {NULL, NULL, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_arrays(device, "device_select", arrays);
+    if (status != DTRAIN_OK)
         return status;
     args.data = sum;
     args.add = add;
@@ -5158,7 +4794,7 @@ static dtrain_status dtrain__cuda_select(dtrain_device *device, dtrain_device_se
     args.tiles = (args.end + DTRAIN__CUDA_TOPK_TILE - 1) / DTRAIN__CUDA_TOPK_TILE;
     args.chunks = (args.tiles + DTRAIN__CUDA_TOPK_TILES - 1) / DTRAIN__CUDA_TOPK_TILES;
     args.add_whole = (((uintptr_t)sum ^ (uintptr_t)add) & 15) == 0;
-    return dtrain__cuda_status(device, call, dtrain__cuda_topk_launch(dtrain__cuda_queue_of(device), &args));
+    return dtrain__cuda_topk_launch(device, &args);
 }
 
 #endif
@@ -5541,46 +5177,35 @@ static size_t dtrain__cuda_quantise_tiles(const dtrain__cuda_quantise_args *args
 static dtrain_status dtrain__cuda_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,
                                        size_t count, void *out)
 {
-    cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
-    dtrain__cuda_quantise_args args;
-    dtrain_status status;
-    cudaError_t error;
-    if (count == 0)
-        return DTRAIN_OK;
-    args = dtrain__cuda_quantise_args_of(in, out, count, block, in, out);
-    status = dtrain__cuda_memory(device, "device_pack", "in", in, count * sizeof(float));
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_pack", "out", out, 4 * args.blocks + count);
+    const char *call = "device_pack";
+    dtrain__cuda_quantise_args args = dtrain__cuda_quantise_args_of(in, out, count, block, in, out);
+    const dtrain__cuda_array arrays[] = {
+        {"in", in, sizeof *in, count, 0}, {"out", out, 1, 4 * args.blocks + count, 0}, {NULL, NULL, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_arrays(device, call, arrays);
     if (status != DTRAIN_OK)
         return status;
     if (args.parts > 1)
-        error = code == DTRAIN_I8 ? dtrain__cuda_int8_long_launch(stream, args.blocks, &args)
-                                  : dtrain__cuda_fp8_long_launch(stream, args.blocks, &args);
-    else
-        error = code == DTRAIN_I8 ? dtrain__cuda_int8_pack_launch(stream, dtrain__cuda_quantise_tiles(&args), &args)
-                                  : dtrain__cuda_fp8_pack_launch(stream, dtrain__cuda_quantise_tiles(&args), &args);
-    return dtrain__cuda_status(device, "device_pack", error);
+        return code == DTRAIN_I8 ? dtrain__cuda_int8_long_launch(device, call, args.blocks, &args)
+                                 : dtrain__cuda_fp8_long_launch(device, call, args.blocks, &args);
+    size_t tiles = dtrain__cuda_quantise_tiles(&args);
+    return code == DTRAIN_I8 ? dtrain__cuda_int8_pack_launch(device, call, tiles, &args)
+                             : dtrain__cuda_fp8_pack_launch(device, call, tiles, &args);
 }
 
 static dtrain_status dtrain__cuda_unpack(dtrain_device *device, dtrain_dtype code, size_t block, const void *in,
                                          float *out, size_t count, int add)
 {
-    cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
-    dtrain__cuda_quantise_args args;
-    dtrain_status status;
-    cudaError_t error;
-    if (count == 0)
-        return DTRAIN_OK;
-    args = dtrain__cuda_quantise_args_of(in, out, count, block, out, in);
-    args.add = add;
-    status = dtrain__cuda_memory(device, "device_unpack", "in", in, 4 * args.blocks + count);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_unpack", "out", out, count * sizeof(float));
+    const char *call = "device_unpack";
+    dtrain__cuda_quantise_args args = dtrain__cuda_quantise_args_of(in, out, count, block, out, in);
+    const dtrain__cuda_array arrays[] = {
+        {"in", in, 1, 4 * args.blocks + count, 0}, {"out", out, sizeof *out, count, 0}, {NULL, NULL, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_arrays(device, call, arrays);
     if (status != DTRAIN_OK)
         return status;
-    error = code == DTRAIN_I8 ? dtrain__cuda_int8_unpack_launch(stream, dtrain__cuda_quantise_tiles(&args), &args)
-                              : dtrain__cuda_fp8_unpack_launch(stream, dtrain__cuda_quantise_tiles(&args), &args);
-    return dtrain__cuda_status(device, "device_unpack", error);
+    args.add = add;
+    size_t tiles = dtrain__cuda_quantise_tiles(&args);
+    return code == DTRAIN_I8 ? dtrain__cuda_int8_unpack_launch(device, call, tiles, &args)
+                             : dtrain__cuda_fp8_unpack_launch(device, call, tiles, &args);
 }
 
 #endif

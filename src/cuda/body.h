@@ -40,71 +40,63 @@ typedef struct dtrain__cuda_vector {
     uint32_t word[4];
 } __attribute__((aligned(16), may_alias)) dtrain__cuda_vector;
 
+typedef uint16_t dtrain__cuda_u16 __attribute__((may_alias));
+typedef uint32_t dtrain__cuda_u32 __attribute__((may_alias));
+typedef uint64_t dtrain__cuda_u64 __attribute__((may_alias));
+
+#ifdef DTRAIN_CUDA_EMULATE
+#define DTRAIN__CUDA_UNROLL
+#define DTRAIN__CUDA_ROLLED
+#else
+#define DTRAIN__CUDA_UNROLL _Pragma("unroll")
+#define DTRAIN__CUDA_ROLLED _Pragma("unroll 1")
+#endif
+
+/* Defines name_launch(device, caller, blocks, args), which runs name_body(args, at, shared, own, phase) for every
+ * thread of blocks, phases 0 to phases - 1, and makes an error of the caller's. own: a thread's variables, which last
+ * over its phases. */
+#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
+    DTRAIN__CUDA_KERNEL_BY(0, (thread_count), name, args_type, shared_type, own_type, thread_count, phases)
+
+/* The same, of a kernel whose blocks all run at the same time, so that one may wait for what others, of any device, do:
+ * no block begins a phase before all have ended the one before it. */
+#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
+    DTRAIN__CUDA_KERNEL_BY(1, (thread_count, 1), name, args_type, shared_type, own_type, thread_count, phases)
+
 #ifdef DTRAIN_CUDA_EMULATE
 /* Which way threads and blocks are walked: up and down in turn. */
 static __thread unsigned dtrain__cuda_turn;
 
-/* Defines name_launch(stream, blocks, args), which runs name_body(args, at, shared, own, phase) for every thread of
- * blocks, phases 0 to phases - 1. own: a thread's variables, which last over its phases. */
-#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
-    __attribute__((unused)) static cudaError_t name##_launch(cudaStream_t stream, size_t blocks,                       \
-                                                             const args_type *args)                                    \
+#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases)         \
+    __attribute__((unused)) static dtrain_status name##_launch(dtrain_device *device, const char *caller,              \
+                                                               size_t blocks, const args_type *args)                   \
     {                                                                                                                  \
-        shared_type *shared = (shared_type *)malloc(sizeof *shared);                                                   \
-        own_type *own = (own_type *)malloc((thread_count) * sizeof *own);                                              \
+        size_t some = (together) ? blocks : 1, all = some * (thread_count);                                            \
+        shared_type *shared = (shared_type *)malloc(some * sizeof *shared);                                            \
+        own_type *own = (own_type *)malloc(all * sizeof *own);                                                         \
         unsigned turn = dtrain__cuda_turn++;                                                                           \
         dtrain__cuda_emulated_enter();                                                                                 \
-        cudaError_t status = dtrain__cuda_emulated_launch(stream, blocks);                                             \
+        cudaError_t status = dtrain__cuda_emulated_launch(dtrain__cuda_queue_of(device)->stream, blocks);              \
         if (shared == NULL || own == NULL)                                                                             \
             status = cudaErrorMemoryAllocation;                                                                        \
-        for (size_t b = 0; status == 0 && b < blocks; b++) {                                                           \
-            memset(shared, 0xa5, sizeof *shared);                                                                      \
-            memset(own, 0xa5, (thread_count) * sizeof *own);                                                           \
+        for (size_t first = 0; status == 0 && first < blocks; first += some) {                                         \
+            memset(shared, 0xa5, some * sizeof *shared);                                                               \
+            memset(own, 0xa5, all * sizeof *own);                                                                      \
             for (int phase = 0; phase < (phases); phase++)                                                             \
-                for (uint32_t t = 0; t < (thread_count); t++) {                                                        \
-                    uint32_t thread = (turn + (unsigned)phase) % 2 != 0 ? (thread_count)-1 - t : t;                    \
-                    dtrain__cuda_at at = {turn % 4 < 2 ? b : blocks - 1 - b, blocks, thread, (thread_count)};          \
-                    name##_body(args, at, shared, own + thread, phase);                                                \
+                for (size_t i = 0; i < all; i++) {                                                                     \
+                    size_t t = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i, b = first + t / (thread_count);    \
+                    dtrain__cuda_at at = {turn % 4 < 2 ? b : blocks - 1 - b, blocks, (uint32_t)(t % (thread_count)),   \
+                                          (thread_count)};                                                             \
+                    name##_body(args, at, shared + t / (thread_count), own + t, phase);                                \
                 }                                                                                                      \
         }                                                                                                              \
         dtrain__cuda_emulated_leave();                                                                                 \
         free(shared);                                                                                                  \
         free(own);                                                                                                     \
-        return status;                                                                                                 \
-    }
-
-/* Defines name_launch(stream, blocks, args) likewise, of a kernel whose blocks all run at the same time, so that one may
- * wait for what others, of any device, do: no block begins a phase before all have ended the one before it. */
-#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
-    __attribute__((unused)) static cudaError_t name##_launch(cudaStream_t stream, size_t blocks,                       \
-                                                             const args_type *args)                                    \
-    {                                                                                                                  \
-        size_t all = blocks * (thread_count);                                                                          \
-        shared_type *shared = (shared_type *)malloc(blocks * sizeof *shared);                                          \
-        own_type *own = (own_type *)malloc(all * sizeof *own);                                                         \
-        unsigned turn = dtrain__cuda_turn++;                                                                           \
-        dtrain__cuda_emulated_enter();                                                                                 \
-        cudaError_t status = dtrain__cuda_emulated_launch(stream, blocks);                                             \
-        if (shared == NULL || own == NULL)                                                                             \
-            status = cudaErrorMemoryAllocation;                                                                        \
-        if (status == 0) {                                                                                             \
-            memset(shared, 0xa5, blocks * sizeof *shared);                                                             \
-            memset(own, 0xa5, all * sizeof *own);                                                                      \
-        }                                                                                                              \
-        for (int phase = 0; status == 0 && phase < (phases); phase++)                                                  \
-            for (size_t i = 0; i < all; i++) {                                                                         \
-                size_t at_all = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i;                                   \
-                size_t b = at_all / (thread_count), t = at_all % (thread_count);                                       \
-                dtrain__cuda_at at = {b, blocks, (uint32_t)t, (thread_count)};                                         \
-                name##_body(args, at, shared + b, own + at_all, phase);                                                \
-            }                                                                                                          \
-        dtrain__cuda_emulated_leave();                                                                                 \
-        free(shared);                                                                                                  \
-        free(own);                                                                                                     \
-        return status;                                                                                                 \
+        return dtrain__cuda_status(device, caller, status);                                                            \
     }
 #else
-#define DTRAIN__CUDA_KERNEL_BY(launch, bounds, name, args_type, shared_type, own_type, thread_count, phases)           \
+#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases)         \
     static __global__ void __launch_bounds__ bounds name(const __grid_constant__ args_type args)                       \
     {                                                                                                                  \
         __shared__ shared_type shared;                                                                                 \
@@ -117,21 +109,17 @@ static __thread unsigned dtrain__cuda_turn;
             name##_body(&args, at, &shared, &own, phase);                                                              \
         }                                                                                                              \
     }                                                                                                                  \
-    static cudaError_t name##_launch(cudaStream_t stream, size_t blocks, const args_type *args)                        \
+    static dtrain_status name##_launch(dtrain_device *device, const char *caller, size_t blocks, const args_type *args)\
     {                                                                                                                  \
         void *list[] = {(void *)args}; /* not <<<>>>, whose error may be that of the program's own last call */        \
-        if (blocks == 0)                                                                                               \
-            return cudaSuccess;                                                                                        \
-        if (blocks > 0x7fffffffu)                                                                                      \
-            return cudaErrorInvalidConfiguration;                                                                      \
-        return launch((const void *)name, dim3((unsigned)blocks), dim3(thread_count), list, 0, stream);                \
+        cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;                                                   \
+        const void *kernel = (const void *)name;                                                                       \
+        dim3 grid((unsigned)blocks), block(thread_count);                                                              \
+        cudaError_t error = blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration                                       \
+                            : (together) ? cudaLaunchCooperativeKernel(kernel, grid, block, list, 0, stream)           \
+                                         : cudaLaunchKernel(kernel, grid, block, list, 0, stream);                     \
+        return dtrain__cuda_status(device, caller, error);                                                             \
     }
-#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
-    DTRAIN__CUDA_KERNEL_BY(cudaLaunchKernel, (thread_count), name, args_type, shared_type, own_type, thread_count,     \
-                           phases)
-#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
-    DTRAIN__CUDA_KERNEL_BY(cudaLaunchCooperativeKernel, (thread_count, 1), name, args_type, shared_type, own_type,     \
-                           thread_count, phases)
 #endif
 
 /* Each operation on its own, not to be joined with a neighbour, nor to flush subnormals, as the compiler's own
@@ -143,10 +131,10 @@ static __thread unsigned dtrain__cuda_turn;
         volatile type result = a sign b; /* no contraction */                                                          \
         return result;                                                                                                 \
     }
-#define DTRAIN__CUDA_ROOT(name, type, letter, instruction, root)                                                       \
-    DTRAIN__CUDA_FN type name(type a)                                                                                  \
+#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression)                            \
+    DTRAIN__CUDA_FN to name(from a)                                                                                    \
     {                                                                                                                  \
-        return root(a);                                                                                                \
+        return expression;                                                                                             \
     }
 #else
 #define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign)                                                     \
@@ -156,11 +144,11 @@ static __thread unsigned dtrain__cuda_turn;
         asm(instruction " %0, %1, %2;" : "=" letter(result) : letter(a), letter(b));                                   \
         return result;                                                                                                 \
     }
-#define DTRAIN__CUDA_ROOT(name, type, letter, instruction, root)                                                       \
-    DTRAIN__CUDA_FN type name(type a)                                                                                  \
+#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression)                            \
+    DTRAIN__CUDA_FN to name(from a)                                                                                    \
     {                                                                                                                  \
-        type result;                                                                                                   \
-        asm(instruction " %0, %1;" : "=" letter(result) : letter(a));                                                  \
+        to result;                                                                                                     \
+        asm(instruction " %0, %1;" : "=" to_letter(result) : from_letter(a));                                          \
         return result;                                                                                                 \
     }
 #endif
@@ -172,62 +160,48 @@ DTRAIN__CUDA_BINARY(dtrain__cuda_add_f64, double, "d", "add.rn.f64", +)
 DTRAIN__CUDA_BINARY(dtrain__cuda_sub_f64, double, "d", "sub.rn.f64", -)
 DTRAIN__CUDA_BINARY(dtrain__cuda_mul_f64, double, "d", "mul.rn.f64", *)
 DTRAIN__CUDA_BINARY(dtrain__cuda_div_f64, double, "d", "div.rn.f64", /)
-DTRAIN__CUDA_ROOT(dtrain__cuda_sqrt_f32, float, "f", "sqrt.rn.f32", __builtin_sqrtf)
-DTRAIN__CUDA_ROOT(dtrain__cuda_sqrt_f64, double, "d", "sqrt.rn.f64", __builtin_sqrt)
+DTRAIN__CUDA_UNARY(dtrain__cuda_sqrt_f32, float, "f", float, "f", "sqrt.rn.f32", __builtin_sqrtf(a))
+DTRAIN__CUDA_UNARY(dtrain__cuda_sqrt_f64, double, "d", double, "d", "sqrt.rn.f64", __builtin_sqrt(a))
+DTRAIN__CUDA_UNARY(dtrain__cuda_widen_f32, double, "d", float, "f", "cvt.f64.f32", (double)a)
+DTRAIN__CUDA_UNARY(dtrain__cuda_narrow_f64, float, "f", double, "d", "cvt.rn.f32.f64", (float)a)
 
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_bits_f32(float x)
-{
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
+#define DTRAIN__CUDA_SAME_BITS(name, to, from)                                                                         \
+    DTRAIN__CUDA_FN to name(from x)                                                                                    \
+    {                                                                                                                  \
+        to same;                                                                                                       \
+        memcpy(&same, &x, sizeof same);                                                                                \
+        return same;                                                                                                   \
+    }
 
-DTRAIN__CUDA_FN float dtrain__cuda_float_of(uint32_t bits)
-{
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
+DTRAIN__CUDA_SAME_BITS(dtrain__cuda_bits_f32, uint32_t, float)
+DTRAIN__CUDA_SAME_BITS(dtrain__cuda_float_of, float, uint32_t)
+DTRAIN__CUDA_SAME_BITS(dtrain__cuda_bits_f64, uint64_t, double)
+DTRAIN__CUDA_SAME_BITS(dtrain__cuda_double_of, double, uint64_t)
 
 /* Integer atomics, in shared or device memory; each returns what was there before. */
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_atomic_add_u32(uint32_t *to, uint32_t value)
-{
 #ifdef DTRAIN_CUDA_EMULATE
-    uint32_t before = *to;
-    *to += value;
-    return before;
+#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after)                                                    \
+    DTRAIN__CUDA_FN type name(type *to, type value)                                                                    \
+    {                                                                                                                  \
+        type before = *to;                                                                                             \
+        *to = after;                                                                                                   \
+        return before;                                                                                                 \
+    }
 #else
-    return atomicAdd(to, value);
+#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after)                                                    \
+    DTRAIN__CUDA_FN type name(type *to, type value)                                                                    \
+    {                                                                                                                  \
+        return instruction((native *)to, (native)value);                                                               \
+    }
 #endif
-}
-
-DTRAIN__CUDA_FN uint64_t dtrain__cuda_atomic_add_u64(uint64_t *to, uint64_t value)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    uint64_t before = *to;
-    *to += value;
-    return before;
-#else
-    return atomicAdd((unsigned long long *)to, (unsigned long long)value);
-#endif
-}
-
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_atomic_max_u32(uint32_t *to, uint32_t value)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    uint32_t before = *to;
-    *to = value > before ? value : before;
-    return before;
-#else
-    return atomicMax(to, value);
-#endif
-}
+DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_add_u32, uint32_t, unsigned, atomicAdd, before + value)
+DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_add_u64, uint64_t, unsigned long long, atomicAdd, before + value)
+DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_max_u32, uint32_t, unsigned, atomicMax, value > before ? value : before)
+DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_or_u32, uint32_t, unsigned, atomicOr, before | value)
 
 /* ---- words at any address ----
  * `align`, the same for all threads, says what the address is a multiple of. 16: a vector is loaded and stored at once;
  * 4: a word is; 1: byte after byte. */
-
-typedef uint32_t dtrain__cuda_any_word __attribute__((may_alias));
 
 static int dtrain__cuda_align_of(const void *pointer)
 {
@@ -238,7 +212,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_word_load(const unsigned char *from, int a
 {
     uint32_t word;
     if (align >= 4)
-        return *(const dtrain__cuda_any_word *)from;
+        return *(const dtrain__cuda_u32 *)from;
     memcpy(&word, from, sizeof word);
     return word;
 }
@@ -246,7 +220,7 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_word_load(const unsigned char *from, int a
 DTRAIN__CUDA_FN void dtrain__cuda_word_store(unsigned char *to, uint32_t word, int align)
 {
     if (align >= 4)
-        *(dtrain__cuda_any_word *)to = word;
+        *(dtrain__cuda_u32 *)to = word;
     else
         memcpy(to, &word, sizeof word);
 }

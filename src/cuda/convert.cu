@@ -4,6 +4,7 @@
  * waits for, go element by element through float64's bits. */
 #ifndef DTRAIN__CUDA_CONVERT
 #define DTRAIN__CUDA_CONVERT
+#include "copy.cu"
 #include "walk.cu"
 
 #define DTRAIN__CUDA_CONVERT_GROUPS 4 /* a thread, loaded before the first is stored */
@@ -82,11 +83,16 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_both_bf16(float low, float high)
     return dtrain__cuda_bf16_of(low) | dtrain__cuda_bf16_of(high) << 16;
 }
 
+/* A format, with the fields of >>dtype: E4M3 alone is finite. */
+typedef struct dtrain__cuda_format {
+    int exponent, mantissa, finite, bytes;
+} dtrain__cuda_format;
+
 typedef struct dtrain__cuda_convert_args {
     const void *in;
     void *out;
     dtrain__cuda_walk walk;
-    size_t width, lanes; /* of a copy */
+    dtrain__cuda_format from, to;
 } dtrain__cuda_convert_args;
 
 /* A conversion of float32 bits to 16 and back, with the sign and payload of a NaN. */
@@ -146,35 +152,6 @@ DTRAIN__CUDA_NARROW(dtrain__cuda_narrow_f16)
 DTRAIN__CUDA_WIDEN(dtrain__cuda_widen_bf16)
 DTRAIN__CUDA_WIDEN(dtrain__cuda_widen_f16)
 
-/* Elements as they are, 16 bytes or `width` at a time. */
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_same_load(const dtrain__cuda_convert_args *args, size_t element,
-                                                           int whole)
-{
-    return dtrain__cuda_load(args->in, element, args->width, whole);
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_same_store(const dtrain__cuda_convert_args *args, size_t element, int whole,
-                                             const dtrain__cuda_vector *held)
-{
-    dtrain__cuda_store(args->out, element, args->width, whole, *held);
-}
-
-DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_same, dtrain__cuda_convert_args, dtrain__cuda_vector, args->lanes,
-                         DTRAIN__CUDA_CONVERT_GROUPS)
-
-/* A format, with the fields of >>dtype: E4M3 alone is finite. */
-typedef struct dtrain__cuda_format {
-    int exponent, mantissa, finite, bytes;
-} dtrain__cuda_format;
-
-typedef struct dtrain__cuda_generic_args {
-    const unsigned char *in;
-    unsigned char *out;
-    dtrain__cuda_walk walk;
-    size_t lanes;
-    dtrain__cuda_format from, to;
-} dtrain__cuda_generic_args;
-
 /* The elements of a group, from the lowest bits up. */
 typedef struct dtrain__cuda_group {
     uint64_t low, high;
@@ -182,15 +159,15 @@ typedef struct dtrain__cuda_group {
 
 static dtrain__cuda_format dtrain__cuda_format_of(dtrain_dtype dtype)
 {
-    static const dtrain__cuda_format formats[] = {{11, 52, 0, 8}, {8, 23, 0, 4}, {5, 10, 0, 2},
-                                                  {8, 7, 0, 2},   {4, 3, 1, 1},  {5, 2, 0, 1}};
+    const dtrain__cuda_format f64 = {11, 52, 0, 8}, f32 = {8, 23, 0, 4}, f16 = {5, 10, 0, 2};
+    const dtrain__cuda_format bf16 = {8, 7, 0, 2}, e4m3 = {4, 3, 1, 1}, e5m2 = {5, 2, 0, 1};
     switch (dtype) {
-    case DTRAIN_F64: return formats[0];
-    case DTRAIN_F32: return formats[1];
-    case DTRAIN_F16: return formats[2];
-    case DTRAIN_BF16: return formats[3];
-    case DTRAIN_F8_E4M3: return formats[4];
-    default: return formats[5];
+    case DTRAIN_F64: return f64;
+    case DTRAIN_F32: return f32;
+    case DTRAIN_F16: return f16;
+    case DTRAIN_BF16: return bf16;
+    case DTRAIN_F8_E4M3: return e4m3;
+    default: return e5m2;
     }
 }
 
@@ -239,11 +216,11 @@ DTRAIN__CUDA_FN uint64_t dtrain__cuda_narrow_generic(uint64_t bits, const dtrain
     return sign | rounded;
 }
 
-DTRAIN__CUDA_FN dtrain__cuda_group dtrain__cuda_generic_load(const dtrain__cuda_generic_args *args, size_t element,
+DTRAIN__CUDA_FN dtrain__cuda_group dtrain__cuda_generic_load(const dtrain__cuda_convert_args *args, size_t element,
                                                              int whole)
 {
-    size_t width = (size_t)args->from.bytes, bytes = whole ? args->lanes * width : width;
-    const unsigned char *at = args->in + element * width;
+    size_t width = (size_t)args->from.bytes, bytes = whole ? args->walk.lanes * width : width;
+    const unsigned char *at = (const unsigned char *)args->in + element * width;
     dtrain__cuda_group group = {0, 0};
     if (bytes == 16) {
         dtrain__cuda_vector v = *(const dtrain__cuda_vector *)at;
@@ -255,12 +232,12 @@ DTRAIN__CUDA_FN dtrain__cuda_group dtrain__cuda_generic_load(const dtrain__cuda_
     return group;
 }
 
-DTRAIN__CUDA_FN void dtrain__cuda_generic_store(const dtrain__cuda_generic_args *args, size_t element, int whole,
+DTRAIN__CUDA_FN void dtrain__cuda_generic_store(const dtrain__cuda_convert_args *args, size_t element, int whole,
                                                 const dtrain__cuda_group *held)
 {
     uint32_t from = 8 * (uint32_t)args->from.bytes, to = 8 * (uint32_t)args->to.bytes;
-    uint32_t lanes = whole ? (uint32_t)args->lanes : 1;
-    unsigned char *at = args->out + element * (to / 8);
+    uint32_t lanes = whole ? (uint32_t)args->walk.lanes : 1;
+    unsigned char *at = (unsigned char *)args->out + element * (to / 8);
     dtrain__cuda_group group = {0, 0};
     for (uint32_t i = 0; i < lanes; i++) {
         uint32_t bit = i * from, put = i * to;
@@ -280,46 +257,30 @@ DTRAIN__CUDA_FN void dtrain__cuda_generic_store(const dtrain__cuda_generic_args 
     }
 }
 
-DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_generic, dtrain__cuda_generic_args, dtrain__cuda_group, args->lanes, 1)
-
-static cudaError_t dtrain__cuda_convert_generic(dtrain_device *device, const dtrain__cuda_convert_args *of,
-                                                dtrain__cuda_format from, dtrain__cuda_format to)
-{
-    dtrain__cuda_generic_args args = {
-        (const unsigned char *)of->in, (unsigned char *)of->out, of->walk, of->lanes, from, to};
-    return dtrain__cuda_generic_launch(dtrain__cuda_queue_of(device)->stream,
-                                       dtrain__cuda_walk_blocks(device, &args.walk, 1), &args);
-}
+DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_generic, dtrain__cuda_convert_args, dtrain__cuda_group, args->walk.lanes, 1)
 
 static dtrain_status dtrain__cuda_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
                                           dtrain_dtype to, size_t count)
 {
-    typedef cudaError_t (*launch)(cudaStream_t, size_t, const dtrain__cuda_convert_args *);
-    dtrain__cuda_format f = dtrain__cuda_format_of(from), t = dtrain__cuda_format_of(to);
-    size_t wide = (size_t)(f.bytes > t.bytes ? f.bytes : t.bytes), lanes = 16 / wide;
-    uint32_t heads = dtrain__cuda_heads(in, (size_t)f.bytes, lanes) & dtrain__cuda_heads(out, (size_t)t.bytes, lanes);
-    dtrain__cuda_convert_args args = {in, out, dtrain__cuda_walk_make(heads, lanes, count), wide, lanes};
-    launch kernel = from == to                                ? dtrain__cuda_same_launch
-                    : from == DTRAIN_F32 && to == DTRAIN_BF16 ? dtrain__cuda_narrow_bf16_launch
-                    : from == DTRAIN_F32 && to == DTRAIN_F16  ? dtrain__cuda_narrow_f16_launch
-                    : from == DTRAIN_BF16 && to == DTRAIN_F32 ? dtrain__cuda_widen_bf16_launch
-                    : from == DTRAIN_F16 && to == DTRAIN_F32  ? dtrain__cuda_widen_f16_launch
-                                                              : NULL;
-    dtrain_status status;
-    cudaError_t error;
-    if (count == 0)
-        return DTRAIN_OK;
-    status = dtrain__cuda_memory(device, "device_convert", "in", in, count * (size_t)f.bytes);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_convert", "out", out, count * (size_t)t.bytes);
+    const char *call = "device_convert";
+    dtrain__cuda_convert_args args = {in, out, {0, 0, 0, 0}, dtrain__cuda_format_of(from), dtrain__cuda_format_of(to)};
+    size_t width = (size_t)args.from.bytes;
+    const dtrain__cuda_array arrays[] = {
+        {"in", in, width, count, 0}, {"out", out, (size_t)args.to.bytes, count, 0}, {NULL, NULL, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_walk_arrays(device, call, arrays, &args.walk);
     if (status != DTRAIN_OK)
         return status;
-    if (kernel == NULL)
-        error = dtrain__cuda_convert_generic(device, &args, f, t);
-    else
-        error = kernel(dtrain__cuda_queue_of(device)->stream,
-                       dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_CONVERT_GROUPS), &args);
-    return dtrain__cuda_status(device, "device_convert", error);
+    if (from == to)
+        return dtrain__cuda_copy(device, out, in, count * width);
+    if (from == DTRAIN_F32 && to == DTRAIN_BF16)
+        return dtrain__cuda_narrow_bf16_walk(device, call, &args);
+    if (from == DTRAIN_F32 && to == DTRAIN_F16)
+        return dtrain__cuda_narrow_f16_walk(device, call, &args);
+    if (from == DTRAIN_BF16 && to == DTRAIN_F32)
+        return dtrain__cuda_widen_bf16_walk(device, call, &args);
+    if (from == DTRAIN_F16 && to == DTRAIN_F32)
+        return dtrain__cuda_widen_f16_walk(device, call, &args);
+    return dtrain__cuda_generic_walk(device, call, &args);
 }
 
 #endif

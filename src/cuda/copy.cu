@@ -9,9 +9,6 @@
 static dtrain_status dtrain__cuda_allocate(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer)
 {
     char call[64];
-    *pointer = NULL;
-    if (bytes == 0)
-        return DTRAIN_OK;
     snprintf(call, sizeof call, "alloc of %zu %sbytes", bytes, memory == DTRAIN_MEMORY_PINNED ? "pinned " : "");
     if (memory == DTRAIN_MEMORY_PINNED)
         return dtrain__cuda_status(device, call, cudaHostAlloc(pointer, bytes, cudaHostAllocDefault));
@@ -20,8 +17,6 @@ static dtrain_status dtrain__cuda_allocate(dtrain_device *device, dtrain_memory 
 
 static void dtrain__cuda_release(dtrain_device *device, dtrain_memory memory, void *pointer)
 {
-    if (pointer == NULL)
-        return;
     dtrain__cuda_drop(cudaStreamSynchronize(dtrain__cuda_queue_of(device)->stream));
     dtrain__cuda_drop(memory == DTRAIN_MEMORY_PINNED ? cudaFreeHost(pointer) : cudaFree(pointer));
 }
@@ -47,8 +42,6 @@ static dtrain_status dtrain__cuda_copy(dtrain_device *device, void *to, const vo
     cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
     int knows_to = 0, knows_from = 0;
     cudaError_t error = cudaSuccess;
-    if (bytes == 0)
-        return DTRAIN_OK;
     dtrain_status status = dtrain__cuda_known(device, "to", to, bytes, &knows_to);
     if (status == DTRAIN_OK)
         status = dtrain__cuda_known(device, "from", from, bytes, &knows_from);
@@ -90,13 +83,10 @@ DTRAIN__CUDA_KERNEL(dtrain__cuda_fill_all, dtrain__cuda_fill_args, dtrain__cuda_
 static dtrain_status dtrain__cuda_fill(dtrain_device *device, void *to, const void *element, size_t element_bytes,
                                        size_t count)
 {
-    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
     const unsigned char *source = (const unsigned char *)element;
     size_t bytes = count * element_bytes, at = (uintptr_t)to % 16;
     dtrain__cuda_fill_args args;
-    if (bytes == 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_memory(device, "device_fill", "to", to, bytes);
+    dtrain_status status = dtrain__cuda_memory(device, "device_fill", "to", to, bytes, 0);
     if (status != DTRAIN_OK)
         return status;
     args.to = (unsigned char *)to;
@@ -106,9 +96,8 @@ static dtrain_status dtrain__cuda_fill(dtrain_device *device, void *to, const vo
     args.word = 0;
     for (size_t i = 0; i < 8; i++) /* address 8 k + i is byte (i - at) of an element, modulo its width, as 8 is */
         args.word |= (uint64_t)source[(i - at) % element_bytes] << 8 * i;
-    size_t blocks = args.vectors / 256 + 1, most = 16 * (size_t)queue->processors;
-    return dtrain__cuda_status(device, "device_fill",
-                               dtrain__cuda_fill_all_launch(queue->stream, blocks < most ? blocks : most, &args));
+    size_t blocks = args.vectors / 256 + 1, most = 16 * (size_t)dtrain__cuda_queue_of(device)->processors;
+    return dtrain__cuda_fill_all_launch(device, "device_fill", blocks < most ? blocks : most, &args);
 }
 
 static dtrain_status dtrain__cuda_wait(dtrain_device *device)
@@ -120,15 +109,14 @@ static dtrain_status dtrain__cuda_event_create(dtrain_device *device, dtrain_dev
 {
     cudaEvent_t made = NULL;
     cudaError_t error = cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
-    *event = error == cudaSuccess ? (dtrain_device_event *)made : NULL;
+    *event = (dtrain_device_event *)made;
     return dtrain__cuda_status(device, "device_event_create", error);
 }
 
 static void dtrain__cuda_event_destroy(dtrain_device *device, dtrain_device_event *event)
 {
     (void)device;
-    if (event != NULL)
-        dtrain__cuda_drop(cudaEventDestroy((cudaEvent_t)event));
+    dtrain__cuda_drop(cudaEventDestroy((cudaEvent_t)event));
 }
 
 static dtrain_status dtrain__cuda_event_record(dtrain_device *device, dtrain_device_event *event)

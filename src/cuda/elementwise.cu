@@ -23,118 +23,53 @@ typedef struct dtrain__cuda_axpy_held {
     dtrain__cuda_vector y, x;
 } dtrain__cuda_axpy_held;
 
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_scaled_f64(const dtrain__cuda_axpy_args *args, dtrain__cuda_vector v)
-{
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
-        dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_mul_f64(args->by_f64, dtrain__cuda_lane_f64(v, i)));
-    return v;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_scaled_f32(const dtrain__cuda_axpy_args *args, dtrain__cuda_vector v)
-{
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
-        dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(args->by_f32, dtrain__cuda_float_of(v.word[i])));
-    return v;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_scaled_wide(const dtrain__cuda_axpy_args *args, dtrain__cuda_wide v)
-{
-    v.low = dtrain__cuda_scaled_f32(args, v.low);
-    v.high = dtrain__cuda_scaled_f32(args, v.high);
-    return v;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_same(dtrain__cuda_vector v)
-{
-    return v;
-}
-
-#define DTRAIN__CUDA_ROUNDED(kind)                                                                                     \
-    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_##kind(dtrain__cuda_wide w)                               \
-    {                                                                                                                  \
-        dtrain__cuda_vector v;                                                                                         \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
-            dtrain__cuda_both_##kind(dtrain__cuda_float_of(w.low.word[i]), dtrain__cuda_float_of(w.high.word[i]));     \
-        return v;                                                                                                      \
-    }
-
-DTRAIN__CUDA_ROUNDED(f16)
-DTRAIN__CUDA_ROUNDED(bf16)
-
-#define DTRAIN__CUDA_SCALE(name, partial, scaled, rounded, width)                                                      \
-    DTRAIN__CUDA_FN dtrain__cuda_vector name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole)     \
-    {                                                                                                                  \
-        return dtrain__cuda_load(args->y, element, width, whole);                                                      \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole,                   \
-                                      const dtrain__cuda_vector *held)                                                 \
-    {                                                                                                                  \
-        dtrain__cuda_store(args->y, element, width, whole, rounded(scaled(args, partial(*held))));                     \
-    }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_vector, 16 / (width),                          \
-                             DTRAIN__CUDA_ELEMENTWISE_GROUPS)
-
-#define DTRAIN__CUDA_AXPY(name, partial, scaled, join, rounded, width)                                                 \
+/* Kernels scale_kind and axpy_kind. `adds` is a constant in each, so that scale does not load x. */
+#define DTRAIN__CUDA_AXPY_BY(name, adds, partial, times, by, join, rounded, width)                                     \
     DTRAIN__CUDA_FN dtrain__cuda_axpy_held name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole)  \
     {                                                                                                                  \
         dtrain__cuda_axpy_held held;                                                                                   \
         held.y = dtrain__cuda_load(args->y, element, width, whole);                                                    \
-        held.x = dtrain__cuda_load(args->x, element, width, whole);                                                    \
+        held.x = (adds) ? dtrain__cuda_load(args->x, element, width, whole) : held.y;                                  \
         return held;                                                                                                   \
     }                                                                                                                  \
     DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole,                   \
                                       const dtrain__cuda_axpy_held *held)                                              \
     {                                                                                                                  \
         dtrain__cuda_store(args->y, element, width, whole,                                                             \
-                           rounded(join(DTRAIN_SUM, partial(held->y), scaled(args, partial(held->x)))));               \
+                           rounded((adds) ? join(DTRAIN_SUM, partial(held->y), times(partial(held->x), args->by))      \
+                                          : times(partial(held->y), args->by)));                                       \
     }                                                                                                                  \
     DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_axpy_held, 16 / (width),                       \
                              DTRAIN__CUDA_ELEMENTWISE_GROUPS)
+#define DTRAIN__CUDA_AXPY(kind, partial, times, by, join, rounded, width)                                              \
+    DTRAIN__CUDA_AXPY_BY(dtrain__cuda_scale_##kind, 0, partial, times, by, join, rounded, width)                       \
+    DTRAIN__CUDA_AXPY_BY(dtrain__cuda_axpy_##kind, 1, partial, times, by, join, rounded, width)
 
-DTRAIN__CUDA_SCALE(dtrain__cuda_scale_f64, dtrain__cuda_partial_same, dtrain__cuda_scaled_f64,
-                   dtrain__cuda_rounded_same, 8)
-DTRAIN__CUDA_SCALE(dtrain__cuda_scale_f32, dtrain__cuda_partial_same, dtrain__cuda_scaled_f32,
-                   dtrain__cuda_rounded_same, 4)
-DTRAIN__CUDA_SCALE(dtrain__cuda_scale_f16, dtrain__cuda_partial_f16, dtrain__cuda_scaled_wide, dtrain__cuda_rounded_f16,
-                   2)
-DTRAIN__CUDA_SCALE(dtrain__cuda_scale_bf16, dtrain__cuda_partial_bf16, dtrain__cuda_scaled_wide,
-                   dtrain__cuda_rounded_bf16, 2)
-DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_f64, dtrain__cuda_partial_same, dtrain__cuda_scaled_f64, dtrain__cuda_join_f64,
-                  dtrain__cuda_rounded_same, 8)
-DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_f32, dtrain__cuda_partial_same, dtrain__cuda_scaled_f32, dtrain__cuda_join_f32,
-                  dtrain__cuda_rounded_same, 4)
-DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_f16, dtrain__cuda_partial_f16, dtrain__cuda_scaled_wide, dtrain__cuda_join_wide,
+DTRAIN__CUDA_AXPY(f64, dtrain__cuda_same, dtrain__cuda_times_f64, by_f64, dtrain__cuda_join_f64, dtrain__cuda_same, 8)
+DTRAIN__CUDA_AXPY(f32, dtrain__cuda_same, dtrain__cuda_times_f32, by_f32, dtrain__cuda_join_f32, dtrain__cuda_same, 4)
+DTRAIN__CUDA_AXPY(f16, dtrain__cuda_partial_f16, dtrain__cuda_times_wide, by_f32, dtrain__cuda_join_wide,
                   dtrain__cuda_rounded_f16, 2)
-DTRAIN__CUDA_AXPY(dtrain__cuda_axpy_bf16, dtrain__cuda_partial_bf16, dtrain__cuda_scaled_wide, dtrain__cuda_join_wide,
+DTRAIN__CUDA_AXPY(bf16, dtrain__cuda_partial_bf16, dtrain__cuda_times_wide, by_f32, dtrain__cuda_join_wide,
                   dtrain__cuda_rounded_bf16, 2)
 
 /* y = by * y, or y + by * x. */
 static dtrain_status dtrain__cuda_axpy_any(dtrain_device *device, const char *call, dtrain_dtype dtype, void *y,
                                            double by, const void *x, size_t count)
 {
-    typedef cudaError_t (*launch)(cudaStream_t, size_t, const dtrain__cuda_axpy_args *);
-    static const launch launches[4][2] = {{dtrain__cuda_scale_f64_launch, dtrain__cuda_axpy_f64_launch},
-                                          {dtrain__cuda_scale_f32_launch, dtrain__cuda_axpy_f32_launch},
-                                          {dtrain__cuda_scale_f16_launch, dtrain__cuda_axpy_f16_launch},
-                                          {dtrain__cuda_scale_bf16_launch, dtrain__cuda_axpy_bf16_launch}};
+    typedef dtrain_status (*walk)(dtrain_device *, const char *, const dtrain__cuda_axpy_args *);
+    static const walk walks[4][2] = {{dtrain__cuda_scale_f64_walk, dtrain__cuda_axpy_f64_walk},
+                                     {dtrain__cuda_scale_f32_walk, dtrain__cuda_axpy_f32_walk},
+                                     {dtrain__cuda_scale_f16_walk, dtrain__cuda_axpy_f16_walk},
+                                     {dtrain__cuda_scale_bf16_walk, dtrain__cuda_axpy_bf16_walk}};
     int row = dtype == DTRAIN_F64 ? 0 : dtype == DTRAIN_F32 ? 1 : dtype == DTRAIN_F16 ? 2 : 3;
-    size_t width = dtrain_dtype_bits(dtype) / 8, lanes = 16 / width;
-    uint32_t heads = dtrain__cuda_heads(y, width, lanes) & dtrain__cuda_heads(x != NULL ? x : y, width, lanes);
-    dtrain__cuda_axpy_args args = {x, y, dtrain__cuda_walk_make(heads, lanes, count), by, 0};
-    dtrain_status status;
-    if (count == 0)
-        return DTRAIN_OK;
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    const dtrain__cuda_array arrays[] = {
+        {x != NULL ? "y" : "x", y, width, count, 0}, {"x", x, width, count, 0}, {NULL, NULL, 0, 0, 0}};
+    dtrain__cuda_axpy_args args = {x, y, {0, 0, 0, 0}, by, 0};
     /* whatever the CPU's floating-point mode */
     DTRAIN_IGNORE(dtrain_convert(&by, DTRAIN_F64, &args.by_f32, DTRAIN_F32, 1));
-    status = dtrain__cuda_memory(device, call, x != NULL ? "y" : "x", y, count * width);
-    if (status == DTRAIN_OK && x != NULL)
-        status = dtrain__cuda_memory(device, call, "x", x, count * width);
-    if (status != DTRAIN_OK)
-        return status;
-    return dtrain__cuda_status(
-        device, call,
-        launches[row][x != NULL](dtrain__cuda_queue_of(device)->stream,
-                                 dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_ELEMENTWISE_GROUPS), &args));
+    dtrain_status status = dtrain__cuda_walk_arrays(device, call, arrays, &args.walk);
+    return status == DTRAIN_OK ? walks[row][x != NULL](device, call, &args) : status;
 }
 
 static dtrain_status dtrain__cuda_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor, size_t count)
@@ -154,7 +89,7 @@ typedef struct dtrain__cuda_overflow_args {
     const void *x;
     uint32_t *found;
     dtrain__cuda_walk walk;
-    size_t width, lanes;
+    size_t width;
     uint32_t exponents[2]; /* in a word; the same where there is one */
 } dtrain__cuda_overflow_args;
 
@@ -172,65 +107,39 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_overflow_lacks(const dtrain__cuda_overflow
     return least;
 }
 
-/* All that find something write the same 1, and none waits for another; who sees it goes home. It is asked for behind
- * the loads, so that these do not wait for it. */
-DTRAIN__CUDA_FN void dtrain__cuda_overflow_any_body(const dtrain__cuda_overflow_args *args, dtrain__cuda_at at,
-                                                    dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase)
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_overflow_any_load(const dtrain__cuda_overflow_args *args,
+                                                                  size_t element, int whole)
 {
-    const size_t unroll = DTRAIN__CUDA_ELEMENTWISE_GROUPS, threads = at.threads, groups = args->walk.groups;
-    volatile uint32_t *found = args->found;
-    int bad = 0;
-    (void)shared, (void)own, (void)phase;
-    for (size_t first = at.block * threads * unroll + at.thread; first < groups && !bad;
-         first += at.blocks * threads * unroll) {
-        dtrain__cuda_vector held[DTRAIN__CUDA_ELEMENTWISE_GROUPS];
-        DTRAIN__CUDA_UNROLL for (size_t u = 0; u < unroll; u++)
-        {
-            size_t group = first + u * threads < groups ? first + u * threads : first;
-            held[u] = dtrain__cuda_load(args->x, args->walk.head + group * args->lanes, args->width, 1);
-        }
-        if (*found == 1)
-            return;
-        DTRAIN__CUDA_UNROLL for (size_t u = 0; u < unroll; u++) bad |= dtrain__cuda_overflow_lacks(args, held[u]) == 0;
-    }
-    for (size_t i = at.block * threads + at.thread; i < args->walk.singles && !bad; i += at.blocks * threads) {
-        size_t element = i < args->walk.head ? i : i + groups * args->lanes;
-        dtrain__cuda_vector one = dtrain__cuda_load(args->x, element, args->width, 0);
-        bad = dtrain__cuda_overflow_lacks(args, one) == 0;
-    }
-    if (bad)
-        *found = 1;
+    return dtrain__cuda_load(args->x, element, args->width, whole);
 }
 
-DTRAIN__CUDA_KERNEL(dtrain__cuda_overflow_any, dtrain__cuda_overflow_args, dtrain__cuda_none, dtrain__cuda_none,
-                    DTRAIN__CUDA_THREADS, 1)
+/* All that find something write the same 1, and none waits for another. */
+DTRAIN__CUDA_FN void dtrain__cuda_overflow_any_store(const dtrain__cuda_overflow_args *args, size_t element, int whole,
+                                                     const dtrain__cuda_vector *held)
+{
+    (void)element, (void)whole;
+    if (dtrain__cuda_overflow_lacks(args, *held) == 0)
+        *args->found = 1;
+}
+
+DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_overflow_any, dtrain__cuda_overflow_args, dtrain__cuda_vector, args->walk.lanes,
+                         DTRAIN__CUDA_ELEMENTWISE_GROUPS)
 
 static dtrain_status dtrain__cuda_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x, size_t count,
                                            uint32_t *found)
 {
+    const char *call = "device_overflow";
     uint32_t exponent = dtype == DTRAIN_F64 ? 0x7ff00000u : dtype == DTRAIN_F16 ? 0x7c00u : 0x7f80u;
-    size_t width = dtrain_dtype_bits(dtype) / 8, lanes = 16 / width;
-    dtrain__cuda_overflow_args args;
-    dtrain_status status;
-    if (count == 0)
-        return DTRAIN_OK;
-    status = dtrain__cuda_memory(device, "device_overflow", "x", x, count * width);
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    const dtrain__cuda_array all[] = {{"x", x, width, count, 0}, {NULL, NULL, 0, 0, 0}};
+    const dtrain__cuda_array one[] = {{"found", found, sizeof *found, 1, 1}, {NULL, NULL, 0, 0, 0}};
+    dtrain__cuda_overflow_args args = {x, found, {0, 0, 0, 0}, width, {0, 0}};
+    dtrain_status status = dtrain__cuda_walk_arrays(device, call, all, &args.walk);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_whole(device, "device_overflow", "found", found, sizeof *found, 1);
-    if (status != DTRAIN_OK)
-        return status;
-    args.x = x;
-    args.found = found;
-    args.walk = dtrain__cuda_walk_make(dtrain__cuda_heads(x, width, lanes), lanes, count);
-    args.width = width;
-    args.lanes = lanes;
+        status = dtrain__cuda_arrays(device, call, one);
     args.exponents[0] = dtype == DTRAIN_F32 ? 0x7f800000u : exponent;
     args.exponents[1] = width == 2 ? exponent << 16 : args.exponents[0];
-    return dtrain__cuda_status(
-        device, "device_overflow",
-        dtrain__cuda_overflow_any_launch(dtrain__cuda_queue_of(device)->stream,
-                                         dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_ELEMENTWISE_GROUPS),
-                                         &args));
+    return status == DTRAIN_OK ? dtrain__cuda_overflow_any_walk(device, call, &args) : status;
 }
 
 /* ---- adding a selection ----
@@ -276,28 +185,23 @@ static dtrain_status dtrain__cuda_sparse_add(dtrain_device *device, const uint32
                                              size_t k, float *data, size_t count)
 {
     const size_t tile = DTRAIN__CUDA_SPARSE_THREADS * DTRAIN__CUDA_SPARSE_EACH;
-    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
-    uintptr_t arrays = (uintptr_t)indices | (uintptr_t)values, all = arrays | (uintptr_t)data;
-    size_t blocks = k / tile + (k % tile != 0), most = (size_t)queue->processors * 32;
-    dtrain__cuda_sparse_args args;
-    dtrain_status status;
-    if (k == 0 || count == 0)
-        return DTRAIN_OK;
-    status = dtrain__cuda_memory(device, "device_sparse_add", "indices", indices, k * sizeof(uint32_t));
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_sparse_add", "values", values, k * sizeof(float));
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_sparse_add", "data", data, count * sizeof(float));
+    const dtrain__cuda_array all[] = {{"indices", indices, sizeof *indices, k, 0},
+                                      {"values", values, sizeof *values, k, 0},
+                                      {"data", data, sizeof *data, count, 0},
+                                      {NULL, NULL, 0, 0, 0}};
+    uintptr_t arrays = (uintptr_t)indices | (uintptr_t)values, any = arrays | (uintptr_t)data;
+    size_t blocks = k / tile + (k % tile != 0), most = (size_t)dtrain__cuda_queue_of(device)->processors * 32;
+    dtrain_status status = dtrain__cuda_arrays(device, "device_sparse_add", all);
     if (status != DTRAIN_OK)
         return status;
+    dtrain__cuda_sparse_args args;
     args.indices = (const unsigned char *)indices;
     args.values = (const unsigned char *)values;
     args.data = (unsigned char *)data;
     args.k = k;
     args.count = count;
-    args.align = all % 4 != 0 ? 1 : arrays % 16 == 0 ? 16 : 4;
-    return dtrain__cuda_status(device, "device_sparse_add",
-                               dtrain__cuda_sparse_kernel_launch(queue->stream, blocks < most ? blocks : most, &args));
+    args.align = any % 4 != 0 ? 1 : arrays % 16 == 0 ? 16 : 4;
+    return dtrain__cuda_sparse_kernel_launch(device, "device_sparse_add", blocks < most ? blocks : most, &args);
 }
 
 #endif

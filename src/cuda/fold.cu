@@ -7,6 +7,7 @@
 #define DTRAIN__CUDA_FOLD
 #include "walk.cu"
 #include "convert.cu"
+#include "flags.cu"
 
 #define DTRAIN__CUDA_FOLD_MOST 64 /* inputs, and outputs */
 
@@ -41,17 +42,12 @@ DTRAIN__CUDA_FN void dtrain__cuda_lane_u64_set(dtrain__cuda_vector *v, int lane,
 
 DTRAIN__CUDA_FN double dtrain__cuda_lane_f64(dtrain__cuda_vector v, int lane)
 {
-    uint64_t bits = dtrain__cuda_lane_u64(v, lane);
-    double x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
+    return dtrain__cuda_double_of(dtrain__cuda_lane_u64(v, lane));
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_lane_f64_set(dtrain__cuda_vector *v, int lane, double x)
 {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    dtrain__cuda_lane_u64_set(v, lane, bits);
+    dtrain__cuda_lane_u64_set(v, lane, dtrain__cuda_bits_f64(x));
 }
 
 /* ---- a op b, lane by lane ---- */
@@ -104,44 +100,28 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_join_wide(int op, dtrain__cuda_wi
 }
 
 /* The order of bits: -0 below +0, a NaN before all. */
-DTRAIN__CUDA_FN uint32_t dtrain__cuda_pick_f32(int op, uint32_t a, uint32_t b)
-{
-    int32_t left = (int32_t)(a ^ (a >> 31) * 0x7fffffffu), right = (int32_t)(b ^ (b >> 31) * 0x7fffffffu);
-    if ((a & 0x7fffffffu) > 0x7f800000u)
-        return a;
-    if ((b & 0x7fffffffu) > 0x7f800000u)
-        return b;
-    return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;
-}
+#define DTRAIN__CUDA_LEAST(kind, type, int_type, top, infinity, lanes)                                                 \
+    DTRAIN__CUDA_FN type dtrain__cuda_pick_##kind(int op, type a, type b)                                              \
+    {                                                                                                                  \
+        const type size = ((type)1 << (top)) - 1;                                                                      \
+        int_type left = (int_type)(a ^ (a >> (top)) * size), right = (int_type)(b ^ (b >> (top)) * size);              \
+        if ((a & size) > (infinity))                                                                                   \
+            return a;                                                                                                  \
+        if ((b & size) > (infinity))                                                                                   \
+            return b;                                                                                                  \
+        return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;                                               \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_##kind(int op, uint32_t flip, dtrain__cuda_vector left,     \
+                                                                  dtrain__cuda_vector right)                           \
+    {                                                                                                                  \
+        dtrain__cuda_vector r;                                                                                         \
+        (void)flip;                                                                                                    \
+        lanes(dtrain__cuda_pick_##kind(op, a, b))                                                                      \
+        return r;                                                                                                      \
+    }
 
-DTRAIN__CUDA_FN uint64_t dtrain__cuda_pick_f64(int op, uint64_t a, uint64_t b)
-{
-    const uint64_t size = 0x7fffffffffffffffu, infinity = 0x7ff0000000000000u;
-    int64_t left = (int64_t)(a ^ (a >> 63) * size), right = (int64_t)(b ^ (b >> 63) * size);
-    if ((a & size) > infinity)
-        return a;
-    if ((b & size) > infinity)
-        return b;
-    return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_f32(int op, uint32_t flip, dtrain__cuda_vector left,
-                                                           dtrain__cuda_vector right)
-{
-    dtrain__cuda_vector r;
-    (void)flip;
-    DTRAIN__CUDA_WORDS(dtrain__cuda_pick_f32(op, a, b))
-    return r;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_f64(int op, uint32_t flip, dtrain__cuda_vector left,
-                                                           dtrain__cuda_vector right)
-{
-    dtrain__cuda_vector r;
-    (void)flip;
-    DTRAIN__CUDA_LONGS(dtrain__cuda_pick_f64(op, a, b))
-    return r;
-}
+DTRAIN__CUDA_LEAST(f32, uint32_t, int32_t, 31, 0x7f800000u, DTRAIN__CUDA_WORDS)
+DTRAIN__CUDA_LEAST(f64, uint64_t, int64_t, 63, 0x7ff0000000000000u, DTRAIN__CUDA_LONGS)
 
 DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip, dtrain__cuda_wide left,
                                                           dtrain__cuda_wide right)
@@ -201,25 +181,32 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_join_u8(int op, uint32_t flip, 
 
 /* ---- into partial results, and out of them ---- */
 
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_partial_same(dtrain__cuda_vector v)
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_same(dtrain__cuda_vector v)
 {
     return v;
 }
 
-#define DTRAIN__CUDA_PARTIAL(kind)                                                                                     \
-    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v)                               \
-    {                                                                                                                  \
-        dtrain__cuda_wide wide;                                                                                        \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                \
-        {                                                                                                              \
-            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i]));                              \
-            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i]));                            \
-        }                                                                                                              \
-        return wide;                                                                                                   \
-    }
+/* x[i] * by, each product rounded. */
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_times_f32(dtrain__cuda_vector v, float by)
+{
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
+        dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(v.word[i]), by));
+    return v;
+}
 
-DTRAIN__CUDA_PARTIAL(f16)
-DTRAIN__CUDA_PARTIAL(bf16)
+DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_times_wide(dtrain__cuda_wide v, float by)
+{
+    v.low = dtrain__cuda_times_f32(v.low, by);
+    v.high = dtrain__cuda_times_f32(v.high, by);
+    return v;
+}
+
+DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_times_f64(dtrain__cuda_vector v, double by)
+{
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
+        dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_mul_f64(dtrain__cuda_lane_f64(v, i), by));
+    return v;
+}
 
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_same(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
 {
@@ -229,42 +216,52 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_same(const dtrain__cuda_
 
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f32(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
 {
-    float by = args->by_f32;
     if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
+        return dtrain__cuda_times_f32(v, args->by_f32);
+    if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
         DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
-            dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(v.word[i]), by));
-    else if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =
-            dtrain__cuda_bits_f32(dtrain__cuda_div_f32(dtrain__cuda_float_of(v.word[i]), by));
+            dtrain__cuda_bits_f32(dtrain__cuda_div_f32(dtrain__cuda_float_of(v.word[i]), args->by_f32));
     return v;
 }
 
 DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f64(const dtrain__cuda_fold *args, dtrain__cuda_vector v)
 {
-    double by = args->by_f64;
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
-    {
-        double x = dtrain__cuda_lane_f64(v, i);
-        if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
-            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_mul_f64(x, by));
-        else if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
-            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_div_f64(x, by));
-    }
+    if (args->finish == DTRAIN__CUDA_FOLD_MULTIPLY)
+        return dtrain__cuda_times_f64(v, args->by_f64);
+    if (args->finish == DTRAIN__CUDA_FOLD_DIVIDE)
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)
+            dtrain__cuda_lane_f64_set(&v, i, dtrain__cuda_div_f64(dtrain__cuda_lane_f64(v, i), args->by_f64));
     return v;
 }
 
-#define DTRAIN__CUDA_FINISH(kind)                                                                                      \
+/* Floats of 16 bits: as float32, rounded back, and finished. */
+#define DTRAIN__CUDA_HALVES(kind)                                                                                      \
+    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v)                               \
+    {                                                                                                                  \
+        dtrain__cuda_wide wide;                                                                                        \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                \
+        {                                                                                                              \
+            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i]));                              \
+            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i]));                            \
+        }                                                                                                              \
+        return wide;                                                                                                   \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_##kind(dtrain__cuda_wide w)                               \
+    {                                                                                                                  \
+        dtrain__cuda_vector v;                                                                                         \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
+            dtrain__cuda_both_##kind(dtrain__cuda_float_of(w.low.word[i]), dtrain__cuda_float_of(w.high.word[i]));     \
+        return v;                                                                                                      \
+    }                                                                                                                  \
     DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_##kind(const dtrain__cuda_fold *args, dtrain__cuda_wide w) \
     {                                                                                                                  \
-        dtrain__cuda_vector v, low = dtrain__cuda_finish_f32(args, w.low);                                             \
-        dtrain__cuda_vector high = dtrain__cuda_finish_f32(args, w.high);                                              \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
-            dtrain__cuda_both_##kind(dtrain__cuda_float_of(low.word[i]), dtrain__cuda_float_of(high.word[i]));         \
-        return v;                                                                                                      \
+        w.low = dtrain__cuda_finish_f32(args, w.low);                                                                  \
+        w.high = dtrain__cuda_finish_f32(args, w.high);                                                                \
+        return dtrain__cuda_rounded_##kind(w);                                                                         \
     }
 
-DTRAIN__CUDA_FINISH(f16)
-DTRAIN__CUDA_FINISH(bf16)
+DTRAIN__CUDA_HALVES(f16)
+DTRAIN__CUDA_HALVES(bf16)
 
 DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size_t element, size_t width, int whole,
                                              dtrain__cuda_vector v)
@@ -274,6 +271,60 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
 }
 
 /* ---- kernels ---- */
+
+#define DTRAIN__CUDA_FOLD_PHASES 6 /* of a fold between two rounds of flags */
+
+typedef struct dtrain__cuda_fold_flags {
+    dtrain__cuda_fold fold;
+    dtrain__cuda_flags flags;
+    int at_once;
+} dtrain__cuda_fold_flags;
+
+/* The kernel `name` of a fold, and name_flags, which does it between two rounds of flags. Threads hold name_held. */
+#define DTRAIN__CUDA_FOLD_KERNELS(name, lanes, unroll)                                                                 \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, lanes, unroll)                                      \
+    typedef struct name##_kept {                                                                                       \
+        name##_held group, single;                                                                                     \
+    } name##_kept;                                                                                                     \
+    DTRAIN__CUDA_FN void name##_flags_body(const dtrain__cuda_fold_flags *args, dtrain__cuda_at at,                    \
+                                           dtrain__cuda_flags_block *shared, name##_kept *own, int phase)              \
+    {                                                                                                                  \
+        const dtrain__cuda_fold *fold = &args->fold;                                                                   \
+        size_t i = at.block * at.threads + at.thread, groups = fold->walk.groups, head = fold->walk.head;              \
+        size_t element = head + i * (lanes), alone = i < head ? i : i + groups * (lanes);                              \
+        if (phase == 0)                                                                                                \
+            dtrain__cuda_flags_begin(&args->flags, at, &shared->stop);                                                 \
+        else if (shared->stop)                                                                                         \
+            return;                                                                                                    \
+        else if (phase == 1 || phase == 4)                                                                             \
+            dtrain__cuda_flags_await(&args->flags, at, phase == 4, &shared->stop);                                     \
+        else if (phase == 3)                                                                                           \
+            dtrain__cuda_flags_signal(&args->flags, at, 1);                                                            \
+        else if (phase == 2 && !args->at_once)                                                                         \
+            name##_body(fold, at, NULL, NULL, 0);                                                                      \
+        else if (phase == 2) {                                                                                         \
+            if (i < groups)                                                                                            \
+                own->group = name##_load(fold, element, 1);                                                            \
+            if (i < fold->walk.singles)                                                                                \
+                own->single = name##_load(fold, alone, 0);                                                             \
+        } else if (args->at_once) {                                                                                    \
+            if (i < groups)                                                                                            \
+                name##_store(fold, element, 1, &own->group);                                                           \
+            if (i < fold->walk.singles)                                                                                \
+                name##_store(fold, alone, 0, &own->single);                                                            \
+        }                                                                                                              \
+    }                                                                                                                  \
+    DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_fold_flags, dtrain__cuda_flags_block, name##_kept,                \
+                          DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FOLD_PHASES)
+
+/* The same of a fold whose threads hold its result. */
+#define DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)                                                              \
+    typedef wide name##_held;                                                                                          \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
+    {                                                                                                                  \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
+    }                                                                                                                  \
+    DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), 1)
 
 /* Sums of `inputs` (1, 2, 4 or 8) inputs. */
 #define DTRAIN__CUDA_FOLD_FIXED(name, inputs, unroll, wide, partial, join, finish, width)                              \
@@ -297,7 +348,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
                 join(DTRAIN_SUM, part[k], part[k + step]);                                                             \
         dtrain__cuda_fold_store(args, element, width, whole, finish(args, part[0]));                                   \
     }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, 16 / (width), unroll)
+    DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), unroll)
 
 /* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs; which of them
  * are held is said by the bits of the number of eights. At the end the smaller joins the larger before it. */
@@ -364,11 +415,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
             p = has ? join(op, p32, p) : p32;                                                                          \
         return p;                                                                                                      \
     }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
-    {                                                                                                                  \
-        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
-    }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, wide, 16 / (width), 1)
+    DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
 /* What is exact in any order: four inputs at a time, from left to right. */
 #define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width)                                                \
@@ -384,90 +431,91 @@ DTRAIN__CUDA_FN void dtrain__cuda_fold_store(const dtrain__cuda_fold *args, size
         }                                                                                                              \
         return p;                                                                                                      \
     }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
-    {                                                                                                                  \
-        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
-    }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, wide, 16 / (width), 1)
+    DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
-/* The groups a thread loads before it stores the first; the number of inputs times this are in flight. */
-#define DTRAIN__CUDA_FOLD_GROUPS_1 4
-#define DTRAIN__CUDA_FOLD_GROUPS_2 4
-#define DTRAIN__CUDA_FOLD_GROUPS_4 2
-#define DTRAIN__CUDA_FOLD_GROUPS_8 1
-
+/* A thread loads so many groups before it stores the first; the number of inputs times this are in flight. */
 #define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width)                                               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, DTRAIN__CUDA_FOLD_GROUPS_1, wide, partial, join, finish, width)               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, DTRAIN__CUDA_FOLD_GROUPS_2, wide, partial, join, finish, width)               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, DTRAIN__CUDA_FOLD_GROUPS_4, wide, partial, join, finish, width)               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_8, 8, DTRAIN__CUDA_FOLD_GROUPS_8, wide, partial, join, finish, width)
+    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, 4, wide, partial, join, finish, width)                                        \
+    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, 4, wide, partial, join, finish, width)                                        \
+    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, 2, wide, partial, join, finish, width)                                        \
+    DTRAIN__CUDA_FOLD_FIXED(name##_8, 8, 1, wide, partial, join, finish, width)
 
-DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f32,
+DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_f32,
                        dtrain__cuda_finish_f32, 4)
 DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_join_wide,
                        dtrain__cuda_finish_f16, 2)
 DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_join_wide,
                        dtrain__cuda_finish_bf16, 2)
-DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f64,
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f64, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_f64,
                        dtrain__cuda_finish_f64, 8)
-DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_f32,
+DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_f32,
                        dtrain__cuda_finish_f32, 4)
 DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_join_wide,
                        dtrain__cuda_finish_f16, 2)
 DTRAIN__CUDA_FOLD_TREE(dtrain__cuda_tree_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_join_wide,
                        dtrain__cuda_finish_bf16, 2)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_least_f64,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f64, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_least_f64,
                       dtrain__cuda_finish_same, 8)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_least_f32,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_least_f32,
                       dtrain__cuda_finish_same, 4)
 DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_f16, dtrain__cuda_wide, dtrain__cuda_partial_f16, dtrain__cuda_least_wide,
                       dtrain__cuda_finish_f16, 2)
 DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_bf16, dtrain__cuda_wide, dtrain__cuda_partial_bf16, dtrain__cuda_least_wide,
                       dtrain__cuda_finish_bf16, 2)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u8, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u8,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u8, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_u8,
                       dtrain__cuda_finish_same, 1)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u32, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u32,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_u32,
                       dtrain__cuda_finish_same, 4)
-DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_partial_same, dtrain__cuda_join_u64,
+DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_u64,
                       dtrain__cuda_finish_same, 8)
 
 /* ---- the operation ---- */
 
-typedef cudaError_t (*dtrain__cuda_fold_launch)(cudaStream_t stream, size_t blocks, const dtrain__cuda_fold *args);
+/* Beside numbers of inputs: any number by the tree, or in a row. */
+enum { DTRAIN__CUDA_FOLD_BY_TREE = -2, DTRAIN__CUDA_FOLD_IN_A_ROW = -1 };
 
-/* The kernel of sums of n inputs, and the groups that its threads hold; NULL where none is unrolled. */
-static dtrain__cuda_fold_launch dtrain__cuda_fold_sum(dtrain_dtype dtype, int n, size_t *unroll)
-{
-    static const dtrain__cuda_fold_launch launches[3][4] = {
-        {dtrain__cuda_sum_f32_1_launch, dtrain__cuda_sum_f32_2_launch, dtrain__cuda_sum_f32_4_launch,
-         dtrain__cuda_sum_f32_8_launch},
-        {dtrain__cuda_sum_f16_1_launch, dtrain__cuda_sum_f16_2_launch, dtrain__cuda_sum_f16_4_launch,
-         dtrain__cuda_sum_f16_8_launch},
-        {dtrain__cuda_sum_bf16_1_launch, dtrain__cuda_sum_bf16_2_launch, dtrain__cuda_sum_bf16_4_launch,
-         dtrain__cuda_sum_bf16_8_launch}};
-    static const size_t unrolls[4] = {DTRAIN__CUDA_FOLD_GROUPS_1, DTRAIN__CUDA_FOLD_GROUPS_2,
-                                      DTRAIN__CUDA_FOLD_GROUPS_4, DTRAIN__CUDA_FOLD_GROUPS_8};
-    int row = dtype == DTRAIN_F32 ? 0 : dtype == DTRAIN_F16 ? 1 : dtype == DTRAIN_BF16 ? 2 : -1;
-    int column = n == 1 ? 0 : n == 2 ? 1 : n == 4 ? 2 : n == 8 ? 3 : -1;
-    if (row < 0 || column < 0)
-        return NULL;
-    *unroll = unrolls[column];
-    return launches[row][column];
-}
+/* All folds: each(name, dtype, inputs). Integers with a sign go as those without. */
+#define DTRAIN__CUDA_FOLD_EACH(each)                                                                                   \
+    each(dtrain__cuda_sum_f32_1, DTRAIN_F32, 1) each(dtrain__cuda_sum_f32_2, DTRAIN_F32, 2)                            \
+    each(dtrain__cuda_sum_f32_4, DTRAIN_F32, 4) each(dtrain__cuda_sum_f32_8, DTRAIN_F32, 8)                            \
+    each(dtrain__cuda_sum_f16_1, DTRAIN_F16, 1) each(dtrain__cuda_sum_f16_2, DTRAIN_F16, 2)                            \
+    each(dtrain__cuda_sum_f16_4, DTRAIN_F16, 4) each(dtrain__cuda_sum_f16_8, DTRAIN_F16, 8)                            \
+    each(dtrain__cuda_sum_bf16_1, DTRAIN_BF16, 1) each(dtrain__cuda_sum_bf16_2, DTRAIN_BF16, 2)                        \
+    each(dtrain__cuda_sum_bf16_4, DTRAIN_BF16, 4) each(dtrain__cuda_sum_bf16_8, DTRAIN_BF16, 8)                        \
+    each(dtrain__cuda_tree_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
+    each(dtrain__cuda_tree_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
+    each(dtrain__cuda_tree_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
+    each(dtrain__cuda_tree_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_BY_TREE)                                               \
+    each(dtrain__cuda_row_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+    each(dtrain__cuda_row_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+    each(dtrain__cuda_row_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+    each(dtrain__cuda_row_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_IN_A_ROW)                                               \
+    each(dtrain__cuda_row_u8, DTRAIN_U8, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                   \
+    each(dtrain__cuda_row_u32, DTRAIN_U32, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+    each(dtrain__cuda_row_u64, DTRAIN_U64, DTRAIN__CUDA_FOLD_IN_A_ROW)
 
-static dtrain__cuda_fold_launch dtrain__cuda_fold_any(dtrain_dtype dtype, int tree)
+typedef dtrain_status (*dtrain__cuda_flags_launch)(dtrain_device *device, const char *call, size_t blocks,
+                                                   const dtrain__cuda_fold_flags *args);
+
+typedef struct dtrain__cuda_fold_kernel {
+    dtrain_dtype dtype;
+    int inputs;
+    dtrain_status (*walk)(dtrain_device *device, const char *call, const dtrain__cuda_fold *args);
+    dtrain__cuda_flags_launch flags;
+} dtrain__cuda_fold_kernel;
+
+/* The kernel of an operation on n inputs: of sums the one for that number, where there is one. */
+static const dtrain__cuda_fold_kernel *dtrain__cuda_fold_find(dtrain_dtype dtype, dtrain_op op, int n)
 {
-    switch (dtype) {
-    case DTRAIN_F64: return tree ? dtrain__cuda_tree_f64_launch : dtrain__cuda_row_f64_launch;
-    case DTRAIN_F32: return tree ? dtrain__cuda_tree_f32_launch : dtrain__cuda_row_f32_launch;
-    case DTRAIN_F16: return tree ? dtrain__cuda_tree_f16_launch : dtrain__cuda_row_f16_launch;
-    case DTRAIN_BF16: return tree ? dtrain__cuda_tree_bf16_launch : dtrain__cuda_row_bf16_launch;
-    case DTRAIN_I8:
-    case DTRAIN_U8: return dtrain__cuda_row_u8_launch;
-    case DTRAIN_I32:
-    case DTRAIN_U32: return dtrain__cuda_row_u32_launch;
-    default: return dtrain__cuda_row_u64_launch;
-    }
+#define DTRAIN__CUDA_FOLD_ENTRY(name, dtype, inputs) {dtype, inputs, name##_walk, name##_flags_launch},
+    static const dtrain__cuda_fold_kernel kernels[] = {DTRAIN__CUDA_FOLD_EACH(DTRAIN__CUDA_FOLD_ENTRY)};
+#undef DTRAIN__CUDA_FOLD_ENTRY
+    const int ways[] = {n, DTRAIN__CUDA_FOLD_BY_TREE, DTRAIN__CUDA_FOLD_IN_A_ROW};
+    for (int way = op == DTRAIN_SUM ? 0 : op == DTRAIN_PROD ? 1 : 2; way < 3; way++)
+        for (size_t i = 0; i < sizeof kernels / sizeof kernels[0]; i++)
+            if (kernels[i].dtype == dtype && kernels[i].inputs == ways[way])
+                return &kernels[i];
+    return NULL;
 }
 
 /* How a mean ends. A power of two is told by its bits; its inverse must be normal too. */
@@ -487,64 +535,110 @@ static void dtrain__cuda_fold_finish(dtrain__cuda_fold *args, dtrain_dtype dtype
     DTRAIN_IGNORE(dtrain_convert(&divisor, DTRAIN_F64, &args->by_f32, DTRAIN_F32, 1));
 }
 
-static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, dtrain__cuda_fold *args, const void *const *in,
-                                                void *const *out, size_t width, size_t begin, size_t count)
+/* Takes over one of a list of arrays, which may be other GPUs'. */
+static dtrain_status dtrain__cuda_fold_pointers(dtrain_device *device, const char *what, const void *const *list, int n,
+                                                size_t width, size_t begin, size_t count, const void **taken,
+                                                uint32_t *heads)
 {
-    size_t lanes = 16 / width;
-    uint32_t heads = ~(uint32_t)0;
     dtrain_status status = DTRAIN_OK;
-    for (int k = 0; k < args->n && status == DTRAIN_OK; k++) {
-        args->in[k] = (const unsigned char *)in[k] + begin * width;
-        heads &= dtrain__cuda_heads(args->in[k], width, lanes);
-        status = dtrain__cuda_reach(device, "device_reduce", "an input", args->in[k], count * width);
+    for (int k = 0; k < n && status == DTRAIN_OK; k++) {
+        taken[k] = (const unsigned char *)list[k] + begin * width;
+        *heads &= dtrain__cuda_heads(taken[k], width, 16 / width);
+        status = dtrain__cuda_memory(device, "device_reduce", what, taken[k], count * width, 1);
     }
-    for (int k = 0; k < args->m && status == DTRAIN_OK; k++) {
-        args->out[k] = (unsigned char *)out[k] + begin * width;
-        heads &= dtrain__cuda_heads(args->out[k], width, lanes);
-        status = dtrain__cuda_reach(device, "device_reduce", "an output", args->out[k], count * width);
-    }
-    args->walk = dtrain__cuda_walk_make(heads, lanes, count);
     return status;
 }
 
-/* Makes the arguments of a reduction, of none too, and says by which kernel it goes, whose threads hold *unroll groups. */
+/* Makes the arguments of a reduction, of none too, and says by which kernel it goes. */
 static dtrain_status dtrain__cuda_fold_make(dtrain_device *device, dtrain__cuda_fold *args, dtrain_dtype dtype,
-                                            dtrain_op op, double divisor, const void *const *in, void *const *out,
-                                            size_t begin, size_t count, dtrain__cuda_fold_launch *launch,
-                                            size_t *unroll)
+                                            dtrain_op op, double divisor, const void *const *in, int n,
+                                            void *const *out, int m, size_t begin, size_t count,
+                                            const dtrain__cuda_fold_kernel **kernel)
 {
-    int is_float = dtype == DTRAIN_F64 || dtype == DTRAIN_F32 || dtype == DTRAIN_F16 || dtype == DTRAIN_BF16;
-    int sum = op == DTRAIN_SUM || op == DTRAIN_MEAN;
-    *unroll = 1;
-    *launch = sum ? dtrain__cuda_fold_sum(dtype, args->n, unroll) : NULL;
-    if (*launch == NULL)
-        *launch = dtrain__cuda_fold_any(dtype, is_float && (sum || op == DTRAIN_PROD));
-    args->op = (int)(sum ? DTRAIN_SUM : op);
-    args->flip = dtype == DTRAIN_I8 || dtype == DTRAIN_I32 || dtype == DTRAIN_I64;
+    dtrain_dtype bits = dtype == DTRAIN_I8    ? DTRAIN_U8
+                        : dtype == DTRAIN_I32 ? DTRAIN_U32
+                        : dtype == DTRAIN_I64 ? DTRAIN_U64
+                                              : dtype;
+    size_t width = dtrain_dtype_bits(dtype) / 8;
+    uint32_t heads = ~(uint32_t)0;
+    memset(args, 0, sizeof *args);
+    args->n = n;
+    args->m = m;
+    args->op = (int)(op == DTRAIN_MEAN ? DTRAIN_SUM : op);
+    args->flip = bits != dtype;
+    *kernel = dtrain__cuda_fold_find(bits, (dtrain_op)args->op, n);
     if (op == DTRAIN_MEAN)
         dtrain__cuda_fold_finish(args, dtype, divisor);
-    return dtrain__cuda_fold_pointers(device, args, in, out, dtrain_dtype_bits(dtype) / 8, begin, count);
+    dtrain_status status =
+        dtrain__cuda_fold_pointers(device, "an input", in, n, width, begin, count, args->in, &heads);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_fold_pointers(device, "an output", (const void *const *)out, m, width, begin, count,
+                                            (const void **)args->out, &heads);
+    args->walk = dtrain__cuda_walk_make(heads, 16 / width, count);
+    return status;
 }
 
 static dtrain_status dtrain__cuda_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op, double divisor,
                                          const void *const *in, int n, void *const *out, int m, size_t begin,
                                          size_t count)
 {
-    dtrain__cuda_fold_launch launch;
+    const dtrain__cuda_fold_kernel *kernel;
     dtrain__cuda_fold args;
-    size_t unroll;
-    if (count == 0)
-        return DTRAIN_OK;
-    memset(&args, 0, sizeof args);
-    args.n = n;
-    args.m = m;
     dtrain_status status =
-        dtrain__cuda_fold_make(device, &args, dtype, op, divisor, in, out, begin, count, &launch, &unroll);
-    if (status != DTRAIN_OK)
-        return status;
-    return dtrain__cuda_status(
-        device, "device_reduce",
-        launch(dtrain__cuda_queue_of(device)->stream, dtrain__cuda_walk_blocks(device, &args.walk, unroll), &args));
+        dtrain__cuda_fold_make(device, &args, dtype, op, divisor, in, n, out, m, begin, count, &kernel);
+    return status == DTRAIN_OK ? kernel->walk(device, "device_reduce", &args) : status;
+}
+
+/* ---- between flags ---- */
+
+/* A block a processor is resident whatever the kernel, as these take 256 threads and next to no shared memory. */
+static dtrain_status dtrain__cuda_flag_traits(dtrain_device *device, dtrain_device_flag_traits *traits)
+{
+    dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
+    int domain = 0, bus = 0, slot = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&domain, cudaDevAttrPciDomainId, queue->index);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&bus, cudaDevAttrPciBusId, queue->index);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&slot, cudaDevAttrPciDeviceId, queue->index);
+    traits->identity = (uint64_t)(uint32_t)domain << 32 | (uint64_t)(uint32_t)bus << 8 | (uint64_t)(uint32_t)slot;
+    traits->blocks = queue->processors;
+    traits->block_bytes = DTRAIN__CUDA_THREADS * sizeof(dtrain__cuda_vector);
+    return dtrain__cuda_status(device, "device_flag_traits", error);
+}
+
+/* The kernel's arguments, and which it is. */
+static dtrain_status dtrain__cuda_flags_make(dtrain_device *device, const dtrain_device_flags *part,
+                                             dtrain__cuda_fold_flags *args, dtrain__cuda_flags_launch *launch)
+{
+    const dtrain__cuda_fold_kernel *kernel;
+    memset(&args->flags, 0, sizeof args->flags);
+    args->at_once = part->at_once;
+    args->flags.deadline_ns = part->deadline_ns;
+    args->flags.epoch = part->epoch;
+    args->flags.rank = part->rank;
+    args->flags.ranks = part->ranks;
+    for (int rank = 0; rank < part->ranks; rank++) {
+        args->flags.words[rank] = part->words[rank];
+        args->flags.errors[rank] = part->errors[rank];
+    }
+    dtrain_status status = dtrain__cuda_fold_make(device, &args->fold, part->dtype, part->op, (double)part->n, part->in,
+                                                  part->n, part->out, part->m, part->begin, part->count, &kernel);
+    *launch = kernel->flags;
+    return status;
+}
+
+static dtrain_status dtrain__cuda_flags_run(dtrain_device *device, const dtrain_device_flags *part)
+{
+    const char *call = "device_flags";
+    dtrain__cuda_flags_launch launch;
+    dtrain__cuda_fold_flags args;
+    dtrain_status status = DTRAIN_OK;
+    for (int rank = 0; rank < part->ranks && status == DTRAIN_OK; rank++)
+        status = dtrain__cuda_memory(device, call, "the words of a rank", part->words[rank], sizeof(uint32_t), 1);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_flags_make(device, part, &args, &launch);
+    return status == DTRAIN_OK ? launch(device, call, (size_t)part->blocks, &args) : status;
 }
 
 #endif

@@ -20,9 +20,8 @@
  *            Demmel, Nguyen, Parallel reproducible summation, IEEE Transactions on Computers 64(7), 2015 (anchors) */
 #ifndef DTRAIN__CUDA_NORM
 #define DTRAIN__CUDA_NORM
-#include "cuda.h"
-#include "body.h"
-#include "queue.cu"
+#include "walk.cu"
+#include "elementwise.cu"
 
 #define DTRAIN__CUDA_NORM_THREADS 256
 #define DTRAIN__CUDA_NORM_DIGITS 20
@@ -35,60 +34,10 @@
 #define DTRAIN__CUDA_NORM_ROUNDS 60 /* of 16 squares, which with those at the ends are fewer than 2^10 */
 #define DTRAIN__CUDA_INFINITY 0x7F800000u
 
-#ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_NORM_ROLLED
-#else
-#define DTRAIN__CUDA_NORM_ROLLED _Pragma("unroll 1")
-#endif
-
-/* float64 of float32 and back, with subnormals whatever the flags. */
-DTRAIN__CUDA_FN double dtrain__cuda_norm_widen(float x)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    return (double)x;
-#else
-    double result;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(x));
-    return result;
-#endif
-}
-
-DTRAIN__CUDA_FN float dtrain__cuda_norm_narrow(double x)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    return (float)x;
-#else
-    float result;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(x));
-    return result;
-#endif
-}
-
-DTRAIN__CUDA_FN uint64_t dtrain__cuda_norm_bits(double x)
-{
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-DTRAIN__CUDA_FN double dtrain__cuda_norm_double_of(uint64_t bits)
-{
-    double x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-/* How many numbers come before the first of `count` at a multiple of 16 bytes. */
-static size_t dtrain__cuda_norm_head(const float *x, size_t count)
-{
-    size_t head = (16 - ((uintptr_t)x & 15)) % 16 / sizeof(float);
-    return head < count ? head : count;
-}
-
 typedef struct dtrain__cuda_squares_args {
     const float *x;
-    size_t count, head, vectors; /* of 4, after the head */
     uint64_t *limbs;
+    dtrain__cuda_walk walk;
 } dtrain__cuda_squares_args;
 
 typedef struct dtrain__cuda_squares_shared {
@@ -109,6 +58,17 @@ DTRAIN__CUDA_FN void dtrain__cuda_limb_add(uint32_t *limb, uint32_t value)
 {
     for (; value != 0; limb++)
         value = dtrain__cuda_atomic_add_u32(limb, value) > UINT32_MAX - value;
+}
+
+/* Adds a word whose bit 0 is that of a block's limbs at `position`. */
+DTRAIN__CUDA_FN void dtrain__cuda_limb_add_word(uint32_t *limbs, uint32_t position, uint64_t word)
+{
+    uint64_t lower = (word & 0xFFFFFFFFu) << position % 32, upper = (word >> 32) << position % 32;
+    uint32_t *limb = limbs + position / 32;
+    dtrain__cuda_limb_add(limb, (uint32_t)lower);
+    dtrain__cuda_limb_add(limb + 1, (uint32_t)(lower >> 32));
+    dtrain__cuda_limb_add(limb + 1, (uint32_t)upper);
+    dtrain__cuda_limb_add(limb + 2, (uint32_t)(upper >> 32));
 }
 
 /* Bit 0 of limb 0 is worth 2^-298; the last place of the last accumulator of a window, and of a number's square, is
@@ -138,7 +98,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_place(dtrain__cuda_squares_own *own, u
     own->lowest = bottom > 1 ? bottom << 23 : 0;
     own->span = (top << 23) - own->lowest;
     for (int i = 0; i < 3; i++)
-        own->sums[i] = dtrain__cuda_norm_double_of(dtrain__cuda_squares_anchor(top, i));
+        own->sums[i] = dtrain__cuda_double_of(dtrain__cuda_squares_anchor(top, i));
 }
 
 /* The top of a window for numbers of up to this exponent. */
@@ -151,14 +111,14 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_squares_top(uint32_t exponent)
 /* What an accumulator holds, in its last places. */
 DTRAIN__CUDA_FN int64_t dtrain__cuda_squares_places(const dtrain__cuda_squares_own *own, int accumulator)
 {
-    return (int64_t)(dtrain__cuda_norm_bits(own->sums[accumulator]) -
+    return (int64_t)(dtrain__cuda_bits_f64(own->sums[accumulator]) -
                      dtrain__cuda_squares_anchor(own->top, accumulator));
 }
 
 /* Adds a 2^82 + b 2^41 + c, which is not negative, and a below 2^60, in last places of the window of top. */
 DTRAIN__CUDA_FN void dtrain__cuda_squares_flush(uint32_t *limbs, uint32_t top, int64_t a, int64_t b, int64_t c)
 {
-    uint32_t position = dtrain__cuda_squares_position(dtrain__cuda_squares_bottom(top)), shift = position % 32;
+    uint32_t position = dtrain__cuda_squares_position(dtrain__cuda_squares_bottom(top));
     uint64_t low = (uint64_t)c, middle = (uint64_t)(c >> 63), high = middle, carry;
     low += (uint64_t)b << 41;
     carry = low < (uint64_t)b << 41;
@@ -168,15 +128,9 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_flush(uint32_t *limbs, uint32_t top, i
     high += (uint64_t)(b >> 63) + (middle < (uint64_t)(b >> 23));
     middle += (uint64_t)a << 18;
     high += (uint64_t)(a >> 46) + (middle < (uint64_t)a << 18);
-    for (int i = 0; i < 3; i++) {
-        uint64_t word = i == 0 ? low : i == 1 ? middle : high;
-        uint64_t lower = (word & 0xFFFFFFFFu) << shift, upper = (word >> 32) << shift;
-        uint32_t *limb = limbs + position / 32 + 2 * i;
-        dtrain__cuda_limb_add(limb, (uint32_t)lower);
-        dtrain__cuda_limb_add(limb + 1, (uint32_t)(lower >> 32));
-        dtrain__cuda_limb_add(limb + 1, (uint32_t)upper);
-        dtrain__cuda_limb_add(limb + 2, (uint32_t)(upper >> 32));
-    }
+    dtrain__cuda_limb_add_word(limbs, position, low);
+    dtrain__cuda_limb_add_word(limbs, position + 64, middle);
+    dtrain__cuda_limb_add_word(limbs, position + 128, high);
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_squares_flush_own(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
@@ -188,7 +142,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_flush_own(dtrain__cuda_squares_shared 
 
 DTRAIN__CUDA_FN void dtrain__cuda_squares_accumulate(dtrain__cuda_squares_own *own, float number)
 {
-    double x = dtrain__cuda_norm_widen(number), rest = dtrain__cuda_mul_f64(x, x);
+    double x = dtrain__cuda_widen_f32(number), rest = dtrain__cuda_mul_f64(x, x);
     for (int i = 0; i < 2; i++) {
         double sum = dtrain__cuda_add_f64(own->sums[i], rest);
         rest = dtrain__cuda_sub_f64(rest, dtrain__cuda_sub_f64(sum, own->sums[i]));
@@ -217,13 +171,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_take(dtrain__cuda_squares_own *own, dt
 DTRAIN__CUDA_FN void dtrain__cuda_squares_put(uint32_t *limbs, uint32_t key)
 {
     uint32_t exponent = key >> 23, mantissa = (key & 0x7FFFFFu) | (exponent > 0 ? 0x800000u : 0);
-    uint32_t position = dtrain__cuda_squares_position(exponent), shift = position % 32;
-    uint64_t square = (uint64_t)mantissa * mantissa;
-    uint64_t lower = (square & 0xFFFFFFFFu) << shift, upper = (square >> 32) << shift;
-    dtrain__cuda_limb_add(limbs + position / 32, (uint32_t)lower);
-    dtrain__cuda_limb_add(limbs + position / 32 + 1, (uint32_t)(lower >> 32));
-    dtrain__cuda_limb_add(limbs + position / 32 + 1, (uint32_t)upper);
-    dtrain__cuda_limb_add(limbs + position / 32 + 2, (uint32_t)(upper >> 32));
+    dtrain__cuda_limb_add_word(limbs, dtrain__cuda_squares_position(exponent), (uint64_t)mantissa * mantissa);
 }
 
 /* Any number. A window moves by steps of 16 binades, so that threads' windows seldom differ. */
@@ -252,7 +200,7 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_any(dtrain__cuda_squares_shared *share
 DTRAIN__CUDA_FN void dtrain__cuda_squares_each(dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own,
                                                const float *x, size_t stride, uint32_t vectors)
 {
-    DTRAIN__CUDA_NORM_ROLLED
+    DTRAIN__CUDA_ROLLED
     for (uint32_t i = 0; i < 4 * vectors; i++)
         dtrain__cuda_squares_any(shared, own, dtrain__cuda_bits_f32(x[i / 4 * stride + i % 4]) & 0x7FFFFFFFu);
 }
@@ -261,23 +209,20 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_each(dtrain__cuda_squares_shared *shar
 DTRAIN__CUDA_FN void dtrain__cuda_squares_ends(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
 {
-    size_t ends = args->count - 4 * args->vectors;
-    if (at.block > 0 || at.thread >= ends)
-        return;
-    uint32_t key = dtrain__cuda_bits_f32(args->x[at.thread < args->head ? at.thread : 4 * args->vectors + at.thread]) &
-                   0x7FFFFFFFu;
-    dtrain__cuda_squares_any(shared, own, key);
+    size_t i = at.thread < args->walk.head ? at.thread : 4 * args->walk.groups + at.thread;
+    if (at.block == 0 && at.thread < args->walk.singles)
+        dtrain__cuda_squares_any(shared, own, dtrain__cuda_bits_f32(args->x[i]) & 0x7FFFFFFFu);
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                               dtrain__cuda_squares_shared *shared, dtrain__cuda_squares_own *own)
 {
-    const float *x = args->x + args->head;
+    const float *x = args->x + args->walk.head;
     const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)x;
     size_t step = at.blocks * at.threads, i = at.block * at.threads + at.thread;
     int rounds = 0;
-    DTRAIN__CUDA_NORM_ROLLED
-    for (; i < args->vectors && args->vectors - i > 3 * step; i += 4 * step) {
+    DTRAIN__CUDA_ROLLED
+    for (; i < args->walk.groups && args->walk.groups - i > 3 * step; i += 4 * step) {
         dtrain__cuda_vector a = v[i], b = v[i + step], c = v[i + 2 * step], d = v[i + 3 * step];
         /* The branch comes after all four loads, so that they are on their way together. */
         if (dtrain__cuda_squares_misses(own, a) | dtrain__cuda_squares_misses(own, b) |
@@ -294,8 +239,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *a
         dtrain__cuda_squares_flush_own(shared, own);
         rounds = 0;
     }
-    DTRAIN__CUDA_NORM_ROLLED
-    for (; i < args->vectors; i += step)
+    DTRAIN__CUDA_ROLLED
+    for (; i < args->walk.groups; i += step)
         dtrain__cuda_squares_each(shared, own, x + 4 * i, 0, 1);
 }
 
@@ -303,10 +248,10 @@ DTRAIN__CUDA_FN void dtrain__cuda_squares_all(const dtrain__cuda_squares_args *a
 DTRAIN__CUDA_FN void dtrain__cuda_squares_sample(const dtrain__cuda_squares_args *args, dtrain__cuda_at at,
                                                  dtrain__cuda_squares_shared *shared)
 {
-    const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)(args->x + args->head);
+    const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)(args->x + args->walk.head);
     size_t i = at.block * at.threads + at.thread;
     uint32_t top = dtrain__cuda_squares_top(0);
-    if (i < args->vectors) {
+    if (i < args->walk.groups) {
         dtrain__cuda_vector sample = v[i];
         for (int j = 0; j < 4; j++) {
             uint32_t key = sample.word[j] & 0x7FFFFFFFu, its = dtrain__cuda_squares_top(key >> 23);
@@ -409,25 +354,21 @@ static size_t dtrain__cuda_norm_blocks(dtrain_device *device, size_t vectors)
 static dtrain_status dtrain__cuda_squares(dtrain_device *device, const float *x, size_t count, int64_t *limbs)
 {
     const char *call = "device_squares";
-    if (count == 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_whole(device, call, "x", x, sizeof *x, count);
+    const dtrain__cuda_array all[] = {{"x", x, sizeof *x, count, 1}, {NULL, NULL, 0, 0, 0}};
+    const dtrain__cuda_array sum[] = {{"limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS, 1}, {NULL, NULL, 0, 0, 0}};
+    dtrain__cuda_squares_args args = {x, (uint64_t *)limbs, {0, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_walk_arrays(device, call, all, &args.walk);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_whole(device, call, "limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS);
-    if (status != DTRAIN_OK)
-        return status;
-    size_t head = dtrain__cuda_norm_head(x, count);
-    dtrain__cuda_squares_args args = {x, count, head, (count - head) / 4, (uint64_t *)limbs};
-    return dtrain__cuda_status(device, call,
-                               dtrain__cuda_squares_run_launch(dtrain__cuda_queue_of(device)->stream,
-                                                               dtrain__cuda_norm_blocks(device, args.vectors), &args));
+        status = dtrain__cuda_arrays(device, call, sum);
+    size_t blocks = dtrain__cuda_norm_blocks(device, args.walk.groups);
+    return status == DTRAIN_OK ? dtrain__cuda_squares_run_launch(device, call, blocks, &args) : status;
 }
 
 typedef struct dtrain__cuda_clip_args {
     const int64_t *limbs;
     double *norm;
     float *x;
-    size_t count, head, vectors;
+    dtrain__cuda_walk walk;
     float max_norm;
 } dtrain__cuda_clip_args;
 
@@ -442,14 +383,14 @@ DTRAIN__CUDA_FN double dtrain__cuda_clip_value(int64_t *limbs)
 {
     int top = DTRAIN__CUDA_NORM_DIGITS - 1, zeros = 0;
     uint64_t bits = 0, rest = 0;
-    DTRAIN__CUDA_NORM_ROLLED
+    DTRAIN__CUDA_ROLLED
     for (int i = 0; i < top; i++) {
         limbs[i + 1] += limbs[i] >> 32;
         limbs[i] &= 0xFFFFFFFF;
     }
     while (top > 0 && limbs[top] == 0)
         top--;
-    DTRAIN__CUDA_NORM_ROLLED
+    DTRAIN__CUDA_ROLLED
     for (int i = top; i >= 0; i--) {
         uint64_t limb = (uint64_t)limbs[i];
         if (i > top - 2)
@@ -472,48 +413,19 @@ DTRAIN__CUDA_FN double dtrain__cuda_clip_value(int64_t *limbs)
         bits = UINT64_C(0x7FF8000000000000);
     else if (limbs[DTRAIN_SQUARES_LIMBS - 2] != 0)
         bits = UINT64_C(0x7FF0000000000000);
-    return dtrain__cuda_norm_double_of(bits);
+    return dtrain__cuda_double_of(bits);
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_clip_measure(const dtrain__cuda_clip_args *args, dtrain__cuda_at at,
                                                dtrain__cuda_clip_shared *shared)
 {
     double norm = dtrain__cuda_sqrt_f64(dtrain__cuda_clip_value(shared->limbs));
-    double most = dtrain__cuda_norm_widen(args->max_norm);
-    int finite = dtrain__cuda_norm_bits(norm) < UINT64_C(0x7FF0000000000000);
+    double most = dtrain__cuda_widen_f32(args->max_norm);
+    int finite = dtrain__cuda_bits_f64(norm) < UINT64_C(0x7FF0000000000000);
     if (at.block == 0)
         *args->norm = norm;
-    shared->factor = dtrain__cuda_norm_narrow(dtrain__cuda_div_f64(most, norm));
+    shared->factor = dtrain__cuda_narrow_f64(dtrain__cuda_div_f64(most, norm));
     shared->shorten = most != 0.0 && finite && norm > most;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_clip_times(dtrain__cuda_vector v, float factor)
-{
-    for (int i = 0; i < 4; i++)
-        v.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_mul_f32(dtrain__cuda_float_of(v.word[i]), factor));
-    return v;
-}
-
-DTRAIN__CUDA_FN void dtrain__cuda_clip_shorten(const dtrain__cuda_clip_args *args, dtrain__cuda_at at, float factor)
-{
-    dtrain__cuda_vector *v = (dtrain__cuda_vector *)(args->x + args->head);
-    size_t step = at.blocks * at.threads, i = at.block * at.threads + at.thread;
-    size_t ends = args->count - 4 * args->vectors;
-    DTRAIN__CUDA_NORM_ROLLED
-    for (; i < args->vectors && args->vectors - i > 3 * step; i += 4 * step) {
-        dtrain__cuda_vector a = v[i], b = v[i + step], c = v[i + 2 * step], d = v[i + 3 * step];
-        v[i] = dtrain__cuda_clip_times(a, factor);
-        v[i + step] = dtrain__cuda_clip_times(b, factor);
-        v[i + 2 * step] = dtrain__cuda_clip_times(c, factor);
-        v[i + 3 * step] = dtrain__cuda_clip_times(d, factor);
-    }
-    DTRAIN__CUDA_NORM_ROLLED
-    for (; i < args->vectors; i += step)
-        v[i] = dtrain__cuda_clip_times(v[i], factor);
-    if (at.block == 0 && at.thread < ends) {
-        float *x = args->x + (at.thread < args->head ? at.thread : 4 * args->vectors + at.thread);
-        *x = dtrain__cuda_mul_f32(*x, factor);
-    }
 }
 
 DTRAIN__CUDA_FN void dtrain__cuda_clip_run_body(const dtrain__cuda_clip_args *args, dtrain__cuda_at at,
@@ -527,7 +439,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_clip_run_body(const dtrain__cuda_clip_args *ar
         if (at.thread == 0)
             dtrain__cuda_clip_measure(args, at, shared);
     } else if (shared->shorten) {
-        dtrain__cuda_clip_shorten(args, at, shared->factor);
+        dtrain__cuda_axpy_args scale = {NULL, args->x, args->walk, 0, shared->factor};
+        dtrain__cuda_scale_f32_body(&scale, at, NULL, NULL, 0);
     }
 }
 
@@ -538,19 +451,17 @@ static dtrain_status dtrain__cuda_clip(dtrain_device *device, const int64_t *lim
                                        float *x, size_t count)
 {
     const char *call = "device_clip";
-    dtrain_status status = dtrain__cuda_whole(device, call, "limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS);
+    const dtrain__cuda_array sum[] = {{"limbs", limbs, sizeof *limbs, DTRAIN_SQUARES_LIMBS, 1},
+                                      {"norm", norm, sizeof *norm, 1, 1},
+                                      {NULL, NULL, 0, 0, 0}};
+    const dtrain__cuda_array all[] = {{"x", x, sizeof *x, count, 1}, {NULL, NULL, 0, 0, 0}};
+    dtrain__cuda_clip_args args = {limbs, norm, x, {0, 0, 0, 0}, max_norm};
+    dtrain_status status = dtrain__cuda_arrays(device, call, sum);
     if (status == DTRAIN_OK)
-        status = dtrain__cuda_whole(device, call, "norm", norm, sizeof *norm, 1);
-    if (status == DTRAIN_OK && count > 0)
-        status = dtrain__cuda_whole(device, call, "x", x, sizeof *x, count);
-    if (status != DTRAIN_OK)
-        return status;
-    count = max_norm > 0.0f ? count : 0; /* one block writes the norm */
-    size_t head = dtrain__cuda_norm_head(x, count);
-    dtrain__cuda_clip_args args = {limbs, norm, x, count, head, (count - head) / 4, max_norm};
-    return dtrain__cuda_status(device, call,
-                               dtrain__cuda_clip_run_launch(dtrain__cuda_queue_of(device)->stream,
-                                                            dtrain__cuda_norm_blocks(device, args.vectors), &args));
+        status = dtrain__cuda_walk_arrays(device, call, all, &args.walk);
+    /* one block writes the norm where nothing is to be shortened */
+    size_t blocks = dtrain__cuda_norm_blocks(device, max_norm > 0.0f ? args.walk.groups : 0);
+    return status == DTRAIN_OK ? dtrain__cuda_clip_run_launch(device, call, blocks, &args) : status;
 }
 
 #endif

@@ -116,68 +116,35 @@ DTRAIN__CUDA_FN void dtrain__cuda_sgd_all_store(const dtrain__cuda_sgd_args *arg
 DTRAIN__CUDA_WALK_KERNEL(dtrain__cuda_sgd_all, dtrain__cuda_sgd_args, dtrain__cuda_step_held, 4,
                          DTRAIN__CUDA_OPTIMIZER_GROUPS)
 
-typedef struct dtrain__cuda_step_array {
-    const char *what;    /* NULL: there are no more */
-    const void *pointer; /* NULL: no array */
-    size_t width;
-} dtrain__cuda_step_array;
-
-/* Checks the arrays of a step, and says how they are walked together. */
-static dtrain_status dtrain__cuda_step_walk(dtrain_device *device, const char *call,
-                                            const dtrain__cuda_step_array *arrays, size_t count,
-                                            dtrain__cuda_walk *walk)
-{
-    uint32_t heads = ~(uint32_t)0;
-    dtrain_status status = DTRAIN_OK;
-    for (; arrays->what != NULL && status == DTRAIN_OK; arrays++) {
-        if (arrays->pointer == NULL)
-            continue;
-        heads &= dtrain__cuda_heads(arrays->pointer, arrays->width, 4);
-        status = dtrain__cuda_memory(device, call, arrays->what, arrays->pointer, count * arrays->width);
-    }
-    *walk = dtrain__cuda_walk_make(heads, 4, count);
-    return status;
-}
-
 static dtrain_status dtrain__cuda_adamw(dtrain_device *device, const dtrain_device_adamw_step *step)
 {
-    const dtrain__cuda_step_array arrays[] = {{"params", step->params, 4}, {"grads", step->grads, 4}, {"m", step->m, 4},
-                                              {"v", step->v, 4},           {"copy", step->copy, 2},   {NULL, NULL, 0}};
+    const dtrain__cuda_array arrays[] = {{"params", step->params, 4, step->count, 0},
+                                         {"grads", step->grads, 4, step->count, 0},
+                                         {"m", step->m, 4, step->count, 0},
+                                         {"v", step->v, 4, step->count, 0},
+                                         {"copy", step->copy, 2, step->count, 0},
+                                         {NULL, NULL, 0, 0, 0}};
     dtrain__cuda_adamw_args args;
-    if (step->count == 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_step_walk(device, "device_adamw", arrays, step->count, &args.walk);
-    if (status != DTRAIN_OK)
-        return status;
     args.step = *step;
-    return dtrain__cuda_status(device, "device_adamw",
-                               dtrain__cuda_adamw_all_launch(
-                                   dtrain__cuda_queue_of(device)->stream,
-                                   dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_OPTIMIZER_GROUPS), &args));
+    dtrain_status status = dtrain__cuda_walk_arrays(device, "device_adamw", arrays, &args.walk);
+    return status == DTRAIN_OK ? dtrain__cuda_adamw_all_walk(device, "device_adamw", &args) : status;
 }
 
 static dtrain_status dtrain__cuda_sgd(dtrain_device *device, const dtrain_device_sgd_step *step)
 {
-    const dtrain__cuda_step_array arrays[] = {{"params", step->params, 4},
-                                              {"grads", step->grads, 4},
-                                              {"velocity", step->velocity, 4},
-                                              {"copy", step->copy, 2},
-                                              {NULL, NULL, 0}};
-    uint32_t coupled;
+    const dtrain__cuda_array arrays[] = {{"params", step->params, 4, step->count, 0},
+                                         {"grads", step->grads, 4, step->count, 0},
+                                         {"velocity", step->velocity, 4, step->count, 0},
+                                         {"copy", step->copy, 2, step->count, 0},
+                                         {NULL, NULL, 0, 0, 0}};
     dtrain__cuda_sgd_args args;
-    if (step->count == 0)
-        return DTRAIN_OK;
-    dtrain_status status = dtrain__cuda_step_walk(device, "device_sgd", arrays, step->count, &args.walk);
-    if (status != DTRAIN_OK)
-        return status;
+    uint32_t coupled;
     args.step = *step;
     memcpy(&coupled, &step->coupled, sizeof coupled);
     args.decays = coupled << 1 != 0; /* by its bits: the CPU may take a subnormal for zero */
     args.remembers = step->velocity != NULL;
-    return dtrain__cuda_status(device, "device_sgd",
-                               dtrain__cuda_sgd_all_launch(
-                                   dtrain__cuda_queue_of(device)->stream,
-                                   dtrain__cuda_walk_blocks(device, &args.walk, DTRAIN__CUDA_OPTIMIZER_GROUPS), &args));
+    dtrain_status status = dtrain__cuda_walk_arrays(device, "device_sgd", arrays, &args.walk);
+    return status == DTRAIN_OK ? dtrain__cuda_sgd_all_walk(device, "device_sgd", &args) : status;
 }
 
 #endif

@@ -378,46 +378,35 @@ static size_t dtrain__cuda_quantise_tiles(const dtrain__cuda_quantise_args *args
 static dtrain_status dtrain__cuda_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,
                                        size_t count, void *out)
 {
-    cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
-    dtrain__cuda_quantise_args args;
-    dtrain_status status;
-    cudaError_t error;
-    if (count == 0)
-        return DTRAIN_OK;
-    args = dtrain__cuda_quantise_args_of(in, out, count, block, in, out);
-    status = dtrain__cuda_memory(device, "device_pack", "in", in, count * sizeof(float));
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_pack", "out", out, 4 * args.blocks + count);
+    const char *call = "device_pack";
+    dtrain__cuda_quantise_args args = dtrain__cuda_quantise_args_of(in, out, count, block, in, out);
+    const dtrain__cuda_array arrays[] = {
+        {"in", in, sizeof *in, count, 0}, {"out", out, 1, 4 * args.blocks + count, 0}, {NULL, NULL, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_arrays(device, call, arrays);
     if (status != DTRAIN_OK)
         return status;
     if (args.parts > 1)
-        error = code == DTRAIN_I8 ? dtrain__cuda_int8_long_launch(stream, args.blocks, &args)
-                                  : dtrain__cuda_fp8_long_launch(stream, args.blocks, &args);
-    else
-        error = code == DTRAIN_I8 ? dtrain__cuda_int8_pack_launch(stream, dtrain__cuda_quantise_tiles(&args), &args)
-                                  : dtrain__cuda_fp8_pack_launch(stream, dtrain__cuda_quantise_tiles(&args), &args);
-    return dtrain__cuda_status(device, "device_pack", error);
+        return code == DTRAIN_I8 ? dtrain__cuda_int8_long_launch(device, call, args.blocks, &args)
+                                 : dtrain__cuda_fp8_long_launch(device, call, args.blocks, &args);
+    size_t tiles = dtrain__cuda_quantise_tiles(&args);
+    return code == DTRAIN_I8 ? dtrain__cuda_int8_pack_launch(device, call, tiles, &args)
+                             : dtrain__cuda_fp8_pack_launch(device, call, tiles, &args);
 }
 
 static dtrain_status dtrain__cuda_unpack(dtrain_device *device, dtrain_dtype code, size_t block, const void *in,
                                          float *out, size_t count, int add)
 {
-    cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;
-    dtrain__cuda_quantise_args args;
-    dtrain_status status;
-    cudaError_t error;
-    if (count == 0)
-        return DTRAIN_OK;
-    args = dtrain__cuda_quantise_args_of(in, out, count, block, out, in);
-    args.add = add;
-    status = dtrain__cuda_memory(device, "device_unpack", "in", in, 4 * args.blocks + count);
-    if (status == DTRAIN_OK)
-        status = dtrain__cuda_memory(device, "device_unpack", "out", out, count * sizeof(float));
+    const char *call = "device_unpack";
+    dtrain__cuda_quantise_args args = dtrain__cuda_quantise_args_of(in, out, count, block, out, in);
+    const dtrain__cuda_array arrays[] = {
+        {"in", in, 1, 4 * args.blocks + count, 0}, {"out", out, sizeof *out, count, 0}, {NULL, NULL, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_arrays(device, call, arrays);
     if (status != DTRAIN_OK)
         return status;
-    error = code == DTRAIN_I8 ? dtrain__cuda_int8_unpack_launch(stream, dtrain__cuda_quantise_tiles(&args), &args)
-                              : dtrain__cuda_fp8_unpack_launch(stream, dtrain__cuda_quantise_tiles(&args), &args);
-    return dtrain__cuda_status(device, "device_unpack", error);
+    args.add = add;
+    size_t tiles = dtrain__cuda_quantise_tiles(&args);
+    return code == DTRAIN_I8 ? dtrain__cuda_int8_unpack_launch(device, call, tiles, &args)
+                             : dtrain__cuda_fp8_unpack_launch(device, call, tiles, &args);
 }
 
 #endif

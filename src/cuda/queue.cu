@@ -166,45 +166,6 @@ static dtrain_status dtrain__cuda_fits(dtrain_device *device, const char *call, 
                             call, device->name, what, pointer, bytes, room);
 }
 
-/* Says whether `bytes` bytes at pointer are memory that the device's kernels may touch: its own, or pinned. */
-static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call, const char *what, const void *pointer,
-                                         size_t bytes)
-{
-    int index = dtrain__cuda_queue_of(device)->index;
-    cudaPointerAttributes found;
-    if (bytes == 0)
-        return DTRAIN_OK;
-    cudaError_t error = cudaPointerGetAttributes(&found, pointer);
-    if (error != cudaSuccess && error != cudaErrorInvalidValue)
-        return dtrain__cuda_status(device, call, error);
-    if (error == cudaErrorInvalidValue || found.type == cudaMemoryTypeUnregistered) {
-        (void)cudaGetLastError();
-        return dtrain_error_set(DTRAIN_ERR_INVALID,
-                                "%s on %s: %s (%p) must be memory of the device, and CUDA does not know it: it is the "
-                                "CPU's, or freed; allocate with dtrain_device_alloc and copy with dtrain_device_copy",
-                                call, device->name, what, pointer);
-    }
-    if (found.type == cudaMemoryTypeDevice && found.device != index)
-        return dtrain_error_set(DTRAIN_ERR_INVALID,
-                                "%s on %s: %s (%p) is memory of cuda:%d; copy it over with dtrain_device_copy", call,
-                                device->name, what, pointer, found.device);
-    return dtrain__cuda_fits(device, call, what, pointer, bytes);
-}
-
-/* The same for `count` elements that a kernel takes whole only, at multiples of their width: anywhere else its first
- * access would cost the process the GPU. */
-static dtrain_status dtrain__cuda_whole(dtrain_device *device, const char *call, const char *what, const void *pointer,
-                                        size_t width, size_t count)
-{
-    dtrain_status status = dtrain__cuda_memory(device, call, what, pointer, count * width);
-    if (status != DTRAIN_OK || count == 0 || (uintptr_t)pointer % width == 0)
-        return status;
-    return dtrain_error_set(DTRAIN_ERR_INVALID,
-                            "%s on %s: %s (%p) must be at a multiple of %zu bytes; copy it to one with "
-                            "dtrain_device_copy",
-                            call, device->name, what, pointer, width);
-}
-
 /* ---- memory of other GPUs ----
  * A GPU's memory is opened to another when the other is first handed some of it by a reduction, as groups of devices
  * do; it stays open, as it is the process's. */
@@ -245,32 +206,78 @@ static int dtrain__cuda_is_open(const dtrain__cuda_queue *queue, const void *poi
 #endif
 }
 
-/* dtrain__cuda_memory, for a call that may be handed a peer's. */
+/* Refuses a peer's memory that this GPU does not reach. */
 static dtrain_status dtrain__cuda_reach(dtrain_device *device, const char *call, const char *what, const void *pointer,
-                                        size_t bytes)
+                                        int peer)
 {
     dtrain__cuda_queue *queue = dtrain__cuda_queue_of(device);
-    cudaPointerAttributes found;
     int can = 0;
+    cudaError_t error = dtrain__cuda_open_peer(queue, peer, &can);
+    if (error != cudaSuccess)
+        return dtrain__cuda_status(device, call, error);
+    if (can && dtrain__cuda_is_open(queue, pointer))
+        return DTRAIN_OK;
+    return dtrain_error_set(DTRAIN_ERR_INVALID,
+                            "%s on %s: %s (%p) is memory of cuda:%d, which %s; copy it over with dtrain_device_copy",
+                            call, device->name, what, pointer, peer,
+                            can ? "its pool or mapping opens to others only (cudaMemPoolSetAccess)"
+                                : "this GPU cannot reach (cudaDeviceCanAccessPeer)");
+}
+
+/* ---- what a call is handed ---- */
+
+/* Says whether `bytes` bytes at pointer are memory that the device's kernels may touch: its own, pinned, or, where
+ * `peers`, that of a GPU that it reaches. */
+static dtrain_status dtrain__cuda_memory(dtrain_device *device, const char *call, const char *what, const void *pointer,
+                                         size_t bytes, int peers)
+{
+    cudaPointerAttributes found;
+    dtrain_status status = DTRAIN_OK;
     if (bytes == 0)
         return DTRAIN_OK;
     cudaError_t error = cudaPointerGetAttributes(&found, pointer);
-    if (error != cudaSuccess || found.type != cudaMemoryTypeDevice || found.device == queue->index) {
-        if (error == cudaErrorInvalidValue)
-            (void)cudaGetLastError();
-        return dtrain__cuda_memory(device, call, what, pointer, bytes);
-    }
-    error = dtrain__cuda_open_peer(queue, found.device, &can);
-    if (error != cudaSuccess)
+    if (error != cudaSuccess && error != cudaErrorInvalidValue)
         return dtrain__cuda_status(device, call, error);
-    if (!can || !dtrain__cuda_is_open(queue, pointer))
+    if (error == cudaErrorInvalidValue || found.type == cudaMemoryTypeUnregistered) {
+        (void)cudaGetLastError();
         return dtrain_error_set(DTRAIN_ERR_INVALID,
-                                "%s on %s: %s (%p) is memory of cuda:%d, which %s; copy it over with "
-                                "dtrain_device_copy",
-                                call, device->name, what, pointer, found.device,
-                                can ? "its pool or mapping opens to others only (cudaMemPoolSetAccess)"
-                                    : "this GPU cannot reach (cudaDeviceCanAccessPeer)");
-    return dtrain__cuda_fits(device, call, what, pointer, bytes);
+                                "%s on %s: %s (%p) must be memory of the device, and CUDA does not know it: it is the "
+                                "CPU's, or freed; allocate with dtrain_device_alloc and copy with dtrain_device_copy",
+                                call, device->name, what, pointer);
+    }
+    int others = found.type == cudaMemoryTypeDevice && found.device != dtrain__cuda_queue_of(device)->index;
+    if (others && !peers)
+        return dtrain_error_set(DTRAIN_ERR_INVALID,
+                                "%s on %s: %s (%p) is memory of cuda:%d; copy it over with dtrain_device_copy", call,
+                                device->name, what, pointer, found.device);
+    if (others)
+        status = dtrain__cuda_reach(device, call, what, pointer, found.device);
+    return status == DTRAIN_OK ? dtrain__cuda_fits(device, call, what, pointer, bytes) : status;
+}
+
+/* An array of a call. */
+typedef struct dtrain__cuda_array {
+    const char *what;    /* NULL: there are no more */
+    const void *pointer; /* NULL: no array */
+    size_t width, count;
+    int whole; /* 1: at multiples of an element's width only: elsewhere a kernel's first access would cost the process
+                * the GPU */
+} dtrain__cuda_array;
+
+static dtrain_status dtrain__cuda_arrays(dtrain_device *device, const char *call, const dtrain__cuda_array *arrays)
+{
+    for (; arrays->what != NULL; arrays++) {
+        size_t bytes = arrays->pointer != NULL ? arrays->count * arrays->width : 0;
+        dtrain_status status = dtrain__cuda_memory(device, call, arrays->what, arrays->pointer, bytes, 0);
+        if (status != DTRAIN_OK)
+            return status;
+        if (arrays->whole && bytes > 0 && (uintptr_t)arrays->pointer % arrays->width != 0)
+            return dtrain_error_set(DTRAIN_ERR_INVALID,
+                                    "%s on %s: %s (%p) must be at a multiple of %zu bytes; copy it to one with "
+                                    "dtrain_device_copy",
+                                    call, device->name, arrays->what, arrays->pointer, arrays->width);
+    }
+    return DTRAIN_OK;
 }
 
 #endif

@@ -41,7 +41,7 @@ static dtrain_status dtrain__cuda_sharable(dtrain_device *device, const void *po
     cudaPointerAttributes found;
     void *of_pool = NULL;
     int is_legacy = 0;
-    dtrain_status status = dtrain__cuda_memory(device, "memory_share", "memory", pointer, 1);
+    dtrain_status status = dtrain__cuda_memory(device, "memory_share", "memory", pointer, 1, 0);
     if (status != DTRAIN_OK)
         return status;
     cudaError_t error = cudaPointerGetAttributes(&found, pointer);

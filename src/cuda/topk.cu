@@ -9,9 +9,7 @@
  * A position is an index counted from the last multiple of 16 bytes before the vector. */
 #ifndef DTRAIN__CUDA_TOPK
 #define DTRAIN__CUDA_TOPK
-#include "cuda.h"
-#include "body.h"
-#include "queue.cu"
+#include "fold.cu"
 
 #define DTRAIN__CUDA_TOPK_THREADS 256
 #define DTRAIN__CUDA_TOPK_VECTORS 8 /* of 4 a thread */
@@ -94,15 +92,6 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_topk_ones(uint32_t word)
 #endif
 }
 
-DTRAIN__CUDA_FN void dtrain__cuda_topk_or(uint32_t *to, uint32_t bits)
-{
-#ifdef DTRAIN_CUDA_EMULATE
-    *to |= bits;
-#else
-    atomicOr(to, bits);
-#endif
-}
-
 /* What the thread has written is seen by all blocks before what it writes next. */
 DTRAIN__CUDA_FN void dtrain__cuda_topk_fence(void)
 {
@@ -119,14 +108,6 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_load(const float *data, si
         return *(const dtrain__cuda_vector *)(data + (at - first));
     for (size_t i = 0; i < 4; i++)
         v.word[i] = at + i >= first && at + i < end ? dtrain__cuda_bits_f32(data[at + i - first]) : 0;
-    return v;
-}
-
-DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_topk_sum(dtrain__cuda_vector v, dtrain__cuda_vector add)
-{
-    for (int i = 0; i < 4; i++)
-        v.word[i] = dtrain__cuda_bits_f32(
-            dtrain__cuda_add_f32(dtrain__cuda_float_of(v.word[i]), dtrain__cuda_float_of(add.word[i])));
     return v;
 }
 
@@ -153,14 +134,11 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_read_whole(const dtrain__cuda_topk_args *
         return;
     for (int half = 0; half < DTRAIN__CUDA_TOPK_VECTORS; half += 4) {
         const float *add = args->add + from + (size_t)half * 4 * DTRAIN__CUDA_TOPK_THREADS;
-        dtrain__cuda_vector a = dtrain__cuda_topk_addend(add, args->add_whole);
-        dtrain__cuda_vector b = dtrain__cuda_topk_addend(add + 4 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
-        dtrain__cuda_vector c = dtrain__cuda_topk_addend(add + 8 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
-        dtrain__cuda_vector d = dtrain__cuda_topk_addend(add + 12 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
-        own->v[half] = dtrain__cuda_topk_sum(own->v[half], a);
-        own->v[half + 1] = dtrain__cuda_topk_sum(own->v[half + 1], b);
-        own->v[half + 2] = dtrain__cuda_topk_sum(own->v[half + 2], c);
-        own->v[half + 3] = dtrain__cuda_topk_sum(own->v[half + 3], d);
+        dtrain__cuda_vector more[4];
+        for (int j = 0; j < 4; j++)
+            more[j] = dtrain__cuda_topk_addend(add + j * 4 * DTRAIN__CUDA_TOPK_THREADS, args->add_whole);
+        for (int j = 0; j < 4; j++)
+            own->v[half + j] = dtrain__cuda_join_f32(DTRAIN_SUM, own->v[half + j], more[j]);
         for (int j = half; j < half + 4; j++)
             v[j * DTRAIN__CUDA_TOPK_THREADS] = own->v[j];
     }
@@ -257,8 +235,8 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_collect_body(const dtrain__cuda_topk_args
         for (int j = 0; j < DTRAIN__CUDA_TOPK_VECTORS; j++) {
             uint32_t passing = own->mask >> (4 * j) & 15;
             if (passing != 0)
-                dtrain__cuda_topk_or(shared->words + dtrain__cuda_topk_word(at.thread, j),
-                                     passing << (4 * (at.thread % 8)));
+                dtrain__cuda_atomic_or_u32(shared->words + dtrain__cuda_topk_word(at.thread, j),
+                                           passing << (4 * (at.thread % 8)));
         }
     } else if (phase == 2) {
         uint32_t sum = 0;

@@ -236,16 +236,16 @@ DTRAIN__CUDA_FN void dtrain__cuda_topk_count_bins(const dtrain__cuda_topk_args *
         i += step;
     }
     for (; i + 3 * step + 4 <= source.end; i += 4 * step) {
-        const dtrain__cuda_vector *v = (const dtrain__cuda_vector *)(source.data + (i - source.first));
-        dtrain__cuda_vector a = v[0], b = v[step / 4], c = v[step / 2], d = v[step / 4 * 3];
+        const dtrain__cuda_vector *from = (const dtrain__cuda_vector *)(source.data + (i - source.first));
+        dtrain__cuda_vector v[4];
+        uint32_t any = 0;
         /* The branch comes after all four loads, so that they are on their way together. */
-        if ((dtrain__cuda_topk_any(level, a) | dtrain__cuda_topk_any(level, b) | dtrain__cuda_topk_any(level, c) |
-             dtrain__cuda_topk_any(level, d)) == 0)
-            continue;
-        dtrain__cuda_topk_count4(shared->bins, level, source, a, i);
-        dtrain__cuda_topk_count4(shared->bins, level, source, b, i + step);
-        dtrain__cuda_topk_count4(shared->bins, level, source, c, i + 2 * step);
-        dtrain__cuda_topk_count4(shared->bins, level, source, d, i + 3 * step);
+        for (size_t j = 0; j < 4; j++)
+            v[j] = from[step / 4 * j];
+        for (int j = 0; j < 4; j++)
+            any |= dtrain__cuda_topk_any(level, v[j]);
+        for (size_t j = 0; any != 0 && j < 4; j++)
+            dtrain__cuda_topk_count4(shared->bins, level, source, v[j], i + j * step);
     }
     for (; i < source.end; i += step)
         dtrain__cuda_topk_count4(shared->bins, level, source,
@@ -511,52 +511,45 @@ static dtrain_status dtrain__cuda_selection_create(dtrain_device *device, size_t
 
 static void dtrain__cuda_selection_destroy(dtrain_device *device, dtrain_device_selection *selection)
 {
-    if (selection == NULL)
-        return;
     device->ops->release(device, DTRAIN_MEMORY_DEVICE, ((dtrain__cuda_selection *)selection)->memory);
     free(selection);
 }
 
 /* The kernels of a step, in order. */
-static cudaError_t dtrain__cuda_topk_launch(const dtrain__cuda_queue *queue, dtrain__cuda_topk_args *args)
+static dtrain_status dtrain__cuda_topk_launch(dtrain_device *device, dtrain__cuda_topk_args *args)
 {
-    size_t blocks = 4 * (size_t)queue->processors, most = args->tiles * DTRAIN__CUDA_TOPK_VECTORS;
+    const char *call = "device_select";
+    size_t blocks = 4 * (size_t)dtrain__cuda_queue_of(device)->processors;
+    size_t most = args->tiles * DTRAIN__CUDA_TOPK_VECTORS;
+    size_t most_samples = DTRAIN__CUDA_TOPK_SAMPLE / DTRAIN__CUDA_TOPK_THREADS;
     size_t samples = (args->count + 4 * DTRAIN__CUDA_TOPK_THREADS - 1) / (4 * DTRAIN__CUDA_TOPK_THREADS);
-    cudaError_t error = (cudaError_t)0;
+    dtrain_status status = DTRAIN_OK;
     blocks = blocks < most ? blocks : most;
-    samples = samples < DTRAIN__CUDA_TOPK_SAMPLE / DTRAIN__CUDA_TOPK_THREADS
-                  ? samples
-                  : DTRAIN__CUDA_TOPK_SAMPLE / DTRAIN__CUDA_TOPK_THREADS;
+    samples = samples < most_samples ? samples : most_samples;
     if (args->k > 0)
-        error = dtrain__cuda_topk_aim_launch(queue->stream, samples, args);
-    if (error == 0 && (args->k > 0 || args->add != NULL))
-        error = dtrain__cuda_topk_collect_launch(queue->stream, args->tiles, args);
+        status = dtrain__cuda_topk_aim_launch(device, call, samples, args);
+    if (status == DTRAIN_OK && (args->k > 0 || args->add != NULL))
+        status = dtrain__cuda_topk_collect_launch(device, call, args->tiles, args);
     if (args->k == 0)
-        return error;
-    for (args->level = 0; error == 0 && args->level < 3; args->level++)
-        error = dtrain__cuda_topk_bins_launch(queue->stream, blocks, args);
-    if (error == 0)
-        error = dtrain__cuda_topk_count_launch(queue->stream, args->chunks, args);
-    if (error == 0)
-        error = dtrain__cuda_topk_fill_launch(queue->stream, args->chunks, args);
-    return error;
+        return status;
+    for (args->level = 0; status == DTRAIN_OK && args->level < 3; args->level++)
+        status = dtrain__cuda_topk_bins_launch(device, call, blocks, args);
+    if (status == DTRAIN_OK)
+        status = dtrain__cuda_topk_count_launch(device, call, args->chunks, args);
+    return status == DTRAIN_OK ? dtrain__cuda_topk_fill_launch(device, call, args->chunks, args) : status;
 }
 
 static dtrain_status dtrain__cuda_select(dtrain_device *device, dtrain_device_selection *selection, float *sum,
                                          const float *add, uint32_t *indices, float *values)
 {
-    const char *call = "device_select";
     dtrain__cuda_topk_args args = ((dtrain__cuda_selection *)selection)->args;
-    dtrain_status status = DTRAIN_OK;
-    if (args.count > 0)
-        status = dtrain__cuda_whole(device, call, "sum", sum, sizeof *sum, args.count);
-    if (status == DTRAIN_OK && args.count > 0 && add != NULL)
-        status = dtrain__cuda_whole(device, call, "add", add, sizeof *add, args.count);
-    if (status == DTRAIN_OK && args.k > 0)
-        status = dtrain__cuda_whole(device, call, "indices", indices, sizeof *indices, args.k);
-    if (status == DTRAIN_OK && args.k > 0)
-        status = dtrain__cuda_whole(device, call, "values", values, sizeof *values, args.k);
-    if (status != DTRAIN_OK || args.count == 0)
+    const dtrain__cuda_array arrays[] = {{"sum", sum, sizeof *sum, args.count, 1},
+                                         {"add", add, sizeof *add, args.count, 1},
+                                         {"indices", indices, sizeof *indices, args.k, 1},
+                                         {"values", values, sizeof *values, args.k, 1},
+                                         {NULL, NULL, 0, 0, 0}};
+    dtrain_status status = dtrain__cuda_arrays(device, "device_select", arrays);
+    if (status != DTRAIN_OK)
         return status;
     args.data = sum;
     args.add = add;
@@ -567,7 +560,7 @@ static dtrain_status dtrain__cuda_select(dtrain_device *device, dtrain_device_se
     args.tiles = (args.end + DTRAIN__CUDA_TOPK_TILE - 1) / DTRAIN__CUDA_TOPK_TILE;
     args.chunks = (args.tiles + DTRAIN__CUDA_TOPK_TILES - 1) / DTRAIN__CUDA_TOPK_TILES;
     args.add_whole = (((uintptr_t)sum ^ (uintptr_t)add) & 15) == 0;
-    return dtrain__cuda_status(device, call, dtrain__cuda_topk_launch(dtrain__cuda_queue_of(device), &args));
+    return dtrain__cuda_topk_launch(device, &args);
 }
 
 #endif

@@ -11,19 +11,9 @@
 #define DTRAIN__CUDA_THREADS 256
 #define DTRAIN__CUDA_BLOCKS 32 /* a processor, at most: enough that the last ones to end are few among many */
 
-#ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_UNROLL
-#else
-#define DTRAIN__CUDA_UNROLL _Pragma("unroll")
-#endif
-
-typedef uint16_t dtrain__cuda_u16 __attribute__((may_alias));
-typedef uint32_t dtrain__cuda_u32 __attribute__((may_alias));
-typedef uint64_t dtrain__cuda_u64 __attribute__((may_alias));
-
 /* Elements [head, head + groups * lanes) go by groups; the rest, `singles`, one by one. */
 typedef struct dtrain__cuda_walk {
-    size_t head, groups, singles;
+    size_t head, groups, singles, lanes;
 } dtrain__cuda_walk;
 
 /* Bit h says that pointer, h elements on, is a multiple of what `lanes` elements take. */
@@ -39,13 +29,28 @@ static uint32_t dtrain__cuda_heads(const void *pointer, size_t width, size_t lan
 /* heads: what dtrain__cuda_heads says of all the pointers, joined by &. */
 static dtrain__cuda_walk dtrain__cuda_walk_make(uint32_t heads, size_t lanes, size_t count)
 {
-    dtrain__cuda_walk walk = {0, 0, 0};
+    dtrain__cuda_walk walk = {0, 0, 0, lanes};
     while (heads != 0 && (heads >> walk.head & 1) == 0)
         walk.head++;
     if (heads != 0 && count > walk.head)
         walk.groups = (count - walk.head) / lanes;
     walk.singles = count - walk.groups * lanes;
     return walk;
+}
+
+/* Checks the arrays of a call, which has as many elements as the first, and says how they are walked together. */
+static dtrain_status dtrain__cuda_walk_arrays(dtrain_device *device, const char *call, const dtrain__cuda_array *arrays,
+                                              dtrain__cuda_walk *walk)
+{
+    uint32_t heads = ~(uint32_t)0;
+    size_t widest = 0;
+    for (size_t i = 0; arrays[i].what != NULL; i++)
+        widest = arrays[i].width > widest ? arrays[i].width : widest;
+    for (size_t i = 0; arrays[i].what != NULL; i++)
+        if (arrays[i].pointer != NULL)
+            heads &= dtrain__cuda_heads(arrays[i].pointer, arrays[i].width, 16 / widest);
+    *walk = dtrain__cuda_walk_make(heads, 16 / widest, arrays->count);
+    return dtrain__cuda_arrays(device, call, arrays);
 }
 
 /* The blocks of a kernel whose threads hold `unroll` groups at once. */
@@ -129,9 +134,9 @@ DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole
         dtrain__cuda_element_store(at, 2, bits);
 }
 
-/* Defines the kernel `name` of a walk args->walk: name_load(args, element, whole) returns what a thread holds of a
- * group or an element, name_store(args, element, whole, &held) does the rest. `unroll` groups are loaded before the
- * first is stored; past the end a thread loads its first again, which takes no branch. */
+/* Defines name_walk(device, call, args), which queues a walk args->walk: name_load(args, element, whole) returns what a
+ * thread holds of a group or an element, name_store(args, element, whole, &held) does the rest. `unroll` groups are
+ * loaded before the first is stored; past the end a thread loads its first again, which takes no branch. */
 #define DTRAIN__CUDA_WALK_KERNEL(name, args_type, held_type, lanes, unroll)                                            \
     DTRAIN__CUDA_FN void name##_body(const args_type *args, dtrain__cuda_at at, dtrain__cuda_none *shared,             \
                                      dtrain__cuda_none *own, int phase)                                                \
@@ -155,6 +160,10 @@ DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole
             name##_store(args, element, 0, &held);                                                                     \
         }                                                                                                              \
     }                                                                                                                  \
-    DTRAIN__CUDA_KERNEL(name, args_type, dtrain__cuda_none, dtrain__cuda_none, DTRAIN__CUDA_THREADS, 1)
+    DTRAIN__CUDA_KERNEL(name, args_type, dtrain__cuda_none, dtrain__cuda_none, DTRAIN__CUDA_THREADS, 1)                \
+    static dtrain_status name##_walk(dtrain_device *device, const char *call, const args_type *args)                   \
+    {                                                                                                                  \
+        return name##_launch(device, call, dtrain__cuda_walk_blocks(device, &args->walk, unroll), args);               \
+    }
 
 #endif

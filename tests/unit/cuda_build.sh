@@ -24,7 +24,6 @@ narrow_bf16 4 0
 narrow_f16 4 0
 widen_bf16 0 4
 widen_f16 0 4
-same 4 4
 sum_f32_1 4 4
 sum_f32_2 8 4
 sum_f32_4 8 2

@@ -143,34 +143,34 @@ static part part_of(ranks *r, const call *c, int k)
 
 /* As one kernel, of a rank's blocks after another's. */
 typedef struct grid {
-    const dtrain__cuda_flags *rank;
+    const dtrain__cuda_fold_flags *rank;
     size_t blocks;
 } grid;
 
-#define GRID_KERNEL(name, held_type, lanes)                                                                            \
+#define GRID_KERNEL(name, dtype, inputs)                                                                               \
     DTRAIN__CUDA_FN void grid_##name##_body(const grid *g, dtrain__cuda_at at, dtrain__cuda_flags_block *shared,       \
                                             name##_kept *own, int phase)                                               \
     {                                                                                                                  \
         dtrain__cuda_at mine = {at.block % g->blocks, g->blocks, at.thread, at.threads};                               \
         name##_flags_body(g->rank + at.block / g->blocks, mine, shared, own, phase);                                   \
     }                                                                                                                  \
-    DTRAIN__CUDA_TOGETHER(grid_##name, grid, dtrain__cuda_flags_block, name##_kept, THREADS, DTRAIN__CUDA_FLAGS_PHASES)
+    DTRAIN__CUDA_TOGETHER(grid_##name, grid, dtrain__cuda_flags_block, name##_kept, THREADS, DTRAIN__CUDA_FOLD_PHASES)
 
-DTRAIN__CUDA_FLAGS_EACH(GRID_KERNEL)
+DTRAIN__CUDA_FOLD_EACH(GRID_KERNEL)
 
-static cudaError_t grid_launch(dtrain__cuda_flags_launch which, cudaStream_t stream, size_t blocks, const grid *g)
+static dtrain_status grid_launch(dtrain__cuda_flags_launch which, dtrain_device *device, size_t blocks, const grid *g)
 {
-#define GRID_FIND(name, held_type, lanes)                                                                              \
+#define GRID_FIND(name, dtype, inputs)                                                                                 \
     if (which == name##_flags_launch)                                                                                  \
-        return grid_##name##_launch(stream, blocks, g);
-    DTRAIN__CUDA_FLAGS_EACH(GRID_FIND)
-    return cudaErrorInvalidValue;
+        return grid_##name##_launch(device, "grid", blocks, g);
+    DTRAIN__CUDA_FOLD_EACH(GRID_FIND)
+    return DTRAIN_ERR_INVALID;
 }
 
 /* The CPU's memory is as good as the device's to an emulated kernel's arguments. */
 static void run_grid(ranks *r, const call *c)
 {
-    dtrain__cuda_flags args[RANKS];
+    dtrain__cuda_fold_flags args[RANKS];
     dtrain__cuda_flags_launch which[RANKS];
     grid g;
     g.blocks = (size_t)c->blocks;
@@ -187,9 +187,8 @@ static void run_grid(ranks *r, const call *c)
             if (args[k].fold.n > 0)
                 which[0] = which[k];
     }
-    g.rank = (const dtrain__cuda_flags *)device_put(r->device, args, sizeof args);
-    CHECK_EQ(grid_launch(which[0], dtrain__cuda_queue_of(r->device)->stream, (size_t)(r->n * c->blocks), &g),
-             cudaSuccess);
+    g.rank = (const dtrain__cuda_fold_flags *)device_put(r->device, args, sizeof args);
+    CHECK_OK(grid_launch(which[0], r->device, (size_t)(r->n * c->blocks), &g));
     CHECK_OK(dtrain_device_wait(r->device));
     device_drop(r->device, (void *)(uintptr_t)g.rank);
 }
