@@ -26822,18 +26822,26 @@ static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtr
     return dtrain__device_break(group);
 }
 
+/* Starts a thread of the group's. */
+static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *without)
+{
+    int error = dtrain__worker_start(worker);
+    if (error == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL to do without",
+                        strerror(error), without);
+}
+
 /* Checks a call as the CPU's is checked, before anything of it is seen by a peer. */
 static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtrain__op *whole)
 {
-    const char *kind = dtrain__op_kind_name((uint64_t)whole->kind);
+    char call[64];
+    snprintf(call, sizeof call, "device_group_%s", dtrain__op_kind_name((uint64_t)whole->kind));
     if (group == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_group_%s: the group is NULL; was its creation checked?",
-                            kind);
-    if (group->comm->fusing)
-        return dtrain__fail(&group->comm->error, DTRAIN_ERR_INVALID,
-                            "device_group_%s on rank %d: it cannot be fused; call fuse_end first", kind,
-                            group->comm->rank);
-    return dtrain__op_check(group->comm, whole);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?", call);
+    dtrain_status status = dtrain__group_whole(group->comm, call);
+    return status == DTRAIN_OK ? dtrain__op_check(group->comm, whole) : status;
 }
 
 #endif
@@ -27153,9 +27161,8 @@ typedef struct dtrain__processes_buffers {
 /* What this process knows of a peer. */
 typedef struct dtrain__processes_peer {
     uint32_t awaited[2]; /* the last numbers of its that this rank's queue waits for */
-    unsigned char *probe;
-    int gone;        /* its queue does no more */
-    int64_t lost_ns; /* since when it is known to be lost; 0: it is not */
+    int gone;            /* its queue does no more */
+    int64_t lost_ns;     /* since when it is known to be lost; 0: it is not */
 } dtrain__processes_peer;
 
 struct dtrain__processes {
@@ -27325,17 +27332,6 @@ static void dtrain__processes_sleep(dtrain_comm *comm, unsigned turn)
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL && comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, dtrain__os_now_ns());
     nanosleep(&nap, NULL);
-}
-
-/* Waits until a peer's word is no more than `inside`, or its device can be in nobody's memory. */
-static void dtrain__processes_settle(dtrain_device_group *group, int rank, uint32_t inside)
-{
-    const uint32_t *word = &group->processes->page->ranks[rank].device.inside;
-    for (unsigned turn = 0; __atomic_load_n(word, __ATOMIC_SEQ_CST) > inside; turn++) {
-        if (turn >= DTRAIN__BELL_YIELDS && dtrain__processes_is_out(group, rank))
-            return;
-        dtrain__processes_sleep(group->comm, turn);
-    }
 }
 
 /* ---- numbers that queues write and await ----
@@ -27519,13 +27515,7 @@ static dtrain_status dtrain__processes_watch_start(dtrain_device_group *group)
         return DTRAIN_OK;
     all->watch.owner = group;
     all->watch.turn = dtrain__processes_watch;
-    int error = dtrain__worker_start(&all->watch);
-    if (error == 0)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "the system refused a thread (%s): ask for DTRAIN_DEVICE_STAGED, or set progress to "
-                        "DTRAIN_PROGRESS_POLL to do without",
-                        strerror(error));
+    return dtrain__device_thread(&all->watch, "ask for DTRAIN_DEVICE_STAGED");
 }
 
 /* ---- memory of peers ----
@@ -27623,28 +27613,35 @@ static dtrain_status dtrain__processes_pack(dtrain_device_group *group, const dt
     return DTRAIN_OK;
 }
 
-/* Tells the others where this rank's buffers are, and hears where theirs are. Memory of one rank's that cannot be
- * shared ends the call on all, and no more than that. */
-static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dtrain__op *whole)
+/* Tells the others what this rank has, and hears what they have. Memory of one rank's that cannot be shared ends the
+ * call on all, and no more than that. */
+static dtrain_status dtrain__processes_tell(dtrain_device_group *group, const dtrain__op *whole,
+                                            dtrain__processes_buffers *mine, dtrain__processes_buffers *all)
 {
     dtrain_comm *comm = group->comm;
-    dtrain__processes_buffers mine, *buffers = group->processes->buffers;
+    if (mine->status != DTRAIN_OK)
+        snprintf(mine->text, sizeof mine->text, "%.255s", dtrain__thread_error.text);
+    dtrain__op op =
+        dtrain__op_of(DTRAIN__ALL_GATHER, mine, all, DTRAIN__PROCESSES_BUFFERS_WORDS * (size_t)comm->size, DTRAIN_U64);
+    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        all[rank].text[sizeof all[rank].text - 1] = 0;
+        if (all[rank].status != DTRAIN_OK)
+            status =
+                dtrain__fail(&comm->error, dtrain__status_told(all[rank].status), "%s on rank %d: rank %d's memory: %s",
+                             dtrain__device_text(comm, whole, comm->number).text, comm->rank, rank, all[rank].text);
+    }
+    return status;
+}
+
+/* Tells the others where this rank's buffers are, and hears where theirs are. */
+static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain__processes_buffers mine;
     memset(&mine, 0, sizeof mine);
     mine.status = (uint64_t)dtrain__processes_pack(group, whole, &mine);
     mine.mark = group->processes->mark;
-    if (mine.status != DTRAIN_OK)
-        snprintf(mine.text, sizeof mine.text, "%.255s", dtrain__thread_error.text);
-    dtrain__op op = dtrain__op_of(DTRAIN__ALL_GATHER, &mine, buffers,
-                                  DTRAIN__PROCESSES_BUFFERS_WORDS * (size_t)comm->size, DTRAIN_U64);
-    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
-    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        buffers[rank].text[sizeof buffers[rank].text - 1] = 0;
-        if (buffers[rank].status != DTRAIN_OK)
-            status = dtrain__fail(
-                &comm->error, dtrain__status_told(buffers[rank].status), "%s on rank %d: rank %d's memory: %s",
-                dtrain__device_text(comm, whole, comm->number).text, comm->rank, rank, buffers[rank].text);
-    }
-    return status;
+    return dtrain__processes_tell(group, whole, &mine, group->processes->buffers);
 }
 
 /* A peer's memory could not be opened: it is lost, as what it had went with it, or else this rank's device has failed.
@@ -27738,21 +27735,6 @@ static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
     for (int rank = 0; rank < group->comm->size; rank++)
         all->buffers[rank].mark = (uint32_t)(DTRAIN__PROCESSES_NUMBER + 1);
     return dtrain__processes_watch_start(group);
-}
-
-/* Opens what the others have made. */
-static dtrain_status dtrain__processes_open_peers(dtrain_device_group *group)
-{
-    dtrain_status status = dtrain__processes_meet_all(group);
-    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
-        dtrain__processes_peer *peer = &group->processes->peers[rank];
-        const dtrain__device_note *note = &group->notes[rank];
-        void *probe = group->mine.probe;
-        if (rank != group->comm->rank && status == DTRAIN_OK)
-            status = dtrain__processes_open(group, rank, &note->shared_probe, &probe);
-        peer->probe = (unsigned char *)probe;
-    }
-    return status;
 }
 
 /* Waits for what this rank's queue has tried, in time for the others to hear of it, and closes what they own before
@@ -27853,17 +27835,18 @@ static void dtrain__events_end(dtrain_device_group *group)
         dtrain__processes_break(group, &dtrain__thread_error);
 }
 
-/* Waits until no peer is further in than `inside`; what they do meanwhile waits for nobody. */
+/* Waits until no peer is further in than `inside`, or its device can be in nobody's memory. What peers do meanwhile
+ * waits for nobody. */
 static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 {
-    const dtrain_comm *comm = group->comm;
-    for (int rank = 0; rank < comm->size; rank++)
-        if (rank != comm->rank && group->processes != NULL)
-            dtrain__processes_settle(group, rank, inside);
-        else
-            while (rank != comm->rank &&
-                   __atomic_load_n(&dtrain__events_word(group, rank)->inside, __ATOMIC_SEQ_CST) > inside)
-                sched_yield();
+    for (int rank = 0; rank < group->comm->size; rank++) {
+        const uint32_t *word = &dtrain__events_word(group, rank)->inside;
+        for (unsigned turn = 0; rank != group->comm->rank && __atomic_load_n(word, __ATOMIC_SEQ_CST) > inside; turn++) {
+            if (group->processes != NULL && turn >= DTRAIN__BELL_YIELDS && dtrain__processes_is_out(group, rank))
+                break;
+            dtrain__processes_sleep(group->comm, turn);
+        }
+    }
 }
 
 /* Records the first (0) or second (1) event of a call, this rank's turn'th. */
@@ -27942,57 +27925,54 @@ static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t
     return end > *begin ? end - *begin : 0;
 }
 
-/* This rank's shard of a call that has shards, in elements. */
-static size_t dtrain__events_shard(const dtrain_device_group *group, size_t *begin)
-{
-    const dtrain__extent *shard = &group->shards[group->comm->rank];
-    *begin = shard->begin;
-    return shard->count;
-}
-
-/* Queues this rank's share of a reduction: shares are apart, so that outputs may be inputs. */
+/* Queues this rank's share of an all-reduce: shares are apart, so that outputs may be inputs. */
 static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, offset = 0;
-    int whole = op->kind == DTRAIN__ALL_REDUCE;
-    size_t n = whole ? dtrain__events_share(comm, op->count, width, &begin) : dtrain__events_shard(group, &begin);
-    if (n == 0)
-        return DTRAIN_OK;
-    if (!whole) {
-        offset = begin * width; /* the output begins with this rank's shard */
-        begin = 0;
-    }
+    size_t begin, n = dtrain__events_share(comm, op->count, dtrain_dtype_bits(op->dtype) / 8, &begin);
     for (int rank = 0; rank < comm->size; rank++) {
-        group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
+        group->ins[rank] = group->buffers[rank].in;
         group->outs[rank] = group->buffers[rank].out;
     }
-    if (!whole)
-        group->outs[0] = op->out;
-    return dtrain__device_share(group, op->dtype, op->op, comm->size, whole ? comm->size : 1, begin, n);
+    return n > 0 ? dtrain__device_share(group, op->dtype, op->op, comm->size, comm->size, begin, n) : DTRAIN_OK;
 }
 
-/* The same of a shard in pieces: each is folded or, for a gather, copied from this rank's output to the others'. */
-static dtrain_status dtrain__events_pieces(dtrain_device_group *group, const dtrain__op *op)
+/* Queues this rank's share of a broadcast: as bytes, which an or of one leaves as they are. */
+static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
+    size_t begin, n = dtrain__events_share(comm, op->count * (dtrain_dtype_bits(op->dtype) / 8), 1, &begin);
+    int m = 0;
+    for (int rank = 0; rank < comm->size; rank++)
+        if (rank != op->root)
+            group->outs[m++] = (unsigned char *)group->buffers[rank].out + begin;
+    group->ins[0] = (const unsigned char *)group->buffers[op->root].in + begin;
+    return n > 0 && m > 0 ? dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, n) : DTRAIN_OK;
+}
+
+/* Queues this rank's shard, or the pieces of it: each is folded, or copied to the others' outputs. What is copied comes
+ * from this rank's input, or, without one, from its output. */
+static dtrain_status dtrain__events_shard(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    const dtrain__extent *pieces = group->piece_count > 0 ? group->pieces : &group->shards[comm->rank];
+    int count = group->piece_count > 0 ? group->piece_count : 1, folds = dtrain__op_reduces(op);
     size_t width = dtrain_dtype_bits(op->dtype) / 8, done = 0;
-    int folds = dtrain__op_reduces(op);
     dtrain_status status = DTRAIN_OK;
-    for (int i = 0; i < group->piece_count && status == DTRAIN_OK; i++) {
-        size_t offset = group->pieces[i].begin * width, bytes = group->pieces[i].count * width;
+    for (int i = 0; i < count && status == DTRAIN_OK; i++) {
+        size_t offset = pieces[i].begin * width, bytes = pieces[i].count * width;
         int m = 0;
         if (bytes == 0)
             continue;
         for (int rank = 0; rank < comm->size; rank++)
             if (folds)
                 group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
-            else if (rank != comm->rank)
+            else if (rank != comm->rank || op->in != NULL)
                 group->outs[m++] = (unsigned char *)group->buffers[rank].out + offset;
         if (folds)
             group->outs[0] = (unsigned char *)op->out + done;
         else
-            group->ins[0] = (const unsigned char *)op->out + offset;
+            group->ins[0] = op->in != NULL ? op->in : (const unsigned char *)op->out + offset;
         status = folds ? dtrain__device_share(group, op->dtype, op->op, comm->size, 1, 0, bytes / width)
                        : dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, bytes);
         done += bytes;
@@ -28000,38 +27980,21 @@ static dtrain_status dtrain__events_pieces(dtrain_device_group *group, const dtr
     return status;
 }
 
-/* Queues this rank's share of a copy to all: of one input, as bytes, which an or of one leaves as they are. */
-static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
+/* Queues what this rank's device does of a call. */
+static dtrain_status dtrain__events_queue(dtrain_device_group *group, const dtrain__op *op)
 {
-    const dtrain_comm *comm = group->comm;
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, n;
-    int m = 0, gathers = op->kind == DTRAIN__ALL_GATHER;
-    if (gathers) {
-        n = dtrain__events_shard(group, &begin) * width;
-        begin *= width;
-    } else {
-        n = dtrain__events_share(comm, op->count * width, 1, &begin);
-    }
-    for (int rank = 0; rank < comm->size && n > 0; rank++)
-        if (gathers || rank != op->root)
-            group->outs[m++] = (unsigned char *)group->buffers[rank].out + begin;
-    if (m == 0)
-        return DTRAIN_OK;
-    group->ins[0] = gathers ? op->in : (const unsigned char *)group->buffers[op->root].in + begin;
-    return dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, n);
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        return dtrain__events_fold(group, op);
+    return op->kind == DTRAIN__BROADCAST ? dtrain__events_copy(group, op) : dtrain__events_shard(group, op);
 }
 
 /* All that a queue is given between the two exchanges. */
 static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op, uint64_t turn)
 {
     dtrain_status status = dtrain__events_await(group, 0, 0);
-    if (status == DTRAIN_OK && group->piece_count > 0)
-        status = dtrain__events_pieces(group, op);
-    else if (status == DTRAIN_OK)
-        status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
     if (status == DTRAIN_OK)
-        status = dtrain__events_record(group, turn, 1);
-    return status;
+        status = dtrain__events_queue(group, op);
+    return status == DTRAIN_OK ? dtrain__events_record(group, turn, 1) : status;
 }
 
 /* Tells the others where this rank's buffers are, and hears where theirs are. */
@@ -28122,21 +28085,22 @@ static dtrain_status dtrain__events_make(dtrain_device_group *group)
 static dtrain_status dtrain__events_try(dtrain_device_group *group)
 {
     const dtrain_comm *comm = group->comm;
-    size_t own = (size_t)comm->rank;
-    dtrain_status status = group->processes != NULL ? dtrain__processes_open_peers(group) : DTRAIN_OK;
+    int processes = group->processes != NULL;
+    dtrain_status status = processes ? dtrain__processes_meet_all(group) : DTRAIN_OK;
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        void *probe = group->notes[rank].probe;
+        if (processes && rank != comm->rank)
+            status = dtrain__processes_open(group, rank, &group->notes[rank].shared_probe, &probe);
+        group->ins[rank] = (unsigned char *)probe + comm->rank;
+        group->outs[rank] = (unsigned char *)probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + comm->rank;
+    }
     if (status == DTRAIN_OK)
         status = dtrain__events_await(group, 0, 0);
-    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        unsigned char *probe =
-            group->processes != NULL ? group->processes->peers[rank].probe : group->notes[rank].probe;
-        group->ins[rank] = probe + own;
-        group->outs[rank] = probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + own;
-    }
     if (status == DTRAIN_OK)
         status = dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, comm->size, group->outs,
                                       comm->size, 0, 1);
     dtrain__error said = dtrain__thread_error;
-    dtrain_status waited = group->processes != NULL ? dtrain__processes_try(group) : dtrain_device_wait(group->device);
+    dtrain_status waited = processes ? dtrain__processes_try(group) : dtrain_device_wait(group->device);
     return status == DTRAIN_OK ? waited : dtrain__report(&said);
 }
 
@@ -28436,7 +28400,7 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
         group->outs[0] = op->out;
         status = dtrain__flags_reduce(group, op->dtype, op->op, size, 1, 0, op->count);
     } else {
-        status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
+        status = dtrain__events_queue(group, op);
         if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits as the others do */
             status = dtrain__flags_reduce(group, DTRAIN_U8, DTRAIN_OR, 0, 0, 0, 0);
     }
@@ -28528,21 +28492,13 @@ static dtrain_status dtrain__flags_run(dtrain_device_group *group, const dtrain_
 #ifndef DTRAIN__DEVICE_HOSTS
 #define DTRAIN__DEVICE_HOSTS
 
-/* What a rank says before a call begins, in whole 64-bit words. */
-typedef struct dtrain__hosts_word {
-    uint64_t status; /* not DTRAIN_OK: its buffers cannot be shared, and text says why */
-    char text[DTRAIN__DEVICE_NOTE_TEXT];
-} dtrain__hosts_word;
-
-#define DTRAIN__HOSTS_WORDS (sizeof(dtrain__hosts_word) / sizeof(uint64_t))
-
 struct dtrain__hosts {
     dtrain_comm *near_ranks, *far_ranks; /* of this host; of this rank's place in every host */
     dtrain_device_group *inside, *between;
-    int each, count, place;    /* ranks of a host; hosts; this rank's among its host's */
-    dtrain__hosts_word *words; /* of every rank */
-    dtrain__extent *pieces;    /* one for each host at most */
-    void *scratch;             /* of the device: a reduce-scatter's sums of this host */
+    int each, count, place;          /* ranks of a host; hosts; this rank's among its host's */
+    dtrain__processes_buffers *told; /* of every rank, before a call begins */
+    dtrain__extent *pieces;          /* one for each host at most */
+    void *scratch;                   /* of the device: a reduce-scatter's sums of this host */
     size_t scratch_bytes;
 };
 
@@ -28614,7 +28570,8 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     dtrain_comm *comm = group->comm;
     int each = dtrain__hosts_each(group), count = comm->size / each;
     size_t header = (sizeof(dtrain__hosts) + 63) / 64 * 64;
-    size_t bytes = header + (size_t)comm->size * sizeof(dtrain__hosts_word) + (size_t)count * sizeof(dtrain__extent);
+    size_t bytes =
+        header + (size_t)comm->size * sizeof(dtrain__processes_buffers) + (size_t)count * sizeof(dtrain__extent);
     unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
     if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
@@ -28622,8 +28579,8 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     group->hosts->each = each;
     group->hosts->count = count;
     group->hosts->place = comm->rank % each;
-    group->hosts->words = (dtrain__hosts_word *)(void *)(block + header);
-    group->hosts->pieces = (dtrain__extent *)(void *)(group->hosts->words + comm->size);
+    group->hosts->told = (dtrain__processes_buffers *)(void *)(block + header);
+    group->hosts->pieces = (dtrain__extent *)(void *)(group->hosts->told + comm->size);
     return DTRAIN_OK;
 }
 
@@ -28754,26 +28711,13 @@ static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dt
 /* Hears that all ranks make this call, and can. */
 static dtrain_status dtrain__hosts_meet(dtrain_device_group *group, const dtrain__op *whole)
 {
-    dtrain_comm *comm = group->comm;
-    dtrain__hosts_word mine, *words = group->hosts->words;
-    dtrain__processes_buffers its;
+    dtrain__processes_buffers mine;
     dtrain__op op = *whole;
     memset(&mine, 0, sizeof mine);
     op.kind = whole->kind == DTRAIN__BROADCAST ? DTRAIN__ALL_REDUCE : whole->kind; /* whose buffers all are shared */
     if (group->hosts->inside->processes != NULL)
-        mine.status = (uint64_t)dtrain__processes_pack(group->hosts->inside, &op, &its);
-    if (mine.status != DTRAIN_OK)
-        snprintf(mine.text, sizeof mine.text, "%.255s", dtrain__thread_error.text);
-    op = dtrain__op_of(DTRAIN__ALL_GATHER, &mine, words, DTRAIN__HOSTS_WORDS * (size_t)comm->size, DTRAIN_U64);
-    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
-    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        words[rank].text[sizeof words[rank].text - 1] = 0;
-        if (words[rank].status != DTRAIN_OK)
-            status = dtrain__fail(
-                &comm->error, dtrain__status_told(words[rank].status), "%s on rank %d: rank %d's memory: %s",
-                dtrain__device_text(comm, whole, comm->number).text, comm->rank, rank, words[rank].text);
-    }
-    return status;
+        mine.status = (uint64_t)dtrain__processes_pack(group->hosts->inside, &op, &mine);
+    return dtrain__processes_tell(group, whole, &mine, group->hosts->told);
 }
 
 /* Makes the one piece of this rank's share of a vector that every rank has whole; returns where in `out` it is. */
@@ -29158,13 +29102,7 @@ static dtrain_status dtrain__async_create(dtrain_device_group *group)
     if (status != DTRAIN_OK)
         return status;
     group->device = own;
-    int error = dtrain__worker_start(&async->worker);
-    if (error == 0)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "the system refused a thread (%s): leave desc.async 0, or set progress to "
-                        "DTRAIN_PROGRESS_POLL to do without",
-                        strerror(error));
+    return dtrain__device_thread(&async->worker, "leave desc.async 0");
 }
 
 static void dtrain__async_abort(dtrain_device_group *group)

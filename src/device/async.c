@@ -12,8 +12,6 @@
 #include "events.c"
 #include "flags.c"
 #include "hosts.c"
-#include "../comm/work.c"
-#include "../base/worker.c"
 
 #define DTRAIN__ASYNC_GRACE_NS ((int64_t)1000000000) /* for calls under way when their group is destroyed */
 
@@ -287,13 +285,7 @@ static dtrain_status dtrain__async_create(dtrain_device_group *group)
     if (status != DTRAIN_OK)
         return status;
     group->device = own;
-    int error = dtrain__worker_start(&async->worker);
-    if (error == 0)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "the system refused a thread (%s): leave desc.async 0, or set progress to "
-                        "DTRAIN_PROGRESS_POLL to do without",
-                        strerror(error));
+    return dtrain__device_thread(&async->worker, "leave desc.async 0");
 }
 
 static void dtrain__async_abort(dtrain_device_group *group)

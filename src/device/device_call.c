@@ -9,6 +9,7 @@
 #include "../comm/op.c"
 #include "../comm/work.c"
 #include "../comm/collectives.c"
+#include "../base/worker.c"
 
 #define DTRAIN__DEVICE_NOTE_TEXT 256
 #define DTRAIN__DEVICE_SLOTS 64 /* at most */
@@ -173,18 +174,26 @@ static dtrain_status dtrain__device_failed(dtrain_device_group *group, const dtr
     return dtrain__device_break(group);
 }
 
+/* Starts a thread of the group's. */
+static dtrain_status dtrain__device_thread(dtrain__worker *worker, const char *without)
+{
+    int error = dtrain__worker_start(worker);
+    if (error == 0)
+        return DTRAIN_OK;
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "the system refused a thread (%s): %s, or set progress to DTRAIN_PROGRESS_POLL to do without",
+                        strerror(error), without);
+}
+
 /* Checks a call as the CPU's is checked, before anything of it is seen by a peer. */
 static dtrain_status dtrain__device_begin(dtrain_device_group *group, const dtrain__op *whole)
 {
-    const char *kind = dtrain__op_kind_name((uint64_t)whole->kind);
+    char call[64];
+    snprintf(call, sizeof call, "device_group_%s", dtrain__op_kind_name((uint64_t)whole->kind));
     if (group == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_group_%s: the group is NULL; was its creation checked?",
-                            kind);
-    if (group->comm->fusing)
-        return dtrain__fail(&group->comm->error, DTRAIN_ERR_INVALID,
-                            "device_group_%s on rank %d: it cannot be fused; call fuse_end first", kind,
-                            group->comm->rank);
-    return dtrain__op_check(group->comm, whole);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?", call);
+    dtrain_status status = dtrain__group_whole(group->comm, call);
+    return status == DTRAIN_OK ? dtrain__op_check(group->comm, whole) : status;
 }
 
 #endif

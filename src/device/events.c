@@ -58,17 +58,18 @@ static void dtrain__events_end(dtrain_device_group *group)
         dtrain__processes_break(group, &dtrain__thread_error);
 }
 
-/* Waits until no peer is further in than `inside`; what they do meanwhile waits for nobody. */
+/* Waits until no peer is further in than `inside`, or its device can be in nobody's memory. What peers do meanwhile
+ * waits for nobody. */
 static void dtrain__events_settle(dtrain_device_group *group, uint32_t inside)
 {
-    const dtrain_comm *comm = group->comm;
-    for (int rank = 0; rank < comm->size; rank++)
-        if (rank != comm->rank && group->processes != NULL)
-            dtrain__processes_settle(group, rank, inside);
-        else
-            while (rank != comm->rank &&
-                   __atomic_load_n(&dtrain__events_word(group, rank)->inside, __ATOMIC_SEQ_CST) > inside)
-                sched_yield();
+    for (int rank = 0; rank < group->comm->size; rank++) {
+        const uint32_t *word = &dtrain__events_word(group, rank)->inside;
+        for (unsigned turn = 0; rank != group->comm->rank && __atomic_load_n(word, __ATOMIC_SEQ_CST) > inside; turn++) {
+            if (group->processes != NULL && turn >= DTRAIN__BELL_YIELDS && dtrain__processes_is_out(group, rank))
+                break;
+            dtrain__processes_sleep(group->comm, turn);
+        }
+    }
 }
 
 /* Records the first (0) or second (1) event of a call, this rank's turn'th. */
@@ -147,57 +148,54 @@ static size_t dtrain__events_share(const dtrain_comm *comm, size_t count, size_t
     return end > *begin ? end - *begin : 0;
 }
 
-/* This rank's shard of a call that has shards, in elements. */
-static size_t dtrain__events_shard(const dtrain_device_group *group, size_t *begin)
-{
-    const dtrain__extent *shard = &group->shards[group->comm->rank];
-    *begin = shard->begin;
-    return shard->count;
-}
-
-/* Queues this rank's share of a reduction: shares are apart, so that outputs may be inputs. */
+/* Queues this rank's share of an all-reduce: shares are apart, so that outputs may be inputs. */
 static dtrain_status dtrain__events_fold(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, offset = 0;
-    int whole = op->kind == DTRAIN__ALL_REDUCE;
-    size_t n = whole ? dtrain__events_share(comm, op->count, width, &begin) : dtrain__events_shard(group, &begin);
-    if (n == 0)
-        return DTRAIN_OK;
-    if (!whole) {
-        offset = begin * width; /* the output begins with this rank's shard */
-        begin = 0;
-    }
+    size_t begin, n = dtrain__events_share(comm, op->count, dtrain_dtype_bits(op->dtype) / 8, &begin);
     for (int rank = 0; rank < comm->size; rank++) {
-        group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
+        group->ins[rank] = group->buffers[rank].in;
         group->outs[rank] = group->buffers[rank].out;
     }
-    if (!whole)
-        group->outs[0] = op->out;
-    return dtrain__device_share(group, op->dtype, op->op, comm->size, whole ? comm->size : 1, begin, n);
+    return n > 0 ? dtrain__device_share(group, op->dtype, op->op, comm->size, comm->size, begin, n) : DTRAIN_OK;
 }
 
-/* The same of a shard in pieces: each is folded or, for a gather, copied from this rank's output to the others'. */
-static dtrain_status dtrain__events_pieces(dtrain_device_group *group, const dtrain__op *op)
+/* Queues this rank's share of a broadcast: as bytes, which an or of one leaves as they are. */
+static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
 {
     const dtrain_comm *comm = group->comm;
+    size_t begin, n = dtrain__events_share(comm, op->count * (dtrain_dtype_bits(op->dtype) / 8), 1, &begin);
+    int m = 0;
+    for (int rank = 0; rank < comm->size; rank++)
+        if (rank != op->root)
+            group->outs[m++] = (unsigned char *)group->buffers[rank].out + begin;
+    group->ins[0] = (const unsigned char *)group->buffers[op->root].in + begin;
+    return n > 0 && m > 0 ? dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, n) : DTRAIN_OK;
+}
+
+/* Queues this rank's shard, or the pieces of it: each is folded, or copied to the others' outputs. What is copied comes
+ * from this rank's input, or, without one, from its output. */
+static dtrain_status dtrain__events_shard(dtrain_device_group *group, const dtrain__op *op)
+{
+    const dtrain_comm *comm = group->comm;
+    const dtrain__extent *pieces = group->piece_count > 0 ? group->pieces : &group->shards[comm->rank];
+    int count = group->piece_count > 0 ? group->piece_count : 1, folds = dtrain__op_reduces(op);
     size_t width = dtrain_dtype_bits(op->dtype) / 8, done = 0;
-    int folds = dtrain__op_reduces(op);
     dtrain_status status = DTRAIN_OK;
-    for (int i = 0; i < group->piece_count && status == DTRAIN_OK; i++) {
-        size_t offset = group->pieces[i].begin * width, bytes = group->pieces[i].count * width;
+    for (int i = 0; i < count && status == DTRAIN_OK; i++) {
+        size_t offset = pieces[i].begin * width, bytes = pieces[i].count * width;
         int m = 0;
         if (bytes == 0)
             continue;
         for (int rank = 0; rank < comm->size; rank++)
             if (folds)
                 group->ins[rank] = (const unsigned char *)group->buffers[rank].in + offset;
-            else if (rank != comm->rank)
+            else if (rank != comm->rank || op->in != NULL)
                 group->outs[m++] = (unsigned char *)group->buffers[rank].out + offset;
         if (folds)
             group->outs[0] = (unsigned char *)op->out + done;
         else
-            group->ins[0] = (const unsigned char *)op->out + offset;
+            group->ins[0] = op->in != NULL ? op->in : (const unsigned char *)op->out + offset;
         status = folds ? dtrain__device_share(group, op->dtype, op->op, comm->size, 1, 0, bytes / width)
                        : dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, bytes);
         done += bytes;
@@ -205,38 +203,21 @@ static dtrain_status dtrain__events_pieces(dtrain_device_group *group, const dtr
     return status;
 }
 
-/* Queues this rank's share of a copy to all: of one input, as bytes, which an or of one leaves as they are. */
-static dtrain_status dtrain__events_copy(dtrain_device_group *group, const dtrain__op *op)
+/* Queues what this rank's device does of a call. */
+static dtrain_status dtrain__events_queue(dtrain_device_group *group, const dtrain__op *op)
 {
-    const dtrain_comm *comm = group->comm;
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, begin, n;
-    int m = 0, gathers = op->kind == DTRAIN__ALL_GATHER;
-    if (gathers) {
-        n = dtrain__events_shard(group, &begin) * width;
-        begin *= width;
-    } else {
-        n = dtrain__events_share(comm, op->count * width, 1, &begin);
-    }
-    for (int rank = 0; rank < comm->size && n > 0; rank++)
-        if (gathers || rank != op->root)
-            group->outs[m++] = (unsigned char *)group->buffers[rank].out + begin;
-    if (m == 0)
-        return DTRAIN_OK;
-    group->ins[0] = gathers ? op->in : (const unsigned char *)group->buffers[op->root].in + begin;
-    return dtrain__device_share(group, DTRAIN_U8, DTRAIN_OR, 1, m, 0, n);
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        return dtrain__events_fold(group, op);
+    return op->kind == DTRAIN__BROADCAST ? dtrain__events_copy(group, op) : dtrain__events_shard(group, op);
 }
 
 /* All that a queue is given between the two exchanges. */
 static dtrain_status dtrain__events_work(dtrain_device_group *group, const dtrain__op *op, uint64_t turn)
 {
     dtrain_status status = dtrain__events_await(group, 0, 0);
-    if (status == DTRAIN_OK && group->piece_count > 0)
-        status = dtrain__events_pieces(group, op);
-    else if (status == DTRAIN_OK)
-        status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
     if (status == DTRAIN_OK)
-        status = dtrain__events_record(group, turn, 1);
-    return status;
+        status = dtrain__events_queue(group, op);
+    return status == DTRAIN_OK ? dtrain__events_record(group, turn, 1) : status;
 }
 
 /* Tells the others where this rank's buffers are, and hears where theirs are. */
@@ -327,21 +308,22 @@ static dtrain_status dtrain__events_make(dtrain_device_group *group)
 static dtrain_status dtrain__events_try(dtrain_device_group *group)
 {
     const dtrain_comm *comm = group->comm;
-    size_t own = (size_t)comm->rank;
-    dtrain_status status = group->processes != NULL ? dtrain__processes_open_peers(group) : DTRAIN_OK;
+    int processes = group->processes != NULL;
+    dtrain_status status = processes ? dtrain__processes_meet_all(group) : DTRAIN_OK;
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        void *probe = group->notes[rank].probe;
+        if (processes && rank != comm->rank)
+            status = dtrain__processes_open(group, rank, &group->notes[rank].shared_probe, &probe);
+        group->ins[rank] = (unsigned char *)probe + comm->rank;
+        group->outs[rank] = (unsigned char *)probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + comm->rank;
+    }
     if (status == DTRAIN_OK)
         status = dtrain__events_await(group, 0, 0);
-    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        unsigned char *probe =
-            group->processes != NULL ? group->processes->peers[rank].probe : group->notes[rank].probe;
-        group->ins[rank] = probe + own;
-        group->outs[rank] = probe + DTRAIN__EVENTS_PROBE_BYTES / 2 + own;
-    }
     if (status == DTRAIN_OK)
         status = dtrain_device_reduce(group->device, DTRAIN_U8, DTRAIN_OR, group->ins, comm->size, group->outs,
                                       comm->size, 0, 1);
     dtrain__error said = dtrain__thread_error;
-    dtrain_status waited = group->processes != NULL ? dtrain__processes_try(group) : dtrain_device_wait(group->device);
+    dtrain_status waited = processes ? dtrain__processes_try(group) : dtrain_device_wait(group->device);
     return status == DTRAIN_OK ? waited : dtrain__report(&said);
 }
 

@@ -294,7 +294,7 @@ static dtrain_status dtrain__flags_work(dtrain_device_group *group, const dtrain
         group->outs[0] = op->out;
         status = dtrain__flags_reduce(group, op->dtype, op->op, size, 1, 0, op->count);
     } else {
-        status = dtrain__op_reduces(op) ? dtrain__events_fold(group, op) : dtrain__events_copy(group, op);
+        status = dtrain__events_queue(group, op);
         if (status == DTRAIN_OK && !group->part_queued) /* a rank without a share waits as the others do */
             status = dtrain__flags_reduce(group, DTRAIN_U8, DTRAIN_OR, 0, 0, 0, 0);
     }

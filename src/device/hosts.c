@@ -15,21 +15,13 @@
 #include "processes.c"
 #include "events.c"
 
-/* What a rank says before a call begins, in whole 64-bit words. */
-typedef struct dtrain__hosts_word {
-    uint64_t status; /* not DTRAIN_OK: its buffers cannot be shared, and text says why */
-    char text[DTRAIN__DEVICE_NOTE_TEXT];
-} dtrain__hosts_word;
-
-#define DTRAIN__HOSTS_WORDS (sizeof(dtrain__hosts_word) / sizeof(uint64_t))
-
 struct dtrain__hosts {
     dtrain_comm *near_ranks, *far_ranks; /* of this host; of this rank's place in every host */
     dtrain_device_group *inside, *between;
-    int each, count, place;    /* ranks of a host; hosts; this rank's among its host's */
-    dtrain__hosts_word *words; /* of every rank */
-    dtrain__extent *pieces;    /* one for each host at most */
-    void *scratch;             /* of the device: a reduce-scatter's sums of this host */
+    int each, count, place;          /* ranks of a host; hosts; this rank's among its host's */
+    dtrain__processes_buffers *told; /* of every rank, before a call begins */
+    dtrain__extent *pieces;          /* one for each host at most */
+    void *scratch;                   /* of the device: a reduce-scatter's sums of this host */
     size_t scratch_bytes;
 };
 
@@ -101,7 +93,8 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     dtrain_comm *comm = group->comm;
     int each = dtrain__hosts_each(group), count = comm->size / each;
     size_t header = (sizeof(dtrain__hosts) + 63) / 64 * 64;
-    size_t bytes = header + (size_t)comm->size * sizeof(dtrain__hosts_word) + (size_t)count * sizeof(dtrain__extent);
+    size_t bytes =
+        header + (size_t)comm->size * sizeof(dtrain__processes_buffers) + (size_t)count * sizeof(dtrain__extent);
     unsigned char *block = (unsigned char *)dtrain__alloc(comm->allocator, bytes);
     if (block == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes", bytes);
@@ -109,8 +102,8 @@ static dtrain_status dtrain__hosts_new(dtrain_device_group *group)
     group->hosts->each = each;
     group->hosts->count = count;
     group->hosts->place = comm->rank % each;
-    group->hosts->words = (dtrain__hosts_word *)(void *)(block + header);
-    group->hosts->pieces = (dtrain__extent *)(void *)(group->hosts->words + comm->size);
+    group->hosts->told = (dtrain__processes_buffers *)(void *)(block + header);
+    group->hosts->pieces = (dtrain__extent *)(void *)(group->hosts->told + comm->size);
     return DTRAIN_OK;
 }
 
@@ -241,26 +234,13 @@ static dtrain_status dtrain__hosts_hand_out(dtrain_device_group *group, const dt
 /* Hears that all ranks make this call, and can. */
 static dtrain_status dtrain__hosts_meet(dtrain_device_group *group, const dtrain__op *whole)
 {
-    dtrain_comm *comm = group->comm;
-    dtrain__hosts_word mine, *words = group->hosts->words;
-    dtrain__processes_buffers its;
+    dtrain__processes_buffers mine;
     dtrain__op op = *whole;
     memset(&mine, 0, sizeof mine);
     op.kind = whole->kind == DTRAIN__BROADCAST ? DTRAIN__ALL_REDUCE : whole->kind; /* whose buffers all are shared */
     if (group->hosts->inside->processes != NULL)
-        mine.status = (uint64_t)dtrain__processes_pack(group->hosts->inside, &op, &its);
-    if (mine.status != DTRAIN_OK)
-        snprintf(mine.text, sizeof mine.text, "%.255s", dtrain__thread_error.text);
-    op = dtrain__op_of(DTRAIN__ALL_GATHER, &mine, words, DTRAIN__HOSTS_WORDS * (size_t)comm->size, DTRAIN_U64);
-    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
-    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        words[rank].text[sizeof words[rank].text - 1] = 0;
-        if (words[rank].status != DTRAIN_OK)
-            status = dtrain__fail(
-                &comm->error, dtrain__status_told(words[rank].status), "%s on rank %d: rank %d's memory: %s",
-                dtrain__device_text(comm, whole, comm->number).text, comm->rank, rank, words[rank].text);
-    }
-    return status;
+        mine.status = (uint64_t)dtrain__processes_pack(group->hosts->inside, &op, &mine);
+    return dtrain__processes_tell(group, whole, &mine, group->hosts->told);
 }
 
 /* Makes the one piece of this rank's share of a vector that every rank has whole; returns where in `out` it is. */

@@ -9,7 +9,6 @@
 #ifndef DTRAIN__DEVICE_PROCESSES
 #define DTRAIN__DEVICE_PROCESSES
 #include "device_call.c"
-#include "../base/worker.c"
 
 #define DTRAIN__PROCESSES_GRACE_NS 2000000000 /* for a rank that is lost, and has not gone */
 #define DTRAIN__PROCESSES_WATCH_NS 100000000  /* between two looks of the thread */
@@ -55,9 +54,8 @@ typedef struct dtrain__processes_buffers {
 /* What this process knows of a peer. */
 typedef struct dtrain__processes_peer {
     uint32_t awaited[2]; /* the last numbers of its that this rank's queue waits for */
-    unsigned char *probe;
-    int gone;        /* its queue does no more */
-    int64_t lost_ns; /* since when it is known to be lost; 0: it is not */
+    int gone;            /* its queue does no more */
+    int64_t lost_ns;     /* since when it is known to be lost; 0: it is not */
 } dtrain__processes_peer;
 
 struct dtrain__processes {
@@ -227,17 +225,6 @@ static void dtrain__processes_sleep(dtrain_comm *comm, unsigned turn)
     if (comm->desc.progress == DTRAIN_PROGRESS_POLL && comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, dtrain__os_now_ns());
     nanosleep(&nap, NULL);
-}
-
-/* Waits until a peer's word is no more than `inside`, or its device can be in nobody's memory. */
-static void dtrain__processes_settle(dtrain_device_group *group, int rank, uint32_t inside)
-{
-    const uint32_t *word = &group->processes->page->ranks[rank].device.inside;
-    for (unsigned turn = 0; __atomic_load_n(word, __ATOMIC_SEQ_CST) > inside; turn++) {
-        if (turn >= DTRAIN__BELL_YIELDS && dtrain__processes_is_out(group, rank))
-            return;
-        dtrain__processes_sleep(group->comm, turn);
-    }
 }
 
 /* ---- numbers that queues write and await ----
@@ -421,13 +408,7 @@ static dtrain_status dtrain__processes_watch_start(dtrain_device_group *group)
         return DTRAIN_OK;
     all->watch.owner = group;
     all->watch.turn = dtrain__processes_watch;
-    int error = dtrain__worker_start(&all->watch);
-    if (error == 0)
-        return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                        "the system refused a thread (%s): ask for DTRAIN_DEVICE_STAGED, or set progress to "
-                        "DTRAIN_PROGRESS_POLL to do without",
-                        strerror(error));
+    return dtrain__device_thread(&all->watch, "ask for DTRAIN_DEVICE_STAGED");
 }
 
 /* ---- memory of peers ----
@@ -525,28 +506,35 @@ static dtrain_status dtrain__processes_pack(dtrain_device_group *group, const dt
     return DTRAIN_OK;
 }
 
-/* Tells the others where this rank's buffers are, and hears where theirs are. Memory of one rank's that cannot be
- * shared ends the call on all, and no more than that. */
-static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dtrain__op *whole)
+/* Tells the others what this rank has, and hears what they have. Memory of one rank's that cannot be shared ends the
+ * call on all, and no more than that. */
+static dtrain_status dtrain__processes_tell(dtrain_device_group *group, const dtrain__op *whole,
+                                            dtrain__processes_buffers *mine, dtrain__processes_buffers *all)
 {
     dtrain_comm *comm = group->comm;
-    dtrain__processes_buffers mine, *buffers = group->processes->buffers;
+    if (mine->status != DTRAIN_OK)
+        snprintf(mine->text, sizeof mine->text, "%.255s", dtrain__thread_error.text);
+    dtrain__op op =
+        dtrain__op_of(DTRAIN__ALL_GATHER, mine, all, DTRAIN__PROCESSES_BUFFERS_WORDS * (size_t)comm->size, DTRAIN_U64);
+    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
+    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
+        all[rank].text[sizeof all[rank].text - 1] = 0;
+        if (all[rank].status != DTRAIN_OK)
+            status =
+                dtrain__fail(&comm->error, dtrain__status_told(all[rank].status), "%s on rank %d: rank %d's memory: %s",
+                             dtrain__device_text(comm, whole, comm->number).text, comm->rank, rank, all[rank].text);
+    }
+    return status;
+}
+
+/* Tells the others where this rank's buffers are, and hears where theirs are. */
+static dtrain_status dtrain__processes_meet(dtrain_device_group *group, const dtrain__op *whole)
+{
+    dtrain__processes_buffers mine;
     memset(&mine, 0, sizeof mine);
     mine.status = (uint64_t)dtrain__processes_pack(group, whole, &mine);
     mine.mark = group->processes->mark;
-    if (mine.status != DTRAIN_OK)
-        snprintf(mine.text, sizeof mine.text, "%.255s", dtrain__thread_error.text);
-    dtrain__op op = dtrain__op_of(DTRAIN__ALL_GATHER, &mine, buffers,
-                                  DTRAIN__PROCESSES_BUFFERS_WORDS * (size_t)comm->size, DTRAIN_U64);
-    dtrain_status status = dtrain__device_step(group, whole, 0, &op);
-    for (int rank = 0; rank < comm->size && status == DTRAIN_OK; rank++) {
-        buffers[rank].text[sizeof buffers[rank].text - 1] = 0;
-        if (buffers[rank].status != DTRAIN_OK)
-            status = dtrain__fail(
-                &comm->error, dtrain__status_told(buffers[rank].status), "%s on rank %d: rank %d's memory: %s",
-                dtrain__device_text(comm, whole, comm->number).text, comm->rank, rank, buffers[rank].text);
-    }
-    return status;
+    return dtrain__processes_tell(group, whole, &mine, group->processes->buffers);
 }
 
 /* A peer's memory could not be opened: it is lost, as what it had went with it, or else this rank's device has failed.
@@ -640,21 +628,6 @@ static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
     for (int rank = 0; rank < group->comm->size; rank++)
         all->buffers[rank].mark = (uint32_t)(DTRAIN__PROCESSES_NUMBER + 1);
     return dtrain__processes_watch_start(group);
-}
-
-/* Opens what the others have made. */
-static dtrain_status dtrain__processes_open_peers(dtrain_device_group *group)
-{
-    dtrain_status status = dtrain__processes_meet_all(group);
-    for (int rank = 0; rank < group->comm->size && status == DTRAIN_OK; rank++) {
-        dtrain__processes_peer *peer = &group->processes->peers[rank];
-        const dtrain__device_note *note = &group->notes[rank];
-        void *probe = group->mine.probe;
-        if (rank != group->comm->rank && status == DTRAIN_OK)
-            status = dtrain__processes_open(group, rank, &note->shared_probe, &probe);
-        peer->probe = (unsigned char *)probe;
-    }
-    return status;
 }
 
 /* Waits for what this rank's queue has tried, in time for the others to hear of it, and closes what they own before
