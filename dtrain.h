@@ -11669,9 +11669,9 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 
 /* The end of one rank in the group. */
 typedef struct dtrain__departure {
-    uint32_t left;   /* it is gone: 1 of the first rank to leave */
-    uint64_t calls;  /* collectives that it had ended by then */
-    const char *why; /* NULL: all was well */
+    uint32_t left;  /* it is gone: 1 of the first rank to leave */
+    uint64_t calls; /* collectives that it had ended by then */
+    char *why;      /* NULL: all was well */
 } dtrain__departure;
 
 typedef struct dtrain__membership {
@@ -11681,6 +11681,21 @@ typedef struct dtrain__membership {
     dtrain__departure *ranks; /* size of them; NULL where nobody tells who has left */
     dtrain__error cause;
 } dtrain__membership;
+
+/* Returns 0 when there is no memory. */
+static int dtrain__membership_open(dtrain__membership *members, dtrain_allocator *allocator, int size)
+{
+    members->size = size;
+    members->ranks = (dtrain__departure *)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain__departure));
+    return members->ranks != NULL;
+}
+
+static void dtrain__membership_free(dtrain__membership *members, dtrain_allocator *allocator)
+{
+    for (int rank = 0; members->ranks != NULL && rank < members->size; rank++)
+        dtrain__free(allocator, members->ranks[rank].why);
+    dtrain__free(allocator, members->ranks);
+}
 
 static int dtrain__membership_broken(const dtrain__membership *members)
 {
@@ -11768,92 +11783,54 @@ static int dtrain__membership_lost(const dtrain__membership *members, int rank, 
 
 #endif
 
-/* ---- >>shared ----
- * What ranks that read each other's buffers in place share: one slot a rank, on which the rank posts what it is about
- * to do, and one bell, which whoever changes something that a peer may wait for rings. A transport that can publish
- * buffers so offers it to its groups, whose collectives are those of >>fused.
- *
- * Invariants: a slot is written by its rank alone. A rank that reads a peer's buffers holds its `inside` flag, which it
- * raises before it looks whether the group is broken; a rank that fails breaks the group before it looks at the flags,
- * and so takes its buffers back only when nobody is inside them. */
-#ifndef DTRAIN__SHARED
-#define DTRAIN__SHARED
+/* ---- >>control_plane ----
+ * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
+ * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
+ * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be
+ * called by any thread of the rank that is in a call of the group, except where they say more. */
+#ifndef DTRAIN__PLANE
+#define DTRAIN__PLANE
 
-#define DTRAIN__POST_WORDS 13
-#define DTRAIN__POST_INLINE_BYTES 1024
+#define DTRAIN__MAX_RANKS 1024
+#define DTRAIN__RUN_BYTES 16
+#define DTRAIN__JOB_BYTES 64
+#define DTRAIN__NAME_BYTES 96
+#define DTRAIN__FINGERPRINT_BYTES 128
+#define DTRAIN__MAX_LANES 8
+#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
+#define DTRAIN__ADDRESS_BYTES 256
 
-/* What a rank posts for one collective; read by peers between its post and theirs two operations later. */
-typedef struct dtrain__post {
-    uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
-    const void *in;
-    void *out;
-    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
-    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call: where it fits, peers read no other line */
-    unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
-} dtrain__post;
+/* What the groups that come of one world have in common in this process. */
+typedef struct dtrain__origin {
+    uint64_t serial;                                               /* counts the groups that were begun */
+    pthread_mutex_t mutex;                                         /* guards service */
+    void *service;                                                 /* the thread that drives these groups */
+    void (*last_gone)(void *service);                              /* stops it, before the last group is gone */
+    dtrain__bell *bell;                                            /* it waits for this; NULL: it calls step */
+    void (*step)(struct dtrain__origin *origin, int64_t until_ns); /* looks after connections, on that thread alone */
+    void (*kick)(struct dtrain__origin *origin);                   /* cuts step short */
+} dtrain__origin;
 
-/* How far a rank's device is with its peers' memory: see >>device_events. */
-typedef struct dtrain__device_word {
-    uint64_t turn;   /* calls in which the device has been given all that it has to do */
-    uint32_t inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
-} dtrain__device_word;
+typedef struct dtrain__plane dtrain__plane;
 
-typedef struct dtrain__slot {
-    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
-    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
-    uint32_t inside;
-    dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
-    dtrain__post posts[2] __attribute__((
-        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
-} dtrain__slot;
-
-typedef struct dtrain__shared {
-    dtrain__bell bell;
-    uint64_t withdrawn; /* posts taken back, or tried to; 2 each, odd while a rank is at it */
-    dtrain__membership members;
-    dtrain__slot *slots; /* one for each rank */
-} dtrain__shared;
-
-/* Enters the peers' buffers; 0 when the group is broken and they may be gone. */
-static int dtrain__shared_enter(dtrain__shared *shared, int rank)
-{
-    __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
-    if (!dtrain__membership_broken(&shared->members))
-        return 1;
-    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
-    return 0;
-}
-
-static void dtrain__shared_leave(dtrain__shared *shared, int rank)
-{
-    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
-}
-
-/* Waits until no peer is inside this rank's buffers; the group is broken, so none enters again. */
-static void dtrain__shared_revoke(dtrain__shared *shared, int rank)
-{
-    for (int peer = 0; peer < shared->members.size; peer++)
-        while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST))
-            sched_yield();
-}
-
-#endif
-
-/* ---- >>store ----
- * Byte strings by name, for a program's own set-up: one store a world, kept by rank 0, or by all ranks that share an
- * address space. A list: it is small, and asked seldom. The owner guards it. */
-#ifndef DTRAIN__STORE
-#define DTRAIN__STORE
-
-#define DTRAIN__STORE_KEY_BYTES 256
-#define DTRAIN__STORE_VALUE_BYTES ((size_t)64 << 10)
-#define DTRAIN__STORE_TOTAL_BYTES ((size_t)64 << 20)
+/* One rank's end of a group, as its transport gives it out. */
+typedef struct dtrain__end {
+    dtrain_transport transport;
+    const dtrain__plane *plane;
+    dtrain__origin *origin;
+    dtrain__membership *members;
+    struct dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
+    dtrain_allocator *allocator;
+} dtrain__end;
 
 enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
 
+#define DTRAIN__STORE_KEY_BYTES 256
+#define DTRAIN__STORE_VALUE_BYTES ((size_t)64 << 10)
+
 static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait"};
 
-/* A call of the user's. */
+/* A call of the user's to the world's store, of byte strings by name, for a program's own set-up. */
 typedef struct dtrain__store_call {
     int what; /* DTRAIN__STORE_SET ... */
     const char *key;
@@ -11866,6 +11843,185 @@ typedef struct dtrain__store_call {
     char why[301];
 } dtrain__store_call;
 
+/* What both sides of every handshake of one rank share. */
+typedef struct dtrain__keys {
+    unsigned char token[256];
+    size_t token_bytes;                   /* 0: the proof is made with an empty key */
+    unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on others until it told them */
+    int rank, world_size;
+    int secure;                    /* as in dtrain_comm_desc */
+    char job[DTRAIN__JOB_BYTES];   /* the launcher's id of it; empty: it gave none */
+    char name[DTRAIN__NAME_BYTES]; /* of this process: "pid 4711 (train) on alpha" */
+} dtrain__keys;
+
+/* How a world of processes forms. */
+typedef struct dtrain__hub_desc {
+    const char *root, *listen_on, *fingerprint, *believed;
+    int insecure, listen_fd, connections;
+    int64_t heartbeat_ms, reconnect_ms, timeout_ms;
+    void (*on_address)(void *user, const char *address);
+    void *on_address_user;
+} dtrain__hub_desc;
+
+/* A group that is to be made of ranks of another one. */
+typedef struct dtrain__group_desc {
+    uint64_t id;       /* its name: the same on all members, and no other group's */
+    const int *worlds; /* of each member the rank in the world */
+    int size, rank;
+} dtrain__group_desc;
+
+/* A vote of the ranks that are left, and what came of it. */
+typedef struct dtrain__agreement {
+    int kind;  /* of the call that votes */
+    int voted; /* in: this rank's vote of an earlier call stands */
+    uint64_t number;
+    uint64_t flags;       /* in: this rank's; out: the AND of all */
+    uint64_t id;          /* out: the name of the group of those that go on */
+    uint64_t *goes_on;    /* out: of each rank, whether */
+    dtrain_status status; /* out */
+    int awaited;          /* out: a rank that has not voted, or -1 */
+    int given_up;         /* out: by the others */
+    int starved;          /* out: no memory for this rank's vote: there is none */
+} dtrain__agreement;
+
+/* Writes what a rank does, which its owner understands; *awaits: the rank that it waits for, or -1. */
+typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
+
+struct dtrain__plane {
+    int in_process; /* ranks are threads of one process, which owns what was given to publish: a peer may read it */
+    int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
+    dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
+    int (*world)(void *self, int rank);                                                   /* the rank in the world */
+    uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
+    int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
+    /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
+     * many there may be at most. */
+    int (*bound)(void *self, int *worlds);
+    int (*bind)(void *self, const int *worlds, int count); /* sets them; 0: no memory */
+    void (*follow)(void *self, void *leader);              /* what ends the group of `leader` ends this one */
+    /* Whether all ranks have come; wait: until they have, or deadline_ns. */
+    dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
+    /* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
+    dtrain_status (*lost)(void *self, int rank);
+    void (*skipped)(void *self, int rank, uint64_t calls); /* a peer says that it left after so many collectives */
+    /* Votes until a decision or deadline_ns; returns whether there is one. */
+    int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
+    dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns);
+    /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
+    void (*publish)(void *self, dtrain__tell tell, void *record);
+    /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
+    size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
+    void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
+    void (*rest)(void *self); /* the service thread is about to look at this group's work */
+    /* The end is about to leave, having ended so many collectives; forked: it is a child's copy. */
+    void (*leaving)(void *self, int forked, uint64_t calls);
+};
+
+/* A number that this process gives to no other group. */
+static uint64_t dtrain__origin_serial(dtrain__origin *origin)
+{
+    return __atomic_add_fetch(&origin->serial, 1, __ATOMIC_SEQ_CST);
+}
+
+/* The last group is gone: stops the service. */
+static void dtrain__origin_stop(dtrain__origin *origin)
+{
+    if (origin->last_gone != NULL)
+        origin->last_gone(origin->service);
+}
+
+/* The name of a group, unlike any other's: a count that `rank` keeps, and rank itself. */
+static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
+{
+    return serial << 10 | (uint64_t)rank;
+}
+
+/* ---- for a transport that has none of it ---- */
+
+static uint64_t dtrain__plane_host(void *self, int rank)
+{
+    (void)self, (void)rank;
+    return 0;
+}
+
+static int dtrain__plane_node_ranks(void *self)
+{
+    (void)self;
+    return 0;
+}
+
+static dtrain_status dtrain__plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait)
+{
+    (void)self, (void)started_ns, (void)deadline_ns, (void)wait;
+    *formed = 1;
+    return DTRAIN_OK;
+}
+
+static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record)
+{
+    (void)self, (void)tell, (void)record;
+}
+
+static size_t dtrain__plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
+{
+    (void)self, (void)rank, (void)after_ns, (void)out, (void)capacity, (void)age_ns;
+    return 0;
+}
+
+static void dtrain__plane_suspect(void *self, int awaited, char *text, size_t capacity)
+{
+    (void)self, (void)awaited, (void)text, (void)capacity;
+}
+
+static void dtrain__plane_rest(void *self)
+{
+    (void)self;
+}
+
+#endif
+
+/* ---- >>council ----
+ * What the ranks of one world do for each other whatever moves their bytes: they vote (see >>consent), and rank 0 keeps
+ * the store for all. A seat is a rank's end of one group: who the members are, what has ended the group, and the call
+ * that waits for the council. Where ranks are threads, all seats are at one council; a process of its own has a council
+ * of its own, and these send each other messages, which are checked though they come from ranks of the world.
+ *
+ * The owner of a council guards it, hands it what comes, and says who is gone. */
+#ifndef DTRAIN__COUNCIL
+#define DTRAIN__COUNCIL
+
+#define DTRAIN__EVERY_GROUP UINT64_MAX
+#define DTRAIN__STORE_TOTAL_BYTES ((size_t)64 << 20)
+#define DTRAIN__ASKERS 1024 /* of one rank, a group each */
+
+/* Control messages; those of a council are ASK, ANSWER, CONSENT, and BYE where its owner has none. */
+enum {
+    DTRAIN__FRAME_JOIN = 1,
+    DTRAIN__FRAME_TABLE,
+    DTRAIN__FRAME_REFUSE,
+    DTRAIN__FRAME_BEAT,
+    DTRAIN__FRAME_END,
+    DTRAIN__FRAME_BYE,
+    DTRAIN__FRAME_ASK,
+    DTRAIN__FRAME_ANSWER,
+    DTRAIN__FRAME_LOST,
+    DTRAIN__FRAME_GONE,
+    DTRAIN__FRAME_CONSENT
+};
+
+/* What became of a rank. It left of its own will; or it is lost, SILENT: without a proof that it is dead. */
+enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST, DTRAIN__SILENT };
+
+/* A call that waits at rank 0 for its key. */
+typedef struct dtrain__asker {
+    struct dtrain__asker *next;
+    int rank;
+    uint64_t group;
+    uint32_t id;
+    size_t key_bytes;
+    char key[DTRAIN__STORE_KEY_BYTES];
+} dtrain__asker;
+
 typedef struct dtrain__entry {
     struct dtrain__entry *next;
     size_t key_bytes, bytes;
@@ -11876,6 +12032,345 @@ typedef struct dtrain__store {
     dtrain__entry *first;
     size_t total;
 } dtrain__store;
+
+typedef struct dtrain__consent dtrain__consent;
+typedef struct dtrain__council dtrain__council;
+
+/* A rank's end of one group: the first member of what its transport has for the group. */
+typedef struct dtrain__seat {
+    struct dtrain__seat *next;
+    dtrain__council *council;
+    uint64_t id; /* the same on all members; 0: the world */
+    int rank, size;
+    int *worlds;                      /* of each member its rank in the world */
+    dtrain__membership own, *members; /* own, or the one that it shares with the seats of other ranks */
+    unsigned char *bound; /* of each rank of the world, 1: its loss ends this group too; NULL: members alone count */
+    uint64_t leader;      /* 1 + the id of the group whose end is this one's, too; 0: there is none */
+    uint64_t calls;       /* collectives that this end has ended, as it leaves */
+    int forked;           /* the end of a child's copy: touches nothing that the parent still uses */
+    dtrain__store_call *asks; /* its call that waits for an answer of the store */
+} dtrain__seat;
+
+struct dtrain__council {
+    void *self; /* the owner, given to every function */
+    dtrain_allocator *allocator;
+    dtrain__origin *origin;
+    int rank, size; /* of the world */
+    int given_up;   /* the others say that this rank is lost */
+    uint64_t news;  /* counts what a waiting caller should look at */
+    dtrain__seat *seats;
+    dtrain__store store;
+    dtrain__asker *askers;
+    uint32_t asked;                             /* requests to the store */
+    dtrain__consent *consents, *spare_consents; /* the latest first */
+    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of a group that is looked at */
+    unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
+    /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. NULL: all ranks are here. */
+    int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
+    void (*tell)(void *self);                    /* something has come that a caller may wait for */
+    int (*gone)(void *self, int rank);           /* DTRAIN__PRESENT ... */
+    void (*lock)(void *self, int on);            /* for a caller of a seat's: what guards the council */
+    void (*lost)(dtrain__seat *seat, int world); /* marks what is known of a rank that is gone */
+    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that it has */
+    /* Waits until there may be news, which `seen` counts, or until_ns; turn: how often this call has waited. */
+    void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
+    dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
+    const dtrain__plane *plane;
+};
+
+/* Reading a message: each take says whether there was enough. */
+typedef struct dtrain__reader {
+    const unsigned char *at;
+    size_t left;
+} dtrain__reader;
+
+static DTRAIN__NOINLINE int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
+{
+    if (reader->left < (size_t)bytes)
+        return 0;
+    *value = dtrain__get_le(reader->at, bytes);
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* A text of one length byte or two; what does not fit into out, or holds a zero, is refused. */
+static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
+{
+    uint64_t bytes;
+    if (!dtrain__take(reader, &bytes, length_bytes) || bytes > reader->left || bytes >= capacity ||
+        memchr(reader->at, 0, (size_t)bytes) != NULL)
+        return 0;
+    memcpy(out, reader->at, (size_t)bytes);
+    out[bytes] = 0;
+    reader->at += bytes;
+    reader->left -= (size_t)bytes;
+    return 1;
+}
+
+/* ---- seats ---- */
+
+static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council *council, uint64_t id)
+{
+    dtrain__seat *seat = council->seats;
+    while (seat != NULL && seat->id != id)
+        seat = seat->next;
+    return seat;
+}
+
+/* Fills a new seat. shared: what it shares with the seats of other ranks, or NULL; worlds NULL: members have the same
+ * ranks in the world. Returns 0 when there is no memory. */
+static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, dtrain__membership *shared,
+                             const int *worlds, int size, int rank)
+{
+    seat->council = council;
+    seat->id = id;
+    seat->rank = rank;
+    seat->size = size;
+    seat->worlds = (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int));
+    for (int i = 0; seat->worlds != NULL && i < size; i++)
+        seat->worlds[i] = worlds != NULL ? worlds[i] : i;
+    seat->members = shared != NULL ? shared : &seat->own;
+    return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
+}
+
+/* Frees what the seat has. */
+static void dtrain__seat_free(dtrain__seat *seat)
+{
+    dtrain_allocator *allocator = seat->council->allocator;
+    dtrain__membership_free(&seat->own, allocator);
+    dtrain__free(allocator, seat->worlds);
+    dtrain__free(allocator, seat->bound);
+}
+
+static void dtrain__seat_unlink(dtrain__seat *seat)
+{
+    dtrain__seat **at = &seat->council->seats;
+    while (*at != seat)
+        at = &(*at)->next;
+    *at = seat->next;
+}
+
+/* The group's rank of the world's `world`; -1: not a member. */
+static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
+{
+    for (int rank = 0; rank < seat->size; rank++)
+        if (seat->worlds[rank] == world)
+            return rank;
+    return -1;
+}
+
+/* Ends the group here, and those that follow it; the first cause stays. Returns 0 when it had ended before. */
+static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
+{
+    if (!dtrain__membership_break(seat->members, cause))
+        return 0;
+    for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
+        if (__atomic_load_n(&other->leader, __ATOMIC_SEQ_CST) == seat->id + 1)
+            dtrain__seat_break(other, cause);
+    seat->council->tell(seat->council->self);
+    return 1;
+}
+
+/* Ends the group on all its members. */
+static DTRAIN__NOINLINE void dtrain__seat_end(dtrain__seat *seat, int about, const dtrain__error *cause)
+{
+    if (dtrain__seat_break(seat, cause) && seat->council->send != NULL)
+        seat->council->ended(seat, about, cause);
+}
+
+/* A member's end of the group is gone, which had ended so many collectives; operations that need it will fail, others
+ * need not. `why` may be empty. */
+static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
+{
+    size_t bytes = strlen(why) + 1;
+    char *text = NULL;
+    if (dtrain__membership_left(seat->members, rank))
+        return;
+    if (bytes > 1)
+        text = (char *)dtrain__alloc(seat->council->allocator, bytes);
+    if (text != NULL)
+        memcpy(text, why, bytes);
+    seat->members->ranks[rank].why = text;
+    seat->members->ranks[rank].calls = calls;
+    dtrain__membership_leave(seat->members, rank);
+    seat->council->tell(seat->council->self);
+}
+
+/* Ends the group because a rank of the world is lost that is a member and has not left it, or that it is bound to.
+ * name: of the process, or empty. Returns whether that ended it. */
+static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status, const char *name, const char *why)
+{
+    int rank = dtrain__seat_rank(seat, world), named = name[0] != 0, broke;
+    dtrain__error cause;
+    if (rank < 0 ? seat->bound == NULL || !seat->bound[world] : dtrain__membership_left(seat->members, rank))
+        return 0;
+    if (rank < 0)
+        dtrain__membership_because(&cause, status,
+                                   "rank %d of the world%s%s%s, of another group of this mesh, is lost: %.400s", world,
+                                   named ? " (" : "", name, named ? ")" : "", why);
+    else if (seat->id == 0)
+        dtrain__membership_because(&cause, status, "rank %d%s%s%s is lost: %.400s", rank, named ? " (" : "", name,
+                                   named ? ")" : "", why);
+    else
+        dtrain__membership_because(&cause, status, "rank %d (rank %d of the world%s%s) is lost: %.400s", rank, world,
+                                   named ? ", " : "", name, why);
+    broke = dtrain__seat_break(seat, &cause); /* first: who sees that it has left finds the cause */
+    if (rank >= 0)
+        dtrain__seat_left(seat, rank, why, UINT64_MAX);
+    return broke;
+}
+
+/* Says that a rank has left, which an operation needs; ends the group if it did so with an error. */
+static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
+{
+    const dtrain__error *cause = dtrain__membership_cause(seat->members);
+    dtrain__error lost;
+    if (cause != NULL)
+        return dtrain__report(cause);
+    if (dtrain__membership_lost(seat->members, rank, &lost))
+        dtrain__seat_end(seat, rank, &lost);
+    return lost.status;
+}
+
+/* ---- what planes share ---- */
+
+static void dtrain__seat_lock(dtrain__seat *seat, int on)
+{
+    seat->council->lock(seat->council->self, on);
+}
+
+static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
+                                       size_t *moved)
+{
+    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
+    memcpy(&out.data, &data, sizeof data); /* it is only read */
+    dtrain_status status =
+        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
+    *moved = out.moved;
+    return status;
+}
+
+static dtrain_status dtrain__seat_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
+                                       size_t *moved)
+{
+    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
+    dtrain_status status =
+        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
+    *moved = in.moved;
+    return status;
+}
+
+/* Gives out the end of a group; what else the transport has is to be added. */
+static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
+{
+    memset(end, 0, sizeof *end);
+    end->transport.self = seat;
+    end->transport.rank = seat->rank;
+    end->transport.size = seat->size;
+    end->transport.send = dtrain__seat_send;
+    end->transport.recv = dtrain__seat_recv;
+    end->transport.exchange = seat->council->exchange;
+    end->plane = seat->council->plane;
+    end->origin = seat->council->origin;
+    end->members = seat->members;
+    end->allocator = seat->council->allocator;
+}
+
+static int dtrain__seat_world(void *self, int rank)
+{
+    return ((dtrain__seat *)self)->worlds[rank];
+}
+
+static int dtrain__seat_bound(void *self, int *worlds)
+{
+    const dtrain__seat *seat = (dtrain__seat *)self;
+    int count = 0;
+    if (worlds == NULL)
+        return seat->council->size;
+    for (int rank = 0; seat->bound != NULL && rank < seat->council->size; rank++)
+        if (seat->bound[rank])
+            worlds[count++] = rank;
+    return count;
+}
+
+static int dtrain__seat_bind(void *self, const int *worlds, int count)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__council *council = seat->council;
+    unsigned char *bound = (unsigned char *)dtrain__alloc(council->allocator, (size_t)council->size);
+    if (bound == NULL)
+        return 0;
+    for (int i = 0; i < count; i++)
+        bound[worlds[i]] = 1;
+    dtrain__seat_lock(seat, 1);
+    seat->bound = bound;
+    for (int i = 0; i < count; i++)
+        if (council->gone(council->self, worlds[i]) != DTRAIN__PRESENT)
+            council->lost(seat, worlds[i]);
+    dtrain__seat_lock(seat, 0);
+    return 1;
+}
+
+static void dtrain__seat_follow(void *self, void *leader)
+{
+    dtrain__seat *seat = (dtrain__seat *)self;
+    const dtrain__seat *first = (const dtrain__seat *)leader;
+    dtrain__seat_lock(seat, 1);
+    __atomic_store_n(&seat->leader, first->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
+    if (dtrain__membership_broken(first->members))
+        dtrain__seat_break(seat, dtrain__membership_cause(first->members));
+    dtrain__seat_lock(seat, 0);
+}
+
+static dtrain_status dtrain__seat_needed(void *self, int rank)
+{
+    dtrain__seat_lock((dtrain__seat *)self, 1);
+    dtrain_status status = dtrain__seat_needs((dtrain__seat *)self, rank);
+    dtrain__seat_lock((dtrain__seat *)self, 0);
+    return status;
+}
+
+static void dtrain__seat_skipped(void *self, int rank, uint64_t calls)
+{
+    dtrain__seat_lock((dtrain__seat *)self, 1);
+    dtrain__seat_left((dtrain__seat *)self, rank, "", calls);
+    dtrain__seat_lock((dtrain__seat *)self, 0);
+}
+
+static void dtrain__seat_leaving(void *self, int forked, uint64_t calls)
+{
+    ((dtrain__seat *)self)->forked = forked;
+    ((dtrain__seat *)self)->calls = calls;
+}
+
+/* Reads a list of ranks of the world: begin, then add each. */
+static void dtrain__council_list(dtrain__council *council)
+{
+    council->listed = 0;
+    memset(council->lists, 0, (size_t)council->size);
+}
+
+/* Returns 0 for what is no rank, or is in the list already. */
+static int dtrain__council_list_add(dtrain__council *council, uint64_t rank)
+{
+    if (rank >= (uint64_t)council->size || council->lists[rank])
+        return 0;
+    council->lists[rank] = 1;
+    council->list[council->listed++] = (int)rank;
+    return 1;
+}
+
+/* The lowest rank that is not gone leads. */
+static int dtrain__council_leader(const dtrain__council *council)
+{
+    int leader = 0;
+    while (leader < council->rank && council->gone(council->self, leader) != DTRAIN__PRESENT)
+        leader++;
+    return leader;
+}
+
+/* ---- the store, a list: it is small, and asked seldom ---- */
 
 static unsigned char *dtrain__entry_value(dtrain__entry *entry)
 {
@@ -11937,584 +12432,16 @@ static void dtrain__store_copy(const dtrain__store_call *call, const void *data,
     *call->bytes = bytes;
 }
 
-#endif
-
-/* ---- >>control_plane ----
- * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
- * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
- * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be
- * called by any thread of the rank that is in a call of the group, except where they say more. */
-#ifndef DTRAIN__PLANE
-#define DTRAIN__PLANE
-
-#define DTRAIN__MAX_RANKS 1024
-#define DTRAIN__RUN_BYTES 16
-#define DTRAIN__JOB_BYTES 64
-#define DTRAIN__NAME_BYTES 96
-#define DTRAIN__FINGERPRINT_BYTES 128
-#define DTRAIN__MAX_LANES 8
-#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
-#define DTRAIN__ADDRESS_BYTES 256
-
-/* What the groups that come of one world have in common in this process. */
-typedef struct dtrain__origin {
-    uint64_t serial;                                               /* counts the groups that were begun */
-    pthread_mutex_t mutex;                                         /* guards service */
-    void *service;                                                 /* the thread that drives these groups */
-    void (*last_gone)(void *service);                              /* stops it, before the last group is gone */
-    dtrain__bell *bell;                                            /* it waits for this; NULL: it calls step */
-    void (*step)(struct dtrain__origin *origin, int64_t until_ns); /* looks after connections, on that thread alone */
-    void (*kick)(struct dtrain__origin *origin);                   /* cuts step short */
-} dtrain__origin;
-
-typedef struct dtrain__plane dtrain__plane;
-
-/* One rank's end of a group, as its transport gives it out. */
-typedef struct dtrain__end {
-    dtrain_transport transport;
-    const dtrain__plane *plane;
-    dtrain__origin *origin;
-    dtrain__membership *members;
-    dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
-    dtrain_allocator *allocator;
-} dtrain__end;
-
-/* What both sides of every handshake of one rank share. */
-typedef struct dtrain__keys {
-    unsigned char token[256];
-    size_t token_bytes;                   /* 0: the proof is made with an empty key */
-    unsigned char run[DTRAIN__RUN_BYTES]; /* made by rank 0; zero on others until it told them */
-    int rank, world_size;
-    int secure;                    /* as in dtrain_comm_desc */
-    char job[DTRAIN__JOB_BYTES];   /* the launcher's id of it; empty: it gave none */
-    char name[DTRAIN__NAME_BYTES]; /* of this process: "pid 4711 (train) on alpha" */
-} dtrain__keys;
-
-/* How a world of processes forms. */
-typedef struct dtrain__hub_desc {
-    const char *root, *listen_on, *fingerprint, *believed;
-    int insecure, listen_fd, connections;
-    int64_t heartbeat_ms, reconnect_ms, timeout_ms;
-    void (*on_address)(void *user, const char *address);
-    void *on_address_user;
-} dtrain__hub_desc;
-
-/* A group that is to be made of ranks of another one. */
-typedef struct dtrain__group_desc {
-    uint64_t id;       /* its name: the same on all members, and no other group's */
-    const int *worlds; /* of each member the rank in the world */
-    int size, rank;
-} dtrain__group_desc;
-
-/* A vote of the ranks that are left, and what came of it. */
-typedef struct dtrain__agreement {
-    int kind;  /* of the call that votes */
-    int voted; /* in: this rank's vote of an earlier call stands */
-    uint64_t number;
-    uint64_t flags;       /* in: this rank's; out: the AND of all */
-    uint64_t id;          /* out: the name of the group of those that go on */
-    uint64_t *goes_on;    /* out: of each rank, whether */
-    dtrain_status status; /* out */
-    int awaited;          /* out: a rank that has not voted, or -1 */
-    int given_up;         /* out: by the others */
-    int starved;          /* out: no memory for this rank's vote: there is none */
-} dtrain__agreement;
-
-/* Writes what a rank does, which its owner understands; *awaits: the rank that it waits for, or -1. */
-typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
-
-struct dtrain__plane {
-    int in_process; /* ranks are threads of one process */
-    int keeps;      /* it owns what was given to publish, for as long as a peer may read it */
-    int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
-    dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
-    int (*world)(void *self, int rank);                                                   /* the rank in the world */
-    uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
-    int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
-    /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
-     * many there may be at most. */
-    int (*bound)(void *self, int *worlds);
-    int (*bind)(void *self, const int *worlds, int count); /* sets them; 0: no memory */
-    void (*follow)(void *self, void *leader);              /* what ends the group of `leader` ends this one */
-    /* Whether all ranks have come; wait: until they have, or deadline_ns. */
-    dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
-    /* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
-    void (*lost)(void *self, int rank);
-    void (*skipped)(void *self, int rank, uint64_t calls); /* a peer says that it left after so many collectives */
-    /* Votes until a decision or deadline_ns; returns whether there is one. */
-    int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
-    dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns);
-    /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
-    void (*publish)(void *self, dtrain__tell tell, void *record);
-    /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
-    size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
-    void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
-    void (*rest)(void *self); /* the service thread is about to look at this group's work */
-    /* The end is about to leave, having ended so many collectives; forked: it is a child's copy. why: may be NULL. */
-    void (*leaving)(void *self, int forked, const dtrain__error *why, uint64_t calls);
-};
-
-/* A number that this process gives to no other group. */
-static uint64_t dtrain__origin_serial(dtrain__origin *origin)
-{
-    return __atomic_add_fetch(&origin->serial, 1, __ATOMIC_SEQ_CST);
-}
-
-/* The last group is gone: stops the service. */
-static void dtrain__origin_stop(dtrain__origin *origin)
-{
-    if (origin->last_gone != NULL)
-        origin->last_gone(origin->service);
-}
-
-/* The name of a group, unlike any other's: a count that `rank` keeps, and rank itself. */
-static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
-{
-    return serial << 10 | (uint64_t)rank;
-}
-
-/* ---- for a transport that has none of it ---- */
-
-static uint64_t dtrain__plane_host(void *self, int rank)
-{
-    (void)self, (void)rank;
-    return 0;
-}
-
-static int dtrain__plane_node_ranks(void *self)
-{
-    (void)self;
-    return 0;
-}
-
-static void dtrain__plane_follow(void *self, void *leader)
-{
-    (void)self, (void)leader;
-}
-
-static dtrain_status dtrain__plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait)
-{
-    (void)self, (void)started_ns, (void)deadline_ns, (void)wait;
-    *formed = 1;
-    return DTRAIN_OK;
-}
-
-static void dtrain__plane_skipped(void *self, int rank, uint64_t calls)
-{
-    (void)self, (void)rank, (void)calls;
-}
-
-static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record)
-{
-    (void)self, (void)tell, (void)record;
-}
-
-static size_t dtrain__plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
-{
-    (void)self, (void)rank, (void)after_ns, (void)out, (void)capacity, (void)age_ns;
-    return 0;
-}
-
-static void dtrain__plane_suspect(void *self, int awaited, char *text, size_t capacity)
-{
-    (void)self, (void)awaited, (void)text, (void)capacity;
-}
-
-static void dtrain__plane_rest(void *self)
-{
-    (void)self;
-}
-
-#endif
-
-/* ---- >>council ----
- * What the processes of one world do for each other by messages, whatever carries these: they vote (see >>consent), and
- * rank 0 keeps the store for all. The owner of a council guards it, hands it what comes, and says who is gone. Messages
- * come from ranks of the world, and are checked all the same. */
-#ifndef DTRAIN__COUNCIL
-#define DTRAIN__COUNCIL
-
-#define DTRAIN__EVERY_GROUP UINT64_MAX
-#define DTRAIN__ASKERS 1024 /* of one rank, a group each */
-
-/* Control messages; those of a council are ASK, ANSWER, CONSENT, and BYE where its owner has none. */
-enum {
-    DTRAIN__FRAME_JOIN = 1,
-    DTRAIN__FRAME_TABLE,
-    DTRAIN__FRAME_REFUSE,
-    DTRAIN__FRAME_BEAT,
-    DTRAIN__FRAME_END,
-    DTRAIN__FRAME_BYE,
-    DTRAIN__FRAME_ASK,
-    DTRAIN__FRAME_ANSWER,
-    DTRAIN__FRAME_LOST,
-    DTRAIN__FRAME_GONE,
-    DTRAIN__FRAME_CONSENT
-};
-
-/* What became of a rank. It left of its own will; or it is lost, SILENT: without a proof that it is dead. */
-enum { DTRAIN__PRESENT = 0, DTRAIN__LEFT, DTRAIN__LOST, DTRAIN__SILENT };
-
-/* A call that waits at rank 0 for its key. */
-typedef struct dtrain__asker {
-    struct dtrain__asker *next;
-    int rank;
-    uint64_t group;
-    uint32_t id;
-    size_t key_bytes;
-    char key[DTRAIN__STORE_KEY_BYTES];
-} dtrain__asker;
-
-typedef struct dtrain__consent dtrain__consent;
-typedef struct dtrain__council dtrain__council;
-
-/* This process's end of one group: the first member of what its transport has for the group. */
-typedef struct dtrain__seat {
-    struct dtrain__seat *next;
-    dtrain__council *council;
-    uint64_t id; /* the same on all members; 0: the world */
-    int rank, size;
-    int *worlds; /* of each member its rank in the world */
-    dtrain__membership members;
-    unsigned char *bound; /* of each rank of the world, 1: its loss ends this group too; NULL: members alone count */
-    uint64_t leader;      /* 1 + the id of the group whose end is this one's, too; 0: there is none */
-    uint64_t calls;       /* collectives that this end has ended, as it leaves */
-    int forked;           /* the end of a child's copy: touches nothing that the parent still uses */
-    dtrain__store_call *asks; /* its call that waits for an answer of the store */
-} dtrain__seat;
-
-struct dtrain__council {
-    void *self; /* the owner, given to every function */
-    dtrain_allocator *allocator;
-    dtrain__origin *origin;
-    int rank, size; /* of the world */
-    int given_up;   /* the others say that this rank is lost */
-    uint64_t news;  /* counts what a waiting caller should look at */
-    dtrain__seat *seats;
-    dtrain__store store;
-    dtrain__asker *askers;
-    uint32_t asked;                             /* requests to the store */
-    dtrain__consent *consents, *spare_consents; /* the latest first */
-    int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of a group that is looked at */
-    unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
-    /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. */
-    int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);                    /* something has come that a caller may wait for */
-    int (*gone)(void *self, int rank);           /* DTRAIN__PRESENT ... */
-    void (*lock)(void *self, int on);            /* for a caller of a seat's: what guards the council */
-    void (*lost)(dtrain__seat *seat, int world); /* marks what is known of a rank that is gone */
-    void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that it has */
-    /* Waits until there may be news, which `seen` counts, or until_ns; turn: how often this call has waited. */
-    void (*wait)(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen);
-    dtrain_status (*exchange)(void *seat, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
-    const dtrain__plane *plane;
-};
-
-/* Reading a message: each take says whether there was enough. */
-typedef struct dtrain__reader {
-    const unsigned char *at;
-    size_t left;
-} dtrain__reader;
-
-static DTRAIN__NOINLINE int dtrain__take(dtrain__reader *reader, uint64_t *value, int bytes)
-{
-    if (reader->left < (size_t)bytes)
-        return 0;
-    *value = dtrain__get_le(reader->at, bytes);
-    reader->at += bytes;
-    reader->left -= (size_t)bytes;
-    return 1;
-}
-
-/* A text of one length byte or two; what does not fit into out, or holds a zero, is refused. */
-static int dtrain__take_text(dtrain__reader *reader, int length_bytes, char *out, size_t capacity)
-{
-    uint64_t bytes;
-    if (!dtrain__take(reader, &bytes, length_bytes) || bytes > reader->left || bytes >= capacity ||
-        memchr(reader->at, 0, (size_t)bytes) != NULL)
-        return 0;
-    memcpy(out, reader->at, (size_t)bytes);
-    out[bytes] = 0;
-    reader->at += bytes;
-    reader->left -= (size_t)bytes;
-    return 1;
-}
-
-/* ---- seats ---- */
-
-static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council *council, uint64_t id)
-{
-    dtrain__seat *seat = council->seats;
-    while (seat != NULL && seat->id != id)
-        seat = seat->next;
-    return seat;
-}
-
-/* Fills a new seat; worlds NULL: members have the same ranks in the world. Returns 0 when there is no memory. */
-static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, const int *worlds, int size,
-                             int rank)
-{
-    seat->council = council;
-    seat->id = id;
-    seat->rank = rank;
-    seat->size = seat->members.size = size;
-    seat->members.ranks =
-        (dtrain__departure *)dtrain__alloc(council->allocator, (size_t)size * sizeof(dtrain__departure));
-    seat->worlds = (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int));
-    for (int i = 0; seat->worlds != NULL && i < size; i++)
-        seat->worlds[i] = worlds != NULL ? worlds[i] : i;
-    return seat->members.ranks != NULL && seat->worlds != NULL;
-}
-
-/* Frees what the seat has. */
-static void dtrain__seat_free(dtrain__seat *seat)
-{
-    dtrain_allocator *allocator = seat->council->allocator;
-    for (int rank = 0; seat->members.ranks != NULL && rank < seat->size; rank++)
-        dtrain__free(allocator, (void *)(uintptr_t)seat->members.ranks[rank].why);
-    dtrain__free(allocator, seat->members.ranks);
-    dtrain__free(allocator, seat->worlds);
-    dtrain__free(allocator, seat->bound);
-}
-
-static void dtrain__seat_unlink(dtrain__seat *seat)
-{
-    dtrain__seat **at = &seat->council->seats;
-    while (*at != seat)
-        at = &(*at)->next;
-    *at = seat->next;
-}
-
-/* The group's rank of the world's `world`; -1: not a member. */
-static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int world)
-{
-    for (int rank = 0; rank < seat->size; rank++)
-        if (seat->worlds[rank] == world)
-            return rank;
-    return -1;
-}
-
-/* Ends the group here, and those that follow it; the first cause stays. Returns 0 when it had ended before. */
-static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
-{
-    if (!dtrain__membership_break(&seat->members, cause))
-        return 0;
-    for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
-        if (__atomic_load_n(&other->leader, __ATOMIC_SEQ_CST) == seat->id + 1)
-            dtrain__seat_break(other, cause);
-    seat->council->tell(seat->council->self);
-    return 1;
-}
-
-/* Ends the group on all its members. */
-static DTRAIN__NOINLINE void dtrain__seat_end(dtrain__seat *seat, int about, const dtrain__error *cause)
-{
-    if (dtrain__seat_break(seat, cause))
-        seat->council->ended(seat, about, cause);
-}
-
-/* A member's end of the group is gone, which had ended so many collectives; operations that need it will fail, others
- * need not. `why` may be empty. */
-static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
-{
-    size_t bytes = strlen(why) + 1;
-    char *text = NULL;
-    if (dtrain__membership_left(&seat->members, rank))
-        return;
-    if (bytes > 1)
-        text = (char *)dtrain__alloc(seat->council->allocator, bytes);
-    if (text != NULL)
-        memcpy(text, why, bytes);
-    seat->members.ranks[rank].why = text;
-    seat->members.ranks[rank].calls = calls;
-    dtrain__membership_leave(&seat->members, rank);
-    seat->council->tell(seat->council->self);
-}
-
-/* Ends the group because a rank of the world is lost that is a member and has not left it, or that it is bound to.
- * name: of the process, or empty. Returns whether that ended it. */
-static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status, const char *name, const char *why)
-{
-    int rank = dtrain__seat_rank(seat, world), named = name[0] != 0, broke;
-    dtrain__error cause;
-    if (rank < 0 ? seat->bound == NULL || !seat->bound[world] : dtrain__membership_left(&seat->members, rank))
-        return 0;
-    if (rank < 0)
-        dtrain__membership_because(&cause, status,
-                                   "rank %d of the world%s%s%s, of another group of this mesh, is lost: %.400s", world,
-                                   named ? " (" : "", name, named ? ")" : "", why);
-    else if (seat->id == 0)
-        dtrain__membership_because(&cause, status, "rank %d%s%s%s is lost: %.400s", rank, named ? " (" : "", name,
-                                   named ? ")" : "", why);
-    else
-        dtrain__membership_because(&cause, status, "rank %d (rank %d of the world%s%s) is lost: %.400s", rank, world,
-                                   named ? ", " : "", name, why);
-    broke = dtrain__seat_break(seat, &cause); /* first: who sees that it has left finds the cause */
-    if (rank >= 0)
-        dtrain__seat_left(seat, rank, why, UINT64_MAX);
-    return broke;
-}
-
-/* Says that a rank has left, which an operation needs; ends the group if it did so with an error. */
-static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
-{
-    const dtrain__error *cause = dtrain__membership_cause(&seat->members);
-    dtrain__error lost;
-    if (cause != NULL)
-        return dtrain__report(cause);
-    if (dtrain__membership_lost(&seat->members, rank, &lost))
-        dtrain__seat_end(seat, rank, &lost);
-    return lost.status;
-}
-
-/* ---- what planes share ---- */
-
-static void dtrain__seat_lock(dtrain__seat *seat, int on)
-{
-    seat->council->lock(seat->council->self, on);
-}
-
-static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
-                                       size_t *moved)
-{
-    dtrain_transfer out = {peer, NULL, bytes, 0, 0};
-    memcpy(&out.data, &data, sizeof data); /* it is only read */
-    dtrain_status status =
-        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, &out, NULL, deadline_ns) : DTRAIN_OK;
-    *moved = out.moved;
-    return status;
-}
-
-static dtrain_status dtrain__seat_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
-                                       size_t *moved)
-{
-    dtrain_transfer in = {peer, (unsigned char *)data, bytes, 0, 0};
-    dtrain_status status =
-        bytes > 0 ? ((dtrain__seat *)self)->council->exchange(self, NULL, &in, deadline_ns) : DTRAIN_OK;
-    *moved = in.moved;
-    return status;
-}
-
-/* Gives out the end of a group; what else the transport has is to be added. */
-static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
-{
-    memset(end, 0, sizeof *end);
-    end->transport.self = seat;
-    end->transport.rank = seat->rank;
-    end->transport.size = seat->size;
-    end->transport.send = dtrain__seat_send;
-    end->transport.recv = dtrain__seat_recv;
-    end->transport.exchange = seat->council->exchange;
-    end->plane = seat->council->plane;
-    end->origin = seat->council->origin;
-    end->members = &seat->members;
-    end->allocator = seat->council->allocator;
-}
-
-static int dtrain__seat_world(void *self, int rank)
-{
-    return ((dtrain__seat *)self)->worlds[rank];
-}
-
-static int dtrain__seat_bound(void *self, int *worlds)
-{
-    const dtrain__seat *seat = (dtrain__seat *)self;
-    int count = 0;
-    if (worlds == NULL)
-        return seat->council->size;
-    for (int rank = 0; seat->bound != NULL && rank < seat->council->size; rank++)
-        if (seat->bound[rank])
-            worlds[count++] = rank;
-    return count;
-}
-
-static int dtrain__seat_bind(void *self, const int *worlds, int count)
-{
-    dtrain__seat *seat = (dtrain__seat *)self;
-    dtrain__council *council = seat->council;
-    unsigned char *bound = (unsigned char *)dtrain__alloc(council->allocator, (size_t)council->size);
-    if (bound == NULL)
-        return 0;
-    for (int i = 0; i < count; i++)
-        bound[worlds[i]] = 1;
-    dtrain__seat_lock(seat, 1);
-    seat->bound = bound;
-    for (int i = 0; i < count; i++)
-        if (council->gone(council->self, worlds[i]) != DTRAIN__PRESENT)
-            council->lost(seat, worlds[i]);
-    dtrain__seat_lock(seat, 0);
-    return 1;
-}
-
-static void dtrain__seat_follow(void *self, void *leader)
-{
-    dtrain__seat *seat = (dtrain__seat *)self;
-    const dtrain__seat *first = (const dtrain__seat *)leader;
-    dtrain__seat_lock(seat, 1);
-    __atomic_store_n(&seat->leader, first->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
-    if (dtrain__membership_broken(&first->members))
-        dtrain__seat_break(seat, dtrain__membership_cause(&first->members));
-    dtrain__seat_lock(seat, 0);
-}
-
-static void dtrain__seat_needed(void *self, int rank)
-{
-    dtrain__seat_lock((dtrain__seat *)self, 1);
-    dtrain__seat_needs((dtrain__seat *)self, rank);
-    dtrain__seat_lock((dtrain__seat *)self, 0);
-}
-
-static void dtrain__seat_skipped(void *self, int rank, uint64_t calls)
-{
-    dtrain__seat_lock((dtrain__seat *)self, 1);
-    dtrain__seat_left((dtrain__seat *)self, rank, "", calls);
-    dtrain__seat_lock((dtrain__seat *)self, 0);
-}
-
-/* dtrain_transport.leave tells why. */
-static void dtrain__seat_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
-{
-    (void)why;
-    ((dtrain__seat *)self)->forked = forked;
-    ((dtrain__seat *)self)->calls = calls;
-}
-
-/* Reads a list of ranks of the world: begin, then add each. */
-static void dtrain__council_list(dtrain__council *council)
-{
-    council->listed = 0;
-    memset(council->lists, 0, (size_t)council->size);
-}
-
-/* Returns 0 for what is no rank, or is in the list already. */
-static int dtrain__council_list_add(dtrain__council *council, uint64_t rank)
-{
-    if (rank >= (uint64_t)council->size || council->lists[rank])
-        return 0;
-    council->lists[rank] = 1;
-    council->list[council->listed++] = (int)rank;
-    return 1;
-}
-
-/* The lowest rank that is not gone leads. */
-static int dtrain__council_leader(const dtrain__council *council)
-{
-    int leader = 0;
-    while (leader < council->rank && council->gone(council->self, leader) != DTRAIN__PRESENT)
-        leader++;
-    return leader;
-}
-
-/* ---- the store ---- */
-
 /* Gives a group's own call its answer. */
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {
-    const dtrain__seat *seat = dtrain__council_seat(council, group);
-    dtrain__store_call *call = seat != NULL ? seat->asks : NULL;
-    if (call == NULL || call->id != id)
+    const dtrain__seat *seat = council->seats;
+    while (seat != NULL && (seat->id != group || seat->asks == NULL || seat->asks->id != id))
+        seat = seat->next;
+    if (seat == NULL)
         return; /* it was given up */
+    dtrain__store_call *call = seat->asks;
     call->status = status;
     if (status != DTRAIN_OK)
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
@@ -12531,7 +12458,7 @@ static void dtrain__council_answer(dtrain__council *council, const dtrain__asker
                                    int found, const void *data, size_t bytes)
 {
     unsigned char head[15];
-    if (asker->rank == council->rank) {
+    if (council->send == NULL || asker->rank == council->rank) {
         dtrain__council_answered(council, asker->group, asker->id, status, found, data, bytes);
         return;
     }
@@ -12641,7 +12568,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
     dtrain__asker asker;
     asker.next = NULL;
-    asker.rank = 0;
+    asker.rank = seat->worlds[seat->rank];
     asker.group = seat->id;
     asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
     asker.key_bytes = strlen(call->key);
@@ -12671,7 +12598,7 @@ static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *st
 {
     const dtrain__council *council = seat->council;
     dtrain__store_call *call = seat->asks;
-    const dtrain__error *cause = dtrain__membership_cause(&seat->members);
+    const dtrain__error *cause = dtrain__membership_cause(seat->members);
     const char *name = dtrain__store_names[call->what];
     int rank = seat->rank;
     *status = call->status;
@@ -12716,7 +12643,7 @@ static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *st
 #ifndef DTRAIN__CONSENT
 #define DTRAIN__CONSENT
 
-#define DTRAIN__CONSENTS 128           /* that a rank keeps, the latest */
+#define DTRAIN__CONSENTS 128           /* that a rank keeps, the latest; in a larger world one for each rank */
 #define DTRAIN__CONSENT_FRAME_BYTES 13 /* of a member in a message: flags, rank in the world, vote */
 
 enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
@@ -12788,10 +12715,10 @@ static int dtrain__consent_sole(const dtrain__consent *consent)
 static void dtrain__consent_evict(dtrain__council *council)
 {
     dtrain__consent **worst = NULL;
-    int kept = 0, most = 0;
+    int kept = 0, most = 0, limit = council->size > DTRAIN__CONSENTS ? council->size : DTRAIN__CONSENTS;
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next, kept++)
         consent->sole = dtrain__consent_sole(consent);
-    for (dtrain__consent **at = &council->consents; kept >= DTRAIN__CONSENTS && *at != NULL; at = &(*at)->next) {
+    for (dtrain__consent **at = &council->consents; kept >= limit && *at != NULL; at = &(*at)->next) {
         int alike = 0;
         for (dtrain__consent *other = council->consents; other != NULL; other = other->next)
             alike += other->sole == (*at)->sole;
@@ -12936,14 +12863,12 @@ static void dtrain__consent_step(dtrain__council *council)
 }
 
 /* Notes a member's vote, which came from it or is this rank's own. */
-static void dtrain__consent_note(dtrain__council *council, dtrain__consent *consent, int world, int kind,
-                                 uint64_t flags)
+static void dtrain__consent_note(dtrain__consent *consent, int world, int kind, uint64_t flags)
 {
     for (int i = 0; i < consent->count; i++) {
         dtrain__vote *vote = &consent->votes[i];
         if (vote->world != world)
             continue;
-        vote->asks = world != council->rank;
         if (consent->decided)
             continue;
         vote->vote = DTRAIN__VOTE_YES;
@@ -12974,9 +12899,9 @@ static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agr
     if (consent->decided)
         return 1;
     for (int i = 0; i < seat->size; i++)
-        if (dtrain__membership_left(&seat->members, i))
+        if (dtrain__membership_left(seat->members, i))
             consent->votes[i].vote = DTRAIN__VOTE_OUT;
-    dtrain__consent_note(council, consent, council->rank, agreement->kind, agreement->flags);
+    dtrain__consent_note(consent, seat->worlds[seat->rank], agreement->kind, agreement->flags);
     if (leader != council->rank)
         dtrain__consent_send(council, leader, consent);
     dtrain__consent_step(council);
@@ -13083,8 +13008,10 @@ static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__
             mine->vote = entry[12];
         else if (entry[12] == DTRAIN__VOTE_OUT && mine->vote == DTRAIN__VOTE_NONE)
             mine->vote = DTRAIN__VOTE_OUT;
-        else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES)
-            dtrain__consent_note(council, consent, from, (int)frame->kind, dtrain__get_le(entry, 8));
+        else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES) {
+            mine->asks = from != council->rank;
+            dtrain__consent_note(consent, from, (int)frame->kind, dtrain__get_le(entry, 8));
+        }
     }
 }
 
@@ -13207,23 +13134,79 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
 
 /* ---- >>threads ----
  * Ranks of one address space. A group is what its ranks share, and lazily one ring of bytes for each ordered pair that
- * exchanges messages. All waiting is on the group's one bell. The groups that come of one world share an allocator, a
- * store and a service thread, which live as long as one of these groups. */
+ * exchanges messages. All waiting is on the group's one bell. The groups that come of one world share a council, whose
+ * mutex is the world's, an allocator and a service thread, which live as long as one of these groups.
+ *
+ * Ranks read each other's buffers in place. Each has one slot, on which it posts what it is about to do; the
+ * collectives are those of >>fused.
+ *
+ * Invariants: a slot is written by its rank alone. A rank that reads a peer's buffers holds its `inside` flag, which it
+ * raises before it looks whether the group is broken; a rank that fails breaks the group before it looks at the flags,
+ * and so takes its buffers back only when nobody is inside them. */
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
 
-#define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
+#define DTRAIN__POST_WORDS 13
+#define DTRAIN__POST_INLINE_BYTES 1024
 
-/* What is known of one rank; guarded by the world's mutex, where it says no more. */
-typedef struct dtrain__threads_rank {
-    int origin;    /* the rank in the world's first group */
-    int vote_kind; /* of its last vote */
-    uint64_t voted, vote_flags;
-    uint64_t goes_on;  /* number of the last decision that this rank is part of */
-    dtrain__error why; /* it left; written by itself, readable once it has */
-    dtrain__tell tell; /* readable once there is a record */
-    void *record;      /* what it does, which peers read until the group is freed */
-} dtrain__threads_rank;
+/* What a rank posts for one collective; read by peers between its post and theirs two operations later. */
+typedef struct dtrain__post {
+    uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
+    const void *in;
+    void *out;
+    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
+    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call: where it fits, peers read no other line */
+    unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
+} dtrain__post;
+
+/* How far a rank's device is with its peers' memory: see >>device_events. */
+typedef struct dtrain__device_word {
+    uint64_t turn;   /* calls in which the device has been given all that it has to do */
+    uint32_t inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
+} dtrain__device_word;
+
+typedef struct dtrain__slot {
+    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
+    uint32_t inside;
+    dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
+    dtrain__post posts[2] __attribute__((
+        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
+} dtrain__slot;
+
+typedef struct dtrain__shared {
+    dtrain__bell bell;
+    uint64_t withdrawn; /* posts taken back, or tried to; 2 each, odd while a rank is at it */
+    dtrain__membership members;
+    dtrain__slot *slots; /* one for each rank */
+} dtrain__shared;
+
+/* Enters the peers' buffers; 0 when the group is broken and they may be gone. */
+static int dtrain__shared_enter(dtrain__shared *shared, int rank)
+{
+    __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
+    if (!dtrain__membership_broken(&shared->members))
+        return 1;
+    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
+    return 0;
+}
+
+static void dtrain__shared_leave(dtrain__shared *shared, int rank)
+{
+    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
+}
+
+/* Waits until no peer is inside this rank's buffers; the group is broken, so none enters again. */
+static void dtrain__shared_revoke(dtrain__shared *shared, int rank)
+{
+    for (int peer = 0; peer < shared->members.size; peer++)
+        while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST))
+            sched_yield();
+}
+
+/* ---- groups ---- */
+
+#define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
 
 typedef struct dtrain__threads_ring {
     uint64_t written;
@@ -13235,249 +13218,243 @@ typedef struct dtrain__threads_ring {
 
 typedef struct dtrain__threads_group dtrain__threads_group;
 
-typedef struct dtrain__threads_end {
+/* One rank's end of a group. */
+typedef struct dtrain__threads_rank {
+    dtrain__seat seat; /* first */
     dtrain__threads_group *group;
-    int rank;
-} dtrain__threads_end;
+    dtrain__tell tell; /* readable once there is a record */
+    void *record;      /* what it does, which peers read until the group is freed */
+} dtrain__threads_rank;
 
 typedef struct dtrain__threads_world {
     dtrain__origin origin;
-    pthread_mutex_t mutex; /* guards groups, their ends, and store */
-    dtrain__threads_group *groups;
+    pthread_mutex_t mutex; /* guards the council, and how many ends a group has */
+    dtrain__council council;
     dtrain__bell bell; /* the service thread's; rung with that of every group */
-    dtrain_allocator own;
-    dtrain_allocator *allocator;
-    dtrain__store store;
+    dtrain_allocator own, *allocator;
 } dtrain__threads_world;
 
 struct dtrain__threads_group {
     dtrain__shared shared;
-    int ends;    /* ranks that have come and not left */
-    uint64_t id; /* its name in the world; the first one's is 0 */
+    int ends; /* ranks that have come and not left */
     dtrain__threads_world *world;
-    dtrain__threads_group *next;
-    dtrain_allocator *allocator; /* the world's */
-    int *bound; /* ranks of the world whose end with an error breaks it, members or not; NULL: none but members */
-    int bound_count;
     dtrain__threads_rank *ranks;
     dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender */
-    dtrain__threads_end *rank_ends;
-    uint64_t decided, decided_flags, decided_id; /* what its ranks last agreed on; guarded by the world's mutex */
-    int decided_mixed;                           /* they called different things */
 };
 
-static void dtrain__threads_break(dtrain__threads_group *group, const dtrain__error *cause)
+/* ---- messages ---- */
+
+static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
 {
-    dtrain__membership_break(&group->shared.members, cause);
-    dtrain__bell_ring(&group->shared.bell);
+    return &group->rings[(size_t)from * (size_t)group->shared.members.size + (size_t)to];
 }
 
-static dtrain__threads_ring *dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
+/* Moves bytes into the ring, or out of it; returns how many. */
+static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
 {
-    size_t index = (size_t)from * (size_t)group->shared.members.size + (size_t)to;
-    return __atomic_load_n(&group->rings[index], __ATOMIC_ACQUIRE);
-}
-
-static size_t dtrain__threads_put(dtrain__threads_ring *ring, const unsigned char *data, size_t bytes)
-{
-    uint64_t written = ring->written, read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    size_t room = DTRAIN__THREADS_RING_BYTES - (size_t)(written - read), n = bytes < room ? bytes : room;
-    size_t at = (size_t)written % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
+    uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written, moved = *mine;
+    uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
+    size_t room = put ? DTRAIN__THREADS_RING_BYTES - (size_t)ahead : (size_t)(0 - ahead),
+           n = bytes < room ? bytes : room;
+    size_t at = (size_t)moved % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
     if (n == 0)
         return 0;
     first = first < n ? first : n;
-    memcpy(ring->bytes + at, data, first);
-    memcpy(ring->bytes, data + first, n - first);
-    __atomic_store_n(&ring->written, written + n, __ATOMIC_SEQ_CST);
+    memcpy(put ? ring->bytes + at : data, put ? data : ring->bytes + at, first);
+    memcpy(put ? ring->bytes : data + first, put ? data + first : ring->bytes, n - first);
+    __atomic_store_n(mine, moved + n, __ATOMIC_SEQ_CST);
     return n;
 }
 
-static size_t dtrain__threads_take(dtrain__threads_ring *ring, unsigned char *data, size_t bytes)
-{
-    uint64_t read = ring->read, written = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST);
-    size_t held = (size_t)(written - read), n = bytes < held ? bytes : held;
-    size_t at = (size_t)read % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
-    if (n == 0)
-        return 0;
-    first = first < n ? first : n;
-    memcpy(data, ring->bytes + at, first);
-    memcpy(data + first, ring->bytes, n - first);
-    __atomic_store_n(&ring->read, read + n, __ATOMIC_SEQ_CST);
-    return n;
-}
-
-/* Says that `peer` has left, which an operation needs; breaks the group if it did so with an error. */
-static dtrain_status dtrain__threads_lost(dtrain__threads_group *group, int peer)
-{
-    dtrain__error lost;
-    if (dtrain__membership_lost(&group->shared.members, peer, &lost))
-        dtrain__threads_break(group, &lost);
-    return lost.status;
-}
-
-typedef struct dtrain__threads_wait {
-    dtrain__threads_group *group;
-    int from, to, peer;
-    int to_write;
-} dtrain__threads_wait;
+typedef struct dtrain__threads_way {
+    dtrain__threads_rank *mine;
+    int peer, sending;
+    dtrain__threads_ring **ring;
+} dtrain__threads_way;
 
 static int dtrain__threads_ready(void *pointer)
 {
-    dtrain__threads_wait *wait = (dtrain__threads_wait *)pointer;
-    dtrain__threads_ring *ring = dtrain__threads_ring_between(wait->group, wait->from, wait->to);
-    const dtrain__membership *members = &wait->group->shared.members;
-    if (dtrain__membership_broken(members) || dtrain__membership_left(members, wait->peer))
+    const dtrain__threads_way *way = (dtrain__threads_way *)pointer;
+    dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
+    const dtrain__membership *members = way->mine->seat.members;
+    if (dtrain__membership_broken(members) || dtrain__membership_left(members, way->peer))
         return 1;
     if (ring == NULL)
         return 0;
     uint64_t held = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    return wait->to_write ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
+    return way->sending ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
 }
 
 /* Moves bytes through one ring until all went, the deadline passed, or the peer left. What a peer wrote before
  * it left is still received. */
-static dtrain_status dtrain__threads_move(dtrain__threads_wait *wait, unsigned char *out, const unsigned char *in,
-                                          size_t bytes, int64_t deadline_ns, size_t *moved)
+static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned char *data, size_t bytes,
+                                          int64_t deadline_ns, size_t *moved)
 {
-    dtrain__threads_group *group = wait->group;
+    dtrain__seat *seat = &way->mine->seat;
+    dtrain__bell *bell = &way->mine->group->shared.bell;
     *moved = 0;
     for (unsigned turn = 0;; turn++) {
-        int left = dtrain__membership_left(&group->shared.members, wait->peer);
-        dtrain__threads_ring *ring = dtrain__threads_ring_between(group, wait->from, wait->to);
+        int left = dtrain__membership_left(seat->members, way->peer);
+        dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
         size_t n = 0;
-        if (ring != NULL && !(wait->to_write && left))
-            n = wait->to_write ? dtrain__threads_put(ring, in + *moved, bytes - *moved)
-                               : dtrain__threads_take(ring, out + *moved, bytes - *moved);
+        if (ring != NULL && !(way->sending && left))
+            n = dtrain__threads_copy(ring, way->sending, data + *moved, bytes - *moved);
         *moved += n;
         if (n > 0) {
-            dtrain__bell_ring(&group->shared.bell);
+            dtrain__bell_ring(bell);
             turn = 0;
         }
         if (*moved == bytes)
             return DTRAIN_OK;
-        if (dtrain__membership_broken(&group->shared.members))
-            return dtrain__report(dtrain__membership_cause(&group->shared.members));
-        if (left && n == 0)
-            return dtrain__threads_lost(group, wait->peer);
+        if (dtrain__membership_broken(seat->members) || (left && n == 0))
+            return dtrain__seat_needed(seat, way->peer);
         if (n == 0 && (deadline_ns == 0 || dtrain__os_now_ns() >= deadline_ns))
             return DTRAIN_ERR_TIMEOUT;
-        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_ready, wait);
+        dtrain__bell_wait(bell, turn, deadline_ns, dtrain__threads_ready, way);
     }
 }
 
 static dtrain_status dtrain__threads_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
                                           size_t *moved)
 {
-    dtrain__threads_end *end = (dtrain__threads_end *)self;
-    dtrain__threads_group *group = end->group;
-    dtrain__threads_wait wait = {group, end->rank, peer, peer, 1};
-    size_t index = (size_t)end->rank * (size_t)group->shared.members.size + (size_t)peer;
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    dtrain__threads_way way = {mine, peer, 1, dtrain__threads_ring_between(mine->group, mine->seat.rank, peer)};
+    unsigned char *from;
     *moved = 0;
-    if (group->rings[index] == NULL) {
-        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(group->allocator, sizeof *ring);
+    memcpy(&from, &data, sizeof data); /* it is only read */
+    if (*way.ring == NULL) {
+        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, sizeof *ring);
         if (ring == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
-                                sizeof *ring, end->rank, peer);
-        __atomic_store_n(&group->rings[index], ring, __ATOMIC_RELEASE);
+                                sizeof *ring, mine->seat.rank, peer);
+        __atomic_store_n(way.ring, ring, __ATOMIC_RELEASE);
     }
-    return dtrain__threads_move(&wait, NULL, (const unsigned char *)data, bytes, deadline_ns, moved);
+    return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);
 }
 
 static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
                                           size_t *moved)
 {
-    dtrain__threads_end *end = (dtrain__threads_end *)self;
-    dtrain__threads_wait wait = {end->group, peer, end->rank, peer, 0};
-    return dtrain__threads_move(&wait, (unsigned char *)data, NULL, bytes, deadline_ns, moved);
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    dtrain__threads_way way = {mine, peer, 0, dtrain__threads_ring_between(mine->group, peer, mine->seat.rank)};
+    return dtrain__threads_move(&way, (unsigned char *)data, bytes, deadline_ns, moved);
 }
 
+/* ---- the council, which has no messages to send ---- */
+
+static void dtrain__threads_tell(void *self)
+{
+    dtrain__threads_world *world = (dtrain__threads_world *)self;
+    __atomic_add_fetch(&world->council.news, 1, __ATOMIC_SEQ_CST);
+    for (dtrain__seat *seat = world->council.seats; seat != NULL; seat = seat->next)
+        dtrain__bell_ring(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell);
+}
+
+static int dtrain__threads_gone(void *self, int rank)
+{
+    (void)self, (void)rank;
+    return DTRAIN__PRESENT;
+}
+
+static void dtrain__threads_lock(void *self, int on)
+{
+    if (on)
+        pthread_mutex_lock(&((dtrain__threads_world *)self)->mutex);
+    else
+        pthread_mutex_unlock(&((dtrain__threads_world *)self)->mutex);
+}
+
+typedef struct dtrain__threads_look {
+    const dtrain__council *council;
+    uint64_t seen;
+} dtrain__threads_look;
+
+static int dtrain__threads_news(void *pointer)
+{
+    const dtrain__threads_look *look = (const dtrain__threads_look *)pointer;
+    return __atomic_load_n(&look->council->news, __ATOMIC_SEQ_CST) != look->seen;
+}
+
+static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
+{
+    dtrain__threads_look look = {seat->council, seen};
+    dtrain__bell_wait(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell, turn, until_ns, dtrain__threads_news,
+                      &look);
+}
+
+/* ---- groups come and go ---- */
+
+/* Frees a group that has no end any more. */
 static void dtrain__threads_free(dtrain__threads_group *group)
 {
     size_t size = (size_t)group->shared.members.size;
-    dtrain_allocator *allocator = group->allocator;
-    if (group->rings != NULL)
-        for (size_t i = 0; i < size * size; i++)
-            dtrain__free(allocator, group->rings[i]);
+    dtrain_allocator *allocator = group->world->allocator;
+    for (size_t i = 0; group->rings != NULL && i < size * size; i++)
+        dtrain__free(allocator, group->rings[i]);
     for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
         dtrain__free(allocator, group->ranks[rank].record);
+    dtrain__membership_free(&group->shared.members, allocator);
     dtrain__free(allocator, group->rings);
-    dtrain__free(allocator, group->bound);
     dtrain__free(allocator, group->shared.slots);
-    dtrain__free(allocator, group->shared.members.ranks);
     dtrain__free(allocator, group->ranks);
-    dtrain__free(allocator, group->rank_ends);
     dtrain__free(allocator, group);
 }
 
+/* Ends the world with its last group. */
 static void dtrain__threads_world_free(dtrain__threads_world *world)
 {
     dtrain__origin_stop(&world->origin);
-    dtrain__store_free(&world->store, world->allocator);
+    dtrain__council_free(&world->council);
     pthread_mutex_destroy(&world->mutex);
     pthread_mutex_destroy(&world->origin.mutex);
     dtrain__free(world->allocator, world);
 }
 
 /* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */
-static void dtrain__threads_mark(dtrain__threads_group *group, int rank, const dtrain__error *why)
+static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
 {
-    dtrain__membership *members = &group->shared.members;
-    if (!dtrain__membership_left(members, rank)) {
-        if (why != NULL) {
-            group->ranks[rank].why = *why;
-            members->ranks[rank].why = group->ranks[rank].why.text;
-            members->ranks[rank].calls = UINT64_MAX; /* who needs it finds out */
-        }
-        dtrain__membership_leave(members, rank);
-    }
-    dtrain__bell_ring(&group->shared.bell);
+    dtrain__seat_left(seat, rank, why, calls);
+    dtrain__council_left(seat->council, seat->id, seat->worlds[rank]);
 }
 
-/* The thread behind a rank has given up without which the group's ranks cannot go on. */
-static void dtrain__threads_lost_bound(dtrain__threads_group *group, int origin, const dtrain__error *why)
+static void dtrain__threads_leave(void *self, const char *why)
 {
-    dtrain__error lost, kept = dtrain__thread_error;
-    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world, of another group of this mesh, has left%s%.400s",
-                 origin, why != NULL && why->text[0] != 0 ? ": " : "", why != NULL ? why->text : "");
-    dtrain__thread_error = kept;
-    dtrain__threads_break(group, &lost);
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__seat_lock(seat, 1);
+    dtrain__threads_mark(seat, seat->rank, why, seat->calls);
+    dtrain__seat_lock(seat, 0);
 }
 
-/* The rank's thread ends with an error: nobody shall wait for it in any group. */
+/* The rank's thread ends with an error: nobody shall wait for it in any group, nor go on without it in one that is
+ * bound to it. */
 static void dtrain__threads_give_up(void *self, const dtrain__error *why)
 {
-    dtrain__threads_group *of = ((dtrain__threads_end *)self)->group;
-    dtrain__threads_world *world = of->world;
-    int origin = of->ranks[((dtrain__threads_end *)self)->rank].origin;
-    pthread_mutex_lock(&world->mutex);
-    for (dtrain__threads_group *group = world->groups; group != NULL; group = group->next) {
-        int member = 0;
-        for (int other = 0; group != of && other < group->shared.members.size; other++)
-            if (group->ranks[other].origin == origin) {
-                dtrain__threads_mark(group, other, why);
-                member = 1;
-            }
-        for (int i = 0; !member && i < group->bound_count; i++)
-            if (group->bound[i] == origin)
-                dtrain__threads_lost_bound(group, origin, why);
-    }
-    pthread_mutex_unlock(&world->mutex);
+    dtrain__seat *of = (dtrain__seat *)self;
+    int world = of->worlds[of->rank], rank;
+    dtrain__error lost;
+    dtrain__membership_because(&lost, DTRAIN_ERR_PEER_LOST,
+                               "rank %d of the world, of another group of this mesh, has left: %.400s", world,
+                               why->text);
+    dtrain__seat_lock(of, 1);
+    for (dtrain__seat *seat = of->council->seats; seat != NULL; seat = seat->next)
+        if (seat->id != of->id && (rank = dtrain__seat_rank(seat, world)) >= 0)
+            dtrain__threads_mark(seat, rank, why->text, UINT64_MAX); /* who needs it finds out */
+        else if (seat->id != of->id && seat->bound != NULL && seat->bound[world])
+            dtrain__seat_break(seat, &lost);
+    dtrain__seat_lock(of, 0);
 }
 
 /* The rank's end leaves; the last of a group frees it, the last of a world the world. */
-static void dtrain__threads_detach(dtrain__threads_group *group, int rank)
+static void dtrain__threads_destroy(void *self)
 {
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__threads_group *group = ((dtrain__threads_rank *)self)->group;
     dtrain__threads_world *world = group->world;
-    dtrain__threads_group **at = &world->groups;
-    int ends, last;
+    dtrain__threads_leave(self, "");
     pthread_mutex_lock(&world->mutex);
-    dtrain__threads_mark(group, rank, NULL);
-    ends = --group->ends;
-    while (ends == 0 && *at != group)
-        at = &(*at)->next;
-    if (ends == 0)
-        *at = group->next;
-    last = world->groups == NULL;
+    dtrain__seat_unlink(seat);
+    dtrain__seat_free(seat);
+    int ends = --group->ends, last = world->council.seats == NULL;
     pthread_mutex_unlock(&world->mutex);
     if (ends == 0)
         dtrain__threads_free(group);
@@ -13485,338 +13462,122 @@ static void dtrain__threads_detach(dtrain__threads_group *group, int rank)
         dtrain__threads_world_free(world);
 }
 
-static void dtrain__threads_destroy(void *self)
-{
-    dtrain__threads_end *end = (dtrain__threads_end *)self;
-    dtrain__threads_detach(end->group, end->rank);
-}
-
-/* A world without groups, for dtrain__threads_attach. */
-static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator)
+/* A world without groups. */
+static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator, int size)
 {
     dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
         allocator, sizeof *world, offsetof(dtrain__threads_world, own), &allocator);
     if (world == NULL)
         return NULL;
-    world->allocator = allocator;
+    dtrain__council *council = &world->council;
+    world->allocator = council->allocator = allocator;
     world->origin.bell = &world->bell;
+    council->self = world;
+    council->origin = &world->origin;
+    council->size = size;
+    council->tell = dtrain__threads_tell;
+    council->gone = dtrain__threads_gone;
+    council->lock = dtrain__threads_lock;
+    council->wait = dtrain__threads_wait;
     pthread_mutex_init(&world->mutex, NULL);
     pthread_mutex_init(&world->origin.mutex, NULL);
     return world;
 }
 
-/* Adds a group to the world; the caller holds its mutex. NULL when there is no memory. */
-static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, uint64_t id, const int *origins,
-                                                   int size)
+/* A group to which no rank has come. NULL when there is no memory. */
+static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, int size)
 {
     size_t ranks = (size_t)size;
-    dtrain__threads_group *group = (dtrain__threads_group *)dtrain__alloc(world->allocator, sizeof *group);
+    dtrain_allocator *allocator = world->allocator;
+    dtrain__threads_group *group = (dtrain__threads_group *)dtrain__alloc(allocator, sizeof *group);
     if (group == NULL)
         return NULL;
     group->world = world;
-    group->allocator = world->allocator;
-    group->id = id;
-    group->shared.members.size = size;
     group->shared.bell.spins =
         size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
     group->shared.bell.also = &world->bell;
-    group->shared.slots = (dtrain__slot *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__slot));
-    group->shared.members.ranks =
-        (dtrain__departure *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__departure));
-    group->ranks = (dtrain__threads_rank *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__threads_rank));
-    group->rings =
-        (dtrain__threads_ring **)dtrain__alloc(group->allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
-    group->rank_ends = (dtrain__threads_end *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__threads_end));
-    if (group->shared.slots == NULL || group->shared.members.ranks == NULL || group->ranks == NULL ||
-        group->rings == NULL || group->rank_ends == NULL) {
-        dtrain__threads_free(group);
-        return NULL;
-    }
-    for (int rank = 0; rank < size; rank++)
-        group->ranks[rank].origin = origins != NULL ? origins[rank] : rank;
-    group->next = world->groups;
-    world->groups = group;
-    return group;
+    group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
+    group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
+    group->rings = (dtrain__threads_ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
+    if (dtrain__membership_open(&group->shared.members, allocator, size) && group->shared.slots != NULL &&
+        group->ranks != NULL && group->rings != NULL)
+        return group;
+    dtrain__threads_free(group);
+    return NULL;
 }
 
-/* Comes to the group of that name, which the first to come makes; undone by dtrain__threads_detach. */
-static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world, uint64_t id,
-                                            const int *origins, int size)
+/* A rank comes to the group of that name, which the first to come makes; undone by dtrain__threads_destroy. */
+static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world,
+                                            const dtrain__group_desc *desc)
 {
     pthread_mutex_lock(&world->mutex);
-    dtrain__threads_group *group = world->groups;
-    while (group != NULL && group->id != id)
-        group = group->next;
-    if (group == NULL)
-        group = dtrain__threads_make(world, id, origins, size);
-    if (group != NULL)
+    dtrain__seat *seat = dtrain__council_seat(&world->council, desc->id);
+    dtrain__threads_group *group =
+        seat != NULL ? ((dtrain__threads_rank *)(void *)seat)->group : dtrain__threads_make(world, desc->size);
+    int good = group != NULL;
+    if (good) {
+        seat = &group->ranks[desc->rank].seat;
+        group->ranks[desc->rank].group = group;
+        good = dtrain__seat_open(seat, &world->council, desc->id, &group->shared.members, desc->worlds, desc->size,
+                                 desc->rank);
+    }
+    if (good) {
         group->ends++;
+        seat->next = world->council.seats;
+        world->council.seats = seat;
+    } else if (group != NULL && group->ends == 0) {
+        dtrain__threads_free(group);
+    }
     pthread_mutex_unlock(&world->mutex);
     *out = group;
-    return group != NULL ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
-}
-
-/* Breaks the group whenever one of these ranks of the world ends with an error; 0: no memory. */
-static int dtrain__threads_bind(dtrain__threads_group *group, const int *origins, int count)
-{
-    int bound;
-    pthread_mutex_lock(&group->world->mutex);
-    if (group->bound == NULL)
-        group->bound = (int *)dtrain__alloc(group->allocator, (size_t)count * sizeof(int));
-    bound = group->bound != NULL;
-    if (bound && group->bound_count == 0) {
-        memcpy(group->bound, origins, (size_t)count * sizeof(int));
-        group->bound_count = count;
-    }
-    pthread_mutex_unlock(&group->world->mutex);
-    return bound;
-}
-
-/* Makes a group to which `size` ranks have come, the first of its world. The transport of each is had from
- * dtrain__threads_transport. */
-static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
-{
-    dtrain__threads_world *world = dtrain__threads_world_create(allocator);
-    dtrain_status status = DTRAIN_ERR_MEMORY;
-    if (world == NULL)
-        return dtrain__fail(NULL, status, "no memory for a group of %d ranks", size);
-    status = dtrain__threads_attach(out, world, 0, NULL, size);
-    if (status == DTRAIN_OK)
-        (*out)->ends = size;
-    else
-        dtrain__threads_world_free(world);
-    return status;
+    return good ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", desc->size);
 }
 
 static void dtrain__threads_fail(void *self, dtrain_status why, const char *text)
 {
+    dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__error cause;
-    cause.status = why;
-    snprintf(cause.text, sizeof cause.text, "%s", text);
-    dtrain__threads_break(((dtrain__threads_end *)self)->group, &cause);
+    dtrain__membership_because(&cause, why, "%s", text);
+    dtrain__seat_lock(seat, 1);
+    dtrain__seat_break(seat, &cause);
+    dtrain__seat_lock(seat, 0);
 }
 
-static void dtrain__threads_transport(dtrain_transport *transport, dtrain__threads_group *group, int rank)
+/* ---- the plane ---- */
+
+static void dtrain__threads_end(dtrain__end *end, dtrain__threads_group *group, int rank)
 {
-    memset(transport, 0, sizeof *transport);
-    group->rank_ends[rank].group = group;
-    group->rank_ends[rank].rank = rank;
-    transport->self = &group->rank_ends[rank];
-    transport->rank = rank;
-    transport->size = group->shared.members.size;
-    transport->send = dtrain__threads_send;
-    transport->recv = dtrain__threads_recv;
-    transport->destroy = dtrain__threads_destroy;
-    transport->fail = dtrain__threads_fail;
-}
-
-#endif
-
-/* ---- >>threads_plane ----
- * The control plane of ranks of one address space: what they must know of each other is in their group, guarded by
- * the mutex of its world where it takes several words. Votes are counted by whoever looks. */
-#ifndef DTRAIN__THREADS_PLANE
-#define DTRAIN__THREADS_PLANE
-
-static dtrain__threads_group *dtrain__threads_plane_of(void *self)
-{
-    return ((dtrain__threads_end *)self)->group;
-}
-
-static const dtrain__plane *dtrain__threads_plane_table(void);
-
-static void dtrain__threads_plane_end(dtrain__end *end, dtrain__threads_group *group, int rank)
-{
-    memset(end, 0, sizeof *end);
-    dtrain__threads_transport(&end->transport, group, rank);
-    end->plane = dtrain__threads_plane_table();
-    end->origin = &group->world->origin;
-    end->members = &group->shared.members;
+    dtrain__seat_give(&group->ranks[rank].seat, end);
+    end->transport.send = dtrain__threads_send;
+    end->transport.recv = dtrain__threads_recv;
+    end->transport.fail = dtrain__threads_fail;
+    end->transport.leave = dtrain__threads_leave;
+    end->transport.destroy = dtrain__threads_destroy;
     end->shared = &group->shared;
-    end->allocator = group->allocator;
 }
 
-/* Makes a new world, and the end of its rank 0. */
-static dtrain_status dtrain__threads_plane_create(dtrain__end *first, int ranks, dtrain_allocator *allocator)
+static dtrain_status dtrain__threads_join(void *self, const dtrain__group_desc *desc, dtrain__end *end)
 {
-    dtrain__threads_group *group = NULL;
-    dtrain_status status = dtrain__threads_create(&group, ranks, allocator);
-    if (status == DTRAIN_OK)
-        dtrain__threads_plane_end(first, group, 0);
-    return status;
-}
-
-/* The end of another rank of that world. */
-static void dtrain__threads_plane_peer(const dtrain__end *first, int rank, dtrain__end *end)
-{
-    dtrain__threads_plane_end(end, dtrain__threads_plane_of(first->transport.self), rank);
-}
-
-static dtrain_status dtrain__threads_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
-{
-    dtrain__threads_group *group = NULL;
-    dtrain_status status =
-        dtrain__threads_attach(&group, dtrain__threads_plane_of(self)->world, desc->id, desc->worlds, desc->size);
-    if (status == DTRAIN_OK)
-        dtrain__threads_plane_end(end, group, desc->rank);
-    return status;
-}
-
-static int dtrain__threads_plane_world(void *self, int rank)
-{
-    return dtrain__threads_plane_of(self)->ranks[rank].origin;
-}
-
-static int dtrain__threads_plane_bound(void *self, int *worlds)
-{
-    const dtrain__threads_group *group = dtrain__threads_plane_of(self);
-    if (worlds != NULL && group->bound_count > 0)
-        memcpy(worlds, group->bound, (size_t)group->bound_count * sizeof *worlds);
-    return group->bound_count;
-}
-
-static int dtrain__threads_plane_bind(void *self, const int *worlds, int count)
-{
-    return dtrain__threads_bind(dtrain__threads_plane_of(self), worlds, count);
-}
-
-static void dtrain__threads_plane_lost(void *self, int rank)
-{
-    dtrain__threads_lost(dtrain__threads_plane_of(self), rank);
-}
-
-/* Looks whether all that have not left have voted, and decides; the caller holds the world's mutex. */
-static void dtrain__threads_plane_count(dtrain__threads_group *group, uint64_t number)
-{
-    const dtrain__membership *members = &group->shared.members;
-    uint64_t flags = UINT64_MAX;
-    int kind = 0, mixed = 0;
-    for (int rank = 0; rank < members->size; rank++) {
-        const dtrain__threads_rank *voter = &group->ranks[rank];
-        if (dtrain__membership_left(members, rank))
-            continue;
-        if (voter->voted < number)
-            return;
-        mixed |= kind != 0 && kind != voter->vote_kind;
-        kind = voter->vote_kind;
-        flags &= voter->vote_flags;
-    }
-    for (int rank = 0; rank < members->size; rank++)
-        if (!dtrain__membership_left(members, rank))
-            group->ranks[rank].goes_on = number;
-    group->decided = number;
-    group->decided_flags = flags;
-    group->decided_mixed = mixed;
-    group->decided_id = dtrain__plane_group_id(dtrain__origin_serial(&group->world->origin), 0);
-    dtrain__bell_ring(&group->shared.bell);
-}
-
-typedef struct dtrain__threads_vote {
     dtrain__threads_group *group;
-    dtrain__agreement *agreement;
-} dtrain__threads_vote;
-
-/* Whether there is a decision; then takes it over. */
-static int dtrain__threads_plane_decided(void *pointer)
-{
-    dtrain__threads_group *group = ((dtrain__threads_vote *)pointer)->group;
-    dtrain__agreement *agreement = ((dtrain__threads_vote *)pointer)->agreement;
-    int done;
-    pthread_mutex_lock(&group->world->mutex);
-    if (group->decided < agreement->number)
-        dtrain__threads_plane_count(group, agreement->number);
-    done = group->decided >= agreement->number;
-    agreement->status = group->decided_mixed ? DTRAIN_ERR_MISMATCH : DTRAIN_OK;
-    agreement->id = group->decided_id;
-    agreement->awaited = -1;
-    if (done)
-        agreement->flags = group->decided_flags;
-    for (int rank = 0; rank < group->shared.members.size; rank++) {
-        agreement->goes_on[rank] = done && group->ranks[rank].goes_on == agreement->number;
-        if (!done && agreement->awaited < 0 && group->ranks[rank].voted < agreement->number &&
-            !dtrain__membership_left(&group->shared.members, rank))
-            agreement->awaited = rank;
-    }
-    pthread_mutex_unlock(&group->world->mutex);
-    return done;
-}
-
-static int dtrain__threads_plane_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
-{
-    dtrain__threads_vote vote = {dtrain__threads_plane_of(self), agreement};
-    dtrain__threads_group *group = vote.group;
-    dtrain__threads_rank *mine = &group->ranks[((dtrain__threads_end *)self)->rank];
-    pthread_mutex_lock(&group->world->mutex);
-    mine->voted = agreement->number;
-    mine->vote_kind = agreement->kind;
-    mine->vote_flags = agreement->flags;
-    pthread_mutex_unlock(&group->world->mutex);
-    dtrain__bell_ring(&group->shared.bell);
-    for (unsigned turn = 0; !dtrain__threads_plane_decided(&vote); turn++) {
-        if (dtrain__os_now_ns() >= deadline_ns)
-            return 0;
-        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_plane_decided, &vote);
-    }
-    return 1;
-}
-
-typedef struct dtrain__threads_look {
-    dtrain__threads_group *group;
-    dtrain__store_call *call;
-} dtrain__threads_look;
-
-static int dtrain__threads_plane_found(void *pointer)
-{
-    dtrain__threads_group *group = ((dtrain__threads_look *)pointer)->group;
-    dtrain__store_call *call = ((dtrain__threads_look *)pointer)->call;
-    pthread_mutex_lock(&group->world->mutex);
-    dtrain__entry *entry = *dtrain__store_place(&group->world->store, call->key, strlen(call->key));
-    if (entry != NULL)
-        dtrain__store_copy(call, dtrain__entry_value(entry), entry->bytes);
-    pthread_mutex_unlock(&group->world->mutex);
-    return entry != NULL || dtrain__membership_broken(&group->shared.members);
-}
-
-static dtrain_status dtrain__threads_plane_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
-{
-    dtrain__threads_look look = {dtrain__threads_plane_of(self), call};
-    dtrain__threads_group *group = look.group;
-    dtrain_status status;
-    if (call->what == DTRAIN__STORE_SET) {
-        pthread_mutex_lock(&group->world->mutex);
-        status = dtrain__store_put(&group->world->store, group->allocator, call->key, strlen(call->key), call->value,
-                                   call->capacity);
-        for (dtrain__threads_group *other = group->world->groups; other != NULL; other = other->next)
-            dtrain__bell_ring(&other->shared.bell);
-        pthread_mutex_unlock(&group->world->mutex);
-        return status;
-    }
-    *call->bytes = DTRAIN_STORE_ABSENT;
-    for (unsigned turn = 0; !dtrain__threads_plane_found(&look) && call->what == DTRAIN__STORE_WAIT; turn++) {
-        if (dtrain__os_now_ns() >= deadline_ns)
-            return dtrain__fail(call->error, DTRAIN_ERR_TIMEOUT, "store_wait on rank %d: nobody has set \"%s\"",
-                                ((dtrain__threads_end *)self)->rank, call->key);
-        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_plane_found, &look);
-    }
-    if (*call->bytes == DTRAIN_STORE_ABSENT && call->what == DTRAIN__STORE_WAIT)
-        return dtrain__report(dtrain__membership_cause(&group->shared.members));
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__threads_attach(&group, ((dtrain__threads_rank *)self)->group->world, desc);
+    if (status == DTRAIN_OK)
+        dtrain__threads_end(end, group, desc->rank);
+    return status;
 }
 
 /* The group keeps the record. */
-static void dtrain__threads_plane_publish(void *self, dtrain__tell tell, void *record)
+static void dtrain__threads_publish(void *self, dtrain__tell tell, void *record)
 {
-    dtrain__threads_rank *mine = &dtrain__threads_plane_of(self)->ranks[((dtrain__threads_end *)self)->rank];
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
     if (tell == NULL)
         return;
     mine->tell = tell;
     __atomic_store_n(&mine->record, record, __ATOMIC_RELEASE);
 }
 
-static size_t dtrain__threads_plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity,
-                                         int64_t *age_ns)
+static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
 {
-    const dtrain__threads_rank *other = &dtrain__threads_plane_of(self)->ranks[rank];
+    const dtrain__threads_rank *other = &((dtrain__threads_rank *)self)->group->ranks[rank];
     void *record = __atomic_load_n(&other->record, __ATOMIC_ACQUIRE);
     int awaits;
     (void)after_ns;
@@ -13824,46 +13585,46 @@ static size_t dtrain__threads_plane_last(void *self, int rank, int64_t after_ns,
     return record != NULL ? other->tell(record, (unsigned char *)out, capacity, &awaits) : 0;
 }
 
-static void dtrain__threads_plane_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
-{
-    int rank = ((dtrain__threads_end *)self)->rank;
-    dtrain__threads_group *group = dtrain__threads_plane_of(self);
-    dtrain__departure *mine = &group->shared.members.ranks[rank];
-    (void)forked;
-    if (dtrain__membership_left(&group->shared.members, rank))
-        return;
-    if (why != NULL && why->text[0] != 0) {
-        group->ranks[rank].why = *why;
-        mine->why = group->ranks[rank].why.text;
-    }
-    mine->calls = calls;
-}
+static const dtrain__plane dtrain__threads_plane = {
+    1,
+    0,
+    dtrain__threads_join,
+    dtrain__seat_world,
+    dtrain__plane_host,
+    dtrain__plane_node_ranks,
+    dtrain__seat_bound,
+    dtrain__seat_bind,
+    dtrain__seat_follow,
+    dtrain__plane_form,
+    dtrain__seat_needed,
+    dtrain__seat_skipped,
+    dtrain__seat_agree,
+    dtrain__seat_store,
+    dtrain__threads_publish,
+    dtrain__threads_last,
+    dtrain__plane_suspect,
+    dtrain__plane_rest,
+    dtrain__seat_leaving,
+};
 
-static const dtrain__plane *dtrain__threads_plane_table(void)
+/* Makes a new world, to whose group `size` ranks have come. */
+static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
 {
-    static const dtrain__plane table = {
-        1,
-        1,
-        0,
-        dtrain__threads_plane_group,
-        dtrain__threads_plane_world,
-        dtrain__plane_host,
-        dtrain__plane_node_ranks,
-        dtrain__threads_plane_bound,
-        dtrain__threads_plane_bind,
-        dtrain__plane_follow,
-        dtrain__plane_form,
-        dtrain__threads_plane_lost,
-        dtrain__plane_skipped,
-        dtrain__threads_plane_agree,
-        dtrain__threads_plane_store,
-        dtrain__threads_plane_publish,
-        dtrain__threads_plane_last,
-        dtrain__plane_suspect,
-        dtrain__plane_rest,
-        dtrain__threads_plane_leaving,
-    };
-    return &table;
+    dtrain__threads_world *world = dtrain__threads_world_create(allocator, size);
+    dtrain_status status = DTRAIN_OK;
+    int come = 0;
+    if (world == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+    world->council.plane = &dtrain__threads_plane;
+    for (; status == DTRAIN_OK && come < size; come += status == DTRAIN_OK) {
+        dtrain__group_desc desc = {0, NULL, size, come};
+        status = dtrain__threads_attach(out, world, &desc);
+    }
+    if (status != DTRAIN_OK && come == 0)
+        dtrain__threads_world_free(world);
+    for (int rank = 0; status != DTRAIN_OK && rank < come; rank++)
+        dtrain__threads_destroy(&(*out)->ranks[rank]);
+    return status;
 }
 
 #endif
@@ -14083,7 +13844,7 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
     size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
     dtrain__put_le(head, number, 8);
     for (int rank = 0; rank < lane->seat.size; rank++)
-        if (rank != lane->seat.rank && !dtrain__membership_left(&lane->seat.members, rank))
+        if (rank != lane->seat.rank && !dtrain__membership_left(lane->seat.members, rank))
             dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
 }
 
@@ -14125,7 +13886,7 @@ static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status sta
     if (lane->mux->peers[peer].bye && rank >= 0)
         dtrain__seat_left(&lane->seat, rank, why, UINT64_MAX);
     else if (!lane->mux->peers[peer].bye && dtrain__seat_lost(&lane->seat, peer, status, "", why))
-        dtrain__mux_end(&lane->seat, peer, &lane->seat.members.cause);
+        dtrain__mux_end(&lane->seat, peer, &lane->seat.members->cause);
 }
 
 /* The same for a lane that is made, or bound, when it is gone already. */
@@ -14732,12 +14493,12 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
 static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
                                        int moved)
 {
-    const dtrain__error *cause = dtrain__membership_cause(&lane->seat.members);
+    const dtrain__error *cause = dtrain__membership_cause(lane->seat.members);
     if (cause != NULL && (!moved || cause->status == DTRAIN_ERR_ABORTED))
         return dtrain__report(cause);
-    if (!moved && in != NULL && dtrain__membership_left(&lane->seat.members, in->peer))
+    if (!moved && in != NULL && dtrain__membership_left(lane->seat.members, in->peer))
         return dtrain__seat_needs(&lane->seat, in->peer);
-    if (out != NULL && dtrain__membership_left(&lane->seat.members, out->peer))
+    if (out != NULL && dtrain__membership_left(lane->seat.members, out->peer))
         return dtrain__seat_needs(&lane->seat, out->peer);
     return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
 }
@@ -14761,7 +14522,7 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
     dtrain__mux *mux = lane->mux;
     dtrain_status status = DTRAIN_OK;
     *moved = *others = 0;
-    if (out != NULL && dtrain__membership_left(&lane->seat.members, out->peer))
+    if (out != NULL && dtrain__membership_left(lane->seat.members, out->peer))
         return dtrain__seat_needs(&lane->seat, out->peer);
     if (out != NULL)
         status = dtrain__mux_stage(mux, lane->seat.worlds[out->peer]);
@@ -14822,7 +14583,7 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
             return status;
         moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
         dtrain__mux_enter(mux);
-        int left = dtrain__membership_left(&lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
+        int left = dtrain__membership_left(lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
         lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
         int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
         if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
@@ -14832,8 +14593,8 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
         else if (!moved)
             dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
-        status = waits && !dtrain__membership_broken(&lane->seat.members) ? DTRAIN_ERR_TIMEOUT
-                                                                          : dtrain__mux_judge(lane, out, in, moved);
+        status = waits && !dtrain__membership_broken(lane->seat.members) ? DTRAIN_ERR_TIMEOUT
+                                                                         : dtrain__mux_judge(lane, out, in, moved);
         dtrain__mux_exit(mux);
         if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
             return status;
@@ -14957,7 +14718,7 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
         lane->mux = mux;
         lane->inboxes = (dtrain__mux_inbox **)dtrain__alloc(mux->allocator, n * sizeof(dtrain__mux_inbox *));
         lane->done = (size_t *)dtrain__alloc(mux->allocator, n * sizeof(size_t));
-        good = dtrain__seat_open(&lane->seat, &mux->council, id, worlds, size, rank) && lane->inboxes != NULL &&
+        good = dtrain__seat_open(&lane->seat, &mux->council, id, NULL, worlds, size, rank) && lane->inboxes != NULL &&
                lane->done != NULL;
     }
     dtrain__mux_enter(mux);
@@ -15017,8 +14778,9 @@ static void dtrain__mux_bye(dtrain__mux *mux)
 
 /* Ends the lane; the last one ends the mux and destroys its table. A forked child touches no lock: its parent's threads
  * may have held them. */
-static void dtrain__mux_detach(dtrain__mux_lane *lane)
+static void dtrain__mux_detach(void *self)
 {
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__mux *mux = lane->mux;
     dtrain_transport table = mux->table;
     int forked = lane->seat.forked, last;
@@ -15187,11 +14949,6 @@ static void dtrain__mux_plane_leave(void *self, const char *why)
     }
 }
 
-static void dtrain__mux_plane_destroy(void *self)
-{
-    dtrain__mux_detach((dtrain__mux_lane *)self);
-}
-
 static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
 {
     dtrain__seat_give(&lane->seat, end);
@@ -15201,7 +14958,7 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.wake = dtrain__mux_plane_wake;
     end->transport.fail = dtrain__mux_plane_fail;
     end->transport.leave = dtrain__mux_plane_leave;
-    end->transport.destroy = dtrain__mux_plane_destroy;
+    end->transport.destroy = dtrain__mux_detach;
 }
 
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
@@ -15227,7 +14984,6 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
 }
 
 static const dtrain__plane dtrain__mux_plane = {
-    0,
     0,
     1,
     dtrain__mux_plane_group,
@@ -18460,7 +18216,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
     dtrain__handshake *handshake = root->handshake;
     dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
     if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
-        (!hub->formed && (world == NULL || dtrain__membership_broken(&world->members))))
+        (!hub->formed && (world == NULL || dtrain__membership_broken(world->members))))
         return;
     if (handshake == NULL && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
@@ -18504,7 +18260,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
     if (handshake == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns &&
-        !dtrain__membership_left(&channel->seat.members, rank) &&
+        !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* or each would drop the other's choice */
         lane->retry_ns = now + 50000000;
@@ -18690,7 +18446,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
             dtrain__hub_listen_to(hub, rank);
     }
     const dtrain__seat *world = hub->formed ? NULL : dtrain__council_seat(&hub->council, 0);
-    if (hub->rank == 0 && world != NULL && !dtrain__membership_broken(&world->members))
+    if (hub->rank == 0 && world != NULL && !dtrain__membership_broken(world->members))
         dtrain__hub_complete(hub);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))
@@ -18913,7 +18669,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         channel->hub = hub;
         channel->wake[0] = channel->wake[1] = -1;
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
-        if (dtrain__seat_open(&channel->seat, &hub->council, id, worlds, size, rank) && channel->peers != NULL &&
+        if (dtrain__seat_open(&channel->seat, &hub->council, id, NULL, worlds, size, rank) && channel->peers != NULL &&
             (!hub->formed || dtrain__channel_lay(channel)))
             error = dtrain__net_pipe(channel->wake);
     }
@@ -18976,8 +18732,9 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
 
 /* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its
  * parent's threads may have held them. */
-static void dtrain__channel_destroy(dtrain__channel *channel)
+static void dtrain__channel_destroy(void *self)
 {
+    dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     int forked = channel->seat.forked, last;
     if (!forked)
@@ -19072,7 +18829,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     dtrain__peer *peer = &channel->peers[rank];
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
-    int left = dtrain__membership_left(&channel->seat.members, rank),
+    int left = dtrain__membership_left(channel->seat.members, rank),
         coming = lane->handshake != NULL ||
                  dtrain__channel_admitted(channel, channel->seat.worlds[rank], (int)(lane - peer->lanes)) != NULL;
     if (left && coming) /* who took it may have sent all there was to send, and left */
@@ -19156,7 +18913,7 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
         status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(channel, out, 1, most, moved);
-    cause = dtrain__membership_cause(&channel->seat.members);
+    cause = dtrain__membership_cause(channel->seat.members);
     if (cause != NULL && (status != DTRAIN_OK || !*moved || cause->status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(cause);
     if (asked) {
@@ -19288,11 +19045,6 @@ static void dtrain__socket_leave(void *self, const char *why)
         dtrain__hub_relay(hub, -1, &gone);
     dtrain__hub_flush_all(hub, 100);
     pthread_mutex_unlock(&hub->mutex);
-}
-
-static void dtrain__socket_destroy(void *self)
-{
-    dtrain__channel_destroy((dtrain__channel *)self);
 }
 
 /* Says that TCP takes a token; `what` would be used without one. */
@@ -19560,7 +19312,7 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
     dtrain__hub *hub = world->hub;
     dtrain_status status = DTRAIN_OK;
     pthread_mutex_lock(&hub->mutex);
-    const dtrain__error *cause = dtrain__membership_cause(&world->seat.members);
+    const dtrain__error *cause = dtrain__membership_cause(world->seat.members);
     *formed = hub->formed && cause == NULL;
     if (cause != NULL)
         status = dtrain__fail(NULL, cause->status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,
@@ -19588,7 +19340,7 @@ static void dtrain__socket_plane_end(dtrain__end *end, dtrain__channel *channel)
     end->transport.wake = dtrain__socket_wake;
     end->transport.fail = dtrain__socket_fail;
     end->transport.leave = dtrain__socket_leave;
-    end->transport.destroy = dtrain__socket_destroy;
+    end->transport.destroy = dtrain__channel_destroy;
 }
 
 static dtrain_status dtrain__socket_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
@@ -19692,7 +19444,6 @@ static void dtrain__socket_plane_rest(void *self)
 }
 
 static const dtrain__plane dtrain__socket_plane = {
-    0,
     0,
     0,
     dtrain__socket_plane_group,
@@ -24659,7 +24410,7 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
         return dtrain__report(&kept);
     }
     comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder);
-    comm->published = comm->plane->keeps;
+    comm->published = comm->plane->in_process;
     *out = comm;
     return DTRAIN_OK;
 }
@@ -24667,7 +24418,8 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
     dtrain_comm_desc defaults;
-    dtrain__end first, end;
+    dtrain__threads_group *group;
+    dtrain__end end;
     dtrain_status status;
     memset(&defaults, 0, sizeof defaults);
     if (desc == NULL)
@@ -24679,11 +24431,11 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
         comms[rank] = NULL;
     status = dtrain__create_check_desc(desc);
     if (status == DTRAIN_OK)
-        status = dtrain__threads_plane_create(&first, ranks, desc->allocator);
+        status = dtrain__threads_create(&group, ranks, desc->allocator);
     if (status != DTRAIN_OK)
         return status;
     for (int rank = 0; rank < ranks; rank++) {
-        dtrain__threads_plane_peer(&first, rank, &end);
+        dtrain__threads_end(&end, group, rank);
         if (status == DTRAIN_OK)
             status = dtrain__create_end(&comms[rank], &end, desc);
         else
@@ -24851,7 +24603,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
         comm->plane->publish(transport.self, NULL, NULL);
         dtrain__create_cancel(comm);
     }
-    comm->plane->leaving(transport.self, forked, why, comm->number);
+    comm->plane->leaving(transport.self, forked, comm->number);
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__create_free(comm); /* the transport owns its allocator */

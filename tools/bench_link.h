@@ -58,7 +58,9 @@ static void *bench_link_rank(void *pointer)
     dtrain_transport transport;
     dtrain_comm_desc desc;
     dtrain_comm *world;
-    dtrain__threads_transport(&link->inner, link->board, link->rank);
+    dtrain__end end;
+    dtrain__threads_end(&end, link->board, link->rank);
+    link->inner = end.transport;
     memset(&transport, 0, sizeof transport);
     transport.self = link;
     transport.rank = link->rank;

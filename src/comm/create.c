@@ -151,7 +151,7 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
         return dtrain__report(&kept);
     }
     comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder);
-    comm->published = comm->plane->keeps;
+    comm->published = comm->plane->in_process;
     *out = comm;
     return DTRAIN_OK;
 }
@@ -159,7 +159,8 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
     dtrain_comm_desc defaults;
-    dtrain__end first, end;
+    dtrain__threads_group *group;
+    dtrain__end end;
     dtrain_status status;
     memset(&defaults, 0, sizeof defaults);
     if (desc == NULL)
@@ -171,11 +172,11 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
         comms[rank] = NULL;
     status = dtrain__create_check_desc(desc);
     if (status == DTRAIN_OK)
-        status = dtrain__threads_plane_create(&first, ranks, desc->allocator);
+        status = dtrain__threads_create(&group, ranks, desc->allocator);
     if (status != DTRAIN_OK)
         return status;
     for (int rank = 0; rank < ranks; rank++) {
-        dtrain__threads_plane_peer(&first, rank, &end);
+        dtrain__threads_end(&end, group, rank);
         if (status == DTRAIN_OK)
             status = dtrain__create_end(&comms[rank], &end, desc);
         else
@@ -343,7 +344,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
         comm->plane->publish(transport.self, NULL, NULL);
         dtrain__create_cancel(comm);
     }
-    comm->plane->leaving(transport.self, forked, why, comm->number);
+    comm->plane->leaving(transport.self, forked, comm->number);
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__create_free(comm); /* the transport owns its allocator */

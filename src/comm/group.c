@@ -8,7 +8,7 @@
 #include "../base/memory.c"
 #include "../base/worker.c"
 #include "../tensor/fold.c"
-#include "../transport/threads_plane.c"
+#include "../transport/threads.c"
 #include "../control/socket_plane.c"
 #include "groups.h"
 

@@ -58,7 +58,7 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
         channel->hub = hub;
         channel->wake[0] = channel->wake[1] = -1;
         channel->peers = (dtrain__peer *)dtrain__alloc(hub->allocator, (size_t)size * sizeof(dtrain__peer));
-        if (dtrain__seat_open(&channel->seat, &hub->council, id, worlds, size, rank) && channel->peers != NULL &&
+        if (dtrain__seat_open(&channel->seat, &hub->council, id, NULL, worlds, size, rank) && channel->peers != NULL &&
             (!hub->formed || dtrain__channel_lay(channel)))
             error = dtrain__net_pipe(channel->wake);
     }
@@ -121,8 +121,9 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
 
 /* Takes the channel from its hub and frees it; the last one takes the hub along. A forked child touches no lock: its
  * parent's threads may have held them. */
-static void dtrain__channel_destroy(dtrain__channel *channel)
+static void dtrain__channel_destroy(void *self)
 {
+    dtrain__channel *channel = (dtrain__channel *)self;
     dtrain__hub *hub = channel->hub;
     int forked = channel->seat.forked, last;
     if (!forked)

@@ -15,7 +15,7 @@
 #define DTRAIN__CONSENT
 #include "council.c"
 
-#define DTRAIN__CONSENTS 128           /* that a rank keeps, the latest */
+#define DTRAIN__CONSENTS 128           /* that a rank keeps, the latest; in a larger world one for each rank */
 #define DTRAIN__CONSENT_FRAME_BYTES 13 /* of a member in a message: flags, rank in the world, vote */
 
 enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
@@ -87,10 +87,10 @@ static int dtrain__consent_sole(const dtrain__consent *consent)
 static void dtrain__consent_evict(dtrain__council *council)
 {
     dtrain__consent **worst = NULL;
-    int kept = 0, most = 0;
+    int kept = 0, most = 0, limit = council->size > DTRAIN__CONSENTS ? council->size : DTRAIN__CONSENTS;
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next, kept++)
         consent->sole = dtrain__consent_sole(consent);
-    for (dtrain__consent **at = &council->consents; kept >= DTRAIN__CONSENTS && *at != NULL; at = &(*at)->next) {
+    for (dtrain__consent **at = &council->consents; kept >= limit && *at != NULL; at = &(*at)->next) {
         int alike = 0;
         for (dtrain__consent *other = council->consents; other != NULL; other = other->next)
             alike += other->sole == (*at)->sole;
@@ -235,14 +235,12 @@ static void dtrain__consent_step(dtrain__council *council)
 }
 
 /* Notes a member's vote, which came from it or is this rank's own. */
-static void dtrain__consent_note(dtrain__council *council, dtrain__consent *consent, int world, int kind,
-                                 uint64_t flags)
+static void dtrain__consent_note(dtrain__consent *consent, int world, int kind, uint64_t flags)
 {
     for (int i = 0; i < consent->count; i++) {
         dtrain__vote *vote = &consent->votes[i];
         if (vote->world != world)
             continue;
-        vote->asks = world != council->rank;
         if (consent->decided)
             continue;
         vote->vote = DTRAIN__VOTE_YES;
@@ -273,9 +271,9 @@ static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agr
     if (consent->decided)
         return 1;
     for (int i = 0; i < seat->size; i++)
-        if (dtrain__membership_left(&seat->members, i))
+        if (dtrain__membership_left(seat->members, i))
             consent->votes[i].vote = DTRAIN__VOTE_OUT;
-    dtrain__consent_note(council, consent, council->rank, agreement->kind, agreement->flags);
+    dtrain__consent_note(consent, seat->worlds[seat->rank], agreement->kind, agreement->flags);
     if (leader != council->rank)
         dtrain__consent_send(council, leader, consent);
     dtrain__consent_step(council);
@@ -382,8 +380,10 @@ static void dtrain__consent_frame_count(dtrain__council *council, const dtrain__
             mine->vote = entry[12];
         else if (entry[12] == DTRAIN__VOTE_OUT && mine->vote == DTRAIN__VOTE_NONE)
             mine->vote = DTRAIN__VOTE_OUT;
-        else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES)
-            dtrain__consent_note(council, consent, from, (int)frame->kind, dtrain__get_le(entry, 8));
+        else if (mine->world == from && entry[12] == DTRAIN__VOTE_YES) {
+            mine->asks = from != council->rank;
+            dtrain__consent_note(consent, from, (int)frame->kind, dtrain__get_le(entry, 8));
+        }
     }
 }
 

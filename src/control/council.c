@@ -1,12 +1,16 @@
 /* ---- >>council ----
- * What the processes of one world do for each other by messages, whatever carries these: they vote (see >>consent), and
- * rank 0 keeps the store for all. The owner of a council guards it, hands it what comes, and says who is gone. Messages
- * come from ranks of the world, and are checked all the same. */
+ * What the ranks of one world do for each other whatever moves their bytes: they vote (see >>consent), and rank 0 keeps
+ * the store for all. A seat is a rank's end of one group: who the members are, what has ended the group, and the call
+ * that waits for the council. Where ranks are threads, all seats are at one council; a process of its own has a council
+ * of its own, and these send each other messages, which are checked though they come from ranks of the world.
+ *
+ * The owner of a council guards it, hands it what comes, and says who is gone. */
 #ifndef DTRAIN__COUNCIL
 #define DTRAIN__COUNCIL
 #include "plane.c"
 
 #define DTRAIN__EVERY_GROUP UINT64_MAX
+#define DTRAIN__STORE_TOTAL_BYTES ((size_t)64 << 20)
 #define DTRAIN__ASKERS 1024 /* of one rank, a group each */
 
 /* Control messages; those of a council are ASK, ANSWER, CONSENT, and BYE where its owner has none. */
@@ -37,17 +41,28 @@ typedef struct dtrain__asker {
     char key[DTRAIN__STORE_KEY_BYTES];
 } dtrain__asker;
 
+typedef struct dtrain__entry {
+    struct dtrain__entry *next;
+    size_t key_bytes, bytes;
+    /* key_bytes of key and bytes of value follow */
+} dtrain__entry;
+
+typedef struct dtrain__store {
+    dtrain__entry *first;
+    size_t total;
+} dtrain__store;
+
 typedef struct dtrain__consent dtrain__consent;
 typedef struct dtrain__council dtrain__council;
 
-/* This process's end of one group: the first member of what its transport has for the group. */
+/* A rank's end of one group: the first member of what its transport has for the group. */
 typedef struct dtrain__seat {
     struct dtrain__seat *next;
     dtrain__council *council;
     uint64_t id; /* the same on all members; 0: the world */
     int rank, size;
-    int *worlds; /* of each member its rank in the world */
-    dtrain__membership members;
+    int *worlds;                      /* of each member its rank in the world */
+    dtrain__membership own, *members; /* own, or the one that it shares with the seats of other ranks */
     unsigned char *bound; /* of each rank of the world, 1: its loss ends this group too; NULL: members alone count */
     uint64_t leader;      /* 1 + the id of the group whose end is this one's, too; 0: there is none */
     uint64_t calls;       /* collectives that this end has ended, as it leaves */
@@ -69,7 +84,7 @@ struct dtrain__council {
     dtrain__consent *consents, *spare_consents; /* the latest first */
     int listed, list[DTRAIN__MAX_RANKS];        /* the ranks of a group that is looked at */
     unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
-    /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. */
+    /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
     void (*tell)(void *self);                    /* something has come that a caller may wait for */
     int (*gone)(void *self, int rank);           /* DTRAIN__PRESENT ... */
@@ -122,29 +137,27 @@ static DTRAIN__NOINLINE dtrain__seat *dtrain__council_seat(const dtrain__council
     return seat;
 }
 
-/* Fills a new seat; worlds NULL: members have the same ranks in the world. Returns 0 when there is no memory. */
-static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, const int *worlds, int size,
-                             int rank)
+/* Fills a new seat. shared: what it shares with the seats of other ranks, or NULL; worlds NULL: members have the same
+ * ranks in the world. Returns 0 when there is no memory. */
+static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint64_t id, dtrain__membership *shared,
+                             const int *worlds, int size, int rank)
 {
     seat->council = council;
     seat->id = id;
     seat->rank = rank;
-    seat->size = seat->members.size = size;
-    seat->members.ranks =
-        (dtrain__departure *)dtrain__alloc(council->allocator, (size_t)size * sizeof(dtrain__departure));
+    seat->size = size;
     seat->worlds = (int *)dtrain__alloc(council->allocator, (size_t)size * sizeof(int));
     for (int i = 0; seat->worlds != NULL && i < size; i++)
         seat->worlds[i] = worlds != NULL ? worlds[i] : i;
-    return seat->members.ranks != NULL && seat->worlds != NULL;
+    seat->members = shared != NULL ? shared : &seat->own;
+    return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
 }
 
 /* Frees what the seat has. */
 static void dtrain__seat_free(dtrain__seat *seat)
 {
     dtrain_allocator *allocator = seat->council->allocator;
-    for (int rank = 0; seat->members.ranks != NULL && rank < seat->size; rank++)
-        dtrain__free(allocator, (void *)(uintptr_t)seat->members.ranks[rank].why);
-    dtrain__free(allocator, seat->members.ranks);
+    dtrain__membership_free(&seat->own, allocator);
     dtrain__free(allocator, seat->worlds);
     dtrain__free(allocator, seat->bound);
 }
@@ -169,7 +182,7 @@ static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int worl
 /* Ends the group here, and those that follow it; the first cause stays. Returns 0 when it had ended before. */
 static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
 {
-    if (!dtrain__membership_break(&seat->members, cause))
+    if (!dtrain__membership_break(seat->members, cause))
         return 0;
     for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
         if (__atomic_load_n(&other->leader, __ATOMIC_SEQ_CST) == seat->id + 1)
@@ -181,7 +194,7 @@ static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
 /* Ends the group on all its members. */
 static DTRAIN__NOINLINE void dtrain__seat_end(dtrain__seat *seat, int about, const dtrain__error *cause)
 {
-    if (dtrain__seat_break(seat, cause))
+    if (dtrain__seat_break(seat, cause) && seat->council->send != NULL)
         seat->council->ended(seat, about, cause);
 }
 
@@ -191,15 +204,15 @@ static void dtrain__seat_left(dtrain__seat *seat, int rank, const char *why, uin
 {
     size_t bytes = strlen(why) + 1;
     char *text = NULL;
-    if (dtrain__membership_left(&seat->members, rank))
+    if (dtrain__membership_left(seat->members, rank))
         return;
     if (bytes > 1)
         text = (char *)dtrain__alloc(seat->council->allocator, bytes);
     if (text != NULL)
         memcpy(text, why, bytes);
-    seat->members.ranks[rank].why = text;
-    seat->members.ranks[rank].calls = calls;
-    dtrain__membership_leave(&seat->members, rank);
+    seat->members->ranks[rank].why = text;
+    seat->members->ranks[rank].calls = calls;
+    dtrain__membership_leave(seat->members, rank);
     seat->council->tell(seat->council->self);
 }
 
@@ -209,7 +222,7 @@ static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status
 {
     int rank = dtrain__seat_rank(seat, world), named = name[0] != 0, broke;
     dtrain__error cause;
-    if (rank < 0 ? seat->bound == NULL || !seat->bound[world] : dtrain__membership_left(&seat->members, rank))
+    if (rank < 0 ? seat->bound == NULL || !seat->bound[world] : dtrain__membership_left(seat->members, rank))
         return 0;
     if (rank < 0)
         dtrain__membership_because(&cause, status,
@@ -230,11 +243,11 @@ static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status
 /* Says that a rank has left, which an operation needs; ends the group if it did so with an error. */
 static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
 {
-    const dtrain__error *cause = dtrain__membership_cause(&seat->members);
+    const dtrain__error *cause = dtrain__membership_cause(seat->members);
     dtrain__error lost;
     if (cause != NULL)
         return dtrain__report(cause);
-    if (dtrain__membership_lost(&seat->members, rank, &lost))
+    if (dtrain__membership_lost(seat->members, rank, &lost))
         dtrain__seat_end(seat, rank, &lost);
     return lost.status;
 }
@@ -279,7 +292,7 @@ static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
     end->transport.exchange = seat->council->exchange;
     end->plane = seat->council->plane;
     end->origin = seat->council->origin;
-    end->members = &seat->members;
+    end->members = seat->members;
     end->allocator = seat->council->allocator;
 }
 
@@ -324,16 +337,17 @@ static void dtrain__seat_follow(void *self, void *leader)
     const dtrain__seat *first = (const dtrain__seat *)leader;
     dtrain__seat_lock(seat, 1);
     __atomic_store_n(&seat->leader, first->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
-    if (dtrain__membership_broken(&first->members))
-        dtrain__seat_break(seat, dtrain__membership_cause(&first->members));
+    if (dtrain__membership_broken(first->members))
+        dtrain__seat_break(seat, dtrain__membership_cause(first->members));
     dtrain__seat_lock(seat, 0);
 }
 
-static void dtrain__seat_needed(void *self, int rank)
+static dtrain_status dtrain__seat_needed(void *self, int rank)
 {
     dtrain__seat_lock((dtrain__seat *)self, 1);
-    dtrain__seat_needs((dtrain__seat *)self, rank);
+    dtrain_status status = dtrain__seat_needs((dtrain__seat *)self, rank);
     dtrain__seat_lock((dtrain__seat *)self, 0);
+    return status;
 }
 
 static void dtrain__seat_skipped(void *self, int rank, uint64_t calls)
@@ -343,10 +357,8 @@ static void dtrain__seat_skipped(void *self, int rank, uint64_t calls)
     dtrain__seat_lock((dtrain__seat *)self, 0);
 }
 
-/* dtrain_transport.leave tells why. */
-static void dtrain__seat_leaving(void *self, int forked, const dtrain__error *why, uint64_t calls)
+static void dtrain__seat_leaving(void *self, int forked, uint64_t calls)
 {
-    (void)why;
     ((dtrain__seat *)self)->forked = forked;
     ((dtrain__seat *)self)->calls = calls;
 }
@@ -377,16 +389,78 @@ static int dtrain__council_leader(const dtrain__council *council)
     return leader;
 }
 
-/* ---- the store ---- */
+/* ---- the store, a list: it is small, and asked seldom ---- */
+
+static unsigned char *dtrain__entry_value(dtrain__entry *entry)
+{
+    return (unsigned char *)(entry + 1) + entry->key_bytes;
+}
+
+static dtrain__entry **dtrain__store_place(dtrain__store *store, const void *key, size_t key_bytes)
+{
+    dtrain__entry **at = &store->first;
+    while (*at != NULL && ((*at)->key_bytes != key_bytes || memcmp(*at + 1, key, key_bytes) != 0))
+        at = &(*at)->next;
+    return at;
+}
+
+static void dtrain__store_remove(dtrain__store *store, dtrain_allocator *allocator, dtrain__entry **at)
+{
+    dtrain__entry *entry = *at;
+    size_t bytes = sizeof *entry + entry->key_bytes + entry->bytes;
+    *at = entry->next;
+    store->total -= bytes;
+    dtrain__free(allocator, entry);
+}
+
+/* Sets key to value; what it was before stays on an error. Sizes are checked by the caller. */
+static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *allocator, const void *key,
+                                       size_t key_bytes, const void *value, size_t bytes)
+{
+    size_t all = sizeof(dtrain__entry) + key_bytes + bytes;
+    dtrain__entry **old = dtrain__store_place(store, key, key_bytes), *entry = NULL;
+    if (store->total + all <= DTRAIN__STORE_TOTAL_BYTES)
+        entry = (dtrain__entry *)dtrain__alloc(allocator, all);
+    if (entry == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "store_set: no room for %zu bytes; the store holds %zu of %zu",
+                            all, store->total, DTRAIN__STORE_TOTAL_BYTES);
+    if (*old != NULL)
+        dtrain__store_remove(store, allocator, old);
+    entry->key_bytes = key_bytes;
+    entry->bytes = bytes;
+    memcpy(entry + 1, key, key_bytes);
+    if (bytes > 0)
+        memcpy(dtrain__entry_value(entry), value, bytes);
+    entry->next = store->first;
+    store->first = entry;
+    store->total += all;
+    return DTRAIN_OK;
+}
+
+static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator)
+{
+    while (store->first != NULL)
+        dtrain__store_remove(store, allocator, &store->first);
+}
+
+/* Gives out what was found. */
+static void dtrain__store_copy(const dtrain__store_call *call, const void *data, size_t bytes)
+{
+    if (bytes > 0 && call->capacity > 0)
+        memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);
+    *call->bytes = bytes;
+}
 
 /* Gives a group's own call its answer. */
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {
-    const dtrain__seat *seat = dtrain__council_seat(council, group);
-    dtrain__store_call *call = seat != NULL ? seat->asks : NULL;
-    if (call == NULL || call->id != id)
+    const dtrain__seat *seat = council->seats;
+    while (seat != NULL && (seat->id != group || seat->asks == NULL || seat->asks->id != id))
+        seat = seat->next;
+    if (seat == NULL)
         return; /* it was given up */
+    dtrain__store_call *call = seat->asks;
     call->status = status;
     if (status != DTRAIN_OK)
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
@@ -403,7 +477,7 @@ static void dtrain__council_answer(dtrain__council *council, const dtrain__asker
                                    int found, const void *data, size_t bytes)
 {
     unsigned char head[15];
-    if (asker->rank == council->rank) {
+    if (council->send == NULL || asker->rank == council->rank) {
         dtrain__council_answered(council, asker->group, asker->id, status, found, data, bytes);
         return;
     }
@@ -513,7 +587,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
     size_t bytes = call->what == DTRAIN__STORE_SET ? call->capacity : 0;
     dtrain__asker asker;
     asker.next = NULL;
-    asker.rank = 0;
+    asker.rank = seat->worlds[seat->rank];
     asker.group = seat->id;
     asker.id = call->id = ++council->asked != 0 ? council->asked : ++council->asked;
     asker.key_bytes = strlen(call->key);
@@ -543,7 +617,7 @@ static int dtrain__council_ended(dtrain__seat *seat, int late, dtrain_status *st
 {
     const dtrain__council *council = seat->council;
     dtrain__store_call *call = seat->asks;
-    const dtrain__error *cause = dtrain__membership_cause(&seat->members);
+    const dtrain__error *cause = dtrain__membership_cause(seat->members);
     const char *name = dtrain__store_names[call->what];
     int rank = seat->rank;
     *status = call->status;

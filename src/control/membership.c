@@ -6,14 +6,15 @@
  * time as left. Any thread reads without a lock: what is said of a rank is whole once its `left` is set. */
 #ifndef DTRAIN__MEMBERSHIP
 #define DTRAIN__MEMBERSHIP
+#include "../base/memory.c"
 #include "../base/os.c"
 #include "../base/status.c"
 
 /* The end of one rank in the group. */
 typedef struct dtrain__departure {
-    uint32_t left;   /* it is gone: 1 of the first rank to leave */
-    uint64_t calls;  /* collectives that it had ended by then */
-    const char *why; /* NULL: all was well */
+    uint32_t left;  /* it is gone: 1 of the first rank to leave */
+    uint64_t calls; /* collectives that it had ended by then */
+    char *why;      /* NULL: all was well */
 } dtrain__departure;
 
 typedef struct dtrain__membership {
@@ -23,6 +24,21 @@ typedef struct dtrain__membership {
     dtrain__departure *ranks; /* size of them; NULL where nobody tells who has left */
     dtrain__error cause;
 } dtrain__membership;
+
+/* Returns 0 when there is no memory. */
+static int dtrain__membership_open(dtrain__membership *members, dtrain_allocator *allocator, int size)
+{
+    members->size = size;
+    members->ranks = (dtrain__departure *)dtrain__alloc(allocator, (size_t)size * sizeof(dtrain__departure));
+    return members->ranks != NULL;
+}
+
+static void dtrain__membership_free(dtrain__membership *members, dtrain_allocator *allocator)
+{
+    for (int rank = 0; members->ranks != NULL && rank < members->size; rank++)
+        dtrain__free(allocator, members->ranks[rank].why);
+    dtrain__free(allocator, members->ranks);
+}
 
 static int dtrain__membership_broken(const dtrain__membership *members)
 {

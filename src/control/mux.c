@@ -214,7 +214,7 @@ static void dtrain__mux_tell(dtrain__mux_lane *lane, int kind, uint64_t number, 
     size_t bytes = strlen(text) < DTRAIN__ERROR_BYTES - 1 ? strlen(text) : DTRAIN__ERROR_BYTES - 1;
     dtrain__put_le(head, number, 8);
     for (int rank = 0; rank < lane->seat.size; rank++)
-        if (rank != lane->seat.rank && !dtrain__membership_left(&lane->seat.members, rank))
+        if (rank != lane->seat.rank && !dtrain__membership_left(lane->seat.members, rank))
             dtrain__mux_post(lane->mux, lane->seat.worlds[rank], lane->seat.id, kind, head, sizeof head, text, bytes);
 }
 
@@ -256,7 +256,7 @@ static void dtrain__mux_lost(dtrain__mux_lane *lane, int peer, dtrain_status sta
     if (lane->mux->peers[peer].bye && rank >= 0)
         dtrain__seat_left(&lane->seat, rank, why, UINT64_MAX);
     else if (!lane->mux->peers[peer].bye && dtrain__seat_lost(&lane->seat, peer, status, "", why))
-        dtrain__mux_end(&lane->seat, peer, &lane->seat.members.cause);
+        dtrain__mux_end(&lane->seat, peer, &lane->seat.members->cause);
 }
 
 /* The same for a lane that is made, or bound, when it is gone already. */

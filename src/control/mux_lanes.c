@@ -227,12 +227,12 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
 static dtrain_status dtrain__mux_judge(dtrain__mux_lane *lane, const dtrain_transfer *out, const dtrain_transfer *in,
                                        int moved)
 {
-    const dtrain__error *cause = dtrain__membership_cause(&lane->seat.members);
+    const dtrain__error *cause = dtrain__membership_cause(lane->seat.members);
     if (cause != NULL && (!moved || cause->status == DTRAIN_ERR_ABORTED))
         return dtrain__report(cause);
-    if (!moved && in != NULL && dtrain__membership_left(&lane->seat.members, in->peer))
+    if (!moved && in != NULL && dtrain__membership_left(lane->seat.members, in->peer))
         return dtrain__seat_needs(&lane->seat, in->peer);
-    if (out != NULL && dtrain__membership_left(&lane->seat.members, out->peer))
+    if (out != NULL && dtrain__membership_left(lane->seat.members, out->peer))
         return dtrain__seat_needs(&lane->seat, out->peer);
     return moved ? DTRAIN_ERR_TIMEOUT : dtrain__mux_full(lane, out, in);
 }
@@ -256,7 +256,7 @@ static dtrain_status dtrain__mux_step(dtrain__mux_lane *lane, dtrain_transfer *o
     dtrain__mux *mux = lane->mux;
     dtrain_status status = DTRAIN_OK;
     *moved = *others = 0;
-    if (out != NULL && dtrain__membership_left(&lane->seat.members, out->peer))
+    if (out != NULL && dtrain__membership_left(lane->seat.members, out->peer))
         return dtrain__seat_needs(&lane->seat, out->peer);
     if (out != NULL)
         status = dtrain__mux_stage(mux, lane->seat.worlds[out->peer]);
@@ -317,7 +317,7 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
             return status;
         moved = (out != NULL ? out->moved : 0) + (in != NULL ? in->moved : 0) > before;
         dtrain__mux_enter(mux);
-        int left = dtrain__membership_left(&lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
+        int left = dtrain__membership_left(lane->seat.members, lost), closed = status == DTRAIN_ERR_PEER_LOST && !left;
         lane->waits_ns = !closed && (moved || !left) ? 0 : lane->waits_ns == 0 ? now : lane->waits_ns;
         int waits = lane->waits_ns > 0 && now - lane->waits_ns < DTRAIN__MUX_BYE_NS;
         if (status != DTRAIN_ERR_TIMEOUT && !left && !waits)
@@ -327,8 +327,8 @@ static dtrain_status dtrain__mux_own_move(dtrain__mux_lane *lane, dtrain_transfe
         else if (!moved)
             dtrain__mux_sweep(mux, DTRAIN__MUX_KEPT);
         waits = waits && (closed || (in != NULL && status == DTRAIN_ERR_TIMEOUT));
-        status = waits && !dtrain__membership_broken(&lane->seat.members) ? DTRAIN_ERR_TIMEOUT
-                                                                          : dtrain__mux_judge(lane, out, in, moved);
+        status = waits && !dtrain__membership_broken(lane->seat.members) ? DTRAIN_ERR_TIMEOUT
+                                                                         : dtrain__mux_judge(lane, out, in, moved);
         dtrain__mux_exit(mux);
         if (status != DTRAIN_ERR_TIMEOUT || deadline_ns <= now)
             return status;
@@ -452,7 +452,7 @@ static dtrain_status dtrain__mux_attach(dtrain__mux_lane **out, dtrain__mux *mux
         lane->mux = mux;
         lane->inboxes = (dtrain__mux_inbox **)dtrain__alloc(mux->allocator, n * sizeof(dtrain__mux_inbox *));
         lane->done = (size_t *)dtrain__alloc(mux->allocator, n * sizeof(size_t));
-        good = dtrain__seat_open(&lane->seat, &mux->council, id, worlds, size, rank) && lane->inboxes != NULL &&
+        good = dtrain__seat_open(&lane->seat, &mux->council, id, NULL, worlds, size, rank) && lane->inboxes != NULL &&
                lane->done != NULL;
     }
     dtrain__mux_enter(mux);
@@ -512,8 +512,9 @@ static void dtrain__mux_bye(dtrain__mux *mux)
 
 /* Ends the lane; the last one ends the mux and destroys its table. A forked child touches no lock: its parent's threads
  * may have held them. */
-static void dtrain__mux_detach(dtrain__mux_lane *lane)
+static void dtrain__mux_detach(void *self)
 {
+    dtrain__mux_lane *lane = (dtrain__mux_lane *)self;
     dtrain__mux *mux = lane->mux;
     dtrain_transport table = mux->table;
     int forked = lane->seat.forked, last;

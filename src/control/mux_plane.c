@@ -134,11 +134,6 @@ static void dtrain__mux_plane_leave(void *self, const char *why)
     }
 }
 
-static void dtrain__mux_plane_destroy(void *self)
-{
-    dtrain__mux_detach((dtrain__mux_lane *)self);
-}
-
 static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
 {
     dtrain__seat_give(&lane->seat, end);
@@ -148,7 +143,7 @@ static void dtrain__mux_plane_end(dtrain__end *end, dtrain__mux_lane *lane)
     end->transport.wake = dtrain__mux_plane_wake;
     end->transport.fail = dtrain__mux_plane_fail;
     end->transport.leave = dtrain__mux_plane_leave;
-    end->transport.destroy = dtrain__mux_plane_destroy;
+    end->transport.destroy = dtrain__mux_detach;
 }
 
 static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
@@ -174,7 +169,6 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
 }
 
 static const dtrain__plane dtrain__mux_plane = {
-    0,
     0,
     1,
     dtrain__mux_plane_group,

@@ -6,10 +6,9 @@
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
 #include "../base/worker.c"
-#include "../transport/shared.c"
+#include "membership.c"
 #include "../transport/transport.h"
 #include "../comm/groups.h"
-#include "store.c"
 
 #define DTRAIN__MAX_RANKS 1024
 #define DTRAIN__RUN_BYTES 16
@@ -39,9 +38,29 @@ typedef struct dtrain__end {
     const dtrain__plane *plane;
     dtrain__origin *origin;
     dtrain__membership *members;
-    dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
+    struct dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
     dtrain_allocator *allocator;
 } dtrain__end;
+
+enum { DTRAIN__STORE_SET = 0, DTRAIN__STORE_GET, DTRAIN__STORE_WAIT };
+
+#define DTRAIN__STORE_KEY_BYTES 256
+#define DTRAIN__STORE_VALUE_BYTES ((size_t)64 << 10)
+
+static const char *const dtrain__store_names[] = {"store_set", "store_get", "store_wait"};
+
+/* A call of the user's to the world's store, of byte strings by name, for a program's own set-up. */
+typedef struct dtrain__store_call {
+    int what; /* DTRAIN__STORE_SET ... */
+    const char *key;
+    void *value; /* capacity bytes; of a SET, which only reads it, the value itself */
+    size_t capacity, *bytes;
+    dtrain__error *error; /* the group's */
+    uint32_t id;          /* from here on: of a request to rank 0, and its answer */
+    int answered;
+    dtrain_status status;
+    char why[301];
+} dtrain__store_call;
 
 /* What both sides of every handshake of one rank share. */
 typedef struct dtrain__keys {
@@ -88,8 +107,7 @@ typedef struct dtrain__agreement {
 typedef size_t (*dtrain__tell)(void *record, unsigned char *out, size_t capacity, int *awaits);
 
 struct dtrain__plane {
-    int in_process; /* ranks are threads of one process */
-    int keeps;      /* it owns what was given to publish, for as long as a peer may read it */
+    int in_process; /* ranks are threads of one process, which owns what was given to publish: a peer may read it */
     int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
     int (*world)(void *self, int rank);                                                   /* the rank in the world */
@@ -103,7 +121,7 @@ struct dtrain__plane {
     /* Whether all ranks have come; wait: until they have, or deadline_ns. */
     dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
     /* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
-    void (*lost)(void *self, int rank);
+    dtrain_status (*lost)(void *self, int rank);
     void (*skipped)(void *self, int rank, uint64_t calls); /* a peer says that it left after so many collectives */
     /* Votes until a decision or deadline_ns; returns whether there is one. */
     int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
@@ -114,8 +132,8 @@ struct dtrain__plane {
     size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
     void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
     void (*rest)(void *self); /* the service thread is about to look at this group's work */
-    /* The end is about to leave, having ended so many collectives; forked: it is a child's copy. why: may be NULL. */
-    void (*leaving)(void *self, int forked, const dtrain__error *why, uint64_t calls);
+    /* The end is about to leave, having ended so many collectives; forked: it is a child's copy. */
+    void (*leaving)(void *self, int forked, uint64_t calls);
 };
 
 /* A number that this process gives to no other group. */
@@ -151,21 +169,11 @@ static int dtrain__plane_node_ranks(void *self)
     return 0;
 }
 
-static void dtrain__plane_follow(void *self, void *leader)
-{
-    (void)self, (void)leader;
-}
-
 static dtrain_status dtrain__plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait)
 {
     (void)self, (void)started_ns, (void)deadline_ns, (void)wait;
     *formed = 1;
     return DTRAIN_OK;
-}
-
-static void dtrain__plane_skipped(void *self, int rank, uint64_t calls)
-{
-    (void)self, (void)rank, (void)calls;
 }
 
 static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record)

@@ -103,7 +103,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
     dtrain__handshake *handshake = root->handshake;
     dtrain__seat *world = dtrain__council_seat(&hub->council, 0);
     if (hub->rank == 0 || root->control.fd >= 0 || root->gone != DTRAIN__PRESENT ||
-        (!hub->formed && (world == NULL || dtrain__membership_broken(&world->members))))
+        (!hub->formed && (world == NULL || dtrain__membership_broken(world->members))))
         return;
     if (handshake == NULL && now >= root->call_ns) {
         dtrain__address *address = &hub->root_addresses[hub->root_turn++ % hub->root_count];
@@ -147,7 +147,7 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
     dtrain__handshake *handshake = lane->handshake;
     dtrain__address address;
     if (handshake == NULL && lane->wanted && lane->stream.fd < 0 && now >= lane->retry_ns &&
-        !dtrain__membership_left(&channel->seat.members, rank) &&
+        !dtrain__membership_left(channel->seat.members, rank) &&
         dtrain__channel_admitted(channel, channel->seat.worlds[rank], index) ==
             NULL) { /* or each would drop the other's choice */
         lane->retry_ns = now + 50000000;
@@ -333,7 +333,7 @@ static void dtrain__hub_work(dtrain__hub *hub)
             dtrain__hub_listen_to(hub, rank);
     }
     const dtrain__seat *world = hub->formed ? NULL : dtrain__council_seat(&hub->council, 0);
-    if (hub->rank == 0 && world != NULL && !dtrain__membership_broken(&world->members))
+    if (hub->rank == 0 && world != NULL && !dtrain__membership_broken(world->members))
         dtrain__hub_complete(hub);
     for (dtrain__channel *channel = dtrain__channel_first(hub); channel != NULL;
          channel = dtrain__channel_next(channel))

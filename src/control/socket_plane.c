@@ -11,7 +11,7 @@ static void dtrain__socket_plane_end(dtrain__end *end, dtrain__channel *channel)
     end->transport.wake = dtrain__socket_wake;
     end->transport.fail = dtrain__socket_fail;
     end->transport.leave = dtrain__socket_leave;
-    end->transport.destroy = dtrain__socket_destroy;
+    end->transport.destroy = dtrain__channel_destroy;
 }
 
 static dtrain_status dtrain__socket_plane_group(void *self, const dtrain__group_desc *desc, dtrain__end *end)
@@ -115,7 +115,6 @@ static void dtrain__socket_plane_rest(void *self)
 }
 
 static const dtrain__plane dtrain__socket_plane = {
-    0,
     0,
     0,
     dtrain__socket_plane_group,

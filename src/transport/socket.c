@@ -21,7 +21,7 @@ static dtrain_status dtrain__socket_missing(dtrain__channel *channel, dtrain__la
     dtrain__peer *peer = &channel->peers[rank];
     dtrain__error lost;
     int64_t now = dtrain__os_now_ns();
-    int left = dtrain__membership_left(&channel->seat.members, rank),
+    int left = dtrain__membership_left(channel->seat.members, rank),
         coming = lane->handshake != NULL ||
                  dtrain__channel_admitted(channel, channel->seat.worlds[rank], (int)(lane - peer->lanes)) != NULL;
     if (left && coming) /* who took it may have sent all there was to send, and left */
@@ -105,7 +105,7 @@ static dtrain_status dtrain__socket_turn(dtrain__channel *channel, dtrain_transf
         status = dtrain__socket_try(channel, in, 0, most, moved);
     if (status == DTRAIN_OK && out != NULL)
         status = dtrain__socket_try(channel, out, 1, most, moved);
-    cause = dtrain__membership_cause(&channel->seat.members);
+    cause = dtrain__membership_cause(channel->seat.members);
     if (cause != NULL && (status != DTRAIN_OK || !*moved || cause->status == DTRAIN_ERR_ABORTED))
         status = dtrain__report(cause);
     if (asked) {
@@ -237,11 +237,6 @@ static void dtrain__socket_leave(void *self, const char *why)
         dtrain__hub_relay(hub, -1, &gone);
     dtrain__hub_flush_all(hub, 100);
     pthread_mutex_unlock(&hub->mutex);
-}
-
-static void dtrain__socket_destroy(void *self)
-{
-    dtrain__channel_destroy((dtrain__channel *)self);
 }
 
 /* Says that TCP takes a token; `what` would be used without one. */
@@ -509,7 +504,7 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
     dtrain__hub *hub = world->hub;
     dtrain_status status = DTRAIN_OK;
     pthread_mutex_lock(&hub->mutex);
-    const dtrain__error *cause = dtrain__membership_cause(&world->seat.members);
+    const dtrain__error *cause = dtrain__membership_cause(world->seat.members);
     *formed = hub->formed && cause == NULL;
     if (cause != NULL)
         status = dtrain__fail(NULL, cause->status, "comm_create: rank %d of %d: %.400s; believed: %.180s", hub->rank,

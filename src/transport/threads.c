@@ -1,28 +1,80 @@
 /* ---- >>threads ----
  * Ranks of one address space. A group is what its ranks share, and lazily one ring of bytes for each ordered pair that
- * exchanges messages. All waiting is on the group's one bell. The groups that come of one world share an allocator, a
- * store and a service thread, which live as long as one of these groups. */
+ * exchanges messages. All waiting is on the group's one bell. The groups that come of one world share a council, whose
+ * mutex is the world's, an allocator and a service thread, which live as long as one of these groups.
+ *
+ * Ranks read each other's buffers in place. Each has one slot, on which it posts what it is about to do; the
+ * collectives are those of >>fused.
+ *
+ * Invariants: a slot is written by its rank alone. A rank that reads a peer's buffers holds its `inside` flag, which it
+ * raises before it looks whether the group is broken; a rank that fails breaks the group before it looks at the flags,
+ * and so takes its buffers back only when nobody is inside them. */
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
-#include "../base/base.h"
-#include "../base/os.c"
-#include "../base/status.c"
-#include "../base/memory.c"
 #include "../base/worker.c"
-#include "../control/plane.c"
+#include "../control/consent.c"
+
+#define DTRAIN__POST_WORDS 13
+#define DTRAIN__POST_INLINE_BYTES 1024
+
+/* What a rank posts for one collective; read by peers between its post and theirs two operations later. */
+typedef struct dtrain__post {
+    uint64_t call[DTRAIN__POST_WORDS]; /* the call's description, compared between ranks */
+    const void *in;
+    void *out;
+    const size_t *counts, *offsets; /* of an uneven all-to-all: what the rank gives to each */
+    uint64_t check __attribute__((aligned(DTRAIN__CACHE_LINE))); /* of call: where it fits, peers read no other line */
+    unsigned char data[DTRAIN__POST_INLINE_BYTES];               /* small inputs */
+} dtrain__post;
+
+/* How far a rank's device is with its peers' memory: see >>device_events. */
+typedef struct dtrain__device_word {
+    uint64_t turn;   /* calls in which the device has been given all that it has to do */
+    uint32_t inside; /* 2: it may be in there; 1: this rank may yet name its peers' events; 0: neither */
+} dtrain__device_word;
+
+typedef struct dtrain__slot {
+    uint64_t arrived;  /* 2 x turn of the posted operation, + 1 when it was withdrawn at its deadline */
+    uint64_t finished; /* turn of the last operation whose buffers this rank has left */
+    uint32_t inside;
+    dtrain__device_word device __attribute__((aligned(DTRAIN__CACHE_LINE)));
+    dtrain__post posts[2] __attribute__((
+        aligned(DTRAIN__CACHE_LINE))); /* by parity: a peer may still read turn s while s + 1 is posted */
+} dtrain__slot;
+
+typedef struct dtrain__shared {
+    dtrain__bell bell;
+    uint64_t withdrawn; /* posts taken back, or tried to; 2 each, odd while a rank is at it */
+    dtrain__membership members;
+    dtrain__slot *slots; /* one for each rank */
+} dtrain__shared;
+
+/* Enters the peers' buffers; 0 when the group is broken and they may be gone. */
+static int dtrain__shared_enter(dtrain__shared *shared, int rank)
+{
+    __atomic_store_n(&shared->slots[rank].inside, 1, __ATOMIC_SEQ_CST);
+    if (!dtrain__membership_broken(&shared->members))
+        return 1;
+    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_SEQ_CST);
+    return 0;
+}
+
+static void dtrain__shared_leave(dtrain__shared *shared, int rank)
+{
+    __atomic_store_n(&shared->slots[rank].inside, 0, __ATOMIC_RELEASE);
+}
+
+/* Waits until no peer is inside this rank's buffers; the group is broken, so none enters again. */
+static void dtrain__shared_revoke(dtrain__shared *shared, int rank)
+{
+    for (int peer = 0; peer < shared->members.size; peer++)
+        while (peer != rank && __atomic_load_n(&shared->slots[peer].inside, __ATOMIC_SEQ_CST))
+            sched_yield();
+}
+
+/* ---- groups ---- */
 
 #define DTRAIN__THREADS_RING_BYTES ((size_t)1 << 16)
-
-/* What is known of one rank; guarded by the world's mutex, where it says no more. */
-typedef struct dtrain__threads_rank {
-    int origin;    /* the rank in the world's first group */
-    int vote_kind; /* of its last vote */
-    uint64_t voted, vote_flags;
-    uint64_t goes_on;  /* number of the last decision that this rank is part of */
-    dtrain__error why; /* it left; written by itself, readable once it has */
-    dtrain__tell tell; /* readable once there is a record */
-    void *record;      /* what it does, which peers read until the group is freed */
-} dtrain__threads_rank;
 
 typedef struct dtrain__threads_ring {
     uint64_t written;
@@ -34,249 +86,243 @@ typedef struct dtrain__threads_ring {
 
 typedef struct dtrain__threads_group dtrain__threads_group;
 
-typedef struct dtrain__threads_end {
+/* One rank's end of a group. */
+typedef struct dtrain__threads_rank {
+    dtrain__seat seat; /* first */
     dtrain__threads_group *group;
-    int rank;
-} dtrain__threads_end;
+    dtrain__tell tell; /* readable once there is a record */
+    void *record;      /* what it does, which peers read until the group is freed */
+} dtrain__threads_rank;
 
 typedef struct dtrain__threads_world {
     dtrain__origin origin;
-    pthread_mutex_t mutex; /* guards groups, their ends, and store */
-    dtrain__threads_group *groups;
+    pthread_mutex_t mutex; /* guards the council, and how many ends a group has */
+    dtrain__council council;
     dtrain__bell bell; /* the service thread's; rung with that of every group */
-    dtrain_allocator own;
-    dtrain_allocator *allocator;
-    dtrain__store store;
+    dtrain_allocator own, *allocator;
 } dtrain__threads_world;
 
 struct dtrain__threads_group {
     dtrain__shared shared;
-    int ends;    /* ranks that have come and not left */
-    uint64_t id; /* its name in the world; the first one's is 0 */
+    int ends; /* ranks that have come and not left */
     dtrain__threads_world *world;
-    dtrain__threads_group *next;
-    dtrain_allocator *allocator; /* the world's */
-    int *bound; /* ranks of the world whose end with an error breaks it, members or not; NULL: none but members */
-    int bound_count;
     dtrain__threads_rank *ranks;
     dtrain__threads_ring **rings; /* size x size, [from * size + to]; made by the sender */
-    dtrain__threads_end *rank_ends;
-    uint64_t decided, decided_flags, decided_id; /* what its ranks last agreed on; guarded by the world's mutex */
-    int decided_mixed;                           /* they called different things */
 };
 
-static void dtrain__threads_break(dtrain__threads_group *group, const dtrain__error *cause)
+/* ---- messages ---- */
+
+static dtrain__threads_ring **dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
 {
-    dtrain__membership_break(&group->shared.members, cause);
-    dtrain__bell_ring(&group->shared.bell);
+    return &group->rings[(size_t)from * (size_t)group->shared.members.size + (size_t)to];
 }
 
-static dtrain__threads_ring *dtrain__threads_ring_between(dtrain__threads_group *group, int from, int to)
+/* Moves bytes into the ring, or out of it; returns how many. */
+static size_t dtrain__threads_copy(dtrain__threads_ring *ring, int put, unsigned char *data, size_t bytes)
 {
-    size_t index = (size_t)from * (size_t)group->shared.members.size + (size_t)to;
-    return __atomic_load_n(&group->rings[index], __ATOMIC_ACQUIRE);
-}
-
-static size_t dtrain__threads_put(dtrain__threads_ring *ring, const unsigned char *data, size_t bytes)
-{
-    uint64_t written = ring->written, read = __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    size_t room = DTRAIN__THREADS_RING_BYTES - (size_t)(written - read), n = bytes < room ? bytes : room;
-    size_t at = (size_t)written % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
+    uint64_t *mine = put ? &ring->written : &ring->read, *theirs = put ? &ring->read : &ring->written, moved = *mine;
+    uint64_t ahead = moved - __atomic_load_n(theirs, __ATOMIC_SEQ_CST);
+    size_t room = put ? DTRAIN__THREADS_RING_BYTES - (size_t)ahead : (size_t)(0 - ahead),
+           n = bytes < room ? bytes : room;
+    size_t at = (size_t)moved % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
     if (n == 0)
         return 0;
     first = first < n ? first : n;
-    memcpy(ring->bytes + at, data, first);
-    memcpy(ring->bytes, data + first, n - first);
-    __atomic_store_n(&ring->written, written + n, __ATOMIC_SEQ_CST);
+    memcpy(put ? ring->bytes + at : data, put ? data : ring->bytes + at, first);
+    memcpy(put ? ring->bytes : data + first, put ? data + first : ring->bytes, n - first);
+    __atomic_store_n(mine, moved + n, __ATOMIC_SEQ_CST);
     return n;
 }
 
-static size_t dtrain__threads_take(dtrain__threads_ring *ring, unsigned char *data, size_t bytes)
-{
-    uint64_t read = ring->read, written = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST);
-    size_t held = (size_t)(written - read), n = bytes < held ? bytes : held;
-    size_t at = (size_t)read % DTRAIN__THREADS_RING_BYTES, first = DTRAIN__THREADS_RING_BYTES - at;
-    if (n == 0)
-        return 0;
-    first = first < n ? first : n;
-    memcpy(data, ring->bytes + at, first);
-    memcpy(data + first, ring->bytes, n - first);
-    __atomic_store_n(&ring->read, read + n, __ATOMIC_SEQ_CST);
-    return n;
-}
-
-/* Says that `peer` has left, which an operation needs; breaks the group if it did so with an error. */
-static dtrain_status dtrain__threads_lost(dtrain__threads_group *group, int peer)
-{
-    dtrain__error lost;
-    if (dtrain__membership_lost(&group->shared.members, peer, &lost))
-        dtrain__threads_break(group, &lost);
-    return lost.status;
-}
-
-typedef struct dtrain__threads_wait {
-    dtrain__threads_group *group;
-    int from, to, peer;
-    int to_write;
-} dtrain__threads_wait;
+typedef struct dtrain__threads_way {
+    dtrain__threads_rank *mine;
+    int peer, sending;
+    dtrain__threads_ring **ring;
+} dtrain__threads_way;
 
 static int dtrain__threads_ready(void *pointer)
 {
-    dtrain__threads_wait *wait = (dtrain__threads_wait *)pointer;
-    dtrain__threads_ring *ring = dtrain__threads_ring_between(wait->group, wait->from, wait->to);
-    const dtrain__membership *members = &wait->group->shared.members;
-    if (dtrain__membership_broken(members) || dtrain__membership_left(members, wait->peer))
+    const dtrain__threads_way *way = (dtrain__threads_way *)pointer;
+    dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
+    const dtrain__membership *members = way->mine->seat.members;
+    if (dtrain__membership_broken(members) || dtrain__membership_left(members, way->peer))
         return 1;
     if (ring == NULL)
         return 0;
     uint64_t held = __atomic_load_n(&ring->written, __ATOMIC_SEQ_CST) - __atomic_load_n(&ring->read, __ATOMIC_SEQ_CST);
-    return wait->to_write ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
+    return way->sending ? held < DTRAIN__THREADS_RING_BYTES : held > 0;
 }
 
 /* Moves bytes through one ring until all went, the deadline passed, or the peer left. What a peer wrote before
  * it left is still received. */
-static dtrain_status dtrain__threads_move(dtrain__threads_wait *wait, unsigned char *out, const unsigned char *in,
-                                          size_t bytes, int64_t deadline_ns, size_t *moved)
+static dtrain_status dtrain__threads_move(dtrain__threads_way *way, unsigned char *data, size_t bytes,
+                                          int64_t deadline_ns, size_t *moved)
 {
-    dtrain__threads_group *group = wait->group;
+    dtrain__seat *seat = &way->mine->seat;
+    dtrain__bell *bell = &way->mine->group->shared.bell;
     *moved = 0;
     for (unsigned turn = 0;; turn++) {
-        int left = dtrain__membership_left(&group->shared.members, wait->peer);
-        dtrain__threads_ring *ring = dtrain__threads_ring_between(group, wait->from, wait->to);
+        int left = dtrain__membership_left(seat->members, way->peer);
+        dtrain__threads_ring *ring = __atomic_load_n(way->ring, __ATOMIC_ACQUIRE);
         size_t n = 0;
-        if (ring != NULL && !(wait->to_write && left))
-            n = wait->to_write ? dtrain__threads_put(ring, in + *moved, bytes - *moved)
-                               : dtrain__threads_take(ring, out + *moved, bytes - *moved);
+        if (ring != NULL && !(way->sending && left))
+            n = dtrain__threads_copy(ring, way->sending, data + *moved, bytes - *moved);
         *moved += n;
         if (n > 0) {
-            dtrain__bell_ring(&group->shared.bell);
+            dtrain__bell_ring(bell);
             turn = 0;
         }
         if (*moved == bytes)
             return DTRAIN_OK;
-        if (dtrain__membership_broken(&group->shared.members))
-            return dtrain__report(dtrain__membership_cause(&group->shared.members));
-        if (left && n == 0)
-            return dtrain__threads_lost(group, wait->peer);
+        if (dtrain__membership_broken(seat->members) || (left && n == 0))
+            return dtrain__seat_needed(seat, way->peer);
         if (n == 0 && (deadline_ns == 0 || dtrain__os_now_ns() >= deadline_ns))
             return DTRAIN_ERR_TIMEOUT;
-        dtrain__bell_wait(&group->shared.bell, turn, deadline_ns, dtrain__threads_ready, wait);
+        dtrain__bell_wait(bell, turn, deadline_ns, dtrain__threads_ready, way);
     }
 }
 
 static dtrain_status dtrain__threads_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
                                           size_t *moved)
 {
-    dtrain__threads_end *end = (dtrain__threads_end *)self;
-    dtrain__threads_group *group = end->group;
-    dtrain__threads_wait wait = {group, end->rank, peer, peer, 1};
-    size_t index = (size_t)end->rank * (size_t)group->shared.members.size + (size_t)peer;
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    dtrain__threads_way way = {mine, peer, 1, dtrain__threads_ring_between(mine->group, mine->seat.rank, peer)};
+    unsigned char *from;
     *moved = 0;
-    if (group->rings[index] == NULL) {
-        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(group->allocator, sizeof *ring);
+    memcpy(&from, &data, sizeof data); /* it is only read */
+    if (*way.ring == NULL) {
+        dtrain__threads_ring *ring = (dtrain__threads_ring *)dtrain__alloc(mine->group->world->allocator, sizeof *ring);
         if (ring == NULL)
             return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes of messages from rank %d to rank %d",
-                                sizeof *ring, end->rank, peer);
-        __atomic_store_n(&group->rings[index], ring, __ATOMIC_RELEASE);
+                                sizeof *ring, mine->seat.rank, peer);
+        __atomic_store_n(way.ring, ring, __ATOMIC_RELEASE);
     }
-    return dtrain__threads_move(&wait, NULL, (const unsigned char *)data, bytes, deadline_ns, moved);
+    return dtrain__threads_move(&way, from, bytes, deadline_ns, moved);
 }
 
 static dtrain_status dtrain__threads_recv(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns,
                                           size_t *moved)
 {
-    dtrain__threads_end *end = (dtrain__threads_end *)self;
-    dtrain__threads_wait wait = {end->group, peer, end->rank, peer, 0};
-    return dtrain__threads_move(&wait, (unsigned char *)data, NULL, bytes, deadline_ns, moved);
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    dtrain__threads_way way = {mine, peer, 0, dtrain__threads_ring_between(mine->group, peer, mine->seat.rank)};
+    return dtrain__threads_move(&way, (unsigned char *)data, bytes, deadline_ns, moved);
 }
 
+/* ---- the council, which has no messages to send ---- */
+
+static void dtrain__threads_tell(void *self)
+{
+    dtrain__threads_world *world = (dtrain__threads_world *)self;
+    __atomic_add_fetch(&world->council.news, 1, __ATOMIC_SEQ_CST);
+    for (dtrain__seat *seat = world->council.seats; seat != NULL; seat = seat->next)
+        dtrain__bell_ring(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell);
+}
+
+static int dtrain__threads_gone(void *self, int rank)
+{
+    (void)self, (void)rank;
+    return DTRAIN__PRESENT;
+}
+
+static void dtrain__threads_lock(void *self, int on)
+{
+    if (on)
+        pthread_mutex_lock(&((dtrain__threads_world *)self)->mutex);
+    else
+        pthread_mutex_unlock(&((dtrain__threads_world *)self)->mutex);
+}
+
+typedef struct dtrain__threads_look {
+    const dtrain__council *council;
+    uint64_t seen;
+} dtrain__threads_look;
+
+static int dtrain__threads_news(void *pointer)
+{
+    const dtrain__threads_look *look = (const dtrain__threads_look *)pointer;
+    return __atomic_load_n(&look->council->news, __ATOMIC_SEQ_CST) != look->seen;
+}
+
+static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t until_ns, uint64_t seen)
+{
+    dtrain__threads_look look = {seat->council, seen};
+    dtrain__bell_wait(&((dtrain__threads_rank *)(void *)seat)->group->shared.bell, turn, until_ns, dtrain__threads_news,
+                      &look);
+}
+
+/* ---- groups come and go ---- */
+
+/* Frees a group that has no end any more. */
 static void dtrain__threads_free(dtrain__threads_group *group)
 {
     size_t size = (size_t)group->shared.members.size;
-    dtrain_allocator *allocator = group->allocator;
-    if (group->rings != NULL)
-        for (size_t i = 0; i < size * size; i++)
-            dtrain__free(allocator, group->rings[i]);
+    dtrain_allocator *allocator = group->world->allocator;
+    for (size_t i = 0; group->rings != NULL && i < size * size; i++)
+        dtrain__free(allocator, group->rings[i]);
     for (size_t rank = 0; group->ranks != NULL && rank < size; rank++)
         dtrain__free(allocator, group->ranks[rank].record);
+    dtrain__membership_free(&group->shared.members, allocator);
     dtrain__free(allocator, group->rings);
-    dtrain__free(allocator, group->bound);
     dtrain__free(allocator, group->shared.slots);
-    dtrain__free(allocator, group->shared.members.ranks);
     dtrain__free(allocator, group->ranks);
-    dtrain__free(allocator, group->rank_ends);
     dtrain__free(allocator, group);
 }
 
+/* Ends the world with its last group. */
 static void dtrain__threads_world_free(dtrain__threads_world *world)
 {
     dtrain__origin_stop(&world->origin);
-    dtrain__store_free(&world->store, world->allocator);
+    dtrain__council_free(&world->council);
     pthread_mutex_destroy(&world->mutex);
     pthread_mutex_destroy(&world->origin.mutex);
     dtrain__free(world->allocator, world);
 }
 
 /* A rank's end leaves, or with a reason the thread behind it has given up; the caller holds the world's mutex. */
-static void dtrain__threads_mark(dtrain__threads_group *group, int rank, const dtrain__error *why)
+static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, uint64_t calls)
 {
-    dtrain__membership *members = &group->shared.members;
-    if (!dtrain__membership_left(members, rank)) {
-        if (why != NULL) {
-            group->ranks[rank].why = *why;
-            members->ranks[rank].why = group->ranks[rank].why.text;
-            members->ranks[rank].calls = UINT64_MAX; /* who needs it finds out */
-        }
-        dtrain__membership_leave(members, rank);
-    }
-    dtrain__bell_ring(&group->shared.bell);
+    dtrain__seat_left(seat, rank, why, calls);
+    dtrain__council_left(seat->council, seat->id, seat->worlds[rank]);
 }
 
-/* The thread behind a rank has given up without which the group's ranks cannot go on. */
-static void dtrain__threads_lost_bound(dtrain__threads_group *group, int origin, const dtrain__error *why)
+static void dtrain__threads_leave(void *self, const char *why)
 {
-    dtrain__error lost, kept = dtrain__thread_error;
-    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d of the world, of another group of this mesh, has left%s%.400s",
-                 origin, why != NULL && why->text[0] != 0 ? ": " : "", why != NULL ? why->text : "");
-    dtrain__thread_error = kept;
-    dtrain__threads_break(group, &lost);
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__seat_lock(seat, 1);
+    dtrain__threads_mark(seat, seat->rank, why, seat->calls);
+    dtrain__seat_lock(seat, 0);
 }
 
-/* The rank's thread ends with an error: nobody shall wait for it in any group. */
+/* The rank's thread ends with an error: nobody shall wait for it in any group, nor go on without it in one that is
+ * bound to it. */
 static void dtrain__threads_give_up(void *self, const dtrain__error *why)
 {
-    dtrain__threads_group *of = ((dtrain__threads_end *)self)->group;
-    dtrain__threads_world *world = of->world;
-    int origin = of->ranks[((dtrain__threads_end *)self)->rank].origin;
-    pthread_mutex_lock(&world->mutex);
-    for (dtrain__threads_group *group = world->groups; group != NULL; group = group->next) {
-        int member = 0;
-        for (int other = 0; group != of && other < group->shared.members.size; other++)
-            if (group->ranks[other].origin == origin) {
-                dtrain__threads_mark(group, other, why);
-                member = 1;
-            }
-        for (int i = 0; !member && i < group->bound_count; i++)
-            if (group->bound[i] == origin)
-                dtrain__threads_lost_bound(group, origin, why);
-    }
-    pthread_mutex_unlock(&world->mutex);
+    dtrain__seat *of = (dtrain__seat *)self;
+    int world = of->worlds[of->rank], rank;
+    dtrain__error lost;
+    dtrain__membership_because(&lost, DTRAIN_ERR_PEER_LOST,
+                               "rank %d of the world, of another group of this mesh, has left: %.400s", world,
+                               why->text);
+    dtrain__seat_lock(of, 1);
+    for (dtrain__seat *seat = of->council->seats; seat != NULL; seat = seat->next)
+        if (seat->id != of->id && (rank = dtrain__seat_rank(seat, world)) >= 0)
+            dtrain__threads_mark(seat, rank, why->text, UINT64_MAX); /* who needs it finds out */
+        else if (seat->id != of->id && seat->bound != NULL && seat->bound[world])
+            dtrain__seat_break(seat, &lost);
+    dtrain__seat_lock(of, 0);
 }
 
 /* The rank's end leaves; the last of a group frees it, the last of a world the world. */
-static void dtrain__threads_detach(dtrain__threads_group *group, int rank)
+static void dtrain__threads_destroy(void *self)
 {
+    dtrain__seat *seat = (dtrain__seat *)self;
+    dtrain__threads_group *group = ((dtrain__threads_rank *)self)->group;
     dtrain__threads_world *world = group->world;
-    dtrain__threads_group **at = &world->groups;
-    int ends, last;
+    dtrain__threads_leave(self, "");
     pthread_mutex_lock(&world->mutex);
-    dtrain__threads_mark(group, rank, NULL);
-    ends = --group->ends;
-    while (ends == 0 && *at != group)
-        at = &(*at)->next;
-    if (ends == 0)
-        *at = group->next;
-    last = world->groups == NULL;
+    dtrain__seat_unlink(seat);
+    dtrain__seat_free(seat);
+    int ends = --group->ends, last = world->council.seats == NULL;
     pthread_mutex_unlock(&world->mutex);
     if (ends == 0)
         dtrain__threads_free(group);
@@ -284,129 +330,169 @@ static void dtrain__threads_detach(dtrain__threads_group *group, int rank)
         dtrain__threads_world_free(world);
 }
 
-static void dtrain__threads_destroy(void *self)
-{
-    dtrain__threads_end *end = (dtrain__threads_end *)self;
-    dtrain__threads_detach(end->group, end->rank);
-}
-
-/* A world without groups, for dtrain__threads_attach. */
-static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator)
+/* A world without groups. */
+static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator, int size)
 {
     dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
         allocator, sizeof *world, offsetof(dtrain__threads_world, own), &allocator);
     if (world == NULL)
         return NULL;
-    world->allocator = allocator;
+    dtrain__council *council = &world->council;
+    world->allocator = council->allocator = allocator;
     world->origin.bell = &world->bell;
+    council->self = world;
+    council->origin = &world->origin;
+    council->size = size;
+    council->tell = dtrain__threads_tell;
+    council->gone = dtrain__threads_gone;
+    council->lock = dtrain__threads_lock;
+    council->wait = dtrain__threads_wait;
     pthread_mutex_init(&world->mutex, NULL);
     pthread_mutex_init(&world->origin.mutex, NULL);
     return world;
 }
 
-/* Adds a group to the world; the caller holds its mutex. NULL when there is no memory. */
-static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, uint64_t id, const int *origins,
-                                                   int size)
+/* A group to which no rank has come. NULL when there is no memory. */
+static dtrain__threads_group *dtrain__threads_make(dtrain__threads_world *world, int size)
 {
     size_t ranks = (size_t)size;
-    dtrain__threads_group *group = (dtrain__threads_group *)dtrain__alloc(world->allocator, sizeof *group);
+    dtrain_allocator *allocator = world->allocator;
+    dtrain__threads_group *group = (dtrain__threads_group *)dtrain__alloc(allocator, sizeof *group);
     if (group == NULL)
         return NULL;
     group->world = world;
-    group->allocator = world->allocator;
-    group->id = id;
-    group->shared.members.size = size;
     group->shared.bell.spins =
         size <= dtrain__os_processors() ? 100 : 0; /* some 5 us; other programs want to run too */
     group->shared.bell.also = &world->bell;
-    group->shared.slots = (dtrain__slot *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__slot));
-    group->shared.members.ranks =
-        (dtrain__departure *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__departure));
-    group->ranks = (dtrain__threads_rank *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__threads_rank));
-    group->rings =
-        (dtrain__threads_ring **)dtrain__alloc(group->allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
-    group->rank_ends = (dtrain__threads_end *)dtrain__alloc(group->allocator, ranks * sizeof(dtrain__threads_end));
-    if (group->shared.slots == NULL || group->shared.members.ranks == NULL || group->ranks == NULL ||
-        group->rings == NULL || group->rank_ends == NULL) {
-        dtrain__threads_free(group);
-        return NULL;
-    }
-    for (int rank = 0; rank < size; rank++)
-        group->ranks[rank].origin = origins != NULL ? origins[rank] : rank;
-    group->next = world->groups;
-    world->groups = group;
-    return group;
+    group->shared.slots = (dtrain__slot *)dtrain__alloc(allocator, ranks * sizeof(dtrain__slot));
+    group->ranks = (dtrain__threads_rank *)dtrain__alloc(allocator, ranks * sizeof(dtrain__threads_rank));
+    group->rings = (dtrain__threads_ring **)dtrain__alloc(allocator, ranks * ranks * sizeof(dtrain__threads_ring *));
+    if (dtrain__membership_open(&group->shared.members, allocator, size) && group->shared.slots != NULL &&
+        group->ranks != NULL && group->rings != NULL)
+        return group;
+    dtrain__threads_free(group);
+    return NULL;
 }
 
-/* Comes to the group of that name, which the first to come makes; undone by dtrain__threads_detach. */
-static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world, uint64_t id,
-                                            const int *origins, int size)
+/* A rank comes to the group of that name, which the first to come makes; undone by dtrain__threads_destroy. */
+static dtrain_status dtrain__threads_attach(dtrain__threads_group **out, dtrain__threads_world *world,
+                                            const dtrain__group_desc *desc)
 {
     pthread_mutex_lock(&world->mutex);
-    dtrain__threads_group *group = world->groups;
-    while (group != NULL && group->id != id)
-        group = group->next;
-    if (group == NULL)
-        group = dtrain__threads_make(world, id, origins, size);
-    if (group != NULL)
+    dtrain__seat *seat = dtrain__council_seat(&world->council, desc->id);
+    dtrain__threads_group *group =
+        seat != NULL ? ((dtrain__threads_rank *)(void *)seat)->group : dtrain__threads_make(world, desc->size);
+    int good = group != NULL;
+    if (good) {
+        seat = &group->ranks[desc->rank].seat;
+        group->ranks[desc->rank].group = group;
+        good = dtrain__seat_open(seat, &world->council, desc->id, &group->shared.members, desc->worlds, desc->size,
+                                 desc->rank);
+    }
+    if (good) {
         group->ends++;
+        seat->next = world->council.seats;
+        world->council.seats = seat;
+    } else if (group != NULL && group->ends == 0) {
+        dtrain__threads_free(group);
+    }
     pthread_mutex_unlock(&world->mutex);
     *out = group;
-    return group != NULL ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
-}
-
-/* Breaks the group whenever one of these ranks of the world ends with an error; 0: no memory. */
-static int dtrain__threads_bind(dtrain__threads_group *group, const int *origins, int count)
-{
-    int bound;
-    pthread_mutex_lock(&group->world->mutex);
-    if (group->bound == NULL)
-        group->bound = (int *)dtrain__alloc(group->allocator, (size_t)count * sizeof(int));
-    bound = group->bound != NULL;
-    if (bound && group->bound_count == 0) {
-        memcpy(group->bound, origins, (size_t)count * sizeof(int));
-        group->bound_count = count;
-    }
-    pthread_mutex_unlock(&group->world->mutex);
-    return bound;
-}
-
-/* Makes a group to which `size` ranks have come, the first of its world. The transport of each is had from
- * dtrain__threads_transport. */
-static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
-{
-    dtrain__threads_world *world = dtrain__threads_world_create(allocator);
-    dtrain_status status = DTRAIN_ERR_MEMORY;
-    if (world == NULL)
-        return dtrain__fail(NULL, status, "no memory for a group of %d ranks", size);
-    status = dtrain__threads_attach(out, world, 0, NULL, size);
-    if (status == DTRAIN_OK)
-        (*out)->ends = size;
-    else
-        dtrain__threads_world_free(world);
-    return status;
+    return good ? DTRAIN_OK : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", desc->size);
 }
 
 static void dtrain__threads_fail(void *self, dtrain_status why, const char *text)
 {
+    dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__error cause;
-    cause.status = why;
-    snprintf(cause.text, sizeof cause.text, "%s", text);
-    dtrain__threads_break(((dtrain__threads_end *)self)->group, &cause);
+    dtrain__membership_because(&cause, why, "%s", text);
+    dtrain__seat_lock(seat, 1);
+    dtrain__seat_break(seat, &cause);
+    dtrain__seat_lock(seat, 0);
 }
 
-static void dtrain__threads_transport(dtrain_transport *transport, dtrain__threads_group *group, int rank)
+/* ---- the plane ---- */
+
+static void dtrain__threads_end(dtrain__end *end, dtrain__threads_group *group, int rank)
 {
-    memset(transport, 0, sizeof *transport);
-    group->rank_ends[rank].group = group;
-    group->rank_ends[rank].rank = rank;
-    transport->self = &group->rank_ends[rank];
-    transport->rank = rank;
-    transport->size = group->shared.members.size;
-    transport->send = dtrain__threads_send;
-    transport->recv = dtrain__threads_recv;
-    transport->destroy = dtrain__threads_destroy;
-    transport->fail = dtrain__threads_fail;
+    dtrain__seat_give(&group->ranks[rank].seat, end);
+    end->transport.send = dtrain__threads_send;
+    end->transport.recv = dtrain__threads_recv;
+    end->transport.fail = dtrain__threads_fail;
+    end->transport.leave = dtrain__threads_leave;
+    end->transport.destroy = dtrain__threads_destroy;
+    end->shared = &group->shared;
+}
+
+static dtrain_status dtrain__threads_join(void *self, const dtrain__group_desc *desc, dtrain__end *end)
+{
+    dtrain__threads_group *group;
+    dtrain_status status = dtrain__threads_attach(&group, ((dtrain__threads_rank *)self)->group->world, desc);
+    if (status == DTRAIN_OK)
+        dtrain__threads_end(end, group, desc->rank);
+    return status;
+}
+
+/* The group keeps the record. */
+static void dtrain__threads_publish(void *self, dtrain__tell tell, void *record)
+{
+    dtrain__threads_rank *mine = (dtrain__threads_rank *)self;
+    if (tell == NULL)
+        return;
+    mine->tell = tell;
+    __atomic_store_n(&mine->record, record, __ATOMIC_RELEASE);
+}
+
+static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
+{
+    const dtrain__threads_rank *other = &((dtrain__threads_rank *)self)->group->ranks[rank];
+    void *record = __atomic_load_n(&other->record, __ATOMIC_ACQUIRE);
+    int awaits;
+    (void)after_ns;
+    *age_ns = 0;
+    return record != NULL ? other->tell(record, (unsigned char *)out, capacity, &awaits) : 0;
+}
+
+static const dtrain__plane dtrain__threads_plane = {
+    1,
+    0,
+    dtrain__threads_join,
+    dtrain__seat_world,
+    dtrain__plane_host,
+    dtrain__plane_node_ranks,
+    dtrain__seat_bound,
+    dtrain__seat_bind,
+    dtrain__seat_follow,
+    dtrain__plane_form,
+    dtrain__seat_needed,
+    dtrain__seat_skipped,
+    dtrain__seat_agree,
+    dtrain__seat_store,
+    dtrain__threads_publish,
+    dtrain__threads_last,
+    dtrain__plane_suspect,
+    dtrain__plane_rest,
+    dtrain__seat_leaving,
+};
+
+/* Makes a new world, to whose group `size` ranks have come. */
+static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
+{
+    dtrain__threads_world *world = dtrain__threads_world_create(allocator, size);
+    dtrain_status status = DTRAIN_OK;
+    int come = 0;
+    if (world == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for a group of %d ranks", size);
+    world->council.plane = &dtrain__threads_plane;
+    for (; status == DTRAIN_OK && come < size; come += status == DTRAIN_OK) {
+        dtrain__group_desc desc = {0, NULL, size, come};
+        status = dtrain__threads_attach(out, world, &desc);
+    }
+    if (status != DTRAIN_OK && come == 0)
+        dtrain__threads_world_free(world);
+    for (int rank = 0; status != DTRAIN_OK && rank < come; rank++)
+        dtrain__threads_destroy(&(*out)->ranks[rank]);
+    return status;
 }
 
 #endif

@@ -226,8 +226,9 @@ static void *faulty_rank(void *pointer)
     desc.secure = r->seed % 3 == 0;
     dtrain_status status;
     if (r->board != NULL) {
-        dtrain_transport transport;
-        dtrain__threads_transport(&transport, r->board, r->rank);
+        dtrain__end end;
+        dtrain__threads_end(&end, r->board, r->rank);
+        dtrain_transport transport = end.transport;
         transport.fail = NULL;
         transport.send = bad_send;
         desc.timeout_ms = 500;

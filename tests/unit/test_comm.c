@@ -222,9 +222,10 @@ typedef struct lopsided {
 static void *lopsided_rank(void *pointer)
 {
     lopsided *l = (lopsided *)pointer;
-    dtrain_transport transport;
+    dtrain__end end;
     dtrain_comm *world;
-    dtrain__threads_transport(&transport, l->board, l->rank);
+    dtrain__threads_end(&end, l->board, l->rank);
+    dtrain_transport transport = end.transport;
     transport.fail = NULL;
     transport.exchange = lopsided_exchange;
     CHECK_EQ(dtrain_comm_from_transport(&world, &transport, &l->s.desc), DTRAIN_OK);

@@ -7,8 +7,7 @@
 #include "processes.h"
 #include "fsdp_model.h"
 
-static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP,
-                                              DTRAIN_HYBRID_SHARD};
+static const dtrain_strategy strategies[4] = {DTRAIN_FULL_SHARD, DTRAIN_SHARD_GRAD_OP, DTRAIN_DDP, DTRAIN_HYBRID_SHARD};
 
 static int trial_in_a_process(dtrain_comm *world, scene *s)
 {
@@ -91,7 +90,9 @@ static void *own_main(void *pointer)
     dtrain_comm_desc desc = {0};
     dtrain_comm *world = NULL;
     desc.timeout_ms = 10000;
-    dtrain__threads_transport(&own->below, own->board, own->rank);
+    dtrain__end end;
+    dtrain__threads_end(&end, own->board, own->rank);
+    own->below = end.transport;
     memset(&transport, 0, sizeof transport);
     transport.self = own;
     transport.rank = own->rank;

@@ -483,8 +483,7 @@ static dtrain_status calls_of_a_rank(dtrain_comm *w, void *user)
 /* More elements than a 32-bit integer counts, reduced in place and then gathered. */
 static dtrain_status large_calls(dtrain_comm *w, void *user)
 {
-    size_t count = ((size_t)1 << 31) + 4099, begin,
-           mine = dtrain_shard(w, count, dtrain_comm_rank(w), &begin);
+    size_t count = ((size_t)1 << 31) + 4099, begin, mine = dtrain_shard(w, count, dtrain_comm_rank(w), &begin);
     int rank = dtrain_comm_rank(w), ranks = dtrain_comm_size(w), rest = ranks * (ranks - 1) / 2;
     unsigned char *x = (unsigned char *)malloc(count);
     dtrain_status status = x != NULL ? DTRAIN_OK : DTRAIN_ERR_MEMORY;
@@ -510,10 +509,11 @@ static void *rank_of_messages(void *pointer)
 {
     run *r = (run *)pointer;
     dtrain_comm *w = NULL;
-    dtrain_transport transport;
+    dtrain__end end;
     dtrain_status status;
     if (r->stage->how == ON_BARE_MESSAGES) {
-        dtrain__threads_transport(&transport, r->board, r->rank);
+        dtrain__threads_end(&end, r->board, r->rank);
+        dtrain_transport transport = end.transport;
         transport.fail = NULL;
         status = dtrain_comm_from_transport(&w, &transport, &r->desc);
     } else {
