@@ -375,6 +375,21 @@
 #endif
 #endif
 
+/* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END: no step waits
+ * for it. Other compilers have no pragma for that. */
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
+#define DTRAIN__SMALL_BEGIN                                                                                            \
+    DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
+#define DTRAIN__SMALL_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
+#define DTRAIN__FAST_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC reset_options")
+#define DTRAIN__FAST_END DTRAIN__SMALL_END
+#else
+#define DTRAIN__SMALL_BEGIN
+#define DTRAIN__SMALL_END
+#define DTRAIN__FAST_BEGIN
+#define DTRAIN__FAST_END
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -8734,6 +8749,7 @@ DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t c
     return dtrain__pieces_walk(lists, count, &lister);
 }
 
+DTRAIN__SMALL_BEGIN
 #endif
 
 #ifndef DTRAIN_NO_SAFETENSORS
@@ -9273,6 +9289,7 @@ static int dtrain__file_remove_directory(int directory, const char *name)
  * Source of the hash: SipHash-1-3, Aumasson and Bernstein, INDOCRYPT 2012. */
 #ifndef DTRAIN__NAMES
 #define DTRAIN__NAMES
+DTRAIN__FAST_BEGIN
 
 typedef struct dtrain__names_text {
     const char *text;
@@ -9465,6 +9482,7 @@ static int dtrain__names_find(const dtrain__names *names, const char *text, size
     return slot->index != 0;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>safetensors header ----
@@ -9478,6 +9496,7 @@ static int dtrain__names_find(const dtrain__names *names, const char *text, size
  * of their closing quote. */
 #ifndef DTRAIN__SAFETENSORS
 #define DTRAIN__SAFETENSORS
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__SAFETENSORS_HEADER_MOST 100000000u /* R2 */
 #define DTRAIN__SAFETENSORS_METADATA "__metadata__"
@@ -10033,6 +10052,7 @@ static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>safetensors opening ----
@@ -13145,6 +13165,7 @@ static int dtrain__council_take(dtrain__council *council, int from, int type, dt
  * and so takes its buffers back only when nobody is inside them. */
 #ifndef DTRAIN__THREADS
 #define DTRAIN__THREADS
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
@@ -13627,6 +13648,7 @@ static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int siz
     return status;
 }
 
+DTRAIN__FAST_END
 #endif
 
 #ifndef DTRAIN_NO_TRANSPORT
@@ -15038,6 +15060,7 @@ static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_tra
  * on a secret. */
 #ifndef DTRAIN__CHACHA
 #define DTRAIN__CHACHA
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__CHACHA_BLOCK 64u
 #define DTRAIN__CHACHA_LANES 16u /* of the widest kernel */
@@ -15516,6 +15539,7 @@ static void dtrain__hkdf(const void *secret, size_t secret_bytes, const void *sa
     dtrain__wipe(block, sizeof block);
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>net ----
@@ -16611,6 +16635,7 @@ static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__k
  * Frames of the control plane are built on it too. */
 #ifndef DTRAIN__STREAM
 #define DTRAIN__STREAM
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a resumable connection; Linux doubles it */
 #define DTRAIN__REPLAY_BYTES (4 * DTRAIN__SOCKET_BUFFER) /* two such buffers at either end and what is between */
@@ -16813,6 +16838,7 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
     memset(block, 0, sizeof *block);
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>hub ----
@@ -18814,6 +18840,7 @@ static void dtrain__hub_convene(dtrain__hub *hub)
  * then sleeps in poll(). Bytes are moved under hub->mutex, waited for without it. */
 #ifndef DTRAIN__SOCKET
 #define DTRAIN__SOCKET
+DTRAIN__FAST_BEGIN
 
 #ifndef DTRAIN__TURN_BYTES
 #define DTRAIN__TURN_BYTES ((size_t)1 << 19) /* moved at once one way before the other: what waits stays cached */
@@ -19326,6 +19353,7 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
     return status;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>socket_plane ----
@@ -19534,6 +19562,7 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
  * are here as types alone, as a group keeps them: >>op has what is done with one. */
 #ifndef DTRAIN__GROUP
 #define DTRAIN__GROUP
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
 
@@ -19836,6 +19865,7 @@ static int dtrain__group_world(const dtrain_comm *comm, int rank)
     return comm->plane->world(comm->transport.self, rank);
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>op ----
@@ -19843,6 +19873,7 @@ static int dtrain__group_world(const dtrain_comm *comm, int rank)
  * the same words in posts and in message headers, so that a rank can quote what another one called. */
 #ifndef DTRAIN__OP
 #define DTRAIN__OP
+DTRAIN__FAST_BEGIN
 
 static size_t dtrain__op_bytes(const dtrain__op *op)
 {
@@ -20282,6 +20313,7 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     return status == DTRAIN_OK ? dtrain__op_check_buffers(comm, op) : status;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>recorder ----
@@ -20292,6 +20324,7 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
  * that they may do so after the rank has left. Nothing here allocates but the recorder itself. */
 #ifndef DTRAIN__RECORDER
 #define DTRAIN__RECORDER
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__RECORDS 256
 #define DTRAIN__TRACE_PATH_BYTES 1024
@@ -20634,6 +20667,7 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
     return now >= op->deadline_ns;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>trace ----
@@ -21376,6 +21410,7 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
  * present while nobody did so, so that either all ranks commit or none. */
 #ifndef DTRAIN__FUSED
 #define DTRAIN__FUSED
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__FUSED_INLINE_TOTAL 16384 /* bytes that one rank reads of inline inputs */
 
@@ -21798,6 +21833,7 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>step ----
@@ -21806,6 +21842,7 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
  * step itself and what all plans share; each plan has a file of its own and >>plan chooses between them. */
 #ifndef DTRAIN__STEP
 #define DTRAIN__STEP
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__BLOCK_BYTES DTRAIN__TUNED(block_bytes, (size_t)256 << 10) /* of partial sums, for each rank */
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
@@ -21941,6 +21978,7 @@ static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count,
         memcpy(out, in, count * dtrain__step_width(op));
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>tree ----
@@ -22615,6 +22653,7 @@ static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, in
  * ranks come to the same. */
 #ifndef DTRAIN__PLAN
 #define DTRAIN__PLAN
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
 #define DTRAIN__PLAN_WHOLE ((size_t)32 << 10) /* bytes that are reduced in few whole messages */
@@ -22799,6 +22838,7 @@ static uint64_t dtrain__plan_sent_bytes(size_t count, int ranks)
     return 8 * (uint64_t)count / (uint64_t)ranks * (uint64_t)(ranks - 1);
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>message ----
@@ -22812,6 +22852,7 @@ static uint64_t dtrain__plan_sent_bytes(size_t count, int ranks)
  * that was under way, drop what has come of the collective, and tell a rank that is still in there. */
 #ifndef DTRAIN__MESSAGE
 #define DTRAIN__MESSAGE
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
@@ -23413,6 +23454,7 @@ static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
     return dtrain__message_fail(comm, op);
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>queue ----
@@ -23421,6 +23463,7 @@ static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
  * service thread. A call that waits where progress is by poll goes on with what the rank has begun in other groups. */
 #ifndef DTRAIN__QUEUE
 #define DTRAIN__QUEUE
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next one's turn */
 /* With progress by poll, how soon a call that waits looks at the rank's other groups again */
@@ -23722,6 +23765,7 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
     }
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>service ----
@@ -23916,6 +23960,7 @@ static void dtrain__service_leave(dtrain_comm *comm, int forked)
  * them each message ends by itself; it waits for those alone that go the same way. */
 #ifndef DTRAIN__WORK
 #define DTRAIN__WORK
+DTRAIN__FAST_BEGIN
 
 /* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
 static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
@@ -24260,6 +24305,7 @@ static dtrain_status dtrain__work_call(dtrain_comm *comm, dtrain__op *op, dtrain
     return status;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>create ----
@@ -24796,6 +24842,7 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
  * The public calls: each describes itself as an operation and hands it to the core, blocking or not. */
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
+DTRAIN__FAST_BEGIN
 
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
 {
@@ -25113,6 +25160,7 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     return status;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>fuse ----
@@ -29480,6 +29528,7 @@ static void dtrain_device_group_destroy(dtrain_device_group *group)
  * the way taken. */
 #ifndef DTRAIN__TOPK
 #define DTRAIN__TOPK
+DTRAIN__FAST_BEGIN
 
 /* Some elements of a vector, in ascending order of their index. Zero but for the allocator before its first use: what
  * fills it grows its arrays and keeps them. */
@@ -29914,6 +29963,7 @@ static dtrain_status dtrain__topk_threshold(const float *data, size_t count, flo
     return status;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>sparse ----
@@ -29923,6 +29973,7 @@ static dtrain_status dtrain__topk_threshold(const float *data, size_t count, flo
  * for, and every index before any is used. */
 #ifndef DTRAIN__SPARSE
 #define DTRAIN__SPARSE
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__SPARSE_MAGIC 0x31535444u /* "DTS1" */
 #define DTRAIN__SPARSE_HEADER 32
@@ -30158,6 +30209,7 @@ static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *d
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>quantise ----
@@ -30457,6 +30509,7 @@ static dtrain_status dtrain__quantise_check_compressor(const dtrain_compressor *
  * holds the device's, so that its sizes and its device can be checked. */
 #ifndef DTRAIN__DEVICE_SELECTION
 #define DTRAIN__DEVICE_SELECTION
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__DEVICE_TILE ((size_t)1024) /* elements that are unpacked at once to be added */
 
@@ -30667,6 +30720,7 @@ DTRAIN_API dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain_dtyp
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>feedback ----
@@ -31140,6 +31194,7 @@ static dtrain_status dtrain__device_vector_end(dtrain__device_vector *v)
  * pieces are the CPU's here as there. */
 #ifndef DTRAIN__SELECTIONS
 #define DTRAIN__SELECTIONS
+DTRAIN__FAST_BEGIN
 
 typedef struct dtrain__selections_state {
     dtrain_allocator heap, *allocator;
@@ -31701,6 +31756,7 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>powersgd ----
@@ -32215,6 +32271,7 @@ static dtrain_status dtrain__packed_reduce(dtrain__device_vector *v, const dtrai
  * >>packed does it, on the vector that >>device_vector describes. */
 #ifndef DTRAIN__COMPRESSED
 #define DTRAIN__COMPRESSED
+DTRAIN__FAST_BEGIN
 
 struct dtrain_compressed {
     dtrain__device_vector vector;
@@ -32527,6 +32584,7 @@ static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__pack
     return status == DTRAIN_OK && in != NULL ? dtrain__packed_send(p, in) : status;
 }
 
+DTRAIN__FAST_END
 #endif
 
 #endif
@@ -32542,6 +32600,7 @@ static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__pack
  * Geijn, ACM TOMS 41(3), 2015. */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__GEMM_KC 256
 #define DTRAIN__GEMM_NC 256
@@ -32755,6 +32814,7 @@ DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t 
 #endif
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>train-kernels ----
@@ -42811,6 +42871,7 @@ DTRAIN_API dtrain_status dtrain_vocab_parallel_cross_entropy(dtrain_comm *group,
  * tile, on the stack. */
 #ifndef DTRAIN__TP_ATTENTION
 #define DTRAIN__TP_ATTENTION
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__TP_ATTENTION_STRIP 64 /* positions at a time */
 #define DTRAIN__TP_ATTENTION_TILE 128 /* of those that they see; a tile is 32 KiB */
@@ -42984,6 +43045,7 @@ DTRAIN_API dtrain_status dtrain_attention_backward(const dtrain_attention *atten
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>pipeline-route ----
@@ -47210,6 +47272,7 @@ static dtrain_status dtrain__lock_take(dtrain__lock *lock, int directory, const 
  * lies next to each other in the tensor, and so in both. */
 #ifndef DTRAIN__REGION
 #define DTRAIN__REGION
+DTRAIN__FAST_BEGIN
 
 typedef struct dtrain__region {
     int ndim;
@@ -47527,6 +47590,7 @@ static int dtrain__region_compare(const dtrain__region *a, const dtrain__region 
     return a->count < b->count ? -1 : a->count > b->count;
 }
 
+DTRAIN__FAST_END
 #endif
 
 /* ---- >>index ----
@@ -49031,6 +49095,7 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     return status == DTRAIN_OK ? dtrain__part_values(part, state) : status;
 }
 
+DTRAIN__FAST_BEGIN
 #ifdef __SSE2__
 /* 64 bytes past the caches; `to` is aligned. */
 static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
@@ -49061,6 +49126,7 @@ static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size
     if (bytes > done)
         memcpy(to + done, from + done, bytes - done);
 }
+DTRAIN__FAST_END
 
 /* Copies every item to the staging buffer, which has room. */
 static dtrain_status dtrain__part_stage_items(dtrain__part_writer *part)
@@ -52175,6 +52241,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *
 #endif
 
 /* ---- >>end ---- */
+DTRAIN__SMALL_END
 #if defined(__GNUC__)
 #pragma GCC diagnostic pop
 #endif

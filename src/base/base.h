@@ -67,6 +67,21 @@
 #endif
 #endif
 
+/* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END: no step waits
+ * for it. Other compilers have no pragma for that. */
+#if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
+#define DTRAIN__SMALL_BEGIN                                                                                            \
+    DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
+#define DTRAIN__SMALL_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
+#define DTRAIN__FAST_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC reset_options")
+#define DTRAIN__FAST_END DTRAIN__SMALL_END
+#else
+#define DTRAIN__SMALL_BEGIN
+#define DTRAIN__SMALL_END
+#define DTRAIN__FAST_BEGIN
+#define DTRAIN__FAST_END
+#endif
+
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>

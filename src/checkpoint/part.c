@@ -309,6 +309,7 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     return status == DTRAIN_OK ? dtrain__part_values(part, state) : status;
 }
 
+DTRAIN__FAST_BEGIN
 #ifdef __SSE2__
 /* 64 bytes past the caches; `to` is aligned. */
 static void dtrain__part_stream(unsigned char *to, const unsigned char *from)
@@ -339,6 +340,7 @@ static void dtrain__part_copy(unsigned char *to, const unsigned char *from, size
     if (bytes > done)
         memcpy(to + done, from + done, bytes - done);
 }
+DTRAIN__FAST_END
 
 /* Copies every item to the staging buffer, which has room. */
 static dtrain_status dtrain__part_stage_items(dtrain__part_writer *part)

@@ -12,6 +12,7 @@
 #include "../base/xxh64.c"
 #include "../base/memory.c"
 #include "../base/random.c"
+DTRAIN__FAST_BEGIN
 
 typedef struct dtrain__region {
     int ndim;
@@ -329,4 +330,5 @@ static int dtrain__region_compare(const dtrain__region *a, const dtrain__region 
     return a->count < b->count ? -1 : a->count > b->count;
 }
 
+DTRAIN__FAST_END
 #endif

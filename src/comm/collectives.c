@@ -4,6 +4,7 @@
 #define DTRAIN__COLLECTIVES
 #include "op.c"
 #include "work.c"
+DTRAIN__FAST_BEGIN
 
 DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, size_t *begin)
 {
@@ -321,4 +322,5 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
     return status;
 }
 
+DTRAIN__FAST_END
 #endif

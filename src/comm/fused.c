@@ -11,6 +11,7 @@
 #define DTRAIN__FUSED
 #include "op.c"
 #include "recorder.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__FUSED_INLINE_TOTAL 16384 /* bytes that one rank reads of inline inputs */
 
@@ -433,4 +434,5 @@ static int dtrain__fused_expire(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
+DTRAIN__FAST_END
 #endif

@@ -11,6 +11,7 @@
 #include "../transport/threads.c"
 #include "../control/socket_plane.c"
 #include "groups.h"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_SMALL ((size_t)4096) /* payload that travels in one piece with its header */
 
@@ -313,4 +314,5 @@ static int dtrain__group_world(const dtrain_comm *comm, int rank)
     return comm->plane->world(comm->transport.self, rank);
 }
 
+DTRAIN__FAST_END
 #endif

@@ -12,6 +12,7 @@
 #include "op.c"
 #include "recorder.c"
 #include "plan.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 #define DTRAIN__MESSAGE_SLICE_NS 20000000
@@ -613,4 +614,5 @@ static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
     return dtrain__message_fail(comm, op);
 }
 
+DTRAIN__FAST_END
 #endif

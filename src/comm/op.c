@@ -4,6 +4,7 @@
 #ifndef DTRAIN__OP
 #define DTRAIN__OP
 #include "group.c"
+DTRAIN__FAST_BEGIN
 
 static size_t dtrain__op_bytes(const dtrain__op *op)
 {
@@ -443,4 +444,5 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     return status == DTRAIN_OK ? dtrain__op_check_buffers(comm, op) : status;
 }
 
+DTRAIN__FAST_END
 #endif

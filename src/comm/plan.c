@@ -9,6 +9,7 @@
 #include "halving.c"
 #include "bruck.c"
 #include "direct.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
 #define DTRAIN__PLAN_WHOLE ((size_t)32 << 10) /* bytes that are reduced in few whole messages */
@@ -193,4 +194,5 @@ static uint64_t dtrain__plan_sent_bytes(size_t count, int ranks)
     return 8 * (uint64_t)count / (uint64_t)ranks * (uint64_t)(ranks - 1);
 }
 
+DTRAIN__FAST_END
 #endif

@@ -9,6 +9,7 @@
 #include "message.c"
 #include "recorder.c"
 #include "trace.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__SERVICE_SLICE_NS 1000000 /* of one group, before the next one's turn */
 /* With progress by poll, how soon a call that waits looks at the rank's other groups again */
@@ -310,4 +311,5 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
     }
 }
 
+DTRAIN__FAST_END
 #endif

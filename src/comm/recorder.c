@@ -7,6 +7,7 @@
 #ifndef DTRAIN__RECORDER
 #define DTRAIN__RECORDER
 #include "op.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__RECORDS 256
 #define DTRAIN__TRACE_PATH_BYTES 1024
@@ -349,4 +350,5 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
     return now >= op->deadline_ns;
 }
 
+DTRAIN__FAST_END
 #endif

@@ -5,6 +5,7 @@
 #ifndef DTRAIN__STEP
 #define DTRAIN__STEP
 #include "op.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__BLOCK_BYTES DTRAIN__TUNED(block_bytes, (size_t)256 << 10) /* of partial sums, for each rank */
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
@@ -140,4 +141,5 @@ static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count,
         memcpy(out, in, count * dtrain__step_width(op));
 }
 
+DTRAIN__FAST_END
 #endif

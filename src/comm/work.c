@@ -5,6 +5,7 @@
 #ifndef DTRAIN__WORK
 #define DTRAIN__WORK
 #include "service.c"
+DTRAIN__FAST_BEGIN
 
 /* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
 static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
@@ -349,4 +350,5 @@ static dtrain_status dtrain__work_call(dtrain_comm *comm, dtrain__op *op, dtrain
     return status;
 }
 
+DTRAIN__FAST_END
 #endif

@@ -10,6 +10,7 @@
 #include "selections.c"
 #include "powersgd.c"
 #include "packed.c"
+DTRAIN__FAST_BEGIN
 
 struct dtrain_compressed {
     dtrain__device_vector vector;
@@ -322,4 +323,5 @@ static dtrain_status dtrain__compressed_begin(dtrain_compressed *c, dtrain__pack
     return status == DTRAIN_OK && in != NULL ? dtrain__packed_send(p, in) : status;
 }
 
+DTRAIN__FAST_END
 #endif

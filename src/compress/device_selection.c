@@ -7,6 +7,7 @@
 #include "../tensor/device.c"
 #include "topk.c"
 #include "quantise.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__DEVICE_TILE ((size_t)1024) /* elements that are unpacked at once to be added */
 
@@ -217,4 +218,5 @@ DTRAIN_API dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain_dtyp
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif

@@ -12,6 +12,7 @@
 #include "feedback.c"
 #include "device_vector.c"
 #include "../comm/collectives.c"
+DTRAIN__FAST_BEGIN
 
 typedef struct dtrain__selections_state {
     dtrain_allocator heap, *allocator;
@@ -573,4 +574,5 @@ DTRAIN_API dtrain_status dtrain_compressor_topk(dtrain_compressor *compressor, c
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif

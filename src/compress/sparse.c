@@ -8,6 +8,7 @@
 #include "compress.h"
 #include "topk.c"
 #include "../tensor/dtype.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__SPARSE_MAGIC 0x31535444u /* "DTS1" */
 #define DTRAIN__SPARSE_HEADER 32
@@ -243,4 +244,5 @@ static dtrain_status dtrain__sparse_unpack(dtrain__sparse *sparse, const void *d
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif

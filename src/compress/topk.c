@@ -9,6 +9,7 @@
 #include "compress.h"
 #include "../base/memory.c"
 #include "../tensor/isa.c"
+DTRAIN__FAST_BEGIN
 
 /* Some elements of a vector, in ascending order of their index. Zero but for the allocator before its first use: what
  * fills it grows its arrays and keeps them. */
@@ -443,4 +444,5 @@ static dtrain_status dtrain__topk_threshold(const float *data, size_t count, flo
     return status;
 }
 
+DTRAIN__FAST_END
 #endif

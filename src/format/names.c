@@ -7,6 +7,7 @@
 #define DTRAIN__NAMES
 #include "../base/memory.c"
 #include "../base/os.c"
+DTRAIN__FAST_BEGIN
 
 typedef struct dtrain__names_text {
     const char *text;
@@ -199,4 +200,5 @@ static int dtrain__names_find(const dtrain__names *names, const char *text, size
     return slot->index != 0;
 }
 
+DTRAIN__FAST_END
 #endif

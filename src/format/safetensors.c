@@ -12,6 +12,7 @@
 #include "safetensors.h"
 #include "file.c"
 #include "names.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__SAFETENSORS_HEADER_MOST 100000000u /* R2 */
 #define DTRAIN__SAFETENSORS_METADATA "__metadata__"
@@ -567,4 +568,5 @@ static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif

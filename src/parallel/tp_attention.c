@@ -8,6 +8,7 @@
 #include "tp_softmax.c"
 #include "tensor_parallel.h"
 #include "../tensor/gemm.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__TP_ATTENTION_STRIP 64 /* positions at a time */
 #define DTRAIN__TP_ATTENTION_TILE 128 /* of those that they see; a tile is 32 KiB */
@@ -181,4 +182,5 @@ DTRAIN_API dtrain_status dtrain_attention_backward(const dtrain_attention *atten
     return DTRAIN_OK;
 }
 
+DTRAIN__FAST_END
 #endif

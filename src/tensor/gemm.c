@@ -10,6 +10,7 @@
 #include "gemm.h"
 #include "isa.c"
 #include "fold.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__GEMM_KC 256
 #define DTRAIN__GEMM_NC 256
@@ -223,4 +224,5 @@ DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t 
 #endif
 }
 
+DTRAIN__FAST_END
 #endif

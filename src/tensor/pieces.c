@@ -183,4 +183,5 @@ DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t c
     return dtrain__pieces_walk(lists, count, &lister);
 }
 
+DTRAIN__SMALL_BEGIN
 #endif

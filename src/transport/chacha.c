@@ -7,6 +7,7 @@
 #include "../base/memory.c"
 #include "../base/sha256.c"
 #include "../tensor/isa.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__CHACHA_BLOCK 64u
 #define DTRAIN__CHACHA_LANES 16u /* of the widest kernel */
@@ -485,4 +486,5 @@ static void dtrain__hkdf(const void *secret, size_t secret_bytes, const void *sa
     dtrain__wipe(block, sizeof block);
 }
 
+DTRAIN__FAST_END
 #endif

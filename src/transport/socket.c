@@ -6,6 +6,7 @@
 #define DTRAIN__SOCKET
 #include "transport.h"
 #include "../control/channel.c"
+DTRAIN__FAST_BEGIN
 
 #ifndef DTRAIN__TURN_BYTES
 #define DTRAIN__TURN_BYTES ((size_t)1 << 19) /* moved at once one way before the other: what waits stays cached */
@@ -518,4 +519,5 @@ static dtrain_status dtrain__socket_formed(dtrain__channel *world, int *formed, 
     return status;
 }
 
+DTRAIN__FAST_END
 #endif

@@ -8,6 +8,7 @@
 #include "../base/memory.c"
 #include "../control/admission.c"
 #include "seal.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a resumable connection; Linux doubles it */
 #define DTRAIN__REPLAY_BYTES (4 * DTRAIN__SOCKET_BUFFER) /* two such buffers at either end and what is between */
@@ -210,4 +211,5 @@ static void dtrain__bytes_free(dtrain_allocator *allocator, dtrain__bytes *block
     memset(block, 0, sizeof *block);
 }
 
+DTRAIN__FAST_END
 #endif

@@ -13,6 +13,7 @@
 #define DTRAIN__THREADS
 #include "../base/worker.c"
 #include "../control/consent.c"
+DTRAIN__FAST_BEGIN
 
 #define DTRAIN__POST_WORDS 13
 #define DTRAIN__POST_INLINE_BYTES 1024
@@ -495,4 +496,5 @@ static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int siz
     return status;
 }
 
+DTRAIN__FAST_END
 #endif
