@@ -62,29 +62,43 @@ static dtrain_status dtrain__huggingface_memory(const dtrain_safetensors_model *
 
 /* ---- the index ---- */
 
-static dtrain_status dtrain__huggingface_json(const dtrain_safetensors_model *model, const dtrain__json_reader *json)
+typedef struct dtrain__huggingface_parser {
+    dtrain_safetensors_model *model;
+    dtrain__json_reader json;
+    dtrain_status status; /* the first error; nothing is read after it */
+} dtrain__huggingface_parser;
+
+/* Reads the next token; ERROR after an error of any kind. */
+static dtrain__json_kind dtrain__huggingface_next(dtrain__huggingface_parser *parser, dtrain__json_token *token)
 {
-    return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s", json->offset, json->error);
+    if (parser->status != DTRAIN_OK)
+        memset(token, 0, sizeof *token); /* an ERROR */
+    else if (dtrain__json_next(&parser->json, token) == DTRAIN__JSON_ERROR)
+        parser->status = dtrain__huggingface_broken(parser->model, "S1", NULL, "at byte %zu: %s", parser->json.offset,
+                                                    parser->json.error);
+    return token->kind;
 }
 
-static dtrain_status dtrain__huggingface_line_read(dtrain_safetensors_model *model, dtrain__json_reader *json,
-                                                   const dtrain__json_token *key)
+static dtrain__names_text dtrain__huggingface_text(dtrain__huggingface_parser *parser, const dtrain__json_token *token)
 {
+    return dtrain__safetensors_text(&parser->json, (unsigned char *)parser->model->index, token);
+}
+
+/* Reads a line of the weight map, whose key is given. */
+static dtrain_status dtrain__huggingface_line_read(dtrain__huggingface_parser *parser, const dtrain__json_token *key)
+{
+    dtrain_safetensors_model *model = parser->model;
     dtrain__json_token value;
-    unsigned char *all = (unsigned char *)model->index;
-    void *lines = model->lines;
-    int grown = dtrain__safetensors_grow(model->allocator, json, &lines, model->line_count, sizeof *model->lines);
-    model->lines = (dtrain__huggingface_line *)lines;
-    if (!grown)
+    if (!DTRAIN__SAFETENSORS_ROOM(model->allocator, &parser->json, model->lines, model->line_count))
         return dtrain__huggingface_memory(model);
     dtrain__huggingface_line *line = &model->lines[model->line_count++];
     memset(line, 0, sizeof *line);
-    line->name = dtrain__safetensors_text(json, all, key);
-    if (dtrain__json_next(json, &value) == DTRAIN__JSON_ERROR)
-        return dtrain__huggingface_json(model, json);
+    line->name = dtrain__huggingface_text(parser, key);
+    if (dtrain__huggingface_next(parser, &value) == DTRAIN__JSON_ERROR)
+        return parser->status;
     if (value.kind != DTRAIN__JSON_STRING)
         return dtrain__huggingface_broken(model, "S1", &line->name, "at byte %zu: its file is no string", value.begin);
-    line->file = dtrain__safetensors_text(json, all, &value);
+    line->file = dtrain__huggingface_text(parser, &value);
     if (line->file.length <= 12 || memcmp(line->file.text + line->file.length - 12, ".safetensors", 12) != 0 ||
         !dtrain__file_plain_name(line->file.text, line->file.length))
         return dtrain__huggingface_broken(model, "S5", &line->file,
@@ -92,92 +106,90 @@ static dtrain_status dtrain__huggingface_line_read(dtrain_safetensors_model *mod
     return DTRAIN_OK;
 }
 
-/* Keeps texts; total_size is the one number that is looked at. */
-static dtrain_status dtrain__huggingface_pair_read(dtrain_safetensors_model *model, dtrain__json_reader *json,
-                                                   const dtrain__json_token *key)
+/* Reads a pair of the metadata, whose key is given. Keeps texts; total_size is the one number that is looked at. */
+static dtrain_status dtrain__huggingface_pair_read(dtrain__huggingface_parser *parser, const dtrain__json_token *key)
 {
-    dtrain__json_token value;
-    unsigned char *all = (unsigned char *)model->index;
-    dtrain__names_text name = dtrain__safetensors_text(json, all, key), text;
-    if (dtrain__json_next(json, &value) == DTRAIN__JSON_ERROR || !dtrain__json_skip(json, &value))
-        return dtrain__huggingface_json(model, json);
+    dtrain_safetensors_model *model = parser->model;
+    dtrain__json_token token;
+    dtrain__names_text name = dtrain__huggingface_text(parser, key);
+    dtrain__json_kind kind = dtrain__huggingface_next(parser, &token);
     if (name.length == 10 && memcmp(name.text, "total_size", 10) == 0)
-        model->has_total = dtrain__json_u64(json, &value, &model->total_size);
-    if (value.kind != DTRAIN__JSON_STRING)
-        return DTRAIN_OK;
-    void *pairs = model->pairs;
-    int grown = dtrain__safetensors_grow(model->allocator, json, &pairs, model->pair_count, sizeof *model->pairs);
-    model->pairs = (dtrain_safetensors_pair *)pairs;
-    if (!grown)
+        model->has_total = dtrain__json_u64(&parser->json, &token, &model->total_size);
+    if (kind != DTRAIN__JSON_STRING) {
+        dtrain__json_skip(&parser->json, &token); /* what is wrong there, the next token tells */
+        return parser->status;
+    }
+    if (!DTRAIN__SAFETENSORS_ROOM(model->allocator, &parser->json, model->pairs, model->pair_count))
         return dtrain__huggingface_memory(model);
-    text = dtrain__safetensors_text(json, all, &value);
-    dtrain_safetensors_pair *pair = &model->pairs[model->pair_count++];
-    pair->key = name.text;
-    pair->key_length = name.length;
-    pair->value = text.text;
-    pair->value_length = text.length;
+    dtrain__names_text value = dtrain__huggingface_text(parser, &token);
+    dtrain_safetensors_pair pair = {name.text, name.length, value.text, value.length};
+    model->pairs[model->pair_count++] = pair;
     return DTRAIN_OK;
 }
 
 /* Reads one value of the index's object, whose key is given. */
-static dtrain_status dtrain__huggingface_part(dtrain_safetensors_model *model, dtrain__json_reader *json,
-                                              const dtrain__json_token *key, int *has)
+static dtrain_status dtrain__huggingface_part(dtrain__huggingface_parser *parser, const dtrain__json_token *key,
+                                              int *has)
 {
+    dtrain_safetensors_model *model = parser->model;
     dtrain__json_token value, token;
-    dtrain_status status = DTRAIN_OK;
-    int part = dtrain__json_is(json, key, "metadata") ? 1 : dtrain__json_is(json, key, "weight_map") ? 2 : 0;
+    int part = dtrain__json_is(&parser->json, key, "metadata")     ? 1
+               : dtrain__json_is(&parser->json, key, "weight_map") ? 2
+                                                                   : 0;
     if ((*has & part) != 0)
         return dtrain__huggingface_broken(model, "S6", NULL, "at byte %zu: a key comes twice", key->begin);
     *has |= part;
-    if (dtrain__json_next(json, &value) == DTRAIN__JSON_ERROR)
-        return dtrain__huggingface_json(model, json);
-    if (part == 0 || (part == 1 && value.kind == DTRAIN__JSON_NULL))
-        return dtrain__json_skip(json, &value) ? DTRAIN_OK : dtrain__huggingface_json(model, json);
+    if (dtrain__huggingface_next(parser, &value) == DTRAIN__JSON_ERROR)
+        return parser->status;
+    if (part == 0 || (part == 1 && value.kind == DTRAIN__JSON_NULL)) {
+        dtrain__json_skip(&parser->json, &value);
+        return DTRAIN_OK;
+    }
     if (value.kind != DTRAIN__JSON_OBJECT)
         return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s is no object", value.begin,
                                           part == 1 ? "metadata" : "weight_map");
-    while (status == DTRAIN_OK && dtrain__json_next(json, &token) == DTRAIN__JSON_KEY)
-        status = part == 1 ? dtrain__huggingface_pair_read(model, json, &token)
-                           : dtrain__huggingface_line_read(model, json, &token);
-    if (status == DTRAIN_OK && token.kind == DTRAIN__JSON_ERROR)
-        status = dtrain__huggingface_json(model, json);
-    return status;
+    while (dtrain__huggingface_next(parser, &token) == DTRAIN__JSON_KEY)
+        parser->status =
+            part == 1 ? dtrain__huggingface_pair_read(parser, &token) : dtrain__huggingface_line_read(parser, &token);
+    return parser->status;
+}
+
+/* Builds a table over an array of the index in which no text comes twice; where: the array's name. */
+static dtrain_status dtrain__huggingface_unique(dtrain_safetensors_model *model, dtrain__names *names,
+                                                const void *array, size_t stride, size_t count, const char *where)
+{
+    size_t twice;
+    if (!dtrain__names_build(names, model->allocator, array, stride, count, &twice))
+        return dtrain__huggingface_memory(model);
+    if (twice == count)
+        return DTRAIN_OK;
+    dtrain__names_text name = dtrain__names_at(names, twice);
+    return dtrain__huggingface_broken(model, "S6", &name, "comes twice in its %s", where);
 }
 
 static dtrain_status dtrain__huggingface_index(dtrain_safetensors_model *model)
 {
-    dtrain__json_reader json;
+    dtrain__huggingface_parser parser;
     dtrain__json_token token;
-    dtrain_status status = DTRAIN_OK;
-    size_t twice;
     int has = 0;
-    dtrain__json_open(&json, model->index, model->index_bytes);
-    if (dtrain__json_next(&json, &token) == DTRAIN__JSON_ERROR)
-        return dtrain__huggingface_json(model, &json);
-    if (token.kind != DTRAIN__JSON_OBJECT)
+    memset(&parser, 0, sizeof parser);
+    parser.model = model;
+    dtrain__json_open(&parser.json, model->index, model->index_bytes);
+    if (dtrain__huggingface_next(&parser, &token) != DTRAIN__JSON_OBJECT && parser.status == DTRAIN_OK)
         return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is no object", token.begin);
-    while (status == DTRAIN_OK && dtrain__json_next(&json, &token) == DTRAIN__JSON_KEY)
-        status = dtrain__huggingface_part(model, &json, &token, &has);
-    if (status != DTRAIN_OK)
-        return status;
-    if (token.kind == DTRAIN__JSON_ERROR || dtrain__json_next(&json, &token) != DTRAIN__JSON_END)
-        return dtrain__huggingface_json(model, &json);
+    while (dtrain__huggingface_next(&parser, &token) == DTRAIN__JSON_KEY)
+        parser.status = dtrain__huggingface_part(&parser, &token, &has);
+    dtrain__huggingface_next(&parser, &token); /* the end, or what follows it */
+    if (parser.status != DTRAIN_OK)
+        return parser.status;
     if (model->line_count == 0)
         return dtrain__huggingface_broken(model, "S6", NULL, "its weight_map is %s",
                                           (has & 2) == 0 ? "missing" : "empty");
-    if (!dtrain__names_build(&model->names, model->allocator, model->lines, sizeof *model->lines, model->line_count,
-                             &twice))
-        return dtrain__huggingface_memory(model);
-    if (twice < model->line_count)
-        return dtrain__huggingface_broken(model, "S6", &model->lines[twice].name, "comes twice in its weight_map");
-    if (!dtrain__names_build(&model->keys, model->allocator, model->pairs, sizeof *model->pairs, model->pair_count,
-                             &twice))
-        return dtrain__huggingface_memory(model);
-    if (twice < model->pair_count) {
-        dtrain__names_text key = dtrain__names_at(&model->keys, twice);
-        return dtrain__huggingface_broken(model, "S6", &key, "comes twice in its metadata");
-    }
-    return DTRAIN_OK;
+    dtrain_status status = dtrain__huggingface_unique(model, &model->names, model->lines, sizeof *model->lines,
+                                                      model->line_count, "weight_map");
+    return status == DTRAIN_OK ? dtrain__huggingface_unique(model, &model->keys, model->pairs, sizeof *model->pairs,
+                                                            model->pair_count, "metadata")
+                               : status;
 }
 
 /* ---- the files ---- */

@@ -21,7 +21,7 @@ DTRAIN__FAST_BEGIN
 typedef struct dtrain__safetensors_entry {
     dtrain_safetensors_tensor tensor;
     uint32_t at;       /* of its key in the header */
-    uint32_t shape_at; /* of the bracket that begins its shape */
+    uint32_t shape_at; /* of its sizes among the shapes */
     int overflow;      /* its sizes multiply to more than 64 bits */
 } dtrain__safetensors_entry;
 
@@ -50,6 +50,7 @@ typedef struct dtrain__safetensors_parser {
     dtrain__names_text *fields;             /* keys of the objects under way that are ignored, and of the entry's own */
     size_t field_count;
     int has_metadata;
+    dtrain_status status; /* the first error; nothing is read after it */
 } dtrain__safetensors_parser;
 
 /* ---- errors ---- */
@@ -99,37 +100,67 @@ static dtrain_status dtrain__safetensors_memory(const dtrain_safetensors *file)
 }
 
 /* Reports a rule of the JSON, at an offset of the header. */
-static DTRAIN__NOINLINE dtrain_status dtrain__safetensors_bad(const dtrain__safetensors_parser *parser, int rule,
-                                                              size_t offset, const char *text)
+static DTRAIN__NOINLINE void dtrain__safetensors_bad(dtrain__safetensors_parser *parser, int rule, size_t offset,
+                                                     const char *text)
 {
-    return dtrain__safetensors_broken(parser->file, rule, offset + 8,
-                                      parser->entry != NULL ? &parser->entry->tensor : NULL, "%s", text);
+    if (parser->status == DTRAIN_OK)
+        parser->status = dtrain__safetensors_broken(parser->file, rule, offset + 8,
+                                                    parser->entry != NULL ? &parser->entry->tensor : NULL, "%s", text);
 }
 
-/* Reports what the JSON reader found. */
-static dtrain_status dtrain__safetensors_json(const dtrain__safetensors_parser *parser)
+/* Reports a key that comes twice: of an entry, or NULL, of the header. */
+static dtrain_status dtrain__safetensors_twice(const dtrain_safetensors *file, const dtrain__safetensors_entry *entry,
+                                               dtrain__names_text name)
 {
-    static const int rules[] = {5, 6, 4, 8};
-    return dtrain__safetensors_bad(parser, rules[parser->json.fault], parser->json.offset, parser->json.error);
+    char quoted[64];
+    size_t offset = (size_t)((const unsigned char *)name.text - file->header);
+    return dtrain__safetensors_broken(file, 12, offset + 7, entry != NULL ? &entry->tensor : NULL,
+                                      "the key \"%s\" comes twice",
+                                      dtrain__safetensors_quote(quoted, name.text, name.length));
+}
+
+/* Builds a table of the texts that the structs of an array begin with, of which none comes twice. */
+static dtrain_status dtrain__safetensors_unique(const dtrain_safetensors *file, dtrain__names *names, const void *array,
+                                                size_t stride, size_t count)
+{
+    size_t twice = count;
+    if (count > 0 && !dtrain__names_build(names, file->allocator, array, stride, count, &twice))
+        return dtrain__safetensors_memory(file);
+    return twice == count ? DTRAIN_OK : dtrain__safetensors_twice(file, NULL, dtrain__names_at(names, twice));
 }
 
 /* ---- JSON ---- */
 
+/* Reads the next token; ERROR after an error of any kind. */
+static dtrain__json_kind dtrain__safetensors_next(dtrain__safetensors_parser *parser, dtrain__json_token *token)
+{
+    static const int rules[] = {5, 6, 4, 8};
+    if (parser->status != DTRAIN_OK)
+        memset(token, 0, sizeof *token); /* an ERROR */
+    else if (dtrain__json_next(&parser->json, token) == DTRAIN__JSON_ERROR)
+        dtrain__safetensors_bad(parser, rules[parser->json.fault], parser->json.offset, parser->json.error);
+    return token->kind;
+}
+
 /* Makes room for one more element of a growing array. Headers are even: how much room there will be need of is told by
  * how much of the header has made how many, once that is many. Three in a hundred more spare the copy at the end. */
-static int dtrain__safetensors_grow(dtrain_allocator *allocator, const dtrain__json_reader *json, void **array,
+#define DTRAIN__SAFETENSORS_ROOM(allocator, json, array, count)                                                        \
+    dtrain__safetensors_room((allocator), (json), (void *)&(array), (count), sizeof *(array))
+
+static int dtrain__safetensors_room(dtrain_allocator *allocator, const dtrain__json_reader *json, void *array,
                                     size_t count, size_t bytes)
 {
-    if ((count + 1) * bytes <= dtrain__memory_bytes(*array))
+    void *old;
+    memcpy(&old, array, sizeof old);
+    if ((count + 1) * bytes <= dtrain__memory_bytes(old))
         return 1;
     size_t more = count + count / 4 + 16;
     size_t told = (size_t)((double)count * (double)json->length / (double)(json->offset + 1) * 1.03);
     more = told > more && count > 1000 ? told : more;
-    void *grown = dtrain__resize(allocator, *array, more * bytes);
-    if (grown == NULL)
-        return 0;
-    *array = grown;
-    return 1;
+    void *grown = dtrain__resize(allocator, old, more * bytes);
+    if (grown != NULL)
+        memcpy(array, &grown, sizeof grown);
+    return grown != NULL;
 }
 
 /* Unescapes a STRING or KEY where it lies, in the text that the reader reads, and ends it with a zero byte, in the
@@ -148,288 +179,235 @@ static dtrain__names_text dtrain__safetensors_text(const dtrain__json_reader *js
 }
 
 /* Remembers a key of an object, to find duplicates by. */
-static dtrain_status dtrain__safetensors_field(dtrain__safetensors_parser *parser, const dtrain__json_token *token)
+static void dtrain__safetensors_field(dtrain__safetensors_parser *parser, const dtrain__json_token *token)
 {
-    void *fields = parser->fields;
-    int grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &fields, parser->field_count,
-                                         sizeof(dtrain__names_text));
-    parser->fields = (dtrain__names_text *)fields;
-    if (!grown)
-        return dtrain__safetensors_memory(parser->file);
-    parser->fields[parser->field_count++] = dtrain__safetensors_text(&parser->json, parser->file->header, token);
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__safetensors_twice(const dtrain__safetensors_parser *parser, dtrain__names_text name)
-{
-    char quoted[64];
-    size_t offset = (size_t)((const unsigned char *)name.text - parser->file->header);
-    return dtrain__safetensors_broken(
-        parser->file, 12, offset + 7, parser->entry != NULL ? &parser->entry->tensor : NULL,
-        "the key \"%s\" comes twice", dtrain__safetensors_quote(quoted, name.text, name.length));
+    if (!DTRAIN__SAFETENSORS_ROOM(parser->file->allocator, &parser->json, parser->fields, parser->field_count))
+        parser->status = dtrain__safetensors_memory(parser->file);
+    else
+        parser->fields[parser->field_count++] = dtrain__safetensors_text(&parser->json, parser->file->header, token);
 }
 
 /* Ends an object whose keys are those from `base` on: refuses duplicates, and forgets the keys. Objects are small, but
  * for those that mean harm. */
-static dtrain_status dtrain__safetensors_fields_end(dtrain__safetensors_parser *parser, size_t base)
+static void dtrain__safetensors_fields_end(dtrain__safetensors_parser *parser, size_t base)
 {
     size_t count = parser->field_count - base, twice = count;
     parser->field_count = base;
-    if (count < 2)
-        return DTRAIN_OK;
+    if (count < 2 || parser->status != DTRAIN_OK)
+        return;
     const dtrain__names_text *fields = parser->fields + base;
     if (count > 8) {
         dtrain__names names;
-        int built = dtrain__names_build(&names, parser->file->allocator, fields, sizeof *fields, count, &twice);
+        if (!dtrain__names_build(&names, parser->file->allocator, fields, sizeof *fields, count, &twice))
+            parser->status = dtrain__safetensors_memory(parser->file);
         dtrain__names_free(&names, parser->file->allocator);
-        if (!built)
-            return dtrain__safetensors_memory(parser->file);
     }
     for (size_t i = 1; i < count && count <= 8; i++)
         for (size_t k = 0; k < i && twice == count; k++)
             if (dtrain__names_same(&fields[i], &fields[k]))
                 twice = i;
-    return twice < count ? dtrain__safetensors_twice(parser, fields[twice]) : DTRAIN_OK;
+    if (twice < count)
+        parser->status = dtrain__safetensors_twice(parser->file, parser->entry, fields[twice]);
 }
 
 /* Reads to the end of a value that nobody wants; its syntax and its keys are checked all the same. */
-static dtrain_status dtrain__safetensors_ignore(dtrain__safetensors_parser *parser, const dtrain__json_token *value)
+static void dtrain__safetensors_ignore(dtrain__safetensors_parser *parser, const dtrain__json_token *value)
 {
     size_t base[DTRAIN__JSON_DEPTH + 1];
     int outside = parser->json.depth - 1;
-    dtrain_status status = DTRAIN_OK;
     if (value->kind != DTRAIN__JSON_OBJECT && value->kind != DTRAIN__JSON_ARRAY)
-        return DTRAIN_OK;
+        return;
     base[parser->json.depth] = parser->field_count;
-    while (parser->json.depth > outside && status == DTRAIN_OK) {
+    while (parser->json.depth > outside && parser->status == DTRAIN_OK) {
         dtrain__json_token token;
-        switch (dtrain__json_next(&parser->json, &token)) {
-        case DTRAIN__JSON_ERROR: return dtrain__safetensors_json(parser);
-        case DTRAIN__JSON_OBJECT: base[parser->json.depth] = parser->field_count; break;
-        case DTRAIN__JSON_KEY: status = dtrain__safetensors_field(parser, &token); break;
-        case DTRAIN__JSON_OBJECT_END:
-            status = dtrain__safetensors_fields_end(parser, base[parser->json.depth + 1]);
-            break;
-        default: break;
-        }
+        dtrain__json_kind kind = dtrain__safetensors_next(parser, &token);
+        if (kind == DTRAIN__JSON_OBJECT)
+            base[parser->json.depth] = parser->field_count;
+        else if (kind == DTRAIN__JSON_KEY)
+            dtrain__safetensors_field(parser, &token);
+        else if (kind == DTRAIN__JSON_OBJECT_END)
+            dtrain__safetensors_fields_end(parser, base[parser->json.depth + 1]);
     }
-    return status;
 }
 
-static dtrain_status dtrain__safetensors_dtype(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
-                                               dtrain_dtype *dtype)
+static void dtrain__safetensors_dtype(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
+                                      dtrain_dtype *dtype)
 {
     char name[16] = {0}, quoted[64], text[128];
-    if (value->kind != DTRAIN__JSON_STRING)
-        return dtrain__safetensors_bad(parser, 11, value->begin, "its dtype is no string");
-    size_t length = dtrain__json_string(&parser->json, value, name, sizeof name);
-    for (int i = 1; i <= (int)DTRAIN_U64; i++) {
-        const char *known = dtrain_dtype_name((dtrain_dtype)i);
-        if (strlen(known) == length && memcmp(known, name, length) == 0) {
-            *dtype = (dtrain_dtype)i;
-            return DTRAIN_OK;
-        }
+    if (value->kind != DTRAIN__JSON_STRING) {
+        dtrain__safetensors_bad(parser, 11, value->begin, "its dtype is no string");
+        return;
     }
+    size_t length = dtrain__json_string(&parser->json, value, name, sizeof name);
+    if (length < sizeof name && dtrain_dtype_from_name(dtype, name, length) == DTRAIN_OK)
+        return;
     snprintf(text, sizeof text, "the format has no dtype \"%s\"",
              dtrain__safetensors_quote(quoted, name, length < sizeof name ? length : sizeof name));
-    return dtrain__safetensors_bad(parser, 13, value->begin, text);
+    dtrain__safetensors_bad(parser, 13, value->begin, text);
 }
 
-/* Counts the sizes and multiplies them from left to right (R17); they are stored later, when their number is known. */
-static dtrain_status dtrain__safetensors_shape(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
-                                               dtrain__safetensors_entry *entry)
+/* Reads a whole number that is an element of a list, `what`; rule: which has such lists. */
+static uint64_t dtrain__safetensors_number(dtrain__safetensors_parser *parser, const dtrain__json_token *token,
+                                           int rule, const char *what)
 {
-    uint64_t count = 1, size;
+    uint64_t value;
+    if (!dtrain__json_u64(&parser->json, token, &value))
+        dtrain__safetensors_bad(parser, token->kind == DTRAIN__JSON_NUMBER ? 7 : rule, token->begin, what);
+    return value;
+}
+
+/* Keeps the sizes and multiplies them from left to right (R17). */
+static void dtrain__safetensors_shape(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
+                                      dtrain__safetensors_entry *entry)
+{
+    dtrain_safetensors *file = parser->file;
+    uint64_t count = 1;
     dtrain__json_token token;
     if (value->kind != DTRAIN__JSON_ARRAY)
-        return dtrain__safetensors_bad(parser, 14, value->begin, "its shape is no list of sizes");
-    entry->shape_at = (uint32_t)value->begin;
-    while (dtrain__json_next(&parser->json, &token) != DTRAIN__JSON_ARRAY_END) {
-        if (token.kind == DTRAIN__JSON_ERROR)
-            return dtrain__safetensors_json(parser);
-        if (!dtrain__json_u64(&parser->json, &token, &size))
-            return dtrain__safetensors_bad(parser, token.kind == DTRAIN__JSON_NUMBER ? 7 : 14, token.begin,
-                                           "a size is no whole number from 0 to 2^64 - 1");
-        if (size > SIZE_MAX)
-            return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                "%s: at byte %zu: a size of %llu, and this machine counts "
-                                "to %zu",
-                                parser->file->label, token.begin + 8, (unsigned long long)size, SIZE_MAX);
+        dtrain__safetensors_bad(parser, 14, value->begin, "its shape is no list of sizes");
+    entry->shape_at = (uint32_t)file->shape_count;
+    while (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_ARRAY_END && parser->status == DTRAIN_OK) {
+        uint64_t size = dtrain__safetensors_number(parser, &token, 14, "a size is no whole number from 0 to 2^64 - 1");
+        if (parser->status == DTRAIN_OK && size > SIZE_MAX)
+            parser->status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                                          "%s: at byte %zu: a size of %llu, and this machine counts to %zu",
+                                          file->label, token.begin + 8, (unsigned long long)size, SIZE_MAX);
+        if (!DTRAIN__SAFETENSORS_ROOM(file->allocator, &parser->json, file->shapes, file->shape_count)) {
+            parser->status = dtrain__safetensors_memory(file);
+            return;
+        }
         if ((count | size) > UINT32_MAX) /* division takes long */
             entry->overflow |= size != 0 && count > UINT64_MAX / size;
         count *= size;
+        file->shapes[file->shape_count++] = (size_t)size;
         entry->tensor.ndim++;
     }
     entry->tensor.count = (size_t)count;
     entry->overflow |= count > SIZE_MAX;
-    parser->file->shape_count += (size_t)entry->tensor.ndim;
-    return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__safetensors_offsets(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
-                                                 uint64_t offsets[2])
+static void dtrain__safetensors_offsets(dtrain__safetensors_parser *parser, const dtrain__json_token *value,
+                                        dtrain_safetensors_tensor *tensor)
 {
+    uint64_t *offsets[2] = {&tensor->begin, &tensor->end};
     dtrain__json_token token;
     int count = 0;
     if (value->kind != DTRAIN__JSON_ARRAY)
-        return dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are no list of two numbers");
-    while (dtrain__json_next(&parser->json, &token) != DTRAIN__JSON_ARRAY_END) {
-        if (token.kind == DTRAIN__JSON_ERROR)
-            return dtrain__safetensors_json(parser);
+        dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are no list of two numbers");
+    while (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_ARRAY_END && parser->status == DTRAIN_OK)
         if (count == 2)
-            return dtrain__safetensors_bad(parser, 15, token.begin, "its data_offsets are more than two");
-        if (!dtrain__json_u64(&parser->json, &token, &offsets[count++]))
-            return dtrain__safetensors_bad(parser, token.kind == DTRAIN__JSON_NUMBER ? 7 : 15, token.begin,
-                                           "an offset is no whole number from 0 to 2^64 - 1");
-    }
-    return count == 2 ? DTRAIN_OK
-                      : dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are fewer than two");
-}
-
-/* Reads one field of an entry, whose key was read last; `has` gets its bit. */
-static dtrain_status dtrain__safetensors_entry_field(dtrain__safetensors_parser *parser, const dtrain__json_token *key,
-                                                     dtrain__safetensors_entry *entry, int *has)
-{
-    dtrain__json_token value;
-    uint64_t offsets[2] = {0, 0};
-    int field = dtrain__json_is(&parser->json, key, "dtype")          ? 1
-                : dtrain__json_is(&parser->json, key, "shape")        ? 2
-                : dtrain__json_is(&parser->json, key, "data_offsets") ? 4
-                                                                      : 0;
-    if ((*has & field) != 0)
-        return dtrain__safetensors_bad(parser, 12, key->begin - 1, "one of its fields comes twice");
-    dtrain_status status = field == 0 ? dtrain__safetensors_field(parser, key) : DTRAIN_OK;
-    *has |= field;
-    if (status != DTRAIN_OK)
-        return status;
-    if (dtrain__json_next(&parser->json, &value) == DTRAIN__JSON_ERROR)
-        return dtrain__safetensors_json(parser);
-    if (field == 1)
-        return dtrain__safetensors_dtype(parser, &value, &entry->tensor.dtype);
-    if (field == 2)
-        return dtrain__safetensors_shape(parser, &value, entry);
-    if (field == 0)
-        return dtrain__safetensors_ignore(parser, &value);
-    status = dtrain__safetensors_offsets(parser, &value, offsets);
-    entry->tensor.begin = offsets[0];
-    entry->tensor.end = offsets[1];
-    return status;
+            dtrain__safetensors_bad(parser, 15, token.begin, "its data_offsets are more than two");
+        else
+            *offsets[count++] =
+                dtrain__safetensors_number(parser, &token, 15, "an offset is no whole number from 0 to 2^64 - 1");
+    if (count < 2)
+        dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are fewer than two");
 }
 
 /* Reads a tensor's entry, whose key is given. */
-static dtrain_status dtrain__safetensors_entry_read(dtrain__safetensors_parser *parser, const dtrain__names_text *name,
-                                                    size_t at)
+static void dtrain__safetensors_entry_read(dtrain__safetensors_parser *parser, const dtrain__names_text *name,
+                                           size_t at)
 {
+    static const char *const missing[] = {"its dtype is missing", "its shape is missing",
+                                          "its data_offsets are missing"};
     dtrain_safetensors *file = parser->file;
-    dtrain__json_token token;
-    dtrain_status status = DTRAIN_OK;
-    void *entries = file->entries;
-    int has = 0, grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &entries, file->count,
-                                                  sizeof *file->entries);
-    file->entries = (dtrain__safetensors_entry *)entries;
-    if (!grown)
-        return dtrain__safetensors_memory(file);
+    dtrain__json_token token, value;
+    int has = 0, field;
+    if (!DTRAIN__SAFETENSORS_ROOM(file->allocator, &parser->json, file->entries, file->count)) {
+        parser->status = dtrain__safetensors_memory(file);
+        return;
+    }
     dtrain__safetensors_entry *entry = &file->entries[file->count++];
     memset(entry, 0, sizeof *entry);
     entry->tensor.name = name->text;
     entry->tensor.name_length = name->length;
     entry->at = (uint32_t)at;
     parser->entry = entry;
-    if (dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_ERROR)
-        return dtrain__safetensors_json(parser);
-    if (token.kind != DTRAIN__JSON_OBJECT)
-        return dtrain__safetensors_bad(parser, 11, token.begin, "its entry is no object");
-    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY)
-        status = dtrain__safetensors_entry_field(parser, &token, entry, &has);
-    if (status != DTRAIN_OK)
-        return status;
-    if (token.kind == DTRAIN__JSON_ERROR)
-        return dtrain__safetensors_json(parser);
-    if (has != 7)
-        return dtrain__safetensors_bad(parser, 11, at,
-                                       (has & 1) == 0   ? "its dtype is missing"
-                                       : (has & 2) == 0 ? "its shape is missing"
-                                                        : "its data_offsets are missing");
-    status = dtrain__safetensors_fields_end(parser, 0);
+    if (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_OBJECT)
+        dtrain__safetensors_bad(parser, 11, token.begin, "its entry is no object");
+    while (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_KEY) {
+        field = dtrain__json_is(&parser->json, &token, "dtype")          ? 0
+                : dtrain__json_is(&parser->json, &token, "shape")        ? 1
+                : dtrain__json_is(&parser->json, &token, "data_offsets") ? 2
+                                                                         : 3;
+        if (field == 3)
+            dtrain__safetensors_field(parser, &token);
+        else if (has >> field & 1)
+            dtrain__safetensors_bad(parser, 12, token.begin - 1, "one of its fields comes twice");
+        has |= 1 << field;
+        dtrain__safetensors_next(parser, &value);
+        if (field == 0)
+            dtrain__safetensors_dtype(parser, &value, &entry->tensor.dtype);
+        else if (field == 1)
+            dtrain__safetensors_shape(parser, &value, entry);
+        else if (field == 2)
+            dtrain__safetensors_offsets(parser, &value, &entry->tensor);
+        else
+            dtrain__safetensors_ignore(parser, &value);
+    }
+    for (field = 0; field < 3; field++)
+        if (!(has >> field & 1))
+            dtrain__safetensors_bad(parser, 11, at, missing[field]);
+    dtrain__safetensors_fields_end(parser, 0);
     parser->entry = NULL;
-    return status;
 }
 
 /* Reads the map of metadata, whose key was read last. */
-static dtrain_status dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser, size_t at)
+static void dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser, size_t at)
 {
     dtrain_safetensors *file = parser->file;
     dtrain__json_token token;
     if (parser->has_metadata)
-        return dtrain__safetensors_bad(parser, 12, at, "\"" DTRAIN__SAFETENSORS_METADATA "\" comes twice");
+        dtrain__safetensors_bad(parser, 12, at, "\"" DTRAIN__SAFETENSORS_METADATA "\" comes twice");
     parser->has_metadata = 1;
-    if (dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_NULL) /* as MLX writes it where there is none */
-        return DTRAIN_OK;
-    if (token.kind != DTRAIN__JSON_OBJECT && token.kind != DTRAIN__JSON_ERROR)
-        return dtrain__safetensors_bad(parser, 10, token.begin, "the metadata is no object");
-    while (token.kind != DTRAIN__JSON_ERROR && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
-        void *pairs = file->pairs;
-        int grown = dtrain__safetensors_grow(parser->file->allocator, &parser->json, &pairs, file->pair_count,
-                                             sizeof *file->pairs);
-        file->pairs = (dtrain_safetensors_pair *)pairs;
-        if (!grown)
-            return dtrain__safetensors_memory(file);
-        dtrain_safetensors_pair *pair = &file->pairs[file->pair_count++];
-        dtrain__names_text text = dtrain__safetensors_text(&parser->json, file->header, &token);
-        pair->key = text.text;
-        pair->key_length = text.length;
-        if (dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_ERROR)
-            break;
-        if (token.kind != DTRAIN__JSON_STRING)
-            return dtrain__safetensors_bad(parser, 10, token.begin, "a value of the metadata is no string");
-        text = dtrain__safetensors_text(&parser->json, file->header, &token);
-        pair->value = text.text;
-        pair->value_length = text.length;
-    }
-    return token.kind == DTRAIN__JSON_ERROR ? dtrain__safetensors_json(parser) : DTRAIN_OK;
-}
-
-/* Reads the header's one object. */
-static dtrain_status dtrain__safetensors_top(dtrain__safetensors_parser *parser)
-{
-    dtrain__json_token token;
-    dtrain_status status = DTRAIN_OK;
-    if (dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_ERROR)
-        return dtrain__safetensors_json(parser);
+    if (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_NULL) /* as MLX writes it where there is none */
+        return;
     if (token.kind != DTRAIN__JSON_OBJECT)
-        return dtrain__safetensors_bad(parser, 9, token.begin, "the header is no object");
-    while (status == DTRAIN_OK && dtrain__json_next(&parser->json, &token) == DTRAIN__JSON_KEY) {
-        size_t at = token.begin - 1;
-        dtrain__names_text name = dtrain__safetensors_text(&parser->json, parser->file->header, &token);
-        if (name.length == strlen(DTRAIN__SAFETENSORS_METADATA) &&
-            memcmp(name.text, DTRAIN__SAFETENSORS_METADATA, name.length) == 0)
-            status = dtrain__safetensors_metadata_read(parser, at);
-        else
-            status = dtrain__safetensors_entry_read(parser, &name, at);
+        dtrain__safetensors_bad(parser, 10, token.begin, "the metadata is no object");
+    while (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_KEY) {
+        if (!DTRAIN__SAFETENSORS_ROOM(file->allocator, &parser->json, file->pairs, file->pair_count)) {
+            parser->status = dtrain__safetensors_memory(file);
+            return;
+        }
+        dtrain__names_text key = dtrain__safetensors_text(&parser->json, file->header, &token);
+        if (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_STRING) {
+            dtrain__safetensors_bad(parser, 10, token.begin, "a value of the metadata is no string");
+            return;
+        }
+        dtrain__names_text value = dtrain__safetensors_text(&parser->json, file->header, &token);
+        dtrain_safetensors_pair pair = {key.text, key.length, value.text, value.length};
+        file->pairs[file->pair_count++] = pair;
     }
-    if (status != DTRAIN_OK)
-        return status;
-    if (token.kind == DTRAIN__JSON_ERROR || dtrain__json_next(&parser->json, &token) != DTRAIN__JSON_END)
-        return dtrain__safetensors_json(parser);
-    return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__safetensors_parse(dtrain_safetensors *file)
 {
     dtrain__safetensors_parser parser;
-    dtrain_status status;
-    size_t twice = 0;
+    dtrain__json_token token;
     memset(&parser, 0, sizeof parser);
     parser.file = file;
     dtrain__json_open(&parser.json, file->header, file->header_have);
-    status = dtrain__safetensors_top(&parser);
+    if (dtrain__safetensors_next(&parser, &token) != DTRAIN__JSON_OBJECT)
+        dtrain__safetensors_bad(&parser, 9, token.begin, "the header is no object");
+    while (dtrain__safetensors_next(&parser, &token) == DTRAIN__JSON_KEY) {
+        size_t at = token.begin - 1;
+        dtrain__names_text name = dtrain__safetensors_text(&parser.json, file->header, &token);
+        if (name.length == strlen(DTRAIN__SAFETENSORS_METADATA) &&
+            memcmp(name.text, DTRAIN__SAFETENSORS_METADATA, name.length) == 0)
+            dtrain__safetensors_metadata_read(&parser, at);
+        else
+            dtrain__safetensors_entry_read(&parser, &name, at);
+    }
+    dtrain__safetensors_next(&parser, &token); /* the end, or what follows it */
     dtrain__free(file->allocator, parser.fields);
-    if (status != DTRAIN_OK || file->pair_count == 0)
-        return status;
-    if (!dtrain__names_build(&file->keys, file->allocator, file->pairs, sizeof *file->pairs, file->pair_count, &twice))
-        return dtrain__safetensors_memory(file);
-    return twice == file->pair_count ? DTRAIN_OK
-                                     : dtrain__safetensors_twice(&parser, dtrain__names_at(&file->keys, twice));
+    return parser.status == DTRAIN_OK
+               ? dtrain__safetensors_unique(file, &file->keys, file->pairs, sizeof *file->pairs, file->pair_count)
+               : parser.status;
+}
+
+static dtrain_status dtrain__safetensors_names(dtrain_safetensors *file)
+{
+    return dtrain__safetensors_unique(file, &file->names, file->entries, sizeof *file->entries, file->count);
 }
 
 /* ---- layout ---- */
@@ -522,7 +500,7 @@ static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *f
     return DTRAIN_OK;
 }
 
-/* Checks all places, then counts them from the file's beginning. */
+/* Checks all places, then counts them from the file's beginning, and gives entries their sizes. */
 static dtrain_status dtrain__safetensors_check(dtrain_safetensors *file)
 {
     uint64_t end = 0, data_bytes = file->file_bytes - file->header_bytes;
@@ -538,32 +516,10 @@ static dtrain_status dtrain__safetensors_check(dtrain_safetensors *file)
                                           (unsigned long long)end, (unsigned long long)data_bytes,
                                           end < data_bytes ? "something else follows them" : "it was cut");
     for (size_t i = 0; i < file->count; i++) {
-        file->entries[i].tensor.begin += file->header_bytes;
-        file->entries[i].tensor.end += file->header_bytes;
-    }
-    return DTRAIN_OK;
-}
-
-/* Stores the sizes that the parser has checked. */
-static dtrain_status dtrain__safetensors_store_shapes(dtrain_safetensors *file)
-{
-    size_t *next;
-    if (file->shape_count > 0) /* each has a byte or more of the header: the product does not overflow */
-        file->shapes = (size_t *)dtrain__resize(file->allocator, NULL, file->shape_count * sizeof *file->shapes);
-    if (file->shape_count > 0 && file->shapes == NULL)
-        return dtrain__safetensors_memory(file);
-    next = file->shapes;
-    for (size_t i = 0; i < file->count; i++) {
-        const unsigned char *text = file->header + file->entries[i].shape_at;
-        file->entries[i].tensor.shape = next;
-        for (int k = 0; k < file->entries[i].tensor.ndim; k++, next++) {
-            while (!dtrain__json_in(*text, '0', '9'))
-                text++;
-            size_t size = 0;
-            for (; dtrain__json_in(*text, '0', '9'); text++)
-                size = size * 10 + (size_t)(*text - '0');
-            *next = size;
-        }
+        dtrain_safetensors_tensor *tensor = &file->entries[i].tensor;
+        tensor->begin += file->header_bytes;
+        tensor->end += file->header_bytes;
+        tensor->shape = tensor->ndim > 0 ? file->shapes + file->entries[i].shape_at : file->shapes;
     }
     return DTRAIN_OK;
 }

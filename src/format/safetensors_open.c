@@ -8,18 +8,14 @@
 static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
 {
     unsigned char first[8];
-    uint64_t length = 0;
-    dtrain_status status;
     if (file->file_bytes < 8)
         return dtrain__safetensors_broken(file, 1, 0, NULL, "%llu bytes, expected at least 8",
                                           (unsigned long long)file->file_bytes);
-    status = file->fd >= 0 ? dtrain__file_read_at(file->fd, first, 8, 0, file->label, "reading") : DTRAIN_OK;
+    dtrain_status status =
+        file->fd >= 0 ? dtrain__file_read_at(file->fd, first, 8, 0, file->label, "reading") : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
-    if (file->fd < 0)
-        memcpy(first, file->memory, 8);
-    for (int i = 7; i >= 0; i--)
-        length = length << 8 | first[i];
+    uint64_t length = dtrain__load_le64(file->fd >= 0 ? first : file->memory);
     if (length > DTRAIN__SAFETENSORS_HEADER_MOST)
         return dtrain__safetensors_broken(file, 2, 0, NULL, "a header of %llu bytes, expected at most 100000000",
                                           (unsigned long long)length);
@@ -36,19 +32,6 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
     memcpy(file->header, file->memory + 8, (size_t)length);
     file->header_have = (size_t)length;
     return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__safetensors_names(dtrain_safetensors *file)
-{
-    dtrain__safetensors_parser parser;
-    size_t twice = 0;
-    if (!dtrain__names_build(&file->names, file->allocator, file->entries, sizeof *file->entries, file->count, &twice))
-        return dtrain__safetensors_memory(file);
-    if (twice == file->count)
-        return DTRAIN_OK;
-    memset(&parser, 0, sizeof parser);
-    parser.file = file;
-    return dtrain__safetensors_twice(&parser, dtrain__names_at(&file->names, twice));
 }
 
 /* Maps the file, so that its data can be read in place. */
@@ -70,9 +53,9 @@ static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
 static dtrain_status dtrain__safetensors_make(dtrain_safetensors **out, int fd, const void *memory, uint64_t bytes,
                                               const dtrain_safetensors_desc *desc, const char *label)
 {
-    dtrain_status (*const steps[])(dtrain_safetensors *) = {
-        dtrain__safetensors_frame, dtrain__safetensors_parse, dtrain__safetensors_sort,
-        dtrain__safetensors_names, dtrain__safetensors_check, dtrain__safetensors_store_shapes};
+    dtrain_status (*const steps[])(dtrain_safetensors *) = {dtrain__safetensors_frame, dtrain__safetensors_parse,
+                                                            dtrain__safetensors_sort, dtrain__safetensors_names,
+                                                            dtrain__safetensors_check};
     dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
     dtrain_safetensors *file = (dtrain_safetensors *)dtrain__memory_owner(
         allocator, sizeof *file, offsetof(dtrain_safetensors, own), &allocator);
