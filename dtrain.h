@@ -3823,10 +3823,10 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module);
  * Memory is allocated when a micro-batch is larger than any before it in its place, and reused. A forward over one that
  * had no backward replaces it. DTRAIN_EVALUATE has a place of its own, keeps nothing, and disturbs none.
  *
- * When a callback fails on this rank, or there is no memory, the rank gives the step up and goes on taking part in
- * what the others gather and reduce, with zeros for output: this call and backward return DTRAIN_OK, so that the step
- * ends with DTRAIN_ERR_ABORTED on every rank, with this rank's number, the layer and its status. Without FSDP, and
- * under DTRAIN_EVALUATE, the callback's status is returned, on this rank alone.
+ * When a callback fails on this rank, or there is no memory, the rank gives the step up: this call and backward return
+ * DTRAIN_OK and go on gathering and reducing with the others, the output is zeros, and the step ends on every rank with
+ * DTRAIN_ERR_ABORTED, this rank's number, the layer and its status. Without FSDP, and under DTRAIN_EVALUATE, the
+ * callback's status is returned, on this rank alone.
  *
  *   fsdp          made from the module's table; NULL: parameters are in the table's memory
  *   micro_batch   a place below desc.micro_batches, or DTRAIN_EVALUATE
@@ -3843,7 +3843,7 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_modu
                                                   const dtrain_tensor *input, void *batch, dtrain_tensor *output);
 
 /* Runs all layers backward over a micro-batch that was run forward, and reduces each unit's gradients after its first
- * layer. Where a table has units that no layer uses, dtrain_fsdp_next ends the micro-batch, as in a loop of one's own.
+ * layer. If a table has units that no layer uses, end the micro-batch with dtrain_fsdp_next, as in a loop of your own.
  *
  *   d_output   gradient of the output, of its dtype and shape; NULL: the last layer is the loss and begins by itself
  *   d_input    out: memory of the input's dtype and shape for its gradient; NULL: not wanted
@@ -3863,8 +3863,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_mod
 
 /* ---- >>pipeline ----
  * Pipelines: layers cut into stages, one or more a rank, through which a step's micro-batches go one after the other.
- * What each rank does, in which order, is planned before anything runs, and can be looked at: how long ranks idle, how
- * many micro-batches they hold. dtrain_pipeline then runs the plan over modules, one for each stage of the rank:
+ * What each rank does is planned before anything runs: in which order, how long ranks idle, how many micro-batches they
+ * hold. dtrain_pipeline then runs the plan over modules, one for each stage of the rank:
  *
  *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, group, &desc));
  *     DTRAIN_CHECK(dtrain_pipeline_agree(pipeline, rank == 0 ? inputs : NULL));
@@ -3886,8 +3886,7 @@ extern "C" {
 /* Splits layers into stages of a pipeline, so that the most expensive stage is as cheap as can be; of such cuts, the
  * one whose earlier stages are longest. Every stage has a layer.
  *
- *   costs    one a layer, finite, 0 or above: computed, or measured; NULL: the numbers of
- *            layers differ by at most one, earlier stages are longer
+ *   costs    one a layer, finite, 0 or above; NULL: the numbers of layers differ by at most one, earlier stages longer
  *   begins   out: stages + 1 numbers; stage s has layers begins[s] to begins[s + 1] - 1
  *   errors   DTRAIN_ERR_INVALID  no stage, or more of them than layers: the text says what would fit. Or a bad cost
  *
@@ -3944,8 +3943,7 @@ typedef struct dtrain_pipeline_plan {
 /* Plans a step: what every rank does in which order, and when, were it alone on its processors.
  *
  * A rank begins a task when it is done with the one before and its input is there. Fewer micro-batches than ranks are
- * legal; interleaved, a number that the ranks do not divide is planned as the next that they do, what is too much left
- * out.
+ * legal. If the ranks do not divide micro_batches, an interleaved plan rounds up and skips the extra slots.
  *
  *   allocator   must outlive it; NULL: the C library
  *   errors   DTRAIN_ERR_INVALID  numbers below 0; chunks without interleaving; times not finite or below 0. The text
@@ -4012,9 +4010,9 @@ DTRAIN_API_MUST dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, c
  * leaves them; a step of FSDP is opened and ended by the caller.
  *
  * Activations and their gradients are received while the task before is computed. A callback that fails keeps nobody
- * waiting: from then on its rank passes zeros on, takes part in what its FSDP gathers and reduces, and leaves out
- * callbacks where there is no FSDP. After DTRAIN_ERR_ABORTED gradients are worthless; with FSDP the step is ended all
- * the same by dtrain_fsdp_step, which drops it on every rank, those of other pipelines included.
+ * waiting: its rank then passes zeros on, takes part in what its FSDP gathers and reduces, and without FSDP calls no
+ * callback. After DTRAIN_ERR_ABORTED gradients are worthless; with FSDP call dtrain_fsdp_step all the same: it drops
+ * the step on every rank, those of other pipelines included.
  *
  *   inputs    the micro-batches, of the shapes agreed on; read on rank 0, during the call; NULL elsewhere
  *   batches   as many as micro-batches, handed to this rank's callbacks; may be NULL
@@ -4022,8 +4020,7 @@ DTRAIN_API_MUST dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, c
  *             DTRAIN_ERR_ABORTED    a callback or its rank failed; the text has the rank, the layer and its status
  *             DTRAIN_ERR_INVALID    dtrain_pipeline_agree has not been called
  *             DTRAIN_ERR_PEER_LOST  a callback returned this, as a rank of a group of its own is lost: else as aborted
- *             DTRAIN_ERR_PEER_LOST, DTRAIN_ERR_TIMEOUT and others of group or of an FSDP: the pipeline, group and the
- *             fsdps are broken, so that no rank of any of them waits for this one
+ *             those of group or of an FSDP: the pipeline, group and the fsdps are broken: no rank waits for this one
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const dtrain_tensor *inputs,

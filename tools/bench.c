@@ -663,87 +663,11 @@ static int bench_adam_run(bench *b)
 #include "bench_files.h"
 #include "bench_checkpoint.h"
 #include "bench_pipeline.h"
+#include "bench_keys.h"
 
 static int bench_complain(const char *what, const char *why)
 {
     fprintf(stderr, "bench: %s: %s; see the top of tools/bench.c\n", what, why);
-    return 1;
-}
-
-static int bench_number(const char *text, size_t least, size_t most, size_t *value)
-{
-    char *end;
-    unsigned long long number = strtoull(text, &end, 10);
-    *value = (size_t)number;
-    return end != text && *end == 0 && text[0] != '-' && number >= least && number <= most;
-}
-
-/* Reads one key=value; 0 when it is none that is known. */
-static int bench_key(bench *b, const char *argument)
-{
-    const char *value = strchr(argument, '=');
-    size_t length = value != NULL ? (size_t)(value - argument) : 0, number = 0, k;
-    static const char *const keys[] = {"ranks",  "runs",  "huge", "bytes", "size",  "count", "chunk", "pin",
-                                       "layers", "width", "work", "steps", "sleep", "micro", "chunks"};
-    static const size_t least[] = {1, 7, 0, 0, 1, 0, 1024, 0, 2, 1, 0, 1, 0, 1, 0};
-    static const size_t most[] = {
-        BENCH_RANKS, BENCH_RUNS, 1,     (size_t)1 << 40, 1000000, (size_t)1 << 38, (size_t)1 << 30, 1,
-        1000,        32768,      10000, 10000,           1,       BENCH_RANKS,     PIPELINE_CHUNKS};
-    if (value == NULL)
-        return 0;
-    value++;
-    if (strncmp(argument, "transport=", 10) == 0) {
-        for (b->transport = THREADS; b->transport <= SEALED; b->transport++)
-            if (strcmp(value, bench_transports[b->transport]) == 0)
-                return 1;
-        return 0;
-    }
-    if (strncmp(argument, "strategy=", 9) == 0) {
-        for (b->strategy = 0; b->strategy < 4; b->strategy++)
-            if (strcmp(value, fsdp_strategy_names[b->strategy]) == 0)
-                return 1;
-        return 0;
-    }
-    if (strncmp(argument, "schedule=", 9) == 0) {
-        b->schedule = DTRAIN_PIPELINE_DEFAULT;
-        for (k = 0; k < 4; k++)
-            if (strcmp(value, pipeline_names[k]) == 0)
-                b->schedule = (dtrain_pipeline_schedule)(DTRAIN_PIPELINE_GPIPE + k);
-        return b->schedule != DTRAIN_PIPELINE_DEFAULT;
-    }
-    if (strncmp(argument, "against=", 8) == 0) {
-        b->against_ring = strcmp(value, "ring") == 0;
-        return b->against_ring || strcmp(value, "limit") == 0;
-    }
-    if (strncmp(argument, "ratio=", 6) == 0) {
-        char *end;
-        b->ratio = strtod(value, &end);
-        return end != value && *end == 0 && b->ratio > 0.0 && b->ratio <= 1.0;
-    }
-    if (strncmp(argument, "algorithm=", 10) == 0)
-        return dtrain__plan_named(value, strlen(value), &b->algorithm);
-    for (k = 0; k < 15; k++)
-        if (strlen(keys[k]) == length && strncmp(argument, keys[k], length) == 0)
-            break;
-    if (k == 15 || !bench_number(value, least[k], most[k], &number))
-        return 0;
-    switch (k) {
-    case 0: b->ranks = (int)number; break;
-    case 1: b->runs = (int)number; break;
-    case 2: b->huge = (int)number; break;
-    case 3: b->bytes = number; break;
-    case 4: b->size = number; break;
-    case 5: b->bytes = number * sizeof(float); break;
-    case 6: b->chunk = number; break;
-    case 7: b->pin = (int)number; break;
-    case 8: b->layers = number; break;
-    case 9: b->width = number; break;
-    case 10: b->work = number; break;
-    case 11: b->steps = number; break;
-    case 13: b->micro = (int)number; break;
-    case 14: b->chunks = (int)number; break;
-    default: b->sleep = (int)number; break;
-    }
     return 1;
 }
 
@@ -759,25 +683,7 @@ int main(int argc, char **argv)
     if (op == BENCH_OPS)
         return bench_complain(argv[1], "is no operation");
     b.op = (bench_op)op;
-    int links = op == LINK_TOPK || op == LINK_INT8;
-    b.ranks = links || op == PIPELINE_BUBBLE ? 4 : op >= ADAMW ? 1 : 2;
-    b.runs = 11;
-    b.ratio = 0.01;
-    b.bytes = op >= SAVE_ASYNC  ? (size_t)256 << 20
-              : op == FILE_OPEN ? (size_t)10000000000
-              : op >= FILE_READ ? (size_t)1 << 30
-              : op >= ADAMW     ? 100000000
-              : op == FUSED     ? BENCH_FUSED * (size_t)4096
-                                : (size_t)1 << 20;
-    b.size = op == FILE_OPEN ? 1000 : op == FILE_HEADER ? 100000 : 1024;
-    b.chunk = (size_t)256 << 10;
-    b.repeats[0] = b.repeats[1] = 1;
-    b.layers = 8;
-    b.width = 512;
-    b.work = 100;
-    b.steps = 1;
-    b.micro = 8;
-    b.schedule = DTRAIN_PIPELINE_1F1B;
+    bench_defaults(&b);
     for (int i = 2; i < argc; i++)
         if (!bench_key(&b, argv[i]))
             return bench_complain(argv[i], "is unknown or out of range");
@@ -797,7 +703,7 @@ int main(int argc, char **argv)
     if (op == SEAL)
         return seal_alone(&b);
     if (op >= TOPK)
-        return links ? compress_links(&b) : compress_alone(&b);
+        return op == LINK_TOPK || op == LINK_INT8 ? compress_links(&b) : compress_alone(&b);
     if (op == PIPELINE_BUBBLE)
         return pipeline_run(&b);
     if (b.transport == SLOW)

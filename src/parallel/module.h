@@ -96,10 +96,10 @@ DTRAIN_API void dtrain_module_destroy(dtrain_module *module);
  * Memory is allocated when a micro-batch is larger than any before it in its place, and reused. A forward over one that
  * had no backward replaces it. DTRAIN_EVALUATE has a place of its own, keeps nothing, and disturbs none.
  *
- * When a callback fails on this rank, or there is no memory, the rank gives the step up and goes on taking part in
- * what the others gather and reduce, with zeros for output: this call and backward return DTRAIN_OK, so that the step
- * ends with DTRAIN_ERR_ABORTED on every rank, with this rank's number, the layer and its status. Without FSDP, and
- * under DTRAIN_EVALUATE, the callback's status is returned, on this rank alone.
+ * When a callback fails on this rank, or there is no memory, the rank gives the step up: this call and backward return
+ * DTRAIN_OK and go on gathering and reducing with the others, the output is zeros, and the step ends on every rank with
+ * DTRAIN_ERR_ABORTED, this rank's number, the layer and its status. Without FSDP, and under DTRAIN_EVALUATE, the
+ * callback's status is returned, on this rank alone.
  *
  *   fsdp          made from the module's table; NULL: parameters are in the table's memory
  *   micro_batch   a place below desc.micro_batches, or DTRAIN_EVALUATE
@@ -116,7 +116,7 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_modu
                                                   const dtrain_tensor *input, void *batch, dtrain_tensor *output);
 
 /* Runs all layers backward over a micro-batch that was run forward, and reduces each unit's gradients after its first
- * layer. Where a table has units that no layer uses, dtrain_fsdp_next ends the micro-batch, as in a loop of one's own.
+ * layer. If a table has units that no layer uses, end the micro-batch with dtrain_fsdp_next, as in a loop of your own.
  *
  *   d_output   gradient of the output, of its dtype and shape; NULL: the last layer is the loss and begins by itself
  *   d_input    out: memory of the input's dtype and shape for its gradient; NULL: not wanted

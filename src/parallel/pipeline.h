@@ -1,7 +1,7 @@
 /* ---- >>pipeline ----
  * Pipelines: layers cut into stages, one or more a rank, through which a step's micro-batches go one after the other.
- * What each rank does, in which order, is planned before anything runs, and can be looked at: how long ranks idle, how
- * many micro-batches they hold. dtrain_pipeline then runs the plan over modules, one for each stage of the rank:
+ * What each rank does is planned before anything runs: in which order, how long ranks idle, how many micro-batches they
+ * hold. dtrain_pipeline then runs the plan over modules, one for each stage of the rank:
  *
  *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, group, &desc));
  *     DTRAIN_CHECK(dtrain_pipeline_agree(pipeline, rank == 0 ? inputs : NULL));
@@ -25,8 +25,7 @@ extern "C" {
 /* Splits layers into stages of a pipeline, so that the most expensive stage is as cheap as can be; of such cuts, the
  * one whose earlier stages are longest. Every stage has a layer.
  *
- *   costs    one a layer, finite, 0 or above: computed, or measured; NULL: the numbers of
- *            layers differ by at most one, earlier stages are longer
+ *   costs    one a layer, finite, 0 or above; NULL: the numbers of layers differ by at most one, earlier stages longer
  *   begins   out: stages + 1 numbers; stage s has layers begins[s] to begins[s + 1] - 1
  *   errors   DTRAIN_ERR_INVALID  no stage, or more of them than layers: the text says what would fit. Or a bad cost
  *
@@ -83,8 +82,7 @@ typedef struct dtrain_pipeline_plan {
 /* Plans a step: what every rank does in which order, and when, were it alone on its processors.
  *
  * A rank begins a task when it is done with the one before and its input is there. Fewer micro-batches than ranks are
- * legal; interleaved, a number that the ranks do not divide is planned as the next that they do, what is too much left
- * out.
+ * legal. If the ranks do not divide micro_batches, an interleaved plan rounds up and skips the extra slots.
  *
  *   allocator   must outlive it; NULL: the C library
  *   errors   DTRAIN_ERR_INVALID  numbers below 0; chunks without interleaving; times not finite or below 0. The text
@@ -151,9 +149,9 @@ DTRAIN_API_MUST dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, c
  * leaves them; a step of FSDP is opened and ended by the caller.
  *
  * Activations and their gradients are received while the task before is computed. A callback that fails keeps nobody
- * waiting: from then on its rank passes zeros on, takes part in what its FSDP gathers and reduces, and leaves out
- * callbacks where there is no FSDP. After DTRAIN_ERR_ABORTED gradients are worthless; with FSDP the step is ended all
- * the same by dtrain_fsdp_step, which drops it on every rank, those of other pipelines included.
+ * waiting: its rank then passes zeros on, takes part in what its FSDP gathers and reduces, and without FSDP calls no
+ * callback. After DTRAIN_ERR_ABORTED gradients are worthless; with FSDP call dtrain_fsdp_step all the same: it drops
+ * the step on every rank, those of other pipelines included.
  *
  *   inputs    the micro-batches, of the shapes agreed on; read on rank 0, during the call; NULL elsewhere
  *   batches   as many as micro-batches, handed to this rank's callbacks; may be NULL
@@ -161,8 +159,7 @@ DTRAIN_API_MUST dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, c
  *             DTRAIN_ERR_ABORTED    a callback or its rank failed; the text has the rank, the layer and its status
  *             DTRAIN_ERR_INVALID    dtrain_pipeline_agree has not been called
  *             DTRAIN_ERR_PEER_LOST  a callback returned this, as a rank of a group of its own is lost: else as aborted
- *             DTRAIN_ERR_PEER_LOST, DTRAIN_ERR_TIMEOUT and others of group or of an FSDP: the pipeline, group and the
- *             fsdps are broken, so that no rank of any of them waits for this one
+ *             those of group or of an FSDP: the pipeline, group and the fsdps are broken: no rank waits for this one
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const dtrain_tensor *inputs,
