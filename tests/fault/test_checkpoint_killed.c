@@ -362,17 +362,6 @@ static void solo_end(solo *p)
     free(p->h);
 }
 
-static long count_names(const char *directory, const char *pattern)
-{
-    char command[300];
-    long count = -1;
-    snprintf(command, sizeof command, "find %s -name '%s' | wc -l", directory, pattern);
-    FILE *pipe = popen(command, "r");
-    CHECK(pipe != NULL && fscanf(pipe, "%ld", &count) == 1);
-    pclose(pipe);
-    return count;
-}
-
 /* What a job that was killed in the middle of step 7 has left: new files, in its own directory and beside latest. */
 static void leave(const char *directory)
 {
@@ -419,7 +408,7 @@ TEST(a_second_job_that_saves_is_refused_by_name_and_a_reader_is_not)
         CHECK_EQ(solo_save(&p, 2, async), DTRAIN_ERR_IO);
         CHECK_CONTAINS(dtrain_last_error(), name);
     }
-    CHECK_EQ(count_names(directory, "step-*"), 1);
+    CHECK_EQ(count_files(directory, "step-*"), 1);
     CHECK_EQ(dtrain_checkpoint_load(p.ckpt, &p.h->state, NULL, NULL), DTRAIN_OK);
     CHECK(holding_is(p.h, 1));
     CHECK_EQ(dtrain_checkpoint_verify(directory), DTRAIN_OK);
@@ -511,7 +500,7 @@ TEST(the_lock_of_a_killed_job_is_free_though_its_child_lives)
     CHECK_EQ(kill(*child, 0), 0);
     leave(directory);
     CHECK_EQ(solo_save(&p, 2, 0), DTRAIN_OK);
-    CHECK_EQ(count_names(directory, "*deadbeef*"), 0);
+    CHECK_EQ(count_files(directory, "*deadbeef*"), 0);
     CHECK_EQ(kill(*child, SIGKILL), 0);
     solo_end(&p);
 }
@@ -524,17 +513,17 @@ TEST(leftovers_of_a_killed_save_go_with_the_next_jobs_first_save_whatever_their_
         CHECK_EQ(solo_save(&p, 5, async), DTRAIN_OK);
         leave(directory);
         CHECK_EQ(solo_save(&p, 6, async), DTRAIN_OK); /* not its first: what is new may be another's */
-        CHECK_EQ(count_names(directory, "*deadbeef*"), 3);
+        CHECK_EQ(count_files(directory, "*deadbeef*"), 3);
         solo q = solo_begin(directory); /* of the same process, which holds the lock: it is not alone */
         CHECK_EQ(solo_save(&q, 6, async), DTRAIN_OK);
-        CHECK_EQ(count_names(directory, "*deadbeef*"), 3);
+        CHECK_EQ(count_files(directory, "*deadbeef*"), 3);
         solo_end(&q);
         solo_end(&p);
         p = solo_begin(directory);
         CHECK_EQ(solo_save(&p, 9, async), DTRAIN_OK);
-        CHECK_EQ(count_names(directory, "*deadbeef*"), 0);
-        CHECK_EQ(count_names(directory, "*.tmp"), 0);
-        CHECK_EQ(count_names(directory, "step-*"), 3); /* 5, 6, 9 */
+        CHECK_EQ(count_files(directory, "*deadbeef*"), 0);
+        CHECK_EQ(count_files(directory, "*.tmp"), 0);
+        CHECK_EQ(count_files(directory, "step-*"), 3); /* 5, 6, 9 */
         CHECK_EQ(dtrain_checkpoint_verify(directory), DTRAIN_OK);
         solo_end(&p);
     }
@@ -559,10 +548,10 @@ TEST(what_is_new_stays_while_any_checkpointer_that_has_saved_there_lives)
             _exit(test_failures != 0);
         }
         CHECK_EQ(end_of(child, 60), 0);
-        CHECK_EQ(count_names(directory, "*deadbeef*"), 3);
+        CHECK_EQ(count_files(directory, "*deadbeef*"), 3);
         next = solo_begin(directory); /* of this process */
         CHECK_EQ(solo_save(&next, 10, 0), DTRAIN_OK);
-        CHECK_EQ(count_names(directory, "*deadbeef*"), 3);
+        CHECK_EQ(count_files(directory, "*deadbeef*"), 3);
         solo_end(&next);
         solo_end(&both[!later]);
     }
@@ -582,8 +571,8 @@ TEST(without_locks_in_the_file_system_the_age_of_leftovers_decides)
         solo_end(&p);
     }
     no_locks = 0;
-    CHECK_EQ(count_names(directory, "*deadbeef*"), 3);
-    CHECK_EQ(count_names(directory, "*.tmp"), 3);
+    CHECK_EQ(count_files(directory, "*deadbeef*"), 3);
+    CHECK_EQ(count_files(directory, "*.tmp"), 3);
     CHECK_EQ(kill(pid, SIGKILL), 0);
     waitpid(pid, NULL, 0);
 }

@@ -26,9 +26,9 @@ environment() { # directory modules packages...
 }
 
 files() {
-    [ -x build/safetensors ] && [ -x build/tests/test_sealed ] ||
-        make build/safetensors build/tests/test_sealed >/dev/null || return 1
-    SEALED_RECORDS=build/interop/sealed build/tests/test_sealed every_kernel_seals_to_the_same_bytes_at_every_length ||
+    [ -x build/safetensors ] && [ -x build/tests/test_chacha ] ||
+        make build/safetensors build/tests/test_chacha >/dev/null || return 1
+    SEALED_RECORDS=build/interop/sealed build/tests/test_chacha every_kernel_seals_to_the_same_bytes_at_every_length ||
         return 1
     environment build/interop/venv "safetensors, numpy, ml_dtypes, cryptography" 'safetensors>=0.8' 'numpy>=2' \
         ml_dtypes cryptography || return 0

@@ -167,4 +167,27 @@ static inline int model_each(model *m, uint64_t salt, int writes, int ranks, int
     return walk.same;
 }
 
+/* ---- looking at directories ---- */
+
+__attribute__((unused)) static long count_files(const char *directory, const char *pattern)
+{
+    char command[400];
+    long count = -1;
+    snprintf(command, sizeof command, "find %s -name '%s' | wc -l", directory, pattern);
+    FILE *pipe = popen(command, "r");
+    CHECK(pipe != NULL && fscanf(pipe, "%ld", &count) == 1);
+    pclose(pipe);
+    return count;
+}
+
+__attribute__((unused)) static void shell(const char *format, const char *directory)
+{
+    char command[600];
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wformat-nonliteral"
+    snprintf(command, sizeof command, format, directory);
+#pragma GCC diagnostic pop
+    CHECK_EQ(system(command), 0);
+}
+
 #endif

@@ -5,7 +5,6 @@
 #include "dtrain.h"
 #include "test.h"
 #include "device_worlds.h"
-#include <time.h>
 
 enum { BUFFERS = 8, VICTIM = 1, COUNT = 3001, SOME = 4 };
 
@@ -25,13 +24,6 @@ static dg_world async_world(int ranks, dtrain_device_mode mode, void (*body)(dg_
     w.desc.async = 1;
     w.comm.allocator = &allocator;
     return w;
-}
-
-static int64_t now_ns(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 static void keep(dg_rank *r, dtrain_status status)
@@ -298,7 +290,7 @@ static void tell_seen(int value)
 static void looks(dg_rank *r)
 {
     dtrain_device_work *work;
-    int64_t begin = 1, end = 1, before = now_ns();
+    int64_t begin = 1, end = 1, before = dtrain__os_now_ns();
     char *x = dg_alloc(r, COUNT * 4);
     if (r->rank == 1)
         wait_for_seen(1);
@@ -314,7 +306,7 @@ static void looks(dg_rank *r)
     while (!dtrain__async_done(work))
         usleep(500);
     dtrain__async_times(work, &begin, &end);
-    CHECK(before <= begin && begin <= end && end <= now_ns());
+    CHECK(before <= begin && begin <= end && end <= dtrain__os_now_ns());
     CHECK(r->rank == 1 || end - begin >= 20000000 / 2);
     dtrain__async_times(work, NULL, NULL);
     CHECK_EQ(dtrain_device_work_wait(work, NULL), DTRAIN_OK);
@@ -628,20 +620,20 @@ TEST(a_group_is_destroyed_while_works_are_under_way_and_ends_them)
 static void nobody_comes(dg_rank *r)
 {
     several s;
-    int64_t begun = now_ns();
+    int64_t begun = dtrain__os_now_ns();
     several_begin(r, &s, COUNT);
     if (r->rank == VICTIM) {
         wait_for_seen(r->size - 1);
         dtrain_status status = several_start(r, &s);
         CHECK_EQ(status, DTRAIN_OK);
         keep(r, several_wait(r, &s));
-        CHECK(now_ns() - begun < (int64_t)20000000000);
+        CHECK(dtrain__os_now_ns() - begun < (int64_t)20000000000);
         several_end(r, &s);
         return;
     }
     CHECK_EQ(several_start(r, &s), DTRAIN_OK);
     several_end(r, &s);
-    CHECK(now_ns() - begun > 900000000 && now_ns() - begun < (int64_t)10000000000);
+    CHECK(dtrain__os_now_ns() - begun > 900000000 && dtrain__os_now_ns() - begun < (int64_t)10000000000);
     __atomic_add_fetch(&seen, 1, __ATOMIC_SEQ_CST);
 }
 

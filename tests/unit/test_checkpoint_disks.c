@@ -1,0 +1,167 @@
+/* Checkpoints on disks that ranks do not share: they hand each other what they lack, or are told that nobody has it. */
+#define DTRAIN_IMPLEMENTATION
+#include "dtrain.h"
+#include "test.h"
+#include "processes.h"
+#include "checkpoint_model.h"
+
+typedef struct spread {
+    const char *directories[8]; /* of each rank: its host's disk */
+    int strategy, shard_size, fails;
+    uint64_t step, loaded;
+    dtrain_checkpoint_report reports[8];
+} spread;
+
+static dtrain_status spread_body(dtrain_comm *world, void *user, int loads)
+{
+    spread *s = (spread *)user;
+    int rank = dtrain_comm_rank(world), ranks = dtrain_comm_size(world);
+    dtrain_checkpoint_desc desc;
+    dtrain_checkpoint *ckpt = NULL;
+    model m;
+    memset(&desc, 0, sizeof desc);
+    desc.directory = s->directories[rank];
+    desc.local = desc.no_sync = 1;
+    model_create(&m, world, s->strategy, s->shard_size, 0);
+    model_each(&m, s->step, !loads, ranks, rank);
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &desc), DTRAIN_OK);
+    dtrain_checkpoint_state state = state_of(&m, s->step);
+    dtrain_status status =
+        loads ? dtrain_checkpoint_load(ckpt, &state, NULL, &s->reports[rank]) : dtrain_checkpoint_save(ckpt, &state);
+    if (loads && status == DTRAIN_OK)
+        CHECK(model_each(&m, state.step, 0, ranks, rank));
+    if (rank == 0)
+        s->loaded = state.step;
+    if (!s->fails && status != DTRAIN_OK)
+        TEST_FAIL("rank %d: %s", rank, dtrain_last_error());
+    dtrain_checkpoint_destroy(ckpt);
+    model_destroy(&m);
+    return status;
+}
+
+static dtrain_status spread_save(dtrain_comm *world, void *user)
+{
+    return spread_body(world, user, 0);
+}
+
+static dtrain_status spread_load(dtrain_comm *world, void *user)
+{
+    return spread_body(world, user, 1);
+}
+
+static void spread_begin(spread *s, const char *name, int hosts)
+{
+    static char paths[8][200];
+    const char *directory = fresh(name);
+    memset(s, 0, sizeof *s);
+    shell("mkdir -p %s", directory);
+    for (int rank = 0; rank < 8; rank++) {
+        snprintf(paths[rank], sizeof paths[rank], "%s/host-%d", directory, rank % hosts);
+        s->directories[rank] = paths[rank];
+    }
+}
+
+TEST(ranks_without_a_shared_disk_hand_each_other_what_they_lack)
+{
+    const struct {
+        int from, from_strategy, to, to_strategy, hosts;
+    } cases[] = {{4, DTRAIN_FULL_SHARD, 4, DTRAIN_FULL_SHARD, 4},
+                 {4, DTRAIN_FULL_SHARD, 3, DTRAIN_FULL_SHARD, 4},
+                 {4, DTRAIN_FULL_SHARD, 3, DTRAIN_FULL_SHARD, 3},
+                 {3, DTRAIN_FULL_SHARD, 5, DTRAIN_FULL_SHARD, 5},
+                 {4, DTRAIN_HYBRID_SHARD, 3, DTRAIN_DDP, 2},
+                 {2, 0, 3, DTRAIN_FULL_SHARD, 3},
+                 {1, DTRAIN_FULL_SHARD, 1, 0, 1}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        int before = test_failures;
+        spread s;
+        spread_begin(&s, "spread", cases[i].hosts);
+        s.strategy = cases[i].from_strategy;
+        s.shard_size = 2;
+        s.step = i;
+        CHECK_EQ(dtrain_run_threads(cases[i].from, spread_save, &s, NULL), DTRAIN_OK);
+        s.strategy = cases[i].to_strategy;
+        s.fails = cases[i].from > cases[i].to && cases[i].hosts > cases[i].to;
+        dtrain_status status = dtrain_run_threads(cases[i].to, spread_load, &s, NULL);
+        /* the slices of the rank whose host is gone are nowhere */
+        CHECK_EQ(status, s.fails ? DTRAIN_ERR_IO : DTRAIN_OK);
+        if (test_failures != before)
+            TEST_FAIL("case %zu: %s", i, dtrain_last_error());
+    }
+}
+
+TEST(each_rank_reads_its_own_disk_and_a_lost_disk_is_made_up_for_by_copies)
+{
+    spread s;
+    spread_begin(&s, "lost", 4);
+    s.strategy = DTRAIN_HYBRID_SHARD;
+    s.shard_size = 2;
+    s.step = 8;
+    CHECK_EQ(dtrain_run_threads(4, spread_save, &s, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_run_threads(4, spread_load, &s, NULL), DTRAIN_OK);
+    for (int rank = 0; rank < 4; rank++) {
+        CHECK(s.reports[rank].bytes > 0);
+        CHECK(s.reports[rank].bytes_read >= s.reports[rank].bytes);
+    }
+    shell("rm -rf %s", s.directories[1]); /* ranks 1 and 3 have the same slices */
+    CHECK_EQ(dtrain_run_threads(4, spread_load, &s, NULL), DTRAIN_OK);
+    shell("rm -rf %s", s.directories[3]);
+    s.fails = 1;
+    CHECK_EQ(dtrain_run_threads(4, spread_load, &s, NULL), DTRAIN_ERR_IO);
+    CHECK_CONTAINS(dtrain_last_error(), "among the disks of 4 ranks no step is whole");
+}
+
+TEST(the_newest_step_that_is_whole_among_the_disks_is_loaded)
+{
+    spread s;
+    spread_begin(&s, "newest", 3);
+    s.strategy = DTRAIN_FULL_SHARD;
+    for (s.step = 1; s.step <= 3; s.step++)
+        CHECK_EQ(dtrain_run_threads(3, spread_save, &s, NULL), DTRAIN_OK);
+    CHECK_EQ(count_files(s.directories[0], "index.json"), 2);      /* the last two stay */
+    shell("rm %s/rank-00001/step-3/index.json", s.directories[1]); /* killed before it was there */
+    dtrain_set_log(quiet, NULL);
+    s.step = 2;
+    CHECK_EQ(dtrain_run_threads(3, spread_load, &s, NULL), DTRAIN_OK);
+    CHECK_EQ(s.loaded, 2);
+    shell("rm %s/rank-00002/step-2/index.json", s.directories[2]);
+    s.fails = 1;
+    CHECK_EQ(dtrain_run_threads(3, spread_load, &s, NULL), DTRAIN_ERR_IO);
+    dtrain_set_log(NULL, NULL);
+}
+
+static dtrain_status not_shared(dtrain_comm *world, void *user)
+{
+    spread *s = (spread *)user;
+    dtrain_checkpoint_desc desc;
+    dtrain_checkpoint *ckpt = NULL;
+    memset(&desc, 0, sizeof desc);
+    desc.directory = s->directories[dtrain_comm_rank(world)];
+    CHECK_EQ(dtrain_checkpoint_create(&ckpt, world, &desc), DTRAIN_ERR_IO);
+    CHECK(ckpt == NULL);
+    CHECK_CONTAINS(dtrain_last_error(), "rank 1, 2 sees in its directory no file that rank 0 makes there");
+    return DTRAIN_OK;
+}
+
+TEST(a_part_in_another_steps_directory_is_no_part_of_it)
+{
+    spread s;
+    spread_begin(&s, "part", 2);
+    s.strategy = DTRAIN_FULL_SHARD;
+    s.step = 5;
+    CHECK_EQ(dtrain_run_threads(2, spread_save, &s, NULL), DTRAIN_OK);
+    shell("cd %s/rank-00000 && cp -r step-5 step-10", s.directories[0]);
+    shell("cd %s/rank-00001 && cp -r step-5 step-10", s.directories[1]);
+    dtrain_set_log(quiet, NULL);
+    CHECK_EQ(dtrain_run_threads(2, spread_load, &s, NULL), DTRAIN_OK);
+    dtrain_set_log(NULL, NULL);
+    CHECK_EQ(s.loaded, 5);
+}
+
+TEST(ranks_that_share_no_file_system_are_told_so_at_once)
+{
+    spread s;
+    spread_begin(&s, "strangers", 3);
+    CHECK_EQ(dtrain_run_threads(3, not_shared, &s, NULL), DTRAIN_OK);
+    CHECK_EQ(count_files(s.directories[0], ".shared*"), 0);
+}
