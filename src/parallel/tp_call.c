@@ -158,19 +158,6 @@ static void dtrain__tp_add_columns(float *sums, const float *x, size_t rows, siz
     dtrain__fpmode_restore(mode);
 }
 
-/* A matrix product, c (+)= op(a) x op(b), of sizes that may be 0, which a product of the program's may not know. */
-static void dtrain__tp_product(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, const float *a,
-                               const float *b, float *c, int accumulate)
-{
-    if (m == 0 || n == 0)
-        return;
-    if (k > 0)
-        dtrain_sgemm(transpose_a, transpose_b, m, n, k, 1.0f, a, transpose_a ? m : k, b, transpose_b ? k : n,
-                     accumulate ? 1.0f : 0.0f, c, n);
-    else if (!accumulate)
-        memset(c, 0, m * n * sizeof(float));
-}
-
 DTRAIN_API dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, const float *part, float *out, size_t count)
 {
     dtrain__tp tp;

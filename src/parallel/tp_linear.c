@@ -79,16 +79,15 @@ static void dtrain__tp_linear_add_bias(const dtrain__tp_linear *l, float *y, siz
         dtrain__tp_add(y + r * l->out, l->layer->bias, l->out);
 }
 
-/* y[rows, out] = x[rows, in] W^T */
-static void dtrain__tp_linear_product(const dtrain__tp_linear *l, const float *x, float *y)
+/* y[rows, out] = x[rows, in] W^T; back: dx = dy W. Sizes may be 0, which a product of the program's may not know. */
+static void dtrain__tp_linear_product(const dtrain__tp_linear *l, int back, const float *from, float *to)
 {
-    dtrain__tp_product(0, !l->layer->by_inputs, l->layer->rows, l->out, l->in, x, l->layer->weight, y, 0);
-}
-
-/* dx[rows, in] = dy[rows, out] W */
-static void dtrain__tp_linear_input(const dtrain__tp_linear *l, const float *dy, float *dx)
-{
-    dtrain__tp_product(0, l->layer->by_inputs, l->layer->rows, l->in, l->out, dy, l->layer->weight, dx, 0);
+    size_t rows = l->layer->rows, k = back ? l->out : l->in, n = back ? l->in : l->out;
+    int transposes = back ? l->layer->by_inputs != 0 : !l->layer->by_inputs;
+    if (k > 0 && rows > 0 && n > 0)
+        dtrain_sgemm(0, transposes, rows, n, k, 1.0f, from, k, l->layer->weight, transposes ? k : n, 0.0f, to, n);
+    else if (rows > 0 && n > 0)
+        memset(to, 0, rows * n * sizeof(float));
 }
 
 /* d_weight += dy^T x, d_bias += the sum of dy's rows; polled: slice by slice, the group polled between them. */
@@ -156,7 +155,7 @@ DTRAIN_API dtrain_status dtrain_column_parallel_linear(const dtrain_parallel_lin
     float *part = l.gathers ? dtrain__tp_floats(&l.tp, layer->rows, l.out, &status) : y;
     x = dtrain__tp_gather(&l.tp, x, layer->rows, l.in, NULL, &status);
     if (status == DTRAIN_OK) {
-        dtrain__tp_linear_product(&l, x, part);
+        dtrain__tp_linear_product(&l, 0, x, part);
         dtrain__tp_linear_add_bias(&l, part, layer->rows);
     }
     if (status == DTRAIN_OK && l.gathers)
@@ -172,7 +171,7 @@ DTRAIN_API dtrain_status dtrain_row_parallel_linear(const dtrain_parallel_linear
         return status;
     float *share = dtrain__tp_share(&l.tp, y, layer->rows, l.out, &status);
     if (status == DTRAIN_OK)
-        dtrain__tp_linear_product(&l, x, share);
+        dtrain__tp_linear_product(&l, 0, x, share);
     dtrain__tp_sum_shares(&l.tp, share, y, layer->rows, l.out, NULL, &status);
     if (status == DTRAIN_OK)
         dtrain__tp_linear_add_bias(&l, y, dtrain__tp_rows(&l.tp, layer->rows));
@@ -195,7 +194,7 @@ DTRAIN_API dtrain_status dtrain_column_parallel_linear_backward(const dtrain_par
     if (layer->d_weight != NULL)
         x = dtrain__tp_gather(&l.tp, x, layer->rows, l.in, overlaps ? &gathering : NULL, &status);
     if (dx != NULL && status == DTRAIN_OK)
-        dtrain__tp_linear_input(&l, dy, share);
+        dtrain__tp_linear_product(&l, 1, dy, share);
     if (dx != NULL)
         dtrain__tp_sum_shares(&l.tp, share, dx, layer->rows, l.in, overlaps ? &summing : NULL, &status);
     status = dtrain__tp_wait(status, gathering);
@@ -214,7 +213,7 @@ DTRAIN_API dtrain_status dtrain_row_parallel_linear_backward(const dtrain_parall
     if (dx != NULL || layer->d_weight != NULL || layer->d_bias != NULL)
         dy = dtrain__tp_gather(&l.tp, dy, layer->rows, l.out, NULL, &status);
     if (status == DTRAIN_OK && dx != NULL)
-        dtrain__tp_linear_input(&l, dy, dx);
+        dtrain__tp_linear_product(&l, 1, dy, dx);
     if (status == DTRAIN_OK)
         dtrain__tp_linear_weights(&l, x, dy, 0);
     return dtrain__tp_end(&l.tp, status);
