@@ -230,6 +230,26 @@ static void linear_close(linear_test *t)
     free(t->mine);
 }
 
+/* A sum of products in float64, and of their sizes. */
+typedef struct products {
+    double sum, size;
+} products;
+
+static void add_product(products *p, float a, float b)
+{
+    p->sum += (double)a * (double)b;
+    p->size += fabs((double)a * (double)b);
+}
+
+static int is_near(const linear_test *t, int number, const char *what, float got, products expected, size_t r, size_t k)
+{
+    if (near(got, expected.sum, expected.size))
+        return 1;
+    TEST_FAIL("case %d, rank %d of %d: %s[%zu, %zu] is %g, expected %g", number, t->rank, t->ranks, what, r, k,
+              (double)got, expected.sum);
+    return 0;
+}
+
 static void linear_check_y(const linear_test *t, int number)
 {
     const linear_case *c = &t->c;
@@ -237,17 +257,12 @@ static void linear_check_y(const linear_test *t, int number)
     for (size_t r = 0; r < t->y_rows; r++)
         for (size_t k = 0; k < t->y_columns; k++) {
             size_t o = c->gather ? k : whole_out(t, k);
-            double sum = c->bias ? (double)t->b[o] : 0, size = fabs(sum);
-            for (size_t i = 0; i < c->inputs; i++) {
-                double product = (double)t->x[(r + first) * c->inputs + i] * (double)weight_at(t, o, i);
-                sum += product;
-                size += fabs(product);
-            }
-            if (!near(t->y[r * t->y_columns + k], sum, size)) {
-                TEST_FAIL("case %d, rank %d of %d: y[%zu, %zu] is %g, expected %g", number, t->rank, t->ranks, r, k,
-                          (double)t->y[r * t->y_columns + k], sum);
+            products p = {0, 0};
+            add_product(&p, c->bias ? t->b[o] : 0, 1);
+            for (size_t i = 0; i < c->inputs; i++)
+                add_product(&p, t->x[(r + first) * c->inputs + i], weight_at(t, o, i));
+            if (!is_near(t, number, "y", t->y[r * t->y_columns + k], p, r, k))
                 return;
-            }
         }
 }
 
@@ -257,17 +272,11 @@ static void linear_check_dx(const linear_test *t, int number)
     size_t first = c->sequence && !c->row ? t->row_begin : 0;
     for (size_t r = 0; r < t->x_rows; r++)
         for (size_t k = 0; k < t->x_columns; k++) {
-            double sum = 0, size = 0;
-            for (size_t o = 0; o < c->outputs; o++) {
-                double product = (double)t->dy[(r + first) * c->outputs + o] * (double)weight_at(t, o, whole_in(t, k));
-                sum += product;
-                size += fabs(product);
-            }
-            if (!near(t->dx[r * t->x_columns + k], sum, size)) {
-                TEST_FAIL("case %d, rank %d of %d: dx[%zu, %zu] is %g, expected %g", number, t->rank, t->ranks, r, k,
-                          (double)t->dx[r * t->x_columns + k], sum);
+            products p = {0, 0};
+            for (size_t o = 0; o < c->outputs; o++)
+                add_product(&p, t->dy[(r + first) * c->outputs + o], weight_at(t, o, whole_in(t, k)));
+            if (!is_near(t, number, "dx", t->dx[r * t->x_columns + k], p, r, k))
                 return;
-            }
         }
 }
 
@@ -275,28 +284,26 @@ static void linear_check_dw(const linear_test *t, int number)
 {
     const linear_case *c = &t->c;
     for (size_t o = 0; o < t->out; o++) {
-        double bias = 0, bias_size = 0;
-        for (size_t r = 0; r < c->rows; r++) {
-            bias += (double)t->dy[r * c->outputs + whole_out(t, o)];
-            bias_size += fabs((double)t->dy[r * c->outputs + whole_out(t, o)]);
-        }
-        int bad = !near(t->db[o], bias, bias_size);
-        for (size_t i = 0; i < t->in; i++) {
-            double sum = 0.25, size = 0.25;
-            for (size_t r = 0; r < c->rows; r++) {
-                double product =
-                    (double)t->dy[r * c->outputs + whole_out(t, o)] * (double)t->x[r * c->inputs + whole_in(t, i)];
-                sum += product;
-                size += fabs(product);
-            }
-            bad += !near(t->dw[local_weight(t, o, i)], sum, size);
-        }
-        if (bad > 0) {
-            TEST_FAIL("case %d, rank %d of %d: %d gradients of output %zu are wrong", number, t->rank, t->ranks, bad,
-                      o);
+        products bias = {0, 0};
+        for (size_t r = 0; r < c->rows; r++)
+            add_product(&bias, t->dy[r * c->outputs + whole_out(t, o)], 1);
+        if (!is_near(t, number, "d_bias", t->db[o], bias, 0, o))
             return;
+        for (size_t i = 0; i < t->in; i++) {
+            products p = {0.25, 0.25};
+            for (size_t r = 0; r < c->rows; r++)
+                add_product(&p, t->dy[r * c->outputs + whole_out(t, o)], t->x[r * c->inputs + whole_in(t, i)]);
+            if (!is_near(t, number, "d_weight", t->dw[local_weight(t, o, i)], p, o, i))
+                return;
         }
     }
+}
+
+static dtrain_status linear_backward(const linear_test *t, const dtrain_parallel_linear *layer, const float *x,
+                                     float *dx)
+{
+    return t->c.row ? dtrain_row_parallel_linear_backward(layer, x, t->my_dy, dx)
+                    : dtrain_column_parallel_linear_backward(layer, x, t->my_dy, dx);
 }
 
 static dtrain_parallel_linear linear_layer(const linear_test *t, dtrain_comm *world)
@@ -327,15 +334,11 @@ static void linear_halves(const linear_test *t, dtrain_parallel_linear layer, in
     for (size_t i = 0; i < weights; i++)
         dw[i] = 0.25f;
     layer.d_weight = layer.d_bias = NULL;
-    CHECK_EQ((t->c.row ? dtrain_row_parallel_linear_backward : dtrain_column_parallel_linear_backward)(&layer, NULL,
-                                                                                                       t->my_dy, dx),
-             DTRAIN_OK);
+    CHECK_EQ(linear_backward(t, &layer, NULL, dx), DTRAIN_OK);
     layer.weight = NULL;
     layer.d_weight = dw;
     layer.d_bias = db;
-    CHECK_EQ((t->c.row ? dtrain_row_parallel_linear_backward : dtrain_column_parallel_linear_backward)(&layer, t->my_x,
-                                                                                                       t->my_dy, NULL),
-             DTRAIN_OK);
+    CHECK_EQ(linear_backward(t, &layer, t->my_x, NULL), DTRAIN_OK);
     if (memcmp(dx, t->dx, inputs * sizeof(float)) != 0 || memcmp(dw, t->dw, weights * sizeof(float)) != 0 ||
         memcmp(db, t->db, t->out * sizeof(float)) != 0)
         TEST_FAIL("case %d, rank %d of %d: the halves give other bits", number, t->rank, t->ranks);
@@ -352,9 +355,7 @@ static void one_linear(dtrain_comm *world, int number)
     layer.d_weight = t.dw;
     layer.d_bias = t.db;
     CHECK_EQ((t.c.row ? dtrain_row_parallel_linear : dtrain_column_parallel_linear)(&layer, t.my_x, t.y), DTRAIN_OK);
-    CHECK_EQ((t.c.row ? dtrain_row_parallel_linear_backward : dtrain_column_parallel_linear_backward)(&layer, t.my_x,
-                                                                                                      t.my_dy, t.dx),
-             DTRAIN_OK);
+    CHECK_EQ(linear_backward(&t, &layer, t.my_x, t.dx), DTRAIN_OK);
     linear_check_y(&t, number);
     linear_check_dx(&t, number);
     linear_check_dw(&t, number);
