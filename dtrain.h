@@ -35486,11 +35486,12 @@ static unsigned char *dtrain__pages_at(const dtrain__pages *pages, size_t first,
 }
 
 /* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
-static void dtrain__pages_discard(const dtrain__pages *pages, size_t first, size_t count, int away)
+static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t count, int away)
 {
     unsigned char *begin = dtrain__pages_at(pages, first, away);
     if (count > 0 && dtrain__os_discard(begin, count * pages->page) != 0)
         memset(begin, 0, count * pages->page);
+    dtrain__pages_hold(pages, (size_t)0 - count);
 }
 
 /* Takes pages off what is parked in one place; too few that are left are discarded. */
@@ -35501,12 +35502,10 @@ static void dtrain__pages_unpark(dtrain__pages *pages, int index, size_t first, 
                                         {first + count, whole.first + whole.count - first - count, whole.away}};
     pages->parked[index] = pages->parked[--pages->parked_count];
     for (int i = 0; i < 2; i++) {
-        if (left[i].count >= pages->few && pages->parked_count < DTRAIN__PAGES_PARKED) {
+        if (left[i].count >= pages->few && pages->parked_count < DTRAIN__PAGES_PARKED)
             pages->parked[pages->parked_count++] = left[i];
-        } else {
+        else
             dtrain__pages_discard(pages, left[i].first, left[i].count, whole.away);
-            dtrain__pages_hold(pages, (size_t)0 - left[i].count);
-        }
     }
 }
 
@@ -35516,7 +35515,6 @@ static void dtrain__pages_unpark_all(dtrain__pages *pages, int index)
     dtrain__pages_parked_run whole = pages->parked[index];
     dtrain__pages_unpark(pages, index, whole.first, whole.count);
     dtrain__pages_discard(pages, whole.first, whole.count, whole.away);
-    dtrain__pages_hold(pages, (size_t)0 - whole.count);
 }
 
 /* Marks that pages have been moved. */
@@ -35637,7 +35635,6 @@ static void dtrain__pages_leave(dtrain__pages *pages, size_t first, size_t end)
                 memset(dtrain__pages_at(pages, first, 0), 0, n * pages->page);
         } else {
             dtrain__pages_discard(pages, first, n, 0);
-            dtrain__pages_hold(pages, (size_t)0 - n);
         }
         first = to;
     }
@@ -36049,31 +36046,29 @@ static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__layout_cut
     return fsdp->layout.apart && !cut->home ? fsdp->masters + cut->weight : cut->data + cut->own;
 }
 
-/* Narrows count floats to 16 bits, from the first on, so that `to` may be where they are. */
-static void dtrain__fsdp_narrow(const float *from, unsigned char *to, size_t count, dtrain_dtype dtype)
-{
-    uint16_t chunk[DTRAIN__FSDP_CHUNK];
-    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
-        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
-        DTRAIN_IGNORE(dtrain_convert(from + i, DTRAIN_F32, chunk, dtype, n));
-        memcpy(to + 2 * i, chunk, 2 * n);
-    }
-}
-
-/* Where count numbers of 16 bits wait to be widened: the upper half of the memory of as many floats. */
+/* Where count numbers of 16 bits wait: the upper half of the memory of as many floats. */
 static unsigned char *dtrain__fsdp_half(float *floats, size_t count)
 {
     return (unsigned char *)floats + 2 * count;
 }
 
-/* Widens what waits in the upper half of `floats`. */
+/* Narrows floats to their upper half, from the last on, or widens what waits there, from the first on. */
+static void dtrain__fsdp_narrow(float *floats, size_t count, dtrain_dtype dtype)
+{
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t end = count, n; end > 0; end -= n) {
+        n = end < DTRAIN__FSDP_CHUNK ? end : DTRAIN__FSDP_CHUNK;
+        DTRAIN_IGNORE(dtrain_convert(floats + end - n, DTRAIN_F32, chunk, dtype, n));
+        memcpy(dtrain__fsdp_half(floats, count) + 2 * (end - n), chunk, 2 * n);
+    }
+}
+
 static void dtrain__fsdp_widen(float *floats, size_t count, dtrain_dtype dtype)
 {
-    const unsigned char *from = dtrain__fsdp_half(floats, count);
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
     for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
         size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
-        memcpy(chunk, from + 2 * i, 2 * n);
+        memcpy(chunk, dtrain__fsdp_half(floats, count) + 2 * i, 2 * n);
         DTRAIN_IGNORE(dtrain_convert(chunk, dtype, floats + i, DTRAIN_F32, n));
     }
 }
@@ -36198,7 +36193,7 @@ typedef struct dtrain__guard_region {
 typedef struct dtrain__guard {
     struct dtrain__guard *next;
     dtrain_allocator memory;
-    dtrain__guard_range *ranges;
+    dtrain__guard_range *ranges; /* these two lie behind it */
     dtrain__guard_region *regions;
     size_t range_count, region_count, page, pages;
     uint16_t *open;
@@ -36447,8 +36442,6 @@ static void dtrain__guard_destroy(dtrain__guard *guard)
     dtrain__guard_off(guard);
     dtrain__guard_remove(guard);
     dtrain__free(&last, guard->open);
-    dtrain__free(&last, guard->regions);
-    dtrain__free(&last, guard->ranges);
     dtrain__free(&last, guard);
 }
 
@@ -36456,19 +36449,17 @@ static void dtrain__guard_destroy(dtrain__guard *guard)
 static dtrain__guard *dtrain__guard_create(size_t ranges, int rank, const dtrain_allocator *memory)
 {
     dtrain_allocator own = {memory->resize, memory->user, 0, 0}; /* what it takes is not what an object was said to */
-    dtrain__guard *guard = (dtrain__guard *)dtrain__alloc(&own, sizeof *guard);
+    size_t bytes = ranges * (sizeof(dtrain__guard_range) + sizeof(dtrain__guard_region));
+    dtrain__guard *guard = (dtrain__guard *)dtrain__alloc(&own, sizeof *guard + bytes);
     if (guard == NULL)
         return NULL;
-    guard->ranges = (dtrain__guard_range *)dtrain__alloc(&own, ranges * sizeof *guard->ranges);
-    guard->regions = (dtrain__guard_region *)dtrain__alloc(&own, ranges * sizeof *guard->regions);
+    guard->ranges = (dtrain__guard_range *)(void *)(guard + 1);
+    guard->regions = (dtrain__guard_region *)(void *)(guard->ranges + ranges);
     guard->memory = own;
     guard->range_count = ranges;
     guard->page = dtrain__os_page_bytes();
     guard->rank = rank;
-    if (guard->ranges != NULL && guard->regions != NULL)
-        return guard;
-    dtrain__guard_destroy(guard);
-    return NULL;
+    return guard;
 }
 
 static int dtrain__guard_compare(const void *a, const void *b)
@@ -36878,26 +36869,17 @@ static void *dtrain__fsdp_part(const dtrain_fsdp *fsdp, int number, float *sum)
 }
 
 /* Narrows a unit's sum to that, or widens it again. */
-static void dtrain__fsdp_narrow_sum(dtrain_fsdp *fsdp, int number, float *sum)
+static void dtrain__fsdp_convert_sum(dtrain_fsdp *fsdp, int number, float *sum, int widens)
 {
     size_t count = fsdp->layout.units[number].grad_count;
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     void *part = dtrain__fsdp_part(fsdp, number, sum);
-    if (fsdp->device.queue != NULL) {
-        dtrain__fsdp_convert(fsdp, sum, DTRAIN_F32, part, fsdp->desc.reduce_dtype, count);
-        return;
-    }
-    dtrain__fsdp_narrow(sum, (unsigned char *)sum, count, fsdp->desc.reduce_dtype);
-    memmove(part, sum, 2 * count);
-}
-
-static void dtrain__fsdp_widen_sum(dtrain_fsdp *fsdp, int number, float *sum)
-{
-    size_t count = fsdp->layout.units[number].grad_count;
     if (fsdp->device.queue == NULL)
-        dtrain__fsdp_widen(sum, count, fsdp->desc.reduce_dtype);
+        (widens ? dtrain__fsdp_widen : dtrain__fsdp_narrow)(sum, count, dtype);
+    else if (widens)
+        dtrain__fsdp_convert(fsdp, part, dtype, sum, DTRAIN_F32, count);
     else
-        dtrain__fsdp_convert(fsdp, dtrain__fsdp_part(fsdp, number, sum), fsdp->desc.reduce_dtype, sum, DTRAIN_F32,
-                             count);
+        dtrain__fsdp_convert(fsdp, sum, DTRAIN_F32, part, dtype, count);
 }
 
 /* ---- where units lie ---- */
@@ -37711,7 +37693,7 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
     if (dtype == DTRAIN_F32)
         return dtrain__all_gather_v(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
                                     &fsdp->gathering[index]);
-    dtrain__fsdp_narrow(fsdp->masters + cut->weight, half + 2 * cut->own, cut->own_count, dtype);
+    dtrain__fsdp_convert(fsdp, fsdp->masters + cut->weight, DTRAIN_F32, half + 2 * cut->own, dtype, cut->own_count);
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
     return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype, &fsdp->gathering[index]);
@@ -38067,7 +38049,7 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     float *sum = dtrain__fsdp_target(fsdp, number);
     uint64_t mode = dtrain__fpmode_enter();
     if (dtrain__fsdp_waits_narrow(fsdp))
-        dtrain__fsdp_widen_sum(fsdp, number, sum);
+        dtrain__fsdp_convert_sum(fsdp, number, sum, 1);
     for (int level = 0; level < fsdp->units[number].level; level++)
         dtrain__fsdp_add(fsdp, sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
     dtrain__fpmode_restore(mode);
@@ -38274,7 +38256,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         return DTRAIN_OK;
     }
     if (fsdp->reduces != NULL && dtrain__fsdp_waits_narrow(fsdp))
-        dtrain__fsdp_narrow_sum(fsdp, number, dtrain__fsdp_target(fsdp, number));
+        dtrain__fsdp_convert_sum(fsdp, number, dtrain__fsdp_target(fsdp, number), 0);
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
     fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
     /* numbers of 16 bits wait each unit's in a place of its own, and go alone */
@@ -38323,12 +38305,13 @@ static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    float *full = cut->grads;
+    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
     if (cut->codes_grad)
         return dtrain__fsdp_code_reduce(fsdp, index);
-    if (fsdp->desc.reduce_dtype != DTRAIN_F32)
-        dtrain__fsdp_narrow(full, (unsigned char *)full, cut->count, fsdp->desc.reduce_dtype);
-    return dtrain__fsdp_scatter(fsdp, full, sum, fsdp->counts + index * (size_t)fsdp->layout.shards, index);
+    if (fsdp->desc.reduce_dtype == DTRAIN_F32)
+        return dtrain__fsdp_scatter(fsdp, cut->grads, sum, counts, index);
+    dtrain__fsdp_narrow(cut->grads, cut->count, fsdp->desc.reduce_dtype);
+    return dtrain__fsdp_scatter(fsdp, dtrain__fsdp_half(cut->grads, cut->count), sum, counts, index);
 }
 
 /* Starts to reduce the gradients of a unit to `sum`; where no rank shares them, what is added between copies is copied

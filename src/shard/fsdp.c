@@ -357,31 +357,29 @@ static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__layout_cut
     return fsdp->layout.apart && !cut->home ? fsdp->masters + cut->weight : cut->data + cut->own;
 }
 
-/* Narrows count floats to 16 bits, from the first on, so that `to` may be where they are. */
-static void dtrain__fsdp_narrow(const float *from, unsigned char *to, size_t count, dtrain_dtype dtype)
-{
-    uint16_t chunk[DTRAIN__FSDP_CHUNK];
-    for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
-        size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
-        DTRAIN_IGNORE(dtrain_convert(from + i, DTRAIN_F32, chunk, dtype, n));
-        memcpy(to + 2 * i, chunk, 2 * n);
-    }
-}
-
-/* Where count numbers of 16 bits wait to be widened: the upper half of the memory of as many floats. */
+/* Where count numbers of 16 bits wait: the upper half of the memory of as many floats. */
 static unsigned char *dtrain__fsdp_half(float *floats, size_t count)
 {
     return (unsigned char *)floats + 2 * count;
 }
 
-/* Widens what waits in the upper half of `floats`. */
+/* Narrows floats to their upper half, from the last on, or widens what waits there, from the first on. */
+static void dtrain__fsdp_narrow(float *floats, size_t count, dtrain_dtype dtype)
+{
+    uint16_t chunk[DTRAIN__FSDP_CHUNK];
+    for (size_t end = count, n; end > 0; end -= n) {
+        n = end < DTRAIN__FSDP_CHUNK ? end : DTRAIN__FSDP_CHUNK;
+        DTRAIN_IGNORE(dtrain_convert(floats + end - n, DTRAIN_F32, chunk, dtype, n));
+        memcpy(dtrain__fsdp_half(floats, count) + 2 * (end - n), chunk, 2 * n);
+    }
+}
+
 static void dtrain__fsdp_widen(float *floats, size_t count, dtrain_dtype dtype)
 {
-    const unsigned char *from = dtrain__fsdp_half(floats, count);
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
     for (size_t i = 0; i < count; i += DTRAIN__FSDP_CHUNK) {
         size_t n = count - i < DTRAIN__FSDP_CHUNK ? count - i : DTRAIN__FSDP_CHUNK;
-        memcpy(chunk, from + 2 * i, 2 * n);
+        memcpy(chunk, dtrain__fsdp_half(floats, count) + 2 * i, 2 * n);
         DTRAIN_IGNORE(dtrain_convert(chunk, dtype, floats + i, DTRAIN_F32, n));
     }
 }

@@ -101,26 +101,17 @@ static void *dtrain__fsdp_part(const dtrain_fsdp *fsdp, int number, float *sum)
 }
 
 /* Narrows a unit's sum to that, or widens it again. */
-static void dtrain__fsdp_narrow_sum(dtrain_fsdp *fsdp, int number, float *sum)
+static void dtrain__fsdp_convert_sum(dtrain_fsdp *fsdp, int number, float *sum, int widens)
 {
     size_t count = fsdp->layout.units[number].grad_count;
+    dtrain_dtype dtype = fsdp->desc.reduce_dtype;
     void *part = dtrain__fsdp_part(fsdp, number, sum);
-    if (fsdp->device.queue != NULL) {
-        dtrain__fsdp_convert(fsdp, sum, DTRAIN_F32, part, fsdp->desc.reduce_dtype, count);
-        return;
-    }
-    dtrain__fsdp_narrow(sum, (unsigned char *)sum, count, fsdp->desc.reduce_dtype);
-    memmove(part, sum, 2 * count);
-}
-
-static void dtrain__fsdp_widen_sum(dtrain_fsdp *fsdp, int number, float *sum)
-{
-    size_t count = fsdp->layout.units[number].grad_count;
     if (fsdp->device.queue == NULL)
-        dtrain__fsdp_widen(sum, count, fsdp->desc.reduce_dtype);
+        (widens ? dtrain__fsdp_widen : dtrain__fsdp_narrow)(sum, count, dtype);
+    else if (widens)
+        dtrain__fsdp_convert(fsdp, part, dtype, sum, DTRAIN_F32, count);
     else
-        dtrain__fsdp_convert(fsdp, dtrain__fsdp_part(fsdp, number, sum), fsdp->desc.reduce_dtype, sum, DTRAIN_F32,
-                             count);
+        dtrain__fsdp_convert(fsdp, sum, DTRAIN_F32, part, dtype, count);
 }
 
 /* ---- where units lie ---- */

@@ -25,7 +25,7 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
     if (dtype == DTRAIN_F32)
         return dtrain__all_gather_v(fsdp->gathers, dtrain__fsdp_own(fsdp, cut), full, counts, NULL, DTRAIN_F32,
                                     &fsdp->gathering[index]);
-    dtrain__fsdp_narrow(fsdp->masters + cut->weight, half + 2 * cut->own, cut->own_count, dtype);
+    dtrain__fsdp_convert(fsdp, fsdp->masters + cut->weight, DTRAIN_F32, half + 2 * cut->own, dtype, cut->own_count);
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
     return dtrain__all_gather_v(fsdp->gathers, half + 2 * cut->own, half, counts, NULL, dtype, &fsdp->gathering[index]);

@@ -52,7 +52,7 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     float *sum = dtrain__fsdp_target(fsdp, number);
     uint64_t mode = dtrain__fpmode_enter();
     if (dtrain__fsdp_waits_narrow(fsdp))
-        dtrain__fsdp_widen_sum(fsdp, number, sum);
+        dtrain__fsdp_convert_sum(fsdp, number, sum, 1);
     for (int level = 0; level < fsdp->units[number].level; level++)
         dtrain__fsdp_add(fsdp, sum, fsdp->levels[level] + cuts->grad, sum, cuts->grad_count);
     dtrain__fpmode_restore(mode);
@@ -259,7 +259,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         return DTRAIN_OK;
     }
     if (fsdp->reduces != NULL && dtrain__fsdp_waits_narrow(fsdp))
-        dtrain__fsdp_narrow_sum(fsdp, number, dtrain__fsdp_target(fsdp, number));
+        dtrain__fsdp_convert_sum(fsdp, number, dtrain__fsdp_target(fsdp, number), 0);
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
     fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
     /* numbers of 16 bits wait each unit's in a place of its own, and go alone */
@@ -308,12 +308,13 @@ static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, float *sum)
 {
     const dtrain__layout_cut *cut = &fsdp->layout.cuts[index];
-    float *full = cut->grads;
+    const size_t *counts = fsdp->counts + index * (size_t)fsdp->layout.shards;
     if (cut->codes_grad)
         return dtrain__fsdp_code_reduce(fsdp, index);
-    if (fsdp->desc.reduce_dtype != DTRAIN_F32)
-        dtrain__fsdp_narrow(full, (unsigned char *)full, cut->count, fsdp->desc.reduce_dtype);
-    return dtrain__fsdp_scatter(fsdp, full, sum, fsdp->counts + index * (size_t)fsdp->layout.shards, index);
+    if (fsdp->desc.reduce_dtype == DTRAIN_F32)
+        return dtrain__fsdp_scatter(fsdp, cut->grads, sum, counts, index);
+    dtrain__fsdp_narrow(cut->grads, cut->count, fsdp->desc.reduce_dtype);
+    return dtrain__fsdp_scatter(fsdp, dtrain__fsdp_half(cut->grads, cut->count), sum, counts, index);
 }
 
 /* Starts to reduce the gradients of a unit to `sum`; where no rank shares them, what is added between copies is copied

@@ -30,7 +30,7 @@ typedef struct dtrain__guard_region {
 typedef struct dtrain__guard {
     struct dtrain__guard *next;
     dtrain_allocator memory;
-    dtrain__guard_range *ranges;
+    dtrain__guard_range *ranges; /* these two lie behind it */
     dtrain__guard_region *regions;
     size_t range_count, region_count, page, pages;
     uint16_t *open;
@@ -279,8 +279,6 @@ static void dtrain__guard_destroy(dtrain__guard *guard)
     dtrain__guard_off(guard);
     dtrain__guard_remove(guard);
     dtrain__free(&last, guard->open);
-    dtrain__free(&last, guard->regions);
-    dtrain__free(&last, guard->ranges);
     dtrain__free(&last, guard);
 }
 
@@ -288,19 +286,17 @@ static void dtrain__guard_destroy(dtrain__guard *guard)
 static dtrain__guard *dtrain__guard_create(size_t ranges, int rank, const dtrain_allocator *memory)
 {
     dtrain_allocator own = {memory->resize, memory->user, 0, 0}; /* what it takes is not what an object was said to */
-    dtrain__guard *guard = (dtrain__guard *)dtrain__alloc(&own, sizeof *guard);
+    size_t bytes = ranges * (sizeof(dtrain__guard_range) + sizeof(dtrain__guard_region));
+    dtrain__guard *guard = (dtrain__guard *)dtrain__alloc(&own, sizeof *guard + bytes);
     if (guard == NULL)
         return NULL;
-    guard->ranges = (dtrain__guard_range *)dtrain__alloc(&own, ranges * sizeof *guard->ranges);
-    guard->regions = (dtrain__guard_region *)dtrain__alloc(&own, ranges * sizeof *guard->regions);
+    guard->ranges = (dtrain__guard_range *)(void *)(guard + 1);
+    guard->regions = (dtrain__guard_region *)(void *)(guard->ranges + ranges);
     guard->memory = own;
     guard->range_count = ranges;
     guard->page = dtrain__os_page_bytes();
     guard->rank = rank;
-    if (guard->ranges != NULL && guard->regions != NULL)
-        return guard;
-    dtrain__guard_destroy(guard);
-    return NULL;
+    return guard;
 }
 
 static int dtrain__guard_compare(const void *a, const void *b)

@@ -71,11 +71,12 @@ static unsigned char *dtrain__pages_at(const dtrain__pages *pages, size_t first,
 }
 
 /* Frees whole pages; where the system does not, as when they are locked, they are still set to zero. */
-static void dtrain__pages_discard(const dtrain__pages *pages, size_t first, size_t count, int away)
+static void dtrain__pages_discard(dtrain__pages *pages, size_t first, size_t count, int away)
 {
     unsigned char *begin = dtrain__pages_at(pages, first, away);
     if (count > 0 && dtrain__os_discard(begin, count * pages->page) != 0)
         memset(begin, 0, count * pages->page);
+    dtrain__pages_hold(pages, (size_t)0 - count);
 }
 
 /* Takes pages off what is parked in one place; too few that are left are discarded. */
@@ -86,12 +87,10 @@ static void dtrain__pages_unpark(dtrain__pages *pages, int index, size_t first, 
                                         {first + count, whole.first + whole.count - first - count, whole.away}};
     pages->parked[index] = pages->parked[--pages->parked_count];
     for (int i = 0; i < 2; i++) {
-        if (left[i].count >= pages->few && pages->parked_count < DTRAIN__PAGES_PARKED) {
+        if (left[i].count >= pages->few && pages->parked_count < DTRAIN__PAGES_PARKED)
             pages->parked[pages->parked_count++] = left[i];
-        } else {
+        else
             dtrain__pages_discard(pages, left[i].first, left[i].count, whole.away);
-            dtrain__pages_hold(pages, (size_t)0 - left[i].count);
-        }
     }
 }
 
@@ -101,7 +100,6 @@ static void dtrain__pages_unpark_all(dtrain__pages *pages, int index)
     dtrain__pages_parked_run whole = pages->parked[index];
     dtrain__pages_unpark(pages, index, whole.first, whole.count);
     dtrain__pages_discard(pages, whole.first, whole.count, whole.away);
-    dtrain__pages_hold(pages, (size_t)0 - whole.count);
 }
 
 /* Marks that pages have been moved. */
@@ -222,7 +220,6 @@ static void dtrain__pages_leave(dtrain__pages *pages, size_t first, size_t end)
                 memset(dtrain__pages_at(pages, first, 0), 0, n * pages->page);
         } else {
             dtrain__pages_discard(pages, first, n, 0);
-            dtrain__pages_hold(pages, (size_t)0 - n);
         }
         first = to;
     }
