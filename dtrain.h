@@ -3234,10 +3234,9 @@ typedef struct dtrain_fsdp_plan_result {
                              ratio, as fewer bytes may name the elements; of OWN with reduce as without compression */
 } dtrain_fsdp_plan_result;
 
-/* Says what one rank will need, before anything is allocated. The table needs no memory for it.
+/* Says what one rank of world_size will need, before anything is allocated. The table needs no memory for it.
  *
  *   desc     NULL: all defaults
- *   rank     of world_size
  *   plan     out
  *   errors   DTRAIN_ERR_INVALID  as dtrain_fsdp_create
  *
@@ -3632,11 +3631,8 @@ typedef struct dtrain_ddp_desc {
  *   comm     must outlive it
  *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32; several devices
- *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks; the text names the first parameter or field
- *                                    that does, and who gave what
- *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
- *            those of dtrain_broadcast, dtrain_compressor_topk, dtrain_compressor_powersgd, dtrain_compressed_create
+ *   errors   those of dtrain_fsdp_create, dtrain_compressor_topk, dtrain_compressor_powersgd, dtrain_compressed_create;
+ *            DTRAIN_ERR_UNSUPPORTED a gradient that is not F32
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table,
@@ -3698,10 +3694,7 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight);
 
-/* Lists the buckets of the last step that was finished, in the order in which they were sent; returns how many. The
- * array is the DDP's, and stays until the next step.
- *
- *   buckets   out; may be NULL
+/* As dtrain_fsdp_buckets.
  *
  * one thread per object; never blocks */
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets);
@@ -35376,7 +35369,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
             cut->weight = layout->weights;
             cut->grad = layout->grads;
             cut->full_grad = layout->trained;
-            layout->weights += cut->home ? 0 : cut->own_count;
+            layout->weights += layout->apart && !cut->home ? cut->own_count : 0;
             layout->grads += cut->trained ? cut->own_count : 0;
             layout->trained += cut->trained ? cut->count : 0;
             layout->small += cut->trained && cut->count < DTRAIN__LAYOUT_ALONE ? cut->count : 0;
@@ -39838,20 +39831,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
 #ifndef DTRAIN__FSDP_PLAN
 #define DTRAIN__FSDP_PLAN
 
-typedef struct dtrain__fsdp_page_span {
-    size_t begin, end;
-} dtrain__fsdp_page_span;
-
-static int dtrain__fsdp_page_span_compare(const void *left, const void *right)
-{
-    const dtrain__fsdp_page_span *a = (const dtrain__fsdp_page_span *)left, *b = (const dtrain__fsdp_page_span *)right;
-    return a->begin < b->begin ? -1 : a->begin > b->begin;
-}
-
 /* Bytes of the pages that the reserved ranges of some units cover: units from `first` to `end`, tied ones only where
  * `tied`; staying: those parts of them alone that are never dropped. */
 static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads,
-                                      int staying, dtrain__fsdp_page_span *spans)
+                                      int staying, dtrain__params_span *spans)
 {
     size_t page = dtrain__os_page_bytes(), used = 0, pages = 0, covered = 0;
     for (size_t i = layout->units[first].first; i < layout->units[end - 1].end; i++) {
@@ -39865,7 +39848,7 @@ static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, i
         spans[used].begin = begin / page;
         spans[used++].end = (begin + count * sizeof(float) - 1) / page + 1;
     }
-    qsort(spans, used, sizeof *spans, dtrain__fsdp_page_span_compare);
+    qsort(spans, used, sizeof *spans, dtrain__params_compare_spans);
     for (size_t i = 0; i < used; i++) {
         size_t begin = spans[i].begin > covered ? spans[i].begin : covered;
         pages += spans[i].end > begin ? spans[i].end - begin : 0;
@@ -39876,7 +39859,7 @@ static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, i
 
 /* Of them what is not always there. */
 static size_t dtrain__fsdp_plan_transient(const dtrain__layout *layout, int first, int end, int tied, int grads,
-                                          dtrain__fsdp_page_span *spans)
+                                          dtrain__params_span *spans)
 {
     return dtrain__fsdp_plan_units(layout, first, end, tied, grads, 0, spans) -
            dtrain__fsdp_plan_units(layout, first, end, tied, grads, 1, spans);
@@ -39885,7 +39868,7 @@ static size_t dtrain__fsdp_plan_transient(const dtrain__layout *layout, int firs
 /* The most bytes in pages at once: those that are always there, and of others those of all units, or of those that are
  * tied and the two largest others. Any two may meet, as the last and the first where a pass ends and the next begins.
  */
-static size_t dtrain__fsdp_plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__fsdp_page_span *spans)
+static size_t dtrain__fsdp_plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__params_span *spans)
 {
     int units = layout->unit_count;
     size_t stay = dtrain__fsdp_plan_units(layout, 0, units, 0, grads, 1, spans), two[2] = {0, 0};
@@ -39898,12 +39881,6 @@ static size_t dtrain__fsdp_plan_pages(const dtrain__layout *layout, int grads, i
         two[0] = bytes > two[0] ? bytes : two[0];
     }
     return stay + dtrain__fsdp_plan_transient(layout, 0, units, 1, grads, spans) + two[0] + two[1];
-}
-
-/* Bytes of this rank's weights that are kept apart. */
-static size_t dtrain__fsdp_plan_apart(const dtrain__layout *layout)
-{
-    return layout->apart ? layout->weights * sizeof(float) : 0;
 }
 
 static size_t dtrain__fsdp_plan_state_floats(const dtrain_optimizer_desc *optimizer)
@@ -40012,11 +39989,11 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
     dtrain_optimizer_desc optimizer = dtrain__optimizer_defaults(&desc->optimizer);
     int micro = desc->micro_batches > 1 ? desc->micro_batches : 1;
     int all = layout->resident || desc->no_reshard_after_forward;
-    size_t bytes = (layout->cut_count + 1) * sizeof(dtrain__fsdp_page_span);
-    dtrain__fsdp_page_span *spans = (dtrain__fsdp_page_span *)dtrain__alloc(allocator, bytes);
+    size_t bytes = (layout->cut_count + 1) * sizeof(dtrain__params_span);
+    dtrain__params_span *spans = (dtrain__params_span *)dtrain__alloc(allocator, bytes);
     if (spans == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
-    plan->weights = dtrain__fsdp_plan_apart(layout);
+    plan->weights = layout->weights * sizeof(float);
     plan->gradients = layout->grads * sizeof(float);
     if (desc->keep_full_grads)
         plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;
@@ -40322,7 +40299,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->staged[0] = fsdp->staged[1] = -1;
     fsdp->stages = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
     fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_apart(layout));
+    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, layout->weights * sizeof(float));
     fsdp->levels[0] =
         (float *)dtrain__fsdp_alloc(fsdp, (fsdp->in_place ? layout->small : layout->grads) * sizeof(float));
     if (fsdp->tables == NULL || fsdp->stages == NULL || fsdp->state == NULL || fsdp->masters == NULL ||

@@ -35,11 +35,8 @@ typedef struct dtrain_ddp_desc {
  *   comm     must outlive it
  *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID      a bad table; DTRAIN_ERR_UNSUPPORTED a gradient that is not F32; several devices
- *            DTRAIN_ERR_MISMATCH     tables or descs differ between ranks; the text names the first parameter or field
- *                                    that does, and who gave what
- *            DTRAIN_ERR_ABORTED      another rank could not make its own; the text has its number and why
- *            those of dtrain_broadcast, dtrain_compressor_topk, dtrain_compressor_powersgd, dtrain_compressed_create
+ *   errors   those of dtrain_fsdp_create, dtrain_compressor_topk, dtrain_compressor_powersgd, dtrain_compressed_create;
+ *            DTRAIN_ERR_UNSUPPORTED a gradient that is not F32
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_ddp_create(dtrain_ddp **ddp, dtrain_comm *comm, const dtrain_param *table,
@@ -101,10 +98,7 @@ DTRAIN_API_MUST dtrain_status dtrain_ddp_next(dtrain_ddp *ddp);
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight);
 
-/* Lists the buckets of the last step that was finished, in the order in which they were sent; returns how many. The
- * array is the DDP's, and stays until the next step.
- *
- *   buckets   out; may be NULL
+/* As dtrain_fsdp_buckets.
  *
  * one thread per object; never blocks */
 DTRAIN_API size_t dtrain_ddp_buckets(const dtrain_ddp *ddp, const dtrain_bucket **buckets);

@@ -148,10 +148,9 @@ typedef struct dtrain_fsdp_plan_result {
                              ratio, as fewer bytes may name the elements; of OWN with reduce as without compression */
 } dtrain_fsdp_plan_result;
 
-/* Says what one rank will need, before anything is allocated. The table needs no memory for it.
+/* Says what one rank of world_size will need, before anything is allocated. The table needs no memory for it.
  *
  *   desc     NULL: all defaults
- *   rank     of world_size
  *   plan     out
  *   errors   DTRAIN_ERR_INVALID  as dtrain_fsdp_create
  *

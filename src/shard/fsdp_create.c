@@ -262,7 +262,7 @@ static dtrain_status dtrain__fsdp_allocate(dtrain_fsdp *fsdp)
     fsdp->staged[0] = fsdp->staged[1] = -1;
     fsdp->stages = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_stages(layout, &fsdp->desc));
     fsdp->state = (float *)dtrain__fsdp_alloc(fsdp, floats * layout->grads * sizeof(float));
-    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, dtrain__fsdp_plan_apart(layout));
+    fsdp->masters = (float *)dtrain__fsdp_alloc(fsdp, layout->weights * sizeof(float));
     fsdp->levels[0] =
         (float *)dtrain__fsdp_alloc(fsdp, (fsdp->in_place ? layout->small : layout->grads) * sizeof(float));
     if (fsdp->tables == NULL || fsdp->stages == NULL || fsdp->state == NULL || fsdp->masters == NULL ||

@@ -6,20 +6,10 @@
 #include "fsdp_quantise.c"
 #include "reducer.c"
 
-typedef struct dtrain__fsdp_page_span {
-    size_t begin, end;
-} dtrain__fsdp_page_span;
-
-static int dtrain__fsdp_page_span_compare(const void *left, const void *right)
-{
-    const dtrain__fsdp_page_span *a = (const dtrain__fsdp_page_span *)left, *b = (const dtrain__fsdp_page_span *)right;
-    return a->begin < b->begin ? -1 : a->begin > b->begin;
-}
-
 /* Bytes of the pages that the reserved ranges of some units cover: units from `first` to `end`, tied ones only where
  * `tied`; staying: those parts of them alone that are never dropped. */
 static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, int end, int tied, int grads,
-                                      int staying, dtrain__fsdp_page_span *spans)
+                                      int staying, dtrain__params_span *spans)
 {
     size_t page = dtrain__os_page_bytes(), used = 0, pages = 0, covered = 0;
     for (size_t i = layout->units[first].first; i < layout->units[end - 1].end; i++) {
@@ -33,7 +23,7 @@ static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, i
         spans[used].begin = begin / page;
         spans[used++].end = (begin + count * sizeof(float) - 1) / page + 1;
     }
-    qsort(spans, used, sizeof *spans, dtrain__fsdp_page_span_compare);
+    qsort(spans, used, sizeof *spans, dtrain__params_compare_spans);
     for (size_t i = 0; i < used; i++) {
         size_t begin = spans[i].begin > covered ? spans[i].begin : covered;
         pages += spans[i].end > begin ? spans[i].end - begin : 0;
@@ -44,7 +34,7 @@ static size_t dtrain__fsdp_plan_units(const dtrain__layout *layout, int first, i
 
 /* Of them what is not always there. */
 static size_t dtrain__fsdp_plan_transient(const dtrain__layout *layout, int first, int end, int tied, int grads,
-                                          dtrain__fsdp_page_span *spans)
+                                          dtrain__params_span *spans)
 {
     return dtrain__fsdp_plan_units(layout, first, end, tied, grads, 0, spans) -
            dtrain__fsdp_plan_units(layout, first, end, tied, grads, 1, spans);
@@ -53,7 +43,7 @@ static size_t dtrain__fsdp_plan_transient(const dtrain__layout *layout, int firs
 /* The most bytes in pages at once: those that are always there, and of others those of all units, or of those that are
  * tied and the two largest others. Any two may meet, as the last and the first where a pass ends and the next begins.
  */
-static size_t dtrain__fsdp_plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__fsdp_page_span *spans)
+static size_t dtrain__fsdp_plan_pages(const dtrain__layout *layout, int grads, int all, dtrain__params_span *spans)
 {
     int units = layout->unit_count;
     size_t stay = dtrain__fsdp_plan_units(layout, 0, units, 0, grads, 1, spans), two[2] = {0, 0};
@@ -66,12 +56,6 @@ static size_t dtrain__fsdp_plan_pages(const dtrain__layout *layout, int grads, i
         two[0] = bytes > two[0] ? bytes : two[0];
     }
     return stay + dtrain__fsdp_plan_transient(layout, 0, units, 1, grads, spans) + two[0] + two[1];
-}
-
-/* Bytes of this rank's weights that are kept apart. */
-static size_t dtrain__fsdp_plan_apart(const dtrain__layout *layout)
-{
-    return layout->apart ? layout->weights * sizeof(float) : 0;
 }
 
 static size_t dtrain__fsdp_plan_state_floats(const dtrain_optimizer_desc *optimizer)
@@ -180,11 +164,11 @@ static dtrain_status dtrain__fsdp_plan_fill(const dtrain__layout *layout, const 
     dtrain_optimizer_desc optimizer = dtrain__optimizer_defaults(&desc->optimizer);
     int micro = desc->micro_batches > 1 ? desc->micro_batches : 1;
     int all = layout->resident || desc->no_reshard_after_forward;
-    size_t bytes = (layout->cut_count + 1) * sizeof(dtrain__fsdp_page_span);
-    dtrain__fsdp_page_span *spans = (dtrain__fsdp_page_span *)dtrain__alloc(allocator, bytes);
+    size_t bytes = (layout->cut_count + 1) * sizeof(dtrain__params_span);
+    dtrain__params_span *spans = (dtrain__params_span *)dtrain__alloc(allocator, bytes);
     if (spans == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_fsdp_plan: no memory for %zu bytes", bytes);
-    plan->weights = dtrain__fsdp_plan_apart(layout);
+    plan->weights = layout->weights * sizeof(float);
     plan->gradients = layout->grads * sizeof(float);
     if (desc->keep_full_grads)
         plan->gradients += micro > 1 ? layout->trained * sizeof(float) * (size_t)dtrain__layout_levels(micro - 1) : 0;

@@ -519,7 +519,7 @@ static dtrain_status dtrain__layout_create(dtrain__layout *layout, const dtrain_
             cut->weight = layout->weights;
             cut->grad = layout->grads;
             cut->full_grad = layout->trained;
-            layout->weights += cut->home ? 0 : cut->own_count;
+            layout->weights += layout->apart && !cut->home ? cut->own_count : 0;
             layout->grads += cut->trained ? cut->own_count : 0;
             layout->trained += cut->trained ? cut->count : 0;
             layout->small += cut->trained && cut->count < DTRAIN__LAYOUT_ALONE ? cut->count : 0;
