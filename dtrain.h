@@ -11628,7 +11628,6 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 #ifndef DTRAIN__MEMBERSHIP
 #define DTRAIN__MEMBERSHIP
 
-/* The end of one rank in the group. */
 typedef struct dtrain__departure {
     uint32_t left;  /* it is gone: 1 of the first rank to leave */
     uint64_t calls; /* collectives that it had ended by then */
@@ -11673,24 +11672,12 @@ static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtra
     return &members->cause;
 }
 
-/* Returns 0 where the group was broken before. */
-static DTRAIN__NOINLINE int dtrain__membership_break(dtrain__membership *members, const dtrain__error *cause)
-{
-    uint32_t whole = 0;
-    if (!__atomic_compare_exchange_n(&members->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        return 0;
-    members->cause = *cause;
-    __atomic_store_n(&members->broken, 2, __ATOMIC_SEQ_CST);
-    return 1;
-}
-
 static DTRAIN__NOINLINE int dtrain__membership_left(const dtrain__membership *members, int rank)
 {
     return __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST) > 0 &&
            __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST) != 0;
 }
 
-/* Marks the rank as left. */
 static void dtrain__membership_leave(dtrain__membership *members, int rank)
 {
     uint32_t turn = __atomic_add_fetch(&members->leavers, 1, __ATOMIC_SEQ_CST);
@@ -11730,16 +11717,6 @@ __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtr
     va_end(arguments);
     dtrain__fail(cause, status, "%s", text);
     dtrain__thread_error = kept;
-}
-
-/* Says that `rank`, which an operation needs, has left. Where it did so with an error, the group is to be broken by
- * *lost; returns whether. */
-static int dtrain__membership_lost(const dtrain__membership *members, int rank, dtrain__error *lost)
-{
-    const char *why = members->ranks[rank].why;
-    dtrain__fail(lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank, why != NULL ? ": " : "",
-                 why != NULL ? why : "");
-    return why != NULL;
 }
 
 #endif
@@ -11854,7 +11831,6 @@ struct dtrain__plane {
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
     int (*world)(void *self, int rank);                                                   /* the rank in the world */
     uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
-    int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
     /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
      * many there may be at most. */
     int (*bound)(void *self, int *worlds);
@@ -11897,17 +11873,26 @@ static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
     return serial << 10 | (uint64_t)rank;
 }
 
+/* The n for which ranks with equal rank / n, and no others, share a host; 0: there is none, or hosts are unknown. */
+static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int size)
+{
+    int n = 1;
+    while (n < size && plane->host(self, n) == plane->host(self, 0))
+        n++;
+    for (int rank = 0; rank < size; rank++) {
+        uint64_t host = plane->host(self, rank);
+        if (host == 0 || host != plane->host(self, rank - rank % n) ||
+            (rank >= n && rank % n == 0 && host == plane->host(self, rank - 1)))
+            return 0;
+    }
+    return n;
+}
+
 /* ---- for a transport that has none of it ---- */
 
 static uint64_t dtrain__plane_host(void *self, int rank)
 {
     (void)self, (void)rank;
-    return 0;
-}
-
-static int dtrain__plane_node_ranks(void *self)
-{
-    (void)self;
     return 0;
 }
 
@@ -12028,9 +12013,10 @@ struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
     /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);                    /* something has come that a caller may wait for */
-    int (*gone)(void *self, int rank);           /* DTRAIN__PRESENT ... */
-    void (*lock)(void *self, int on);            /* for a caller of a seat's: what guards the council */
+    void (*tell)(void *self);          /* something has come that a caller may wait for */
+    int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
+    pthread_mutex_t *mutex;            /* guards the council; NULL: lock does */
+    void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* marks what is known of a rank that is gone */
     void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that it has */
     /* Waits until there may be news, which `seen` counts, or until_ns; turn: how often this call has waited. */
@@ -12095,7 +12081,6 @@ static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint6
     return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
 }
 
-/* Frees what the seat has. */
 static void dtrain__seat_free(dtrain__seat *seat)
 {
     dtrain_allocator *allocator = seat->council->allocator;
@@ -12124,8 +12109,12 @@ static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int worl
 /* Ends the group here, and those that follow it; the first cause stays. Returns 0 when it had ended before. */
 static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
 {
-    if (!dtrain__membership_break(seat->members, cause))
+    dtrain__membership *members = seat->members;
+    uint32_t whole = 0;
+    if (!__atomic_compare_exchange_n(&members->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return 0;
+    members->cause = *cause;
+    __atomic_store_n(&members->broken, 2, __ATOMIC_SEQ_CST);
     for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
         if (__atomic_load_n(&other->leader, __ATOMIC_SEQ_CST) == seat->id + 1)
             dtrain__seat_break(other, cause);
@@ -12186,10 +12175,13 @@ static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status
 static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
 {
     const dtrain__error *cause = dtrain__membership_cause(seat->members);
+    const char *why = seat->members->ranks[rank].why;
     dtrain__error lost;
     if (cause != NULL)
         return dtrain__report(cause);
-    if (dtrain__membership_lost(seat->members, rank, &lost))
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank, why != NULL ? ": " : "",
+                 why != NULL ? why : "");
+    if (why != NULL)
         dtrain__seat_end(seat, rank, &lost);
     return lost.status;
 }
@@ -12198,7 +12190,13 @@ static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
 
 static void dtrain__seat_lock(dtrain__seat *seat, int on)
 {
-    seat->council->lock(seat->council->self, on);
+    const dtrain__council *council = seat->council;
+    if (council->mutex == NULL)
+        council->lock(council->self, on);
+    else if (on)
+        pthread_mutex_lock(council->mutex);
+    else
+        pthread_mutex_unlock(council->mutex);
 }
 
 static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
@@ -12379,13 +12377,6 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
     return DTRAIN_OK;
 }
 
-static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator)
-{
-    while (store->first != NULL)
-        dtrain__store_remove(store, allocator, &store->first);
-}
-
-/* Gives out what was found. */
 static void dtrain__store_copy(const dtrain__store_call *call, const void *data, size_t bytes)
 {
     if (bytes > 0 && call->capacity > 0)
@@ -12393,7 +12384,6 @@ static void dtrain__store_copy(const dtrain__store_call *call, const void *data,
     *call->bytes = bytes;
 }
 
-/* Gives a group's own call its answer. */
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {
@@ -12648,7 +12638,6 @@ static int dtrain__consent_listed(const dtrain__council *council, const dtrain__
     return same == consent->count && same == council->listed;
 }
 
-/* The group's consent of the listed members. */
 static dtrain__consent *dtrain__consent_find(const dtrain__council *council, uint64_t group, uint64_t number)
 {
     dtrain__consent *consent = council->consents;
@@ -12767,7 +12756,6 @@ static void dtrain__consent_send(dtrain__council *council, int to, dtrain__conse
                   (size_t)consent->count * DTRAIN__CONSENT_FRAME_BYTES);
 }
 
-/* Tells of the decision whoever has asked. */
 static void dtrain__consent_answer(dtrain__council *council, dtrain__consent *consent)
 {
     for (int i = 0; consent->decided && i < consent->count; i++) {
@@ -12838,7 +12826,6 @@ static void dtrain__consent_note(dtrain__consent *consent, int world, int kind, 
     }
 }
 
-/* Lists a group's members. */
 static void dtrain__consent_list(dtrain__seat *seat)
 {
     dtrain__council_list(seat->council);
@@ -12912,7 +12899,8 @@ static void dtrain__council_free(dtrain__council *council)
 {
     for (int rank = 0; rank < council->size; rank++)
         dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
-    dtrain__store_free(&council->store, council->allocator);
+    while (council->store.first != NULL)
+        dtrain__store_remove(&council->store, council->allocator, &council->store.first);
     while (council->consents != NULL)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)
@@ -13318,14 +13306,6 @@ static int dtrain__threads_gone(void *self, int rank)
     return DTRAIN__PRESENT;
 }
 
-static void dtrain__threads_lock(void *self, int on)
-{
-    if (on)
-        pthread_mutex_lock(&((dtrain__threads_world *)self)->mutex);
-    else
-        pthread_mutex_unlock(&((dtrain__threads_world *)self)->mutex);
-}
-
 typedef struct dtrain__threads_look {
     const dtrain__council *council;
     uint64_t seen;
@@ -13346,7 +13326,6 @@ static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t unti
 
 /* ---- groups come and go ---- */
 
-/* Frees a group that has no end any more. */
 static void dtrain__threads_free(dtrain__threads_group *group)
 {
     size_t size = (size_t)group->shared.members.size;
@@ -13362,7 +13341,6 @@ static void dtrain__threads_free(dtrain__threads_group *group)
     dtrain__free(allocator, group);
 }
 
-/* Ends the world with its last group. */
 static void dtrain__threads_world_free(dtrain__threads_world *world)
 {
     dtrain__origin_stop(&world->origin);
@@ -13424,7 +13402,6 @@ static void dtrain__threads_destroy(void *self)
         dtrain__threads_world_free(world);
 }
 
-/* A world without groups. */
 static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator, int size)
 {
     dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
@@ -13439,7 +13416,7 @@ static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *all
     council->size = size;
     council->tell = dtrain__threads_tell;
     council->gone = dtrain__threads_gone;
-    council->lock = dtrain__threads_lock;
+    council->mutex = &world->mutex;
     council->wait = dtrain__threads_wait;
     pthread_mutex_init(&world->mutex, NULL);
     pthread_mutex_init(&world->origin.mutex, NULL);
@@ -13553,7 +13530,6 @@ static const dtrain__plane dtrain__threads_plane = {
     dtrain__threads_join,
     dtrain__seat_world,
     dtrain__plane_host,
-    dtrain__plane_node_ranks,
     dtrain__seat_bound,
     dtrain__seat_bind,
     dtrain__seat_follow,
@@ -13835,7 +13811,6 @@ static dtrain__mux_lane *dtrain__mux_lane_of(const dtrain__mux *mux, uint64_t id
     return (dtrain__mux_lane *)(void *)dtrain__council_seat(&mux->council, id);
 }
 
-/* Tells the members that the lane has ended. */
 static void dtrain__mux_end(dtrain__seat *seat, int about, const dtrain__error *cause)
 {
     (void)about;
@@ -13908,13 +13883,6 @@ static void dtrain__mux_inbox_empty(dtrain__mux *mux, dtrain__mux_peer *p, dtrai
     inbox->bytes = 0;
 }
 
-/* What still comes is dropped. */
-static void dtrain__mux_inbox_close(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox)
-{
-    dtrain__mux_inbox_empty(mux, p, inbox);
-    inbox->closed = 1;
-}
-
 static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox *inbox)
 {
     dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
@@ -13927,7 +13895,6 @@ static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox
     dtrain__free(mux->allocator, inbox);
 }
 
-/* Gives a call what was kept for it. */
 static void dtrain__mux_inbox_take(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox, dtrain_transfer *in)
 {
     while (inbox->first != NULL && in->moved < in->bytes) {
@@ -14120,7 +14087,6 @@ static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int pee
     return raw->data != NULL;
 }
 
-/* Counts what has come of it. */
 static void dtrain__mux_took_in(dtrain__mux *mux, const dtrain_transfer *raw, dtrain_transfer *in)
 {
     dtrain__mux_peer *p = &mux->peers[raw->peer];
@@ -14197,7 +14163,6 @@ static void dtrain__mux_took_out(dtrain__mux *mux, const dtrain_transfer *raw)
     p->frame = 0;
 }
 
-/* Tells a call what has gone. */
 static void dtrain__mux_collect(dtrain__mux_lane *lane, dtrain_transfer *out)
 {
     size_t *done = &lane->done[out->peer], n = out->bytes - out->moved;
@@ -14713,10 +14678,11 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
         int peer = lane->seat.worlds[rank];
         dtrain__mux_peer *p = &mux->peers[peer];
         p->owner = p->owner == lane ? NULL : p->owner;
+        lane->inboxes[rank]->closed = 1;
         if (peer == mux->table.rank || lane->inboxes[rank]->ended || p->gone != DTRAIN_OK)
             dtrain__mux_inbox_drop(mux, peer, lane->inboxes[rank]);
         else
-            dtrain__mux_inbox_close(mux, p, lane->inboxes[rank]);
+            dtrain__mux_inbox_empty(mux, p, lane->inboxes[rank]);
     }
 }
 
@@ -14952,7 +14918,6 @@ static const dtrain__plane dtrain__mux_plane = {
     dtrain__mux_plane_group,
     dtrain__seat_world,
     dtrain__plane_host,
-    dtrain__plane_node_ranks,
     dtrain__seat_bound,
     dtrain__seat_bind,
     dtrain__seat_follow,
@@ -15266,7 +15231,6 @@ DTRAIN__POLY_KERNEL(dtrain__poly_avx512, __attribute__((target("avx512f,avx512bw
 #endif
 DTRAIN__EXACT_END
 
-/* What one instruction set has. */
 typedef struct dtrain__chacha_way {
     size_t blocks; /* of a group of the cipher */
     void (*blocks_of)(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups);
@@ -15791,7 +15755,6 @@ static void dtrain__net_unplain(int fd)
 #endif
 }
 
-/* Settings of a connected socket. */
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 {
     int one = 1, buffer = (int)buffer_bytes;
@@ -15977,6 +15940,13 @@ static const char *dtrain__net_why(int error)
     case EPROTO: return "it ended without its sealed end";
     default: return strerror(error);
     }
+}
+
+static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
+{
+    fds[*count].fd = fd;
+    fds[*count].events = (short)events;
+    fds[(*count)++].revents = 0;
 }
 
 /* A pipe that wakes a poll(): both ends non-blocking. Returns 0 or an errno. */
@@ -16512,10 +16482,11 @@ static void dtrain__handshake_take(dtrain__handshake *handshake, const dtrain__k
         dtrain__handshake_take_verdict(handshake, keys);
 }
 
-/* Whether the handshake's descriptor has bytes to go out. */
-static int dtrain__handshake_writes(const dtrain__handshake *handshake)
+/* What its descriptor is to be polled for. */
+static int dtrain__handshake_events(const dtrain__handshake *handshake)
 {
-    return handshake->state == DTRAIN__HANDSHAKE_CONNECTING || handshake->out_done < handshake->out_bytes;
+    int writes = handshake->state == DTRAIN__HANDSHAKE_CONNECTING || handshake->out_done < handshake->out_bytes;
+    return writes ? POLLOUT : POLLIN;
 }
 
 static void dtrain__handshake_lost(dtrain__handshake *handshake, int error)
@@ -16963,20 +16934,19 @@ static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
 }
 
 /* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
-static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
-{
-    if (frame->short_of || !dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
-        return;
-    dtrain__put_le(frame->data + frame->bytes, value, bytes);
-    frame->bytes += (size_t)bytes;
-}
-
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
     if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
         return;
     memcpy(frame->data + frame->bytes, data, bytes);
     frame->bytes += bytes;
+}
+
+static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
+{
+    unsigned char raw[8];
+    dtrain__put_le(raw, value, bytes);
+    dtrain__give_bytes(hub, frame, raw, (size_t)bytes);
 }
 
 static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes,
@@ -17058,14 +17028,13 @@ static DTRAIN__NOINLINE void dtrain__hub_relay(dtrain__hub *hub, int except, con
 }
 
 /* Tells the channel's members, by way of the leader. */
-static void dtrain__channel_relay(const dtrain__channel *channel, int except, const dtrain__reason *reason)
+static void dtrain__channel_relay(const dtrain__channel *channel, const dtrain__reason *reason)
 {
     dtrain__hub *hub = channel->hub;
-    if (!dtrain__hub_leads(hub) && hub->leader != except)
+    if (!dtrain__hub_leads(hub))
         dtrain__frame_reason(hub, hub->leader, reason, channel);
     for (int i = 0; dtrain__hub_leads(hub) && i < channel->seat.size; i++)
-        if (channel->seat.worlds[i] != except)
-            dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
+        dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
 }
 
 /* The lane that the next bytes to or from a peer take, and how many of them. */
@@ -17115,7 +17084,6 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
     }
 }
 
-/* Marks in a channel that a member is gone. */
 static void dtrain__hub_marks(dtrain__seat *seat, int world)
 {
     const dtrain__member *member = &((dtrain__hub *)seat->council->self)->members[world];
@@ -17264,18 +17232,10 @@ static void dtrain__hub_news(void *self)
     dtrain__hub_kick((dtrain__hub *)self);
 }
 
-static void dtrain__hub_lock(void *self, int on)
-{
-    if (on)
-        pthread_mutex_lock(&((dtrain__hub *)self)->mutex);
-    else
-        pthread_mutex_unlock(&((dtrain__hub *)self)->mutex);
-}
-
 static void dtrain__hub_end(dtrain__seat *seat, int about, const dtrain__error *cause)
 {
     dtrain__reason reason = {DTRAIN__FRAME_END, seat->id, about, cause->status, cause->text, 0};
-    dtrain__channel_relay((dtrain__channel *)(void *)seat, -1, &reason);
+    dtrain__channel_relay((dtrain__channel *)(void *)seat, &reason);
 }
 
 static int dtrain__hub_fate(void *self, int rank)
@@ -17784,7 +17744,6 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
     return 1;
 }
 
-/* Takes a connection that was just admitted for data. */
 static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__handshake *handshake)
 {
     dtrain__hub *hub = channel->hub;
@@ -17890,7 +17849,6 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
-/* A proved peer wants to send and receive data. */
 static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);
@@ -18383,7 +18341,6 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     }
 }
 
-/* Makes the connections that the channel wants. */
 static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
 {
     int busy = 0;
@@ -18431,9 +18388,7 @@ static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
     if (larger == NULL)
         return;
     hub->fds = (struct pollfd *)larger;
-    hub->fds[*count].fd = fd;
-    hub->fds[*count].events = (short)events;
-    hub->fds[(*count)++].revents = 0;
+    dtrain__net_watch(hub->fds, count, fd, events);
 }
 
 /* Adds the channel's connections that are being made or made good. */
@@ -18442,8 +18397,7 @@ static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, i
     for (int i = 0; i < channel->seat.size * channel->hub->connections; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         if (lane->handshake != NULL)
-            dtrain__hub_watch(channel->hub, count, lane->handshake->fd,
-                              dtrain__handshake_writes(lane->handshake) ? POLLOUT : POLLIN);
+            dtrain__hub_watch(channel->hub, count, lane->handshake->fd, dtrain__handshake_events(lane->handshake));
         else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
             due = lane->retry_ns;
         if (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream))
@@ -18461,7 +18415,7 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
     if (hub->listener >= 0 && now >= hub->accept_ns)
         dtrain__hub_watch(hub, count, hub->listener, POLLIN);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next) {
-        dtrain__hub_watch(hub, count, handshake->fd, dtrain__handshake_writes(handshake) ? POLLOUT : POLLIN);
+        dtrain__hub_watch(hub, count, handshake->fd, dtrain__handshake_events(handshake));
         int64_t late = now + handshake->expires_ns - hub->polled_ns;
         due = late < due && handshake->state != DTRAIN__HANDSHAKE_PROVED ? late : due;
     }
@@ -18469,8 +18423,7 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         dtrain__member *member = &hub->members[rank];
         member->poll_index = 0;
         if (member->handshake != NULL)
-            dtrain__hub_watch(hub, count, member->handshake->fd,
-                              dtrain__handshake_writes(member->handshake) ? POLLOUT : POLLIN);
+            dtrain__hub_watch(hub, count, member->handshake->fd, dtrain__handshake_events(member->handshake));
         else if (hub->rank != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
                  member->control.fd < 0 && member->call_ns < due)
             due = member->call_ns;
@@ -18670,7 +18623,6 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
     dtrain__free(hub->allocator, hub->members);
 }
 
-/* Frees a hub that has no channel any more. */
 static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
     dtrain_allocator *allocator = hub->allocator;
@@ -18739,11 +18691,9 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
     }
     __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen) {
-        fds[count].fd = channel->wake[0];
-        fds[count].events = POLLIN;
-        fds[count].revents = 0;
-        dtrain__hub_poll(fds, count + 1, until_ns < soon ? until_ns : soon);
-        if (fds[count].revents != 0)
+        dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
+        dtrain__hub_poll(fds, count, until_ns < soon ? until_ns : soon);
+        if (fds[count - 1].revents != 0)
             dtrain__net_drain(channel->wake[0]);
     }
     __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
@@ -18767,7 +18717,7 @@ static void dtrain__hub_convene(dtrain__hub *hub)
     council->send = dtrain__hub_send;
     council->tell = dtrain__hub_news;
     council->gone = dtrain__hub_fate;
-    council->lock = dtrain__hub_lock;
+    council->mutex = &hub->mutex;
     council->lost = dtrain__hub_marks;
     council->ended = dtrain__hub_end;
     council->wait = dtrain__hub_await;
@@ -18896,15 +18846,11 @@ static void dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *tran
                                  int *count)
 {
     size_t room;
-    dtrain__lane *lane;
     if (transfer == NULL)
         return;
-    lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
-    if (lane->stream.fd < 0)
-        return;
-    fds[*count].fd = lane->stream.fd;
-    fds[*count].events = sending ? POLLOUT : POLLIN;
-    fds[(*count)++].revents = 0;
+    const dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
+    if (lane->stream.fd >= 0)
+        dtrain__net_watch(fds, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
 }
 
 /* Sleeps until one of the directions may go on, the control plane has news, or until_ns. */
@@ -19008,7 +18954,7 @@ static void dtrain__socket_leave(void *self, const char *why)
     pthread_mutex_lock(&hub->mutex);
     hub->leaving = hub->council.seats == &channel->seat && channel->seat.next == NULL;
     if (!hub->leaving || hub->formed)
-        dtrain__channel_relay(channel, -1, &bye);
+        dtrain__channel_relay(channel, &bye);
     if (hub->leaving)
         dtrain__hub_relay(hub, -1, &gone);
     dtrain__hub_flush_all(hub, 100);
@@ -19141,7 +19087,6 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     return dtrain__socket_closed(hub, text);
 }
 
-/* Copies what the desc says, with its defaults. */
 static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
 {
     hub->keys = *keys;
@@ -19166,7 +19111,6 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
 }
 
-/* Says who this process is. */
 static void dtrain__socket_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
@@ -19199,7 +19143,6 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
     return status;
 }
 
-/* Fills a new hub and makes the world's channel. */
 static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **out, const dtrain__keys *keys,
                                           const dtrain__hub_desc *desc)
 {
@@ -19330,21 +19273,6 @@ static uint64_t dtrain__socket_plane_host(void *self, int rank)
     return channel->hub->members[channel->seat.worlds[rank]].host;
 }
 
-static int dtrain__socket_plane_node_ranks(void *self)
-{
-    const dtrain__channel *channel = (dtrain__channel *)self;
-    int n = 1;
-    while (n < channel->seat.size && dtrain__socket_plane_host(self, n) == dtrain__socket_plane_host(self, 0))
-        n++;
-    for (int rank = 0; rank < channel->seat.size; rank++) {
-        uint64_t host = dtrain__socket_plane_host(self, rank);
-        if (host != dtrain__socket_plane_host(self, rank - rank % n) ||
-            (rank >= n && rank % n == 0 && host == dtrain__socket_plane_host(self, rank - 1)))
-            return 0;
-    }
-    return n;
-}
-
 static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns,
                                                int wait)
 {
@@ -19418,7 +19346,6 @@ static const dtrain__plane dtrain__socket_plane = {
     dtrain__socket_plane_group,
     dtrain__seat_world,
     dtrain__socket_plane_host,
-    dtrain__socket_plane_node_ranks,
     dtrain__seat_bound,
     dtrain__seat_bind,
     dtrain__seat_follow,
@@ -24532,7 +24459,7 @@ static dtrain_status dtrain__create_form(dtrain_comm *comm, int *ready, int wait
     else if (formed) {
         comm->forming = 0;
         if (comm->node_ranks == 0)
-            comm->node_ranks = comm->plane->node_ranks(comm->transport.self);
+            comm->node_ranks = dtrain__plane_node_ranks(comm->plane, comm->transport.self, comm->size);
     }
     *ready = status == DTRAIN_OK && formed;
     return status;
@@ -25794,7 +25721,7 @@ static int dtrain__split_node_ranks(const dtrain__split_state *split, const dtra
     const int *members = split->members;
     int each = split->parent->node_ranks, n = 1;
     if (each == 0)
-        return group->plane->node_ranks(group->transport.self);
+        return dtrain__plane_node_ranks(group->plane, group->transport.self, group->size);
     while (n < split->size && members[n] / each == members[0] / each)
         n++;
     for (int i = 0; i < split->size; i++)

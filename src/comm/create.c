@@ -286,7 +286,7 @@ static dtrain_status dtrain__create_form(dtrain_comm *comm, int *ready, int wait
     else if (formed) {
         comm->forming = 0;
         if (comm->node_ranks == 0)
-            comm->node_ranks = comm->plane->node_ranks(comm->transport.self);
+            comm->node_ranks = dtrain__plane_node_ranks(comm->plane, comm->transport.self, comm->size);
     }
     *ready = status == DTRAIN_OK && formed;
     return status;

@@ -106,7 +106,7 @@ static int dtrain__split_node_ranks(const dtrain__split_state *split, const dtra
     const int *members = split->members;
     int each = split->parent->node_ranks, n = 1;
     if (each == 0)
-        return group->plane->node_ranks(group->transport.self);
+        return dtrain__plane_node_ranks(group->plane, group->transport.self, group->size);
     while (n < split->size && members[n] / each == members[0] / each)
         n++;
     for (int i = 0; i < split->size; i++)

@@ -343,10 +343,11 @@ static void dtrain__handshake_take(dtrain__handshake *handshake, const dtrain__k
         dtrain__handshake_take_verdict(handshake, keys);
 }
 
-/* Whether the handshake's descriptor has bytes to go out. */
-static int dtrain__handshake_writes(const dtrain__handshake *handshake)
+/* What its descriptor is to be polled for. */
+static int dtrain__handshake_events(const dtrain__handshake *handshake)
 {
-    return handshake->state == DTRAIN__HANDSHAKE_CONNECTING || handshake->out_done < handshake->out_bytes;
+    int writes = handshake->state == DTRAIN__HANDSHAKE_CONNECTING || handshake->out_done < handshake->out_bytes;
+    return writes ? POLLOUT : POLLIN;
 }
 
 static void dtrain__handshake_lost(dtrain__handshake *handshake, int error)

@@ -106,7 +106,6 @@ static int dtrain__hub_peer_address(dtrain__hub *hub, int peer, dtrain__address 
     return 1;
 }
 
-/* Takes a connection that was just admitted for data. */
 static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__handshake *handshake)
 {
     dtrain__hub *hub = channel->hub;
@@ -212,7 +211,6 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
 }
 
-/* A proved peer wants to send and receive data. */
 static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshake)
 {
     dtrain__channel *channel = dtrain__hub_channel(hub, handshake->channel);

@@ -92,7 +92,6 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
     dtrain__free(hub->allocator, hub->members);
 }
 
-/* Frees a hub that has no channel any more. */
 static void dtrain__hub_free(dtrain__hub *hub, int forked)
 {
     dtrain_allocator *allocator = hub->allocator;
@@ -161,11 +160,9 @@ static void dtrain__hub_wait(dtrain__channel *channel, struct pollfd *fds, int c
     }
     __atomic_store_n(&channel->waiting, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&hub->council.news, __ATOMIC_SEQ_CST) == seen) {
-        fds[count].fd = channel->wake[0];
-        fds[count].events = POLLIN;
-        fds[count].revents = 0;
-        dtrain__hub_poll(fds, count + 1, until_ns < soon ? until_ns : soon);
-        if (fds[count].revents != 0)
+        dtrain__net_watch(fds, &count, channel->wake[0], POLLIN);
+        dtrain__hub_poll(fds, count, until_ns < soon ? until_ns : soon);
+        if (fds[count - 1].revents != 0)
             dtrain__net_drain(channel->wake[0]);
     }
     __atomic_store_n(&channel->waiting, 0, __ATOMIC_SEQ_CST);
@@ -189,7 +186,7 @@ static void dtrain__hub_convene(dtrain__hub *hub)
     council->send = dtrain__hub_send;
     council->tell = dtrain__hub_news;
     council->gone = dtrain__hub_fate;
-    council->lock = dtrain__hub_lock;
+    council->mutex = &hub->mutex;
     council->lost = dtrain__hub_marks;
     council->ended = dtrain__hub_end;
     council->wait = dtrain__hub_await;

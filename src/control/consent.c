@@ -59,7 +59,6 @@ static int dtrain__consent_listed(const dtrain__council *council, const dtrain__
     return same == consent->count && same == council->listed;
 }
 
-/* The group's consent of the listed members. */
 static dtrain__consent *dtrain__consent_find(const dtrain__council *council, uint64_t group, uint64_t number)
 {
     dtrain__consent *consent = council->consents;
@@ -178,7 +177,6 @@ static void dtrain__consent_send(dtrain__council *council, int to, dtrain__conse
                   (size_t)consent->count * DTRAIN__CONSENT_FRAME_BYTES);
 }
 
-/* Tells of the decision whoever has asked. */
 static void dtrain__consent_answer(dtrain__council *council, dtrain__consent *consent)
 {
     for (int i = 0; consent->decided && i < consent->count; i++) {
@@ -249,7 +247,6 @@ static void dtrain__consent_note(dtrain__consent *consent, int world, int kind, 
     }
 }
 
-/* Lists a group's members. */
 static void dtrain__consent_list(dtrain__seat *seat)
 {
     dtrain__council_list(seat->council);
@@ -323,7 +320,8 @@ static void dtrain__council_free(dtrain__council *council)
 {
     for (int rank = 0; rank < council->size; rank++)
         dtrain__council_forget(council, rank, DTRAIN__EVERY_GROUP);
-    dtrain__store_free(&council->store, council->allocator);
+    while (council->store.first != NULL)
+        dtrain__store_remove(&council->store, council->allocator, &council->store.first);
     while (council->consents != NULL)
         dtrain__consent_drop(council, &council->consents);
     while (council->spare_consents != NULL)

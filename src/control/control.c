@@ -30,18 +30,10 @@ static void dtrain__hub_news(void *self)
     dtrain__hub_kick((dtrain__hub *)self);
 }
 
-static void dtrain__hub_lock(void *self, int on)
-{
-    if (on)
-        pthread_mutex_lock(&((dtrain__hub *)self)->mutex);
-    else
-        pthread_mutex_unlock(&((dtrain__hub *)self)->mutex);
-}
-
 static void dtrain__hub_end(dtrain__seat *seat, int about, const dtrain__error *cause)
 {
     dtrain__reason reason = {DTRAIN__FRAME_END, seat->id, about, cause->status, cause->text, 0};
-    dtrain__channel_relay((dtrain__channel *)(void *)seat, -1, &reason);
+    dtrain__channel_relay((dtrain__channel *)(void *)seat, &reason);
 }
 
 static int dtrain__hub_fate(void *self, int rank)

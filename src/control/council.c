@@ -86,9 +86,10 @@ struct dtrain__council {
     unsigned char lists[DTRAIN__MAX_RANKS];     /* of each rank, whether it is in there */
     /* Has a message of a head and data sent. 0: there is no room, or `to` is gone. NULL: all ranks are here. */
     int (*send)(void *self, int to, int type, const void *head, size_t head_bytes, const void *data, size_t bytes);
-    void (*tell)(void *self);                    /* something has come that a caller may wait for */
-    int (*gone)(void *self, int rank);           /* DTRAIN__PRESENT ... */
-    void (*lock)(void *self, int on);            /* for a caller of a seat's: what guards the council */
+    void (*tell)(void *self);          /* something has come that a caller may wait for */
+    int (*gone)(void *self, int rank); /* DTRAIN__PRESENT ... */
+    pthread_mutex_t *mutex;            /* guards the council; NULL: lock does */
+    void (*lock)(void *self, int on);
     void (*lost)(dtrain__seat *seat, int world); /* marks what is known of a rank that is gone */
     void (*ended)(dtrain__seat *seat, int about, const dtrain__error *cause); /* tells the members that it has */
     /* Waits until there may be news, which `seen` counts, or until_ns; turn: how often this call has waited. */
@@ -153,7 +154,6 @@ static int dtrain__seat_open(dtrain__seat *seat, dtrain__council *council, uint6
     return seat->worlds != NULL && (shared != NULL || dtrain__membership_open(&seat->own, council->allocator, size));
 }
 
-/* Frees what the seat has. */
 static void dtrain__seat_free(dtrain__seat *seat)
 {
     dtrain_allocator *allocator = seat->council->allocator;
@@ -182,8 +182,12 @@ static DTRAIN__NOINLINE int dtrain__seat_rank(const dtrain__seat *seat, int worl
 /* Ends the group here, and those that follow it; the first cause stays. Returns 0 when it had ended before. */
 static int dtrain__seat_break(dtrain__seat *seat, const dtrain__error *cause)
 {
-    if (!dtrain__membership_break(seat->members, cause))
+    dtrain__membership *members = seat->members;
+    uint32_t whole = 0;
+    if (!__atomic_compare_exchange_n(&members->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return 0;
+    members->cause = *cause;
+    __atomic_store_n(&members->broken, 2, __ATOMIC_SEQ_CST);
     for (dtrain__seat *other = seat->council->seats; other != NULL; other = other->next)
         if (__atomic_load_n(&other->leader, __ATOMIC_SEQ_CST) == seat->id + 1)
             dtrain__seat_break(other, cause);
@@ -244,10 +248,13 @@ static int dtrain__seat_lost(dtrain__seat *seat, int world, dtrain_status status
 static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
 {
     const dtrain__error *cause = dtrain__membership_cause(seat->members);
+    const char *why = seat->members->ranks[rank].why;
     dtrain__error lost;
     if (cause != NULL)
         return dtrain__report(cause);
-    if (dtrain__membership_lost(seat->members, rank, &lost))
+    dtrain__fail(&lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank, why != NULL ? ": " : "",
+                 why != NULL ? why : "");
+    if (why != NULL)
         dtrain__seat_end(seat, rank, &lost);
     return lost.status;
 }
@@ -256,7 +263,13 @@ static dtrain_status dtrain__seat_needs(dtrain__seat *seat, int rank)
 
 static void dtrain__seat_lock(dtrain__seat *seat, int on)
 {
-    seat->council->lock(seat->council->self, on);
+    const dtrain__council *council = seat->council;
+    if (council->mutex == NULL)
+        council->lock(council->self, on);
+    else if (on)
+        pthread_mutex_lock(council->mutex);
+    else
+        pthread_mutex_unlock(council->mutex);
 }
 
 static dtrain_status dtrain__seat_send(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns,
@@ -437,13 +450,6 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
     return DTRAIN_OK;
 }
 
-static void dtrain__store_free(dtrain__store *store, dtrain_allocator *allocator)
-{
-    while (store->first != NULL)
-        dtrain__store_remove(store, allocator, &store->first);
-}
-
-/* Gives out what was found. */
 static void dtrain__store_copy(const dtrain__store_call *call, const void *data, size_t bytes)
 {
     if (bytes > 0 && call->capacity > 0)
@@ -451,7 +457,6 @@ static void dtrain__store_copy(const dtrain__store_call *call, const void *data,
     *call->bytes = bytes;
 }
 
-/* Gives a group's own call its answer. */
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {

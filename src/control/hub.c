@@ -183,20 +183,19 @@ static int dtrain__take_address(dtrain__reader *reader, dtrain__member *member)
 }
 
 /* Appends to a frame under way; once memory is short nothing more of it goes in, and frame_close tells. */
-static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
-{
-    if (frame->short_of || !dtrain__bytes_room(hub->allocator, frame, (size_t)bytes))
-        return;
-    dtrain__put_le(frame->data + frame->bytes, value, bytes);
-    frame->bytes += (size_t)bytes;
-}
-
 static void dtrain__give_bytes(dtrain__hub *hub, dtrain__bytes *frame, const void *data, size_t bytes)
 {
     if (bytes == 0 || frame->short_of || !dtrain__bytes_room(hub->allocator, frame, bytes))
         return;
     memcpy(frame->data + frame->bytes, data, bytes);
     frame->bytes += bytes;
+}
+
+static void dtrain__give(dtrain__hub *hub, dtrain__bytes *frame, uint64_t value, int bytes)
+{
+    unsigned char raw[8];
+    dtrain__put_le(raw, value, bytes);
+    dtrain__give_bytes(hub, frame, raw, (size_t)bytes);
 }
 
 static DTRAIN__NOINLINE void dtrain__give_text(dtrain__hub *hub, dtrain__bytes *frame, int length_bytes,
@@ -278,14 +277,13 @@ static DTRAIN__NOINLINE void dtrain__hub_relay(dtrain__hub *hub, int except, con
 }
 
 /* Tells the channel's members, by way of the leader. */
-static void dtrain__channel_relay(const dtrain__channel *channel, int except, const dtrain__reason *reason)
+static void dtrain__channel_relay(const dtrain__channel *channel, const dtrain__reason *reason)
 {
     dtrain__hub *hub = channel->hub;
-    if (!dtrain__hub_leads(hub) && hub->leader != except)
+    if (!dtrain__hub_leads(hub))
         dtrain__frame_reason(hub, hub->leader, reason, channel);
     for (int i = 0; dtrain__hub_leads(hub) && i < channel->seat.size; i++)
-        if (channel->seat.worlds[i] != except)
-            dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
+        dtrain__frame_reason(hub, channel->seat.worlds[i], reason, NULL);
 }
 
 /* The lane that the next bytes to or from a peer take, and how many of them. */
@@ -335,7 +333,6 @@ static void dtrain__hub_elect(dtrain__hub *hub, int gone)
     }
 }
 
-/* Marks in a channel that a member is gone. */
 static void dtrain__hub_marks(dtrain__seat *seat, int world)
 {
     const dtrain__member *member = &((dtrain__hub *)seat->council->self)->members[world];

@@ -10,7 +10,6 @@
 #include "../base/os.c"
 #include "../base/status.c"
 
-/* The end of one rank in the group. */
 typedef struct dtrain__departure {
     uint32_t left;  /* it is gone: 1 of the first rank to leave */
     uint64_t calls; /* collectives that it had ended by then */
@@ -55,24 +54,12 @@ static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtra
     return &members->cause;
 }
 
-/* Returns 0 where the group was broken before. */
-static DTRAIN__NOINLINE int dtrain__membership_break(dtrain__membership *members, const dtrain__error *cause)
-{
-    uint32_t whole = 0;
-    if (!__atomic_compare_exchange_n(&members->broken, &whole, 1, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
-        return 0;
-    members->cause = *cause;
-    __atomic_store_n(&members->broken, 2, __ATOMIC_SEQ_CST);
-    return 1;
-}
-
 static DTRAIN__NOINLINE int dtrain__membership_left(const dtrain__membership *members, int rank)
 {
     return __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST) > 0 &&
            __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST) != 0;
 }
 
-/* Marks the rank as left. */
 static void dtrain__membership_leave(dtrain__membership *members, int rank)
 {
     uint32_t turn = __atomic_add_fetch(&members->leavers, 1, __ATOMIC_SEQ_CST);
@@ -112,16 +99,6 @@ __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtr
     va_end(arguments);
     dtrain__fail(cause, status, "%s", text);
     dtrain__thread_error = kept;
-}
-
-/* Says that `rank`, which an operation needs, has left. Where it did so with an error, the group is to be broken by
- * *lost; returns whether. */
-static int dtrain__membership_lost(const dtrain__membership *members, int rank, dtrain__error *lost)
-{
-    const char *why = members->ranks[rank].why;
-    dtrain__fail(lost, DTRAIN_ERR_PEER_LOST, "rank %d has left the group%s%.400s", rank, why != NULL ? ": " : "",
-                 why != NULL ? why : "");
-    return why != NULL;
 }
 
 #endif

@@ -242,7 +242,6 @@ static dtrain__mux_lane *dtrain__mux_lane_of(const dtrain__mux *mux, uint64_t id
     return (dtrain__mux_lane *)(void *)dtrain__council_seat(&mux->council, id);
 }
 
-/* Tells the members that the lane has ended. */
 static void dtrain__mux_end(dtrain__seat *seat, int about, const dtrain__error *cause)
 {
     (void)about;
@@ -315,13 +314,6 @@ static void dtrain__mux_inbox_empty(dtrain__mux *mux, dtrain__mux_peer *p, dtrai
     inbox->bytes = 0;
 }
 
-/* What still comes is dropped. */
-static void dtrain__mux_inbox_close(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox)
-{
-    dtrain__mux_inbox_empty(mux, p, inbox);
-    inbox->closed = 1;
-}
-
 static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox *inbox)
 {
     dtrain__mux_inbox **at = &mux->peers[peer].inboxes;
@@ -334,7 +326,6 @@ static void dtrain__mux_inbox_drop(dtrain__mux *mux, int peer, dtrain__mux_inbox
     dtrain__free(mux->allocator, inbox);
 }
 
-/* Gives a call what was kept for it. */
 static void dtrain__mux_inbox_take(dtrain__mux *mux, dtrain__mux_peer *p, dtrain__mux_inbox *inbox, dtrain_transfer *in)
 {
     while (inbox->first != NULL && in->moved < in->bytes) {
@@ -527,7 +518,6 @@ static int dtrain__mux_next_in(dtrain__mux_lane *lane, dtrain__mux *mux, int pee
     return raw->data != NULL;
 }
 
-/* Counts what has come of it. */
 static void dtrain__mux_took_in(dtrain__mux *mux, const dtrain_transfer *raw, dtrain_transfer *in)
 {
     dtrain__mux_peer *p = &mux->peers[raw->peer];
@@ -604,7 +594,6 @@ static void dtrain__mux_took_out(dtrain__mux *mux, const dtrain_transfer *raw)
     p->frame = 0;
 }
 
-/* Tells a call what has gone. */
 static void dtrain__mux_collect(dtrain__mux_lane *lane, dtrain_transfer *out)
 {
     size_t *done = &lane->done[out->peer], n = out->bytes - out->moved;

@@ -484,10 +484,11 @@ static void dtrain__mux_release(dtrain__mux_lane *lane)
         int peer = lane->seat.worlds[rank];
         dtrain__mux_peer *p = &mux->peers[peer];
         p->owner = p->owner == lane ? NULL : p->owner;
+        lane->inboxes[rank]->closed = 1;
         if (peer == mux->table.rank || lane->inboxes[rank]->ended || p->gone != DTRAIN_OK)
             dtrain__mux_inbox_drop(mux, peer, lane->inboxes[rank]);
         else
-            dtrain__mux_inbox_close(mux, p, lane->inboxes[rank]);
+            dtrain__mux_inbox_empty(mux, p, lane->inboxes[rank]);
     }
 }
 

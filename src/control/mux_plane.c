@@ -174,7 +174,6 @@ static const dtrain__plane dtrain__mux_plane = {
     dtrain__mux_plane_group,
     dtrain__seat_world,
     dtrain__plane_host,
-    dtrain__plane_node_ranks,
     dtrain__seat_bound,
     dtrain__seat_bind,
     dtrain__seat_follow,

@@ -112,7 +112,6 @@ struct dtrain__plane {
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
     int (*world)(void *self, int rank);                                                   /* the rank in the world */
     uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
-    int (*node_ranks)(void *self);          /* ranks r with equal r / n share a host, for the n returned; 0: not so */
     /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
      * many there may be at most. */
     int (*bound)(void *self, int *worlds);
@@ -155,17 +154,26 @@ static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
     return serial << 10 | (uint64_t)rank;
 }
 
+/* The n for which ranks with equal rank / n, and no others, share a host; 0: there is none, or hosts are unknown. */
+static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int size)
+{
+    int n = 1;
+    while (n < size && plane->host(self, n) == plane->host(self, 0))
+        n++;
+    for (int rank = 0; rank < size; rank++) {
+        uint64_t host = plane->host(self, rank);
+        if (host == 0 || host != plane->host(self, rank - rank % n) ||
+            (rank >= n && rank % n == 0 && host == plane->host(self, rank - 1)))
+            return 0;
+    }
+    return n;
+}
+
 /* ---- for a transport that has none of it ---- */
 
 static uint64_t dtrain__plane_host(void *self, int rank)
 {
     (void)self, (void)rank;
-    return 0;
-}
-
-static int dtrain__plane_node_ranks(void *self)
-{
-    (void)self;
     return 0;
 }
 

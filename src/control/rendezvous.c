@@ -303,7 +303,6 @@ static void dtrain__hub_step_hearts(dtrain__hub *hub, int64_t now)
     }
 }
 
-/* Makes the connections that the channel wants. */
 static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
 {
     int busy = 0;
@@ -351,9 +350,7 @@ static void dtrain__hub_watch(dtrain__hub *hub, int *count, int fd, int events)
     if (larger == NULL)
         return;
     hub->fds = (struct pollfd *)larger;
-    hub->fds[*count].fd = fd;
-    hub->fds[*count].events = (short)events;
-    hub->fds[(*count)++].revents = 0;
+    dtrain__net_watch(hub->fds, count, fd, events);
 }
 
 /* Adds the channel's connections that are being made or made good. */
@@ -362,8 +359,7 @@ static int64_t dtrain__hub_watch_channel(dtrain__channel *channel, int *count, i
     for (int i = 0; i < channel->seat.size * channel->hub->connections; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         if (lane->handshake != NULL)
-            dtrain__hub_watch(channel->hub, count, lane->handshake->fd,
-                              dtrain__handshake_writes(lane->handshake) ? POLLOUT : POLLIN);
+            dtrain__hub_watch(channel->hub, count, lane->handshake->fd, dtrain__handshake_events(lane->handshake));
         else if (lane->wanted && lane->stream.fd < 0 && lane->retry_ns < due)
             due = lane->retry_ns;
         if (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream))
@@ -381,7 +377,7 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
     if (hub->listener >= 0 && now >= hub->accept_ns)
         dtrain__hub_watch(hub, count, hub->listener, POLLIN);
     for (dtrain__handshake *handshake = hub->handshakes; handshake != NULL; handshake = handshake->next) {
-        dtrain__hub_watch(hub, count, handshake->fd, dtrain__handshake_writes(handshake) ? POLLOUT : POLLIN);
+        dtrain__hub_watch(hub, count, handshake->fd, dtrain__handshake_events(handshake));
         int64_t late = now + handshake->expires_ns - hub->polled_ns;
         due = late < due && handshake->state != DTRAIN__HANDSHAKE_PROVED ? late : due;
     }
@@ -389,8 +385,7 @@ static int64_t dtrain__hub_prepare(dtrain__hub *hub, int *count)
         dtrain__member *member = &hub->members[rank];
         member->poll_index = 0;
         if (member->handshake != NULL)
-            dtrain__hub_watch(hub, count, member->handshake->fd,
-                              dtrain__handshake_writes(member->handshake) ? POLLOUT : POLLIN);
+            dtrain__hub_watch(hub, count, member->handshake->fd, dtrain__handshake_events(member->handshake));
         else if (hub->rank != 0 && dtrain__hub_linked(hub, rank) && member->gone == DTRAIN__PRESENT &&
                  member->control.fd < 0 && member->call_ns < due)
             due = member->call_ns;

@@ -32,21 +32,6 @@ static uint64_t dtrain__socket_plane_host(void *self, int rank)
     return channel->hub->members[channel->seat.worlds[rank]].host;
 }
 
-static int dtrain__socket_plane_node_ranks(void *self)
-{
-    const dtrain__channel *channel = (dtrain__channel *)self;
-    int n = 1;
-    while (n < channel->seat.size && dtrain__socket_plane_host(self, n) == dtrain__socket_plane_host(self, 0))
-        n++;
-    for (int rank = 0; rank < channel->seat.size; rank++) {
-        uint64_t host = dtrain__socket_plane_host(self, rank);
-        if (host != dtrain__socket_plane_host(self, rank - rank % n) ||
-            (rank >= n && rank % n == 0 && host == dtrain__socket_plane_host(self, rank - 1)))
-            return 0;
-    }
-    return n;
-}
-
 static dtrain_status dtrain__socket_plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns,
                                                int wait)
 {
@@ -120,7 +105,6 @@ static const dtrain__plane dtrain__socket_plane = {
     dtrain__socket_plane_group,
     dtrain__seat_world,
     dtrain__socket_plane_host,
-    dtrain__socket_plane_node_ranks,
     dtrain__seat_bound,
     dtrain__seat_bind,
     dtrain__seat_follow,

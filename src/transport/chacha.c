@@ -272,7 +272,6 @@ DTRAIN__POLY_KERNEL(dtrain__poly_avx512, __attribute__((target("avx512f,avx512bw
 #endif
 DTRAIN__EXACT_END
 
-/* What one instruction set has. */
 typedef struct dtrain__chacha_way {
     size_t blocks; /* of a group of the cipher */
     void (*blocks_of)(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups);

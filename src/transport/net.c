@@ -309,7 +309,6 @@ static void dtrain__net_unplain(int fd)
 #endif
 }
 
-/* Settings of a connected socket. */
 static void dtrain__net_tune(int fd, int same_host, size_t buffer_bytes)
 {
     int one = 1, buffer = (int)buffer_bytes;
@@ -495,6 +494,13 @@ static const char *dtrain__net_why(int error)
     case EPROTO: return "it ended without its sealed end";
     default: return strerror(error);
     }
+}
+
+static void dtrain__net_watch(struct pollfd *fds, int *count, int fd, int events)
+{
+    fds[*count].fd = fd;
+    fds[*count].events = (short)events;
+    fds[(*count)++].revents = 0;
 }
 
 /* A pipe that wakes a poll(): both ends non-blocking. Returns 0 or an errno. */

@@ -121,15 +121,11 @@ static void dtrain__socket_watch(dtrain__channel *channel, dtrain_transfer *tran
                                  int *count)
 {
     size_t room;
-    dtrain__lane *lane;
     if (transfer == NULL)
         return;
-    lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
-    if (lane->stream.fd < 0)
-        return;
-    fds[*count].fd = lane->stream.fd;
-    fds[*count].events = sending ? POLLOUT : POLLIN;
-    fds[(*count)++].revents = 0;
+    const dtrain__lane *lane = dtrain__channel_lane(channel, transfer->peer, sending, &room);
+    if (lane->stream.fd >= 0)
+        dtrain__net_watch(fds, count, lane->stream.fd, sending ? POLLOUT : POLLIN);
 }
 
 /* Sleeps until one of the directions may go on, the control plane has news, or until_ns. */
@@ -233,7 +229,7 @@ static void dtrain__socket_leave(void *self, const char *why)
     pthread_mutex_lock(&hub->mutex);
     hub->leaving = hub->council.seats == &channel->seat && channel->seat.next == NULL;
     if (!hub->leaving || hub->formed)
-        dtrain__channel_relay(channel, -1, &bye);
+        dtrain__channel_relay(channel, &bye);
     if (hub->leaving)
         dtrain__hub_relay(hub, -1, &gone);
     dtrain__hub_flush_all(hub, 100);
@@ -366,7 +362,6 @@ static dtrain_status dtrain__socket_find_root(dtrain__hub *hub)
     return dtrain__socket_closed(hub, text);
 }
 
-/* Copies what the desc says, with its defaults. */
 static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, const dtrain__hub_desc *desc)
 {
     hub->keys = *keys;
@@ -391,7 +386,6 @@ static void dtrain__socket_describe(dtrain__hub *hub, const dtrain__keys *keys, 
     snprintf(hub->believed, sizeof hub->believed, "%s", desc->believed);
 }
 
-/* Says who this process is. */
 static void dtrain__socket_introduce(dtrain__hub *hub)
 {
     dtrain__member *self = &hub->members[hub->rank];
@@ -424,7 +418,6 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
     return status;
 }
 
-/* Fills a new hub and makes the world's channel. */
 static dtrain_status dtrain__socket_start(dtrain__hub *hub, dtrain__channel **out, const dtrain__keys *keys,
                                           const dtrain__hub_desc *desc)
 {

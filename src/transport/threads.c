@@ -225,14 +225,6 @@ static int dtrain__threads_gone(void *self, int rank)
     return DTRAIN__PRESENT;
 }
 
-static void dtrain__threads_lock(void *self, int on)
-{
-    if (on)
-        pthread_mutex_lock(&((dtrain__threads_world *)self)->mutex);
-    else
-        pthread_mutex_unlock(&((dtrain__threads_world *)self)->mutex);
-}
-
 typedef struct dtrain__threads_look {
     const dtrain__council *council;
     uint64_t seen;
@@ -253,7 +245,6 @@ static void dtrain__threads_wait(dtrain__seat *seat, unsigned turn, int64_t unti
 
 /* ---- groups come and go ---- */
 
-/* Frees a group that has no end any more. */
 static void dtrain__threads_free(dtrain__threads_group *group)
 {
     size_t size = (size_t)group->shared.members.size;
@@ -269,7 +260,6 @@ static void dtrain__threads_free(dtrain__threads_group *group)
     dtrain__free(allocator, group);
 }
 
-/* Ends the world with its last group. */
 static void dtrain__threads_world_free(dtrain__threads_world *world)
 {
     dtrain__origin_stop(&world->origin);
@@ -331,7 +321,6 @@ static void dtrain__threads_destroy(void *self)
         dtrain__threads_world_free(world);
 }
 
-/* A world without groups. */
 static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *allocator, int size)
 {
     dtrain__threads_world *world = (dtrain__threads_world *)dtrain__memory_owner(
@@ -346,7 +335,7 @@ static dtrain__threads_world *dtrain__threads_world_create(dtrain_allocator *all
     council->size = size;
     council->tell = dtrain__threads_tell;
     council->gone = dtrain__threads_gone;
-    council->lock = dtrain__threads_lock;
+    council->mutex = &world->mutex;
     council->wait = dtrain__threads_wait;
     pthread_mutex_init(&world->mutex, NULL);
     pthread_mutex_init(&world->origin.mutex, NULL);
@@ -460,7 +449,6 @@ static const dtrain__plane dtrain__threads_plane = {
     dtrain__threads_join,
     dtrain__seat_world,
     dtrain__plane_host,
-    dtrain__plane_node_ranks,
     dtrain__seat_bound,
     dtrain__seat_bind,
     dtrain__seat_follow,
