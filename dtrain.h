@@ -19485,6 +19485,13 @@ typedef struct dtrain__extent {
     size_t begin, count;
 } dtrain__extent;
 
+/* One direction between this rank and a peer: what has gone that way. */
+typedef struct dtrain__direction {
+    uint64_t number; /* of the last message */
+    uint64_t sweep;  /* the last sweep of the queue that met a message under way */
+    size_t owed;     /* bytes of a message that was cut off, which are still to go */
+} dtrain__direction;
+
 /* The buffers of one of several fused calls. */
 typedef struct dtrain__segment {
     const void *in;
@@ -19586,12 +19593,13 @@ struct dtrain_comm {
     uint64_t number;      /* of the last collective */
     uint64_t turn;        /* of the last fused one */
     dtrain__recorder *recorder;
-    int published;             /* the transport owns it */
-    uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
-    const void **ins;          /* size pointers each, for folds */
+    int published;                 /* the transport owns it */
+    dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; in one block with the next four */
+    uint64_t sweep;                /* the number of the last one */
+    const void **ins;              /* size pointers each, for folds */
     void **outs;
-    uint64_t group;                        /* names it among the groups of these ranks; 0: the first */
-    dtrain__extent *parts, *others;        /* of the operation under way; others: of what an all-to-all receives */
+    uint64_t group;                 /* names it among the groups of these ranks; 0: the first */
+    dtrain__extent *parts, *others; /* size each, of the operation under way; others: of what an all-to-all receives */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
@@ -19601,15 +19609,13 @@ struct dtrain_comm {
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
-    uint32_t pending; /* queued and not done */
-    size_t *owed; /* bytes of messages that were cut off, which still come from (2 r) and go to (2 r + 1) each rank r */
-    unsigned char waste[2][4096]; /* these bytes */
+    uint32_t pending;             /* queued and not done */
+    unsigned char waste[2][4096]; /* bytes that are owed */
     uint64_t missed;              /* the last collective before which a rank had left << 16, and that rank; 0: none */
     unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that a collective met, for its recv */
     int held_from;
     size_t held_bytes, held_at;
-    uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
-    int fusing;             /* between fuse_begin and fuse_end */
+    int fusing; /* between fuse_begin and fuse_end */
     dtrain__note *notes;
     size_t noted;
     unsigned char *packed; /* buffers of fused calls, one after another */
@@ -19759,9 +19765,14 @@ static int dtrain__op_is_fused(const dtrain__op *op)
     return op->algorithm == DTRAIN_ALGORITHM_FUSED;
 }
 
+static int dtrain__op_kind_reduces(uint64_t kind)
+{
+    return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE;
+}
+
 static int dtrain__op_reduces(const dtrain__op *op)
 {
-    return op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__REDUCE;
+    return dtrain__op_kind_reduces((uint64_t)op->kind);
 }
 
 /* Bytes of an element of the result. */
@@ -19770,9 +19781,14 @@ static size_t dtrain__op_result_width(const dtrain__op *op)
     return dtrain_dtype_bits(op->partial ? dtrain__fold_partial(op->dtype) : op->dtype) / 8;
 }
 
+static int dtrain__op_kind_is_message(uint64_t kind)
+{
+    return kind == DTRAIN__SEND || kind == DTRAIN__RECV || kind == DTRAIN__EXCHANGE;
+}
+
 static int dtrain__op_is_message(const dtrain__op *op)
 {
-    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV || op->kind == DTRAIN__EXCHANGE;
+    return dtrain__op_kind_is_message((uint64_t)op->kind);
 }
 
 static DTRAIN__NOINLINE const char *dtrain__op_kind_name(uint64_t kind)
@@ -19879,8 +19895,7 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
     char dtype[16], detail[32] = "", root[28] = "", fused[29] = "", elements[24] = "";
     size_t n = 0;
-    int reduces =
-        call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
+    int reduces = dtrain__op_kind_reduces(call->kind);
     for (; name[n] != 0 && n < sizeof dtype - 1; n++)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
@@ -19902,11 +19917,18 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     return out;
 }
 
+/* The call as it was made, for people: messages keep their direction and peer. */
+static dtrain__call dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__call call = dtrain__op_call(comm, op, op->root < 0);
+    call.kind = (uint64_t)op->kind;
+    call.root = (uint64_t)(op->root < 0 ? op->from : op->root);
+    return call;
+}
+
 static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_call(comm, op, 0);
-    call.kind = (uint64_t)op->kind;
-    call.count = op->kind == DTRAIN__EXCHANGE && op->root < 0 ? op->in_count : op->count;
+    dtrain__call call = dtrain__op_called(comm, op);
     return dtrain__op_call_text(&call);
 }
 
@@ -20299,20 +20321,6 @@ static int dtrain__recorder_read(dtrain__recorder *recorder, uint64_t serial, dt
     return 0;
 }
 
-static int dtrain__recorder_is_message(const dtrain__call *call)
-{
-    return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV || call->kind == DTRAIN__EXCHANGE;
-}
-
-/* The call as it was made, for people: messages keep their direction and peer. */
-static dtrain__call dtrain__recorder_call(const dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain__call call = dtrain__op_call(comm, op, 0);
-    call.kind = (uint64_t)op->kind;
-    call.root = (uint64_t)op->root;
-    return call;
-}
-
 static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t ended_ns)
 {
     dtrain__recorder *recorder = comm->recorder;
@@ -20324,7 +20332,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
         return; /* a message that others overtook: its place is theirs */
-    record.call = dtrain__recorder_call(comm, op);
+    record.call = dtrain__op_called(comm, op);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
     record.async = (uint64_t)op->async;
@@ -20470,13 +20478,13 @@ static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op
  * nothing of either moved. */
 static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
 {
-    dtrain__call mine = dtrain__recorder_call(comm, op);
-    int message = dtrain__recorder_is_message(&mine);
+    dtrain__call mine = dtrain__op_called(comm, op);
+    int message = dtrain__op_is_message(op);
     if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
         (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT &&
          theirs->status != DTRAIN_ERR_MISMATCH))
         return 0;
-    if (message != dtrain__recorder_is_message(&theirs->call))
+    if (message != dtrain__op_kind_is_message(theirs->call.kind))
         return theirs->awaited == (uint64_t)comm->rank + 1 && !theirs->moved && !op->touched;
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }
@@ -20590,22 +20598,10 @@ static void dtrain__trace_key(dtrain__trace *trace, const char *key)
     dtrain__json_write_key(&trace->json, key, strlen(key));
 }
 
-/* Error texts quote what users and systems call things: what is no UTF-8, or no character, becomes a question mark. */
 static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char *text)
 {
-    char clean[DTRAIN__ERROR_BYTES];
-    size_t length = strlen(text), at = 0;
-    length = length < sizeof clean ? length : sizeof clean - 1;
-    while (at < length) {
-        size_t step = dtrain__utf8((const unsigned char *)text + at, length - at);
-        int plain = step > 0 && (unsigned char)text[at] >= 0x20 && text[at] != 0x7f;
-        memcpy(clean + at, text + at, step > 0 ? step : 1);
-        if (!plain)
-            clean[at] = '?';
-        at += step > 0 ? step : 1;
-    }
     dtrain__trace_key(trace, key);
-    dtrain__json_write_string(&trace->json, clean, length);
+    dtrain__json_write_string(&trace->json, text, strlen(text));
 }
 
 static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
@@ -20666,6 +20662,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__recorder *recorder = comm->recorder;
     char host[64] = "?", title[128];
     gethostname(host, sizeof host - 1);
+    dtrain__status_clean(host);
     dtrain__trace_put(trace, open, sizeof open - 1);
     dtrain__trace_begin(trace);
     dtrain__trace_u64(trace, "dtrain_trace", DTRAIN__TRACE_FORMAT);
@@ -20690,7 +20687,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
 static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtrain__record *record)
 {
     const dtrain__call *call = &record->call;
-    int message = dtrain__recorder_is_message(call), typed = call->kind != DTRAIN__BARRIER;
+    int message = dtrain__op_kind_is_message(call->kind), typed = call->kind != DTRAIN__BARRIER;
     unsigned bits = dtrain_dtype_bits((dtrain_dtype)call->dtype);
     dtrain__trace_args(trace);
     dtrain__trace_text(trace, "call", dtrain__op_kind_name(call->kind));
@@ -20734,7 +20731,7 @@ static void dtrain__trace_operations(dtrain__trace *trace)
         snprintf(name, sizeof name, "%s #%llu", dtrain__op_kind_name(record.call.kind),
                  (unsigned long long)record.call.number);
         dtrain__trace_event(trace, name, "X");
-        dtrain__trace_text(trace, "cat", dtrain__recorder_is_message(&record.call) ? "message" : "collective");
+        dtrain__trace_text(trace, "cat", dtrain__op_kind_is_message(record.call.kind) ? "message" : "collective");
         dtrain__trace_us(trace, "ts", record.started_ns);
         dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
         dtrain__trace_call(trace, serial, &record);
@@ -20839,17 +20836,12 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
 #define DTRAIN__PLACE
 
 typedef struct dtrain__place {
-    int rank, world_size;
+    dtrain__keys keys;                /* rank and size of the world, token, job */
+    dtrain__hub_desc hub;             /* its texts are those below and of the desc */
     char root[DTRAIN__ADDRESS_BYTES]; /* empty in a world of one */
-    unsigned char token[256];
-    size_t token_bytes;          /* 0: none */
-    char listen_on[64];          /* empty: the interface that routes to the root */
-    char job[DTRAIN__JOB_BYTES]; /* the launcher's id of it, the same on all its ranks; empty: none */
-    int alone;                   /* a world of one, as no launcher has set a variable */
-    int insecure, secure;
-    int listen_fd;      /* a listening socket that rank 0 inherits, or -1 */
-    int64_t timeout_ms; /* negative: none */
-    char believed[400]; /* the variables or fields, with their values; of the token its length only */
+    char listen_on[64];               /* empty: the interface that routes to the root */
+    char believed[400];               /* the variables or fields, with their values; of the token its length only */
+    int alone;                        /* a world of one, as no launcher has set a variable */
 } dtrain__place;
 
 /* The value of a variable; an empty one counts as unset. */
@@ -20884,6 +20876,12 @@ static dtrain_status dtrain__place_number(const char *name, int64_t low, int64_t
     return DTRAIN_OK;
 }
 
+/* The same, where the variable is set and stands for a field that is not. */
+static dtrain_status dtrain__place_option(int wanted, const char *name, int64_t low, int64_t high, int64_t *out)
+{
+    return wanted && dtrain__place_get(name) != NULL ? dtrain__place_number(name, low, high, out) : DTRAIN_OK;
+}
+
 /* Reads rank and size from two variables. */
 static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, const char *size)
 {
@@ -20895,9 +20893,9 @@ static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, 
     status = dtrain__place_number(size, 1, DTRAIN__MAX_RANKS, &n);
     if (status == DTRAIN_OK)
         status = dtrain__place_number(rank, 0, n - 1, &r);
-    place->rank = (int)r;
-    place->world_size = (int)n;
-    dtrain__place_believe(place, "%s=%d %s=%d", rank, place->rank, size, place->world_size);
+    place->keys.rank = (int)r;
+    place->keys.world_size = (int)n;
+    dtrain__place_believe(place, "%s=%d %s=%d", rank, place->keys.rank, size, place->keys.world_size);
     return status;
 }
 
@@ -20920,7 +20918,7 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
      * sets neither of these two. */
     int inner = dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL ||
                 (dtrain__place_get("PMI_RANK") != NULL && dtrain__place_get("MPI_LOCALNRANKS") != NULL);
-    place->world_size = 1;
+    place->keys.world_size = 1;
     *launcher = DTRAIN__LAUNCHER_OWN;
     if (dtrain__place_get("DTRAIN_RANK") != NULL)
         return dtrain__place_pair(place, "DTRAIN_RANK", "DTRAIN_WORLD_SIZE");
@@ -20977,18 +20975,20 @@ static void dtrain__place_job(dtrain__place *place, int launcher)
     if (id == NULL)
         return;
     snprintf(text, sizeof text, "%s%.400s%s%.40s", kind, id, step != NULL ? "." : "", step != NULL ? step : "");
-    snprintf(place->job, sizeof place->job, "%.63s", text);
-    for (char *at = place->job; *at != 0; at++)
+    snprintf(place->keys.job, sizeof place->keys.job, "%.63s", text);
+    for (char *at = place->keys.job; *at != 0; at++)
         if (*at < 0x21 || *at > 0x7e) {
             *at = '?';
             plain = 0;
         }
-    if (plain && strlen(text) < sizeof place->job)
+    if (plain && strlen(text) < sizeof place->keys.job)
         return;
     unsigned char digest[32];
-    size_t at = strlen(place->job) < sizeof place->job - 18 ? strlen(place->job) : sizeof place->job - 18;
+    size_t at =
+        strlen(place->keys.job) < sizeof place->keys.job - 18 ? strlen(place->keys.job) : sizeof place->keys.job - 18;
     dtrain_sha256(id, strlen(id), digest);
-    snprintf(place->job + at, sizeof place->job - at, "~%016llx", (unsigned long long)dtrain__get_le(digest, 8));
+    snprintf(place->keys.job + at, sizeof place->keys.job - at, "~%016llx",
+             (unsigned long long)dtrain__get_le(digest, 8));
 }
 
 /* The first host of a Slurm node list: "gpu[007-009,12]-x,b" begins with gpu007-x. */
@@ -21018,7 +21018,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
     int64_t local = 0;
     size_t n = 0;
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
-        local != place->world_size)
+        local != place->keys.world_size)
         return DTRAIN_OK;
     if (job != NULL && strlen(job) >= sizeof name) /* its end tells jobs of one host apart */
         job += strlen(job) - (sizeof name - 1);
@@ -21087,8 +21087,8 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     if (status != DTRAIN_OK || place->root[0] != 0)
         return status;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "comm_create: rank %d of %d (%s) does not know where rank 0 is: set %s", place->rank,
-                        place->world_size, place->believed,
+                        "comm_create: rank %d of %d (%s) does not know where rank 0 is: set %s", place->keys.rank,
+                        place->keys.world_size, place->believed,
                         host != NULL   ? "MASTER_PORT, or DTRAIN_ROOT=host:port"
                         : port != NULL ? "MASTER_ADDR, or DTRAIN_ROOT=host:port"
                                        : "DTRAIN_ROOT=host:port, the same on every rank");
@@ -21165,9 +21165,9 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
                            : dtrain__place_read_token(what, file, line, &bytes);
     if (status != DTRAIN_OK)
         return status;
-    memcpy(place->token, token != NULL ? token : line, bytes);
+    memcpy(place->keys.token, token != NULL ? token : line, bytes);
     memset(line, 0, sizeof line);
-    place->token_bytes = bytes;
+    place->keys.token_bytes = bytes;
     dtrain__place_believe(place, "%s (%zu bytes)", from, bytes);
     return DTRAIN_OK;
 }
@@ -21175,34 +21175,36 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
 /* Reads what stands beside rank, size and root. */
 static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
 {
+    dtrain__hub_desc *hub = &place->hub;
     const char *listen_on = desc->listen_on;
-    int64_t number = 0;
-    dtrain_status status = DTRAIN_OK;
+    int64_t insecure = desc->insecure, secure = desc->secure > 0, listen_fd = -1;
+    int asks = environment && desc->secure == 0 && dtrain__place_get("DTRAIN_SECURE") != NULL;
+    int leads = environment && place->keys.rank == 0 && dtrain__place_get("DTRAIN_ROOT") != NULL;
     if (environment && listen_on == NULL)
         listen_on = dtrain__place_get("DTRAIN_INTERFACE");
     snprintf(place->listen_on, sizeof place->listen_on, "%s", listen_on != NULL ? listen_on : "");
-    place->insecure = desc->insecure;
-    if (environment && !place->insecure && dtrain__place_get("DTRAIN_INSECURE") != NULL) {
-        status = dtrain__place_number("DTRAIN_INSECURE", 0, 1, &number);
-        place->insecure = (int)number;
-    }
-    place->secure = desc->secure;
-    if (status == DTRAIN_OK && environment && place->secure == 0 && dtrain__place_get("DTRAIN_SECURE") != NULL) {
-        status = dtrain__place_number("DTRAIN_SECURE", 0, 1, &number);
-        place->secure = number != 0 ? 1 : -1;
-    }
-    place->timeout_ms = desc->timeout_ms;
-    if (status == DTRAIN_OK && environment && place->timeout_ms == 0 && dtrain__place_get("DTRAIN_TIMEOUT_MS") != NULL)
-        status = dtrain__place_number("DTRAIN_TIMEOUT_MS", -1, INT_MAX, &place->timeout_ms);
-    if (place->timeout_ms == 0)
-        place->timeout_ms = 60000;
-    place->listen_fd = -1;
-    if (status == DTRAIN_OK && environment && place->rank == 0 && dtrain__place_get("DTRAIN_LISTEN_FD") != NULL &&
-        dtrain__place_get("DTRAIN_ROOT") != NULL) {
-        status = dtrain__place_number("DTRAIN_LISTEN_FD", 0, INT_MAX, &number);
-        place->listen_fd = (int)number;
-    }
-    return status == DTRAIN_OK ? dtrain__place_token(place, desc, environment) : status;
+    hub->root = place->root;
+    hub->listen_on = place->listen_on;
+    hub->believed = place->believed;
+    hub->fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
+    hub->connections = desc->connections;
+    hub->heartbeat_ms = desc->heartbeat_ms;
+    hub->reconnect_ms = desc->reconnect_ms;
+    hub->timeout_ms = desc->timeout_ms;
+    hub->on_address = desc->on_address;
+    hub->on_address_user = desc->on_address_user;
+    if (dtrain__place_option(environment && !desc->insecure, "DTRAIN_INSECURE", 0, 1, &insecure) != DTRAIN_OK ||
+        dtrain__place_option(asks, "DTRAIN_SECURE", 0, 1, &secure) != DTRAIN_OK ||
+        dtrain__place_option(environment && desc->timeout_ms == 0, "DTRAIN_TIMEOUT_MS", -1, INT_MAX,
+                             &hub->timeout_ms) != DTRAIN_OK ||
+        dtrain__place_option(leads, "DTRAIN_LISTEN_FD", 0, INT_MAX, &listen_fd) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    if (hub->timeout_ms == 0)
+        hub->timeout_ms = 60000;
+    hub->insecure = (int)insecure;
+    hub->listen_fd = (int)listen_fd;
+    place->keys.secure = secure > 0 ? 1 : asks ? -1 : desc->secure;
+    return dtrain__place_token(place, desc, environment);
 }
 
 static dtrain_status dtrain__place_check_root(const dtrain__place *place)
@@ -21211,12 +21213,12 @@ static dtrain_status dtrain__place_check_root(const dtrain__place *place)
     if (strncmp(place->root, "unix:", 5) == 0 && place->root[5] != 0 && strlen(place->root) <= 100)
         return DTRAIN_OK;
     if (strncmp(place->root, "unix:", 5) != 0 && dtrain__net_split(place->root, host, port) && atoi(port) <= 65535 &&
-        host[0] != 0 && (place->rank == 0 || atoi(port) > 0))
+        host[0] != 0 && (place->keys.rank == 0 || atoi(port) > 0))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "comm_create: the root \"%.120s\" of rank %d: host:port, [address]:port or unix:/path is "
                         "expected, a port of 1 to 65535 (0, any free one, on rank 0 only), a path of at most 95 bytes",
-                        place->root, place->rank);
+                        place->root, place->keys.rank);
 }
 
 /* Finds out where this process stands; desc may not be NULL. */
@@ -21229,8 +21231,8 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         status = dtrain__place_launcher(place, &launcher);
         dtrain__place_job(place, launcher);
     } else {
-        place->rank = desc->rank;
-        place->world_size = desc->world_size;
+        place->keys.rank = desc->rank;
+        place->keys.world_size = desc->world_size;
         if (desc->world_size < 0 || desc->world_size > DTRAIN__MAX_RANKS || desc->rank < 0 ||
             desc->rank >= desc->world_size)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -21240,14 +21242,14 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
     }
     if (status == DTRAIN_OK)
         status = dtrain__place_rest(place, desc, environment);
-    if (status != DTRAIN_OK || place->world_size == 1)
+    if (status != DTRAIN_OK || place->keys.world_size == 1)
         return status;
-    if (place->secure > 0 && place->token_bytes == 0)
+    if (place->keys.secure > 0 && place->keys.token_bytes == 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "comm_create: rank %d: %s asks for sealed traffic and there is no token to make keys of: set "
             "DTRAIN_TOKEN to one secret of 16 bytes or more on every rank",
-            place->rank, desc->secure > 0 ? "desc.secure = 1" : "DTRAIN_SECURE=1");
+            place->keys.rank, desc->secure > 0 ? "desc.secure = 1" : "DTRAIN_SECURE=1");
     if (desc->root != NULL) {
         snprintf(place->root, sizeof place->root, "%s", desc->root);
         dtrain__place_believe(place, "desc.root=%.120s", desc->root);
@@ -21260,7 +21262,7 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                               "comm_create: rank %d of %d: desc.root is needed, host:port or "
                               "unix:/path where rank 0 listens",
-                              place->rank, place->world_size);
+                              place->keys.rank, place->keys.world_size);
     }
     return status == DTRAIN_OK ? dtrain__place_check_root(place) : status;
 }
@@ -22711,7 +22713,7 @@ DTRAIN__FAST_END
 
 /* ---- >>message ----
  * Collectives over messages. Runs the steps of a plan: what goes out and what comes in move together where the
- * transport can, else in an order of which blocked sends form no cycle; sums are folded while more arrives.
+ * transport can, else in an order in which blocked sends form no cycle. Sums are folded while more arrives.
  *
  * Every message carries the call it belongs to; one that does not fit is a mismatch before a byte of its
  * payload is taken. Small payloads travel with their header in one piece.
@@ -22723,7 +22725,6 @@ DTRAIN__FAST_END
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
-#define DTRAIN__MESSAGE_SLICE_NS 20000000
 
 /* Whether one direction of an exchange has stopped in the middle of its message, and its peer is still there. */
 static int dtrain__message_stuck(const dtrain_comm *comm, int peer, size_t moved)
@@ -22731,14 +22732,25 @@ static int dtrain__message_stuck(const dtrain_comm *comm, int peer, size_t moved
     return peer >= 0 && moved > 0 && moved < SIZE_MAX && !dtrain__group_has_left(comm, peer);
 }
 
+static dtrain__direction *dtrain__message_direction(const dtrain_comm *comm, int peer, int sending)
+{
+    return &comm->directions[2 * peer + sending];
+}
+
+/* Counts the messages that a message operation has moved whole: the one with op->root, the one that comes in beside. */
+static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int first, int in)
+{
+    if (op->root >= 0 && first)
+        dtrain__message_direction(comm, op->root, op->kind != DTRAIN__RECV)->number = op->number;
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0 && in)
+        dtrain__message_direction(comm, op->from, 0)->number = op->in_number;
+}
+
 /* Whether an exchange of which a rank has left has cut the other one's message off; a direction that is complete
  * counts. */
 static int dtrain__message_torn(dtrain_comm *comm, const dtrain__op *op)
 {
-    if (op->root >= 0 && (op->sent == SIZE_MAX || op->send_at > 0))
-        comm->sent[op->root] = op->number;
-    if (op->from >= 0 && (op->received == SIZE_MAX || op->at > 0))
-        comm->received[op->from] = op->in_number;
+    dtrain__message_count(comm, op, op->sent == SIZE_MAX || op->send_at > 0, op->received == SIZE_MAX || op->at > 0);
     return dtrain__message_stuck(comm, op->root, op->sent) || dtrain__message_stuck(comm, op->from, op->received);
 }
 
@@ -22755,14 +22767,13 @@ static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
     const size_t header = sizeof(dtrain__message_header);
     dtrain__message_header came;
     dtrain__step step;
-    size_t sends = comm->transport.exchange != NULL ? op->send_at : op->at;
-    if (op->sent > 0 && op->sent != SIZE_MAX && dtrain__plan_step(comm, op, (int)sends, &step))
-        comm->owed[2 * step.to + 1] = header + step.send_bytes - op->sent;
+    if (op->sent > 0 && op->sent != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->send_at, &step))
+        dtrain__message_direction(comm, step.to, 1)->owed = header + step.send_bytes - op->sent;
     if (op->received > 0 && op->received != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->at, &step)) {
         if (op->received < header)
             return 0;
         memcpy(&came, dtrain__message_buffer(comm, op, 0), sizeof came);
-        comm->owed[2 * step.from] = header + (size_t)came.bytes - op->received;
+        dtrain__message_direction(comm, step.from, 0)->owed = header + (size_t)came.bytes - op->received;
     }
     return 1;
 }
@@ -22823,9 +22834,9 @@ static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
         return;
     }
     if (op->root >= 0)
-        op->number = 1 + (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root];
+        op->number = 1 + dtrain__message_direction(comm, op->root, op->kind != DTRAIN__RECV)->number;
     if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
-        op->in_number = 1 + comm->received[op->from];
+        op->in_number = 1 + dtrain__message_direction(comm, op->from, 0)->number;
 }
 
 /* Ends a collective before which a rank has left, and a message to such a rank that has not begun; returns 1 then. All
@@ -22876,12 +22887,10 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     if (dtrain__plan_whole(op) && n > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
         dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__step_held(comm, op) + begin * dtrain__step_width(op),
                             op->out, n);
-    if (!dtrain__op_is_message(op))
+    if (dtrain__op_is_message(op))
+        dtrain__message_count(comm, op, 1, 1);
+    else
         comm->number = op->number;
-    else if (op->root >= 0)
-        (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root] = op->number;
-    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
-        comm->received[op->from] = op->in_number;
     return 1;
 }
 
@@ -22956,7 +22965,7 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
     unsigned char *small = dtrain__message_buffer(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
-    size_t owed = comm->owed[2 * next.peer + sending];
+    size_t owed = dtrain__message_direction(comm, next.peer, sending)->owed;
     if (owed > 0) {
         next.data = comm->waste[sending];
         next.bytes = owed < sizeof comm->waste[0] ? owed : sizeof comm->waste[0];
@@ -22987,16 +22996,24 @@ static dtrain_status dtrain__message_damaged(const dtrain_comm *comm, dtrain__op
                         dtrain__op_text(comm, op).text, comm->rank, what, peer);
 }
 
+/* The header that has come; returns whether it is a whole one of this group. */
+static int dtrain__message_read(dtrain_comm *comm, const dtrain__op *op, dtrain__message_header *came)
+{
+    memcpy(came, dtrain__message_buffer(comm, op, 0), sizeof *came);
+    return came->magic == DTRAIN__MESSAGE_MAGIC && came->check == dtrain__message_header_sum(came) &&
+           came->call.group == comm->group;
+}
+
 /* Compares the header that has come with the call that this rank made. */
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
     dtrain__call mine = dtrain__op_call(comm, op, 1);
-    memcpy(&came, dtrain__message_buffer(comm, op, 0), sizeof came);
+    int whole = dtrain__message_read(comm, op, &came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
-    if (came.check != dtrain__message_header_sum(&came))
+    if (!whole && came.check != dtrain__message_header_sum(&came))
         return dtrain__message_damaged(comm, op, step->from, "the header");
     if (memcmp(&came.call, &mine, sizeof mine) != 0 || (came.tag != step->tag_in && !dtrain__op_is_message(op)))
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
@@ -23014,9 +23031,7 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
     dtrain__message_header came;
     unsigned char *packet = dtrain__message_buffer(comm, op, 0);
     size_t whole;
-    memcpy(&came, packet, sizeof came);
-    if (!dtrain__op_is_message(op) || came.magic != DTRAIN__MESSAGE_MAGIC || came.call.kind == DTRAIN__SEND ||
-        came.check != dtrain__message_header_sum(&came) || came.call.group != comm->group ||
+    if (!dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind == DTRAIN__SEND ||
         came.bytes > SIZE_MAX / 2 || dtrain__group_misses(comm, came.call.number) < 0)
         return 0;
     whole = sizeof came + (size_t)came.bytes;
@@ -23024,7 +23039,7 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
         op->received -= whole;
         memmove(packet, packet + whole, op->received);
     } else {
-        comm->owed[2 * step->from] = whole - op->received;
+        dtrain__message_direction(comm, step->from, 0)->owed = whole - op->received;
         op->received = 0;
     }
     op->touched = op->received > 0 || op->sent > 0 || op->send_at > 0;
@@ -23036,22 +23051,30 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
 static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
-    unsigned char *packet = dtrain__message_buffer(comm, op, 0);
-    int rank;
-    memcpy(&came, packet, sizeof came);
-    rank = (int)(came.tag & 0xffff);
-    if (dtrain__op_is_message(op) || came.magic != DTRAIN__MESSAGE_MAGIC || came.call.kind != DTRAIN__SEND ||
-        came.check != dtrain__message_header_sum(&came) || came.call.group != comm->group ||
-        came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
+    if (dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind != DTRAIN__SEND)
+        return 0;
+    int rank = (int)(came.tag & 0xffff);
+    if (came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
         return 0;
     comm->plane->skipped(comm->transport.self, rank, op->number - 1);
     if (dtrain__group_misses(comm, op->number) < 0)
         return 0;
-    memcpy(comm->held, packet, op->received);
+    memcpy(comm->held, dtrain__message_buffer(comm, op, 0), op->received);
     comm->held_from = step->from;
     comm->held_bytes = op->received;
     op->received = 0;
     return 1;
+}
+
+/* A header has come: drops what belongs to a collective that a rank had left, and judges what then is there. */
+static dtrain_status dtrain__message_arrived(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    while (op->received >= sizeof(dtrain__message_header))
+        if (dtrain__message_hold(comm, op, step))
+            return dtrain__op_needs_left(comm, op, dtrain__group_misses(comm, op->number));
+        else if (!dtrain__message_skip(comm, op, step))
+            return dtrain__message_check(comm, op, step);
+    return DTRAIN_OK;
 }
 
 /* Says whether the data that have come are those that were sent, as far as they were checked. */
@@ -23070,21 +23093,17 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
 {
     size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
     size_t payload = sending ? step->send_bytes : step->recv_bytes;
-    size_t *owed = &comm->owed[2 * (sending ? step->to : step->from) + sending];
+    dtrain__direction *direction = dtrain__message_direction(comm, sending ? step->to : step->from, sending);
     if (moved == 0)
         return DTRAIN_OK; /* what is complete so far has been handled */
-    if (*owed > 0) {
-        *owed -= moved;
+    if (direction->owed > 0) {
+        direction->owed -= moved;
         return DTRAIN_OK;
     }
     *done += moved;
     op->touched = 1;
     dtrain__recorder_moved(comm, op);
-    while (!sending && before < header && *done >= header && dtrain__message_skip(comm, op, step))
-        continue;
-    if (!sending && before < header && *done >= header && dtrain__message_hold(comm, op, step))
-        return dtrain__op_needs_left(comm, op, dtrain__group_misses(comm, op->number));
-    if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
+    if (!sending && before < header && dtrain__message_arrived(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
@@ -23172,6 +23191,22 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
     }
 }
 
+/* One call of the transport; either may be NULL. Where it has no exchange, both are given only where none waits. */
+static dtrain_status dtrain__message_transfer(dtrain_comm *comm, dtrain_transfer *out, dtrain_transfer *in,
+                                              int64_t wait_ns)
+{
+    const dtrain_transport *transport = &comm->transport;
+    dtrain_status sent = DTRAIN_ERR_TIMEOUT, received;
+    if (transport->exchange != NULL)
+        return transport->exchange(transport->self, out, in, wait_ns);
+    if (out != NULL)
+        sent = transport->send(transport->self, out->peer, out->data, out->bytes, wait_ns, &out->moved);
+    if (in == NULL || (sent != DTRAIN_OK && sent != DTRAIN_ERR_TIMEOUT))
+        return sent;
+    received = transport->recv(transport->self, in->peer, in->data, in->bytes, wait_ns, &in->moved);
+    return received == DTRAIN_ERR_TIMEOUT ? sent : received;
+}
+
 /* Moves both directions together until the operation is done or wait_ns. Returns as dtrain_transport.exchange. */
 static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
@@ -23180,6 +23215,10 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
     while (dtrain__message_settle(comm, op, &out, &in, &sends, &receives)) {
         dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
         dtrain_status status, taken = DTRAIN_OK;
+        if (sends && receives && comm->transport.exchange == NULL && wait_ns != 0) {
+            sends = out.send_first && op->send_at == op->at; /* in this order blocked sends form no cycle */
+            receives = !sends;
+        }
         if (receives && dtrain__message_feed(comm, op, &in, &taken)) {
             if (taken != DTRAIN_OK)
                 return taken;
@@ -23189,8 +23228,7 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
             sending = dtrain__message_next(comm, op, &out, 1);
         if (receives)
             receiving = dtrain__message_next(comm, op, &in, 0);
-        status = comm->transport.exchange(comm->transport.self, sends ? &sending : NULL, receives ? &receiving : NULL,
-                                          wait_ns);
+        status = dtrain__message_transfer(comm, sends ? &sending : NULL, receives ? &receiving : NULL, wait_ns);
         if (sends)
             dtrain__message_took(comm, op, &out, 1, sending.moved);
         if (receives)
@@ -23200,68 +23238,6 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
             return DTRAIN_ERR_TIMEOUT;
         if (taken != DTRAIN_OK || status != DTRAIN_OK)
             return taken != DTRAIN_OK ? taken : status;
-    }
-    return DTRAIN_OK;
-}
-
-/* Moves one direction by send or recv alone. Returns what the transport returned. */
-static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending,
-                                          int64_t wait_ns)
-{
-    size_t *done = sending ? &op->sent : &op->received;
-    dtrain_transport *transport = &comm->transport;
-    while (*done != SIZE_MAX) {
-        dtrain_status status = DTRAIN_OK;
-        if (!sending && dtrain__message_feed(comm, op, step, &status)) {
-            if (status != DTRAIN_OK)
-                return status;
-            continue;
-        }
-        dtrain_transfer next = dtrain__message_next(comm, op, step, sending);
-        status = sending ? transport->send(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved)
-                         : transport->recv(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved);
-        dtrain_status taken = dtrain__message_took(comm, op, step, sending, next.moved);
-        if (taken != DTRAIN_OK || status != DTRAIN_OK)
-            return taken != DTRAIN_OK ? taken : status;
-    }
-    return DTRAIN_OK;
-}
-
-/* Does both directions of a step by send and recv: in a safe order when it may wait, else whatever moves. */
-static dtrain_status dtrain__message_both(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int64_t wait_ns)
-{
-    dtrain_status status, result = DTRAIN_OK;
-    for (int turn = 0; turn < 2; turn++) {
-        int sending = (turn == 0) == (step->send_first || step->from < 0);
-        int peer = sending ? step->to : step->from;
-        if (peer < 0)
-            continue;
-        status = dtrain__message_move(comm, op, step, sending, wait_ns);
-        if (status == DTRAIN_OK)
-            continue;
-        op->awaited = peer;
-        result = status;
-        if (status != DTRAIN_ERR_TIMEOUT || wait_ns != 0)
-            break;
-    }
-    return result;
-}
-
-/* Goes through the steps one by one, for a transport that has send and recv alone. */
-static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
-{
-    dtrain__step step;
-    while (dtrain__plan_step(comm, op, (int)op->at, &step)) {
-        if (op->entered == op->at) {
-            dtrain__message_enter(comm, op, &step, op->at);
-            op->entered++;
-        }
-        dtrain_status status = dtrain__message_both(comm, op, &step, wait_ns);
-        if (status != DTRAIN_OK)
-            return status;
-        dtrain__message_fold(op, &step);
-        op->sent = op->received = 0;
-        op->at++;
     }
     return DTRAIN_OK;
 }
@@ -23281,8 +23257,7 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
         return 1;
     }
     dtrain__thread_error.status = DTRAIN_OK;
-    status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
-                                              : dtrain__message_in_turn(comm, op, wait_ns);
+    status = dtrain__message_exchange(comm, op, wait_ns);
     /* a TIMEOUT with a text is not that of a wait, but what the group was broken by */
     int late = dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
@@ -23307,19 +23282,12 @@ static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *
             return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
         receiving = dtrain__message_next(comm, in, &receives, 0);
     }
-    comm->transport.exchange(comm->transport.self, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL,
-                             wait_ns);
+    dtrain__message_transfer(comm, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL, wait_ns);
     if (out != NULL)
         dtrain__message_took(comm, out, &sends, 1, sending.moved);
     if (in != NULL)
         taken = dtrain__message_took(comm, in, &receives, 0, receiving.moved);
     return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
-}
-
-static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__recorder_expire(comm, op);
-    return dtrain__message_fail(comm, op);
 }
 
 DTRAIN__FAST_END
@@ -23372,7 +23340,10 @@ static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait
 
 static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
 {
-    return dtrain__op_is_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+    if (dtrain__op_is_fused(op))
+        return dtrain__fused_expire(comm, op);
+    dtrain__recorder_expire(comm, op);
+    return dtrain__message_fail(comm, op);
 }
 
 /* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
@@ -23439,13 +23410,13 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
 {
     dtrain__queue_look sweep = {NULL, NULL, 0, 0, 0};
     dtrain_work *before = NULL, *next;
-    int taken = 0, lanes = 2 * (comm->size - 1);
+    int taken = 0, most = 2 * (comm->size - 1);
     comm->sweep++;
-    for (dtrain_work *work = head; work != NULL && dtrain__op_is_one_way(&work->op) && taken < lanes; work = next) {
+    for (dtrain_work *work = head; work != NULL && dtrain__op_is_one_way(&work->op) && taken < most; work = next) {
         int sends = work->op.kind == DTRAIN__SEND;
-        uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
+        dtrain__direction *direction = dtrain__message_direction(comm, work->op.root, sends);
         next = __atomic_load_n(&work->next, __ATOMIC_ACQUIRE);
-        if (*lane == comm->sweep) {
+        if (direction->sweep == comm->sweep) {
             before = work;
             continue;
         }
@@ -23457,7 +23428,7 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
             continue;
         }
         before = work;
-        *lane = comm->sweep;
+        direction->sweep = comm->sweep;
         taken++;
         if (sends && sweep.out == NULL)
             sweep.out = &work->op;
@@ -23472,10 +23443,12 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
 /* Waits until slice_ns for the first messages out and in; the others get their turn after that. */
 static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrain__queue_look *sweep, int64_t slice_ns)
 {
-    int moved = 0;
-    if (comm->transport.exchange == NULL)
-        head->ended = dtrain__queue_turn(comm, &head->op, slice_ns, &moved);
-    else if (dtrain__message_pair(comm, sweep->out, sweep->in != NULL ? &sweep->in->op : NULL, slice_ns))
+    dtrain__op *out = sweep->out, *in = sweep->in != NULL ? &sweep->in->op : NULL;
+    if (comm->transport.exchange == NULL && out != NULL && in != NULL) {
+        out = out == &head->op ? out : NULL;
+        in = out == NULL ? in : NULL;
+    }
+    if (dtrain__message_pair(comm, out, in, slice_ns))
         sweep->in->ended = 1;
 }
 
@@ -23642,24 +23615,6 @@ DTRAIN__FAST_END
 #ifndef DTRAIN__SERVICE
 #define DTRAIN__SERVICE
 
-/* One round over the groups that nobody else is driving. */
-static int dtrain__service_round(void *pointer)
-{
-    dtrain__service *service = (dtrain__service *)pointer;
-    int moved = __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0;
-    pthread_mutex_lock(&service->mutex);
-    for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
-        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&comm->drive_mutex) != 0)
-            continue;
-        int messages = comm->shared == NULL;
-        moved |= dtrain__queue_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
-        moved |= messages && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
-        pthread_mutex_unlock(&comm->drive_mutex);
-    }
-    pthread_mutex_unlock(&service->mutex);
-    return moved;
-}
-
 /* Advances all groups without waiting for a peer. Returns for how long there is nothing to do unless
  * something comes. */
 static int64_t dtrain__service_drive(dtrain__service *service)
@@ -23684,21 +23639,25 @@ static int64_t dtrain__service_drive(dtrain__service *service)
     return span;
 }
 
+/* Whether anything moved, or it is to stop. */
+static int dtrain__service_round(void *pointer)
+{
+    dtrain__service *service = (dtrain__service *)pointer;
+    return __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0 || dtrain__service_drive(service) == 0;
+}
+
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     dtrain__origin *origin = service->origin;
-    while (origin->step != NULL && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+    for (unsigned turn = 0; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
         int64_t span = dtrain__service_drive(service);
-        origin->step(origin, span > 0 ? dtrain__os_now_ns() + span : 0);
-    }
-    if (origin->step != NULL)
-        return;
-    unsigned first = service->bell->spins + DTRAIN__BELL_YIELDS - 10; /* yield a little, then sleep */
-    for (unsigned turn = first; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
-        if (dtrain__service_round(service))
-            turn = first;
-        dtrain__bell_wait(service->bell, turn, INT64_MAX, dtrain__service_round, service);
+        turn = span > 0 ? turn : 0;
+        if (origin->step != NULL)
+            origin->step(origin, span > 0 ? dtrain__os_now_ns() + span : 0);
+        else /* yields a little, then sleeps */
+            dtrain__bell_wait(service->bell, service->bell->spins + DTRAIN__BELL_YIELDS - 10 + turn, INT64_MAX,
+                              dtrain__service_round, service);
     }
 }
 
@@ -24191,13 +24150,7 @@ static void dtrain__create_free(dtrain_comm *comm)
         __atomic_store_n(&work->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
         dtrain__free(allocator, work);
     }
-    dtrain__free(allocator, comm->sent);
-    dtrain__free(allocator, comm->received);
-    dtrain__free(allocator, comm->ins);
-    dtrain__free(allocator, comm->outs);
-    dtrain__free(allocator, comm->parts);
-    dtrain__free(allocator, comm->lanes);
-    dtrain__free(allocator, comm->owed);
+    dtrain__free(allocator, comm->directions);
     dtrain__free(allocator, comm->scratch);
     dtrain__free(allocator, comm->notes);
     dtrain__free(allocator, comm->packed);
@@ -24213,19 +24166,17 @@ static void dtrain__create_free(dtrain_comm *comm)
 /* The algorithms that desc and environment ask for; where nodes are said to be. */
 static dtrain_status dtrain__create_choose(dtrain_comm *comm)
 {
-    int64_t ranks = 0;
-    dtrain_status status = DTRAIN_OK;
+    int64_t ranks = comm->desc.node_ranks;
     comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && comm->plane->checks);
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
     if (comm->desc.node_ranks < 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
                             comm->desc.node_ranks);
-    if (comm->desc.node_ranks == 0 && dtrain__place_get("DTRAIN_NODE_RANKS") != NULL)
-        status = dtrain__place_number("DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks);
-    comm->node_ranks = comm->desc.node_ranks > 0 ? comm->desc.node_ranks : (int)ranks;
-    comm->node_ranks = comm->node_ranks < comm->size ? comm->node_ranks : comm->size;
-    return status == DTRAIN_OK ? dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM")) : status;
+    if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    comm->node_ranks = ranks < comm->size ? (int)ranks : comm->size;
+    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
 /* Makes one rank's end; on an error the transport stays the caller's. */
@@ -24234,7 +24185,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     const dtrain_transport *transport = &end->transport;
     dtrain_allocator *allocator = end->allocator;
     size_t size = (size_t)transport->size;
-    dtrain_status status = DTRAIN_OK;
+    dtrain_status status;
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator, sizeof *comm);
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
@@ -24254,26 +24205,22 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
     pthread_mutex_init(&comm->queue_mutex, NULL);
     pthread_mutex_init(&comm->drive_mutex, NULL);
-    comm->sent = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
-    comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
-    comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
-    comm->owed = (size_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(size_t));
-    comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
-    comm->blocked = (dtrain__blocked *)dtrain__alloc(comm->allocator, sizeof *comm->blocked);
+    comm->directions = (dtrain__direction *)dtrain__alloc(
+        allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + sizeof(void *)));
+    comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
     if (comm->blocked != NULL)
         comm->blocked->held = 1;
-    if (comm->blocked == NULL || comm->sent == NULL || comm->received == NULL || comm->ins == NULL ||
-        comm->outs == NULL || comm->parts == NULL || comm->lanes == NULL || comm->owed == NULL ||
-        !dtrain__recorder_create(comm))
+    if (comm->directions == NULL || comm->blocked == NULL || !dtrain__recorder_create(comm)) {
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    else
-        status = dtrain__trace_prefix(comm, desc->trace_on_failure);
-    if (status == DTRAIN_OK) {
+    } else {
+        comm->parts = (dtrain__extent *)(void *)(comm->directions + 2 * size);
         comm->others = comm->parts + size;
-        status = dtrain__create_choose(comm);
+        comm->ins = (const void **)(void *)(comm->others + size);
+        comm->outs = (void **)(void *)(comm->ins + size);
+        status = dtrain__trace_prefix(comm, desc->trace_on_failure);
     }
+    if (status == DTRAIN_OK)
+        status = dtrain__create_choose(comm);
     if (status == DTRAIN_OK)
         *out = comm;
     else
@@ -24281,9 +24228,13 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     return status;
 }
 
-static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc *desc)
+/* Checks a desc; in place of NULL it puts one with all defaults. */
+static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
 {
+    static dtrain_comm_desc defaults; /* only read */
+    const dtrain_comm_desc *desc = *given != NULL ? *given : &defaults;
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
+    *given = desc;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
         (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
@@ -24331,19 +24282,14 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
 
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
-    dtrain_comm_desc defaults;
     dtrain__threads_group *group;
     dtrain__end end;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
-    if (desc == NULL)
-        desc = &defaults;
     if (comms == NULL || ranks < 1 || ranks > DTRAIN__MAX_RANKS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threads_create: %d ranks (1 to %d are possible) into %s array",
                             ranks, DTRAIN__MAX_RANKS, comms == NULL ? "no" : "an");
     for (int rank = 0; rank < ranks; rank++)
         comms[rank] = NULL;
-    status = dtrain__create_check_desc(desc);
+    dtrain_status status = dtrain__create_check_desc(&desc);
     if (status == DTRAIN_OK)
         status = dtrain__threads_create(&group, ranks, desc->allocator);
     if (status != DTRAIN_OK)
@@ -24362,37 +24308,6 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
-/* Makes the transport of a group of processes. */
-static dtrain_status dtrain__create_processes(dtrain__end *out, const dtrain__place *place,
-                                              const dtrain_comm_desc *desc)
-{
-    dtrain__keys keys;
-    dtrain__hub_desc hub;
-    dtrain_status status;
-    memset(&keys, 0, sizeof keys);
-    keys.rank = place->rank;
-    keys.world_size = place->world_size;
-    keys.secure = place->secure;
-    memcpy(keys.token, place->token, sizeof keys.token);
-    keys.token_bytes = place->token_bytes;
-    memcpy(keys.job, place->job, sizeof keys.job);
-    hub.root = place->root;
-    hub.listen_on = place->listen_on;
-    hub.fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
-    hub.believed = place->believed;
-    hub.insecure = place->insecure;
-    hub.listen_fd = place->listen_fd;
-    hub.connections = desc->connections;
-    hub.heartbeat_ms = desc->heartbeat_ms;
-    hub.reconnect_ms = desc->reconnect_ms;
-    hub.timeout_ms = place->timeout_ms;
-    hub.on_address = desc->on_address;
-    hub.on_address_user = desc->on_address_user;
-    status = dtrain__socket_plane_create(out, &keys, &hub, desc->allocator);
-    memset(&keys, 0, sizeof keys);
-    return status;
-}
-
 /* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
 static dtrain_status dtrain__create_world(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
@@ -24401,37 +24316,32 @@ static dtrain_status dtrain__create_world(dtrain_comm **out, const dtrain__place
     dtrain_comm *comm;
     int64_t now = dtrain__os_now_ns();
     memset(&end, 0, sizeof end);
-    dtrain_status status = dtrain__create_processes(&end, place, desc);
+    dtrain_status status = dtrain__socket_plane_create(&end, &place->keys, &place->hub, desc->allocator);
     if (status != DTRAIN_OK)
         return status;
-    placed.timeout_ms = place->timeout_ms;
+    placed.timeout_ms = place->hub.timeout_ms;
     status = dtrain__create_end(&comm, &end, &placed);
     if (status != DTRAIN_OK)
         return status;
     comm->forming = 1;
     comm->started_ns = now;
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(place->timeout_ms);
+    comm->form_deadline_ns = placed.timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(placed.timeout_ms);
     *out = comm;
     return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
-    dtrain_comm_desc defaults;
     dtrain__place place;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
-    if (desc == NULL)
-        desc = &defaults;
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
     *comm = NULL;
-    status = dtrain__create_check_desc(desc);
+    dtrain_status status = dtrain__create_check_desc(&desc);
     if (status == DTRAIN_OK)
         status = dtrain__place_read(&place, desc);
     if (status != DTRAIN_OK)
         return status;
-    if (place.world_size == 1) {
+    if (place.keys.world_size == 1) {
         status = dtrain_threads_create(comm, 1, desc);
         if (status == DTRAIN_OK)
             (*comm)->alone = place.alone;
@@ -24441,7 +24351,7 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
                             "address space; choose another for %d processes",
-                            place.world_size);
+                            place.keys.world_size);
     status = dtrain__create_world(comm, &place, desc);
     memset(&place, 0, sizeof place);
     return status;
@@ -24587,39 +24497,28 @@ static void dtrain__create_runner_main(void *pointer)
     dtrain__create_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
 }
 
-/* Starts a thread for each rank; returns how many, fewer than `ranks` when *status says why. */
-static int dtrain__create_runners_start(dtrain__create_runner *runners, dtrain_comm **comms, int ranks, size_t stack,
-                                        dtrain_status *status)
+/* Runs the ranks on threads of their own; the error of the one that failed first is the call's. */
+static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int ranks, size_t stack)
 {
-    for (int rank = 0; rank < ranks; rank++) {
-        runners[rank].comm = comms[rank];
-        int error = dtrain__os_thread_start(&runners[rank].thread, dtrain__create_runner_main, &runners[rank], stack);
-        if (error == 0)
-            continue;
-        *status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", rank, ranks,
-                               strerror(error));
-        for (int left = rank; left < ranks; left++)
-            dtrain_comm_destroy(comms[left]);
-        return rank;
+    dtrain__error first = {DTRAIN_OK, ""};
+    int started = 0;
+    while (started < ranks && first.status == DTRAIN_OK) {
+        dtrain__create_runner *runner = &runners[started];
+        int error = dtrain__os_thread_start(&runner->thread, dtrain__create_runner_main, runner, stack);
+        if (error != 0)
+            dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", started, ranks,
+                         strerror(error));
+        else
+            started++;
     }
-    return ranks;
-}
-
-/* Waits for the ranks; the error of the one that failed first is the call's. */
-static dtrain_status dtrain__create_runners_join(dtrain__create_runner *runners, int started, dtrain_status status)
-{
-    dtrain__error first = dtrain__thread_error;
+    for (int rank = started; rank < ranks; rank++)
+        dtrain_comm_destroy(runners[rank].comm);
     for (int rank = 0; rank < started; rank++) {
         dtrain__os_thread_join(&runners[rank].thread);
-        if (status == DTRAIN_OK && runners[rank].place == 1)
+        if (started == ranks && runners[rank].place == 1)
             first = runners[rank].error;
     }
-    for (int rank = 0; status == DTRAIN_OK && rank < started; rank++)
-        if (runners[rank].place == 1)
-            status = first.status;
-    if (status != DTRAIN_OK)
-        dtrain__thread_error = first;
-    return status;
+    return dtrain__report(&first);
 }
 
 DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
@@ -24629,7 +24528,6 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
     size_t n = ranks > 0 && ranks <= DTRAIN__MAX_RANKS ? (size_t)ranks : 0;
     size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
     uint32_t failures = 0;
-    dtrain_status status = DTRAIN_OK;
     if (n == 0 || body == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
                             DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
@@ -24637,22 +24535,20 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "run_threads: desc.stack_bytes is %zu; calls need %d, and body what it needs beside", stack,
                             DTRAIN__LEAST_STACK);
-    dtrain__create_runner *runners = (dtrain__create_runner *)dtrain__alloc(&heap, n * sizeof(dtrain__create_runner));
-    dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
-    for (size_t rank = 0; runners != NULL && rank < n; rank++) {
+    dtrain__create_runner *runners =
+        (dtrain__create_runner *)dtrain__alloc(&heap, n * (sizeof *runners + sizeof(dtrain_comm *)));
+    if (runners == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
+    dtrain_comm **comms = (dtrain_comm **)(void *)(runners + n);
+    dtrain_status status = dtrain_threads_create(comms, ranks, desc);
+    for (size_t rank = 0; rank < n; rank++) {
+        runners[rank].comm = comms[rank];
         runners[rank].body = body;
         runners[rank].user = user;
         runners[rank].failures = &failures;
     }
-    if (runners == NULL || comms == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
-    else
-        status = dtrain_threads_create(comms, ranks, desc);
-    if (status == DTRAIN_OK) {
-        int started = dtrain__create_runners_start(runners, comms, ranks, stack, &status);
-        status = dtrain__create_runners_join(runners, started, status);
-    }
-    dtrain__free(&heap, comms);
+    if (status == DTRAIN_OK)
+        status = dtrain__create_run(runners, ranks, stack);
     dtrain__free(&heap, runners);
     return status;
 }
@@ -24669,11 +24565,8 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                     const dtrain_comm_desc *desc)
 {
-    dtrain_comm_desc defaults;
     dtrain_transport held;
     dtrain__end end;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
     if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_from_transport: needs a place for the group and a table with send and recv");
@@ -24682,18 +24575,19 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
         transport->rank >= transport->size)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
                             transport->rank, transport->size, DTRAIN__MAX_RANKS);
-    if (desc != NULL && desc->algorithm == DTRAIN_ALGORITHM_FUSED)
+    dtrain_status status = dtrain__create_check_desc(&desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if (desc->algorithm == DTRAIN_ALGORITHM_FUSED)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
                             "choose another algorithm than FUSED");
-    status = dtrain__create_check_desc(desc != NULL ? desc : &defaults);
     held = *transport;
     held.destroy = NULL;
     held.leave = NULL;
+    status = dtrain__mux_plane_create(&end, &held, desc->allocator);
     if (status == DTRAIN_OK)
-        status = dtrain__mux_plane_create(&end, &held, desc != NULL ? desc->allocator : NULL);
-    if (status == DTRAIN_OK)
-        status = dtrain__create_end(comm, &end, desc != NULL ? desc : &defaults);
+        status = dtrain__create_end(comm, &end, desc);
     if (status == DTRAIN_OK) { /* on an error the table stays the user's */
         dtrain_transport *table = &((dtrain__mux_lane *)end.transport.self)->mux->table;
         table->destroy = transport->destroy;

@@ -18,13 +18,7 @@ static void dtrain__create_free(dtrain_comm *comm)
         __atomic_store_n(&work->mark, DTRAIN__GONE, __ATOMIC_RELAXED);
         dtrain__free(allocator, work);
     }
-    dtrain__free(allocator, comm->sent);
-    dtrain__free(allocator, comm->received);
-    dtrain__free(allocator, comm->ins);
-    dtrain__free(allocator, comm->outs);
-    dtrain__free(allocator, comm->parts);
-    dtrain__free(allocator, comm->lanes);
-    dtrain__free(allocator, comm->owed);
+    dtrain__free(allocator, comm->directions);
     dtrain__free(allocator, comm->scratch);
     dtrain__free(allocator, comm->notes);
     dtrain__free(allocator, comm->packed);
@@ -40,19 +34,17 @@ static void dtrain__create_free(dtrain_comm *comm)
 /* The algorithms that desc and environment ask for; where nodes are said to be. */
 static dtrain_status dtrain__create_choose(dtrain_comm *comm)
 {
-    int64_t ranks = 0;
-    dtrain_status status = DTRAIN_OK;
+    int64_t ranks = comm->desc.node_ranks;
     comm->checks = comm->desc.checksum > 0 || (comm->desc.checksum == 0 && comm->plane->checks);
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
     if (comm->desc.node_ranks < 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
                             comm->desc.node_ranks);
-    if (comm->desc.node_ranks == 0 && dtrain__place_get("DTRAIN_NODE_RANKS") != NULL)
-        status = dtrain__place_number("DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks);
-    comm->node_ranks = comm->desc.node_ranks > 0 ? comm->desc.node_ranks : (int)ranks;
-    comm->node_ranks = comm->node_ranks < comm->size ? comm->node_ranks : comm->size;
-    return status == DTRAIN_OK ? dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM")) : status;
+    if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    comm->node_ranks = ranks < comm->size ? (int)ranks : comm->size;
+    return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
 /* Makes one rank's end; on an error the transport stays the caller's. */
@@ -61,7 +53,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     const dtrain_transport *transport = &end->transport;
     dtrain_allocator *allocator = end->allocator;
     size_t size = (size_t)transport->size;
-    dtrain_status status = DTRAIN_OK;
+    dtrain_status status;
     dtrain_comm *comm = (dtrain_comm *)dtrain__alloc(allocator, sizeof *comm);
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
@@ -81,26 +73,22 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->bell = end->shared != NULL ? &end->shared->bell : &comm->own_bell;
     pthread_mutex_init(&comm->queue_mutex, NULL);
     pthread_mutex_init(&comm->drive_mutex, NULL);
-    comm->sent = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
-    comm->received = (uint64_t *)dtrain__alloc(comm->allocator, size * sizeof(uint64_t));
-    comm->ins = (const void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    comm->outs = (void **)dtrain__alloc(comm->allocator, size * sizeof(void *));
-    comm->lanes = (uint64_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(uint64_t));
-    comm->owed = (size_t *)dtrain__alloc(comm->allocator, 2 * size * sizeof(size_t));
-    comm->parts = (dtrain__extent *)dtrain__alloc(comm->allocator, 2 * size * sizeof(dtrain__extent));
-    comm->blocked = (dtrain__blocked *)dtrain__alloc(comm->allocator, sizeof *comm->blocked);
+    comm->directions = (dtrain__direction *)dtrain__alloc(
+        allocator, 2 * size * (sizeof *comm->directions + sizeof *comm->parts + sizeof(void *)));
+    comm->blocked = (dtrain__blocked *)dtrain__alloc(allocator, sizeof *comm->blocked);
     if (comm->blocked != NULL)
         comm->blocked->held = 1;
-    if (comm->blocked == NULL || comm->sent == NULL || comm->received == NULL || comm->ins == NULL ||
-        comm->outs == NULL || comm->parts == NULL || comm->lanes == NULL || comm->owed == NULL ||
-        !dtrain__recorder_create(comm))
+    if (comm->directions == NULL || comm->blocked == NULL || !dtrain__recorder_create(comm)) {
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "rank %d: no memory for its end of a group", transport->rank);
-    else
-        status = dtrain__trace_prefix(comm, desc->trace_on_failure);
-    if (status == DTRAIN_OK) {
+    } else {
+        comm->parts = (dtrain__extent *)(void *)(comm->directions + 2 * size);
         comm->others = comm->parts + size;
-        status = dtrain__create_choose(comm);
+        comm->ins = (const void **)(void *)(comm->others + size);
+        comm->outs = (void **)(void *)(comm->ins + size);
+        status = dtrain__trace_prefix(comm, desc->trace_on_failure);
     }
+    if (status == DTRAIN_OK)
+        status = dtrain__create_choose(comm);
     if (status == DTRAIN_OK)
         *out = comm;
     else
@@ -108,9 +96,13 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     return status;
 }
 
-static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc *desc)
+/* Checks a desc; in place of NULL it puts one with all defaults. */
+static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
 {
+    static dtrain_comm_desc defaults; /* only read */
+    const dtrain_comm_desc *desc = *given != NULL ? *given : &defaults;
     int algorithm = (int)desc->algorithm, progress = (int)desc->progress;
+    *given = desc;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
         (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
@@ -158,19 +150,14 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
 
 DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc)
 {
-    dtrain_comm_desc defaults;
     dtrain__threads_group *group;
     dtrain__end end;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
-    if (desc == NULL)
-        desc = &defaults;
     if (comms == NULL || ranks < 1 || ranks > DTRAIN__MAX_RANKS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threads_create: %d ranks (1 to %d are possible) into %s array",
                             ranks, DTRAIN__MAX_RANKS, comms == NULL ? "no" : "an");
     for (int rank = 0; rank < ranks; rank++)
         comms[rank] = NULL;
-    status = dtrain__create_check_desc(desc);
+    dtrain_status status = dtrain__create_check_desc(&desc);
     if (status == DTRAIN_OK)
         status = dtrain__threads_create(&group, ranks, desc->allocator);
     if (status != DTRAIN_OK)
@@ -189,37 +176,6 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
-/* Makes the transport of a group of processes. */
-static dtrain_status dtrain__create_processes(dtrain__end *out, const dtrain__place *place,
-                                              const dtrain_comm_desc *desc)
-{
-    dtrain__keys keys;
-    dtrain__hub_desc hub;
-    dtrain_status status;
-    memset(&keys, 0, sizeof keys);
-    keys.rank = place->rank;
-    keys.world_size = place->world_size;
-    keys.secure = place->secure;
-    memcpy(keys.token, place->token, sizeof keys.token);
-    keys.token_bytes = place->token_bytes;
-    memcpy(keys.job, place->job, sizeof keys.job);
-    hub.root = place->root;
-    hub.listen_on = place->listen_on;
-    hub.fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
-    hub.believed = place->believed;
-    hub.insecure = place->insecure;
-    hub.listen_fd = place->listen_fd;
-    hub.connections = desc->connections;
-    hub.heartbeat_ms = desc->heartbeat_ms;
-    hub.reconnect_ms = desc->reconnect_ms;
-    hub.timeout_ms = place->timeout_ms;
-    hub.on_address = desc->on_address;
-    hub.on_address_user = desc->on_address_user;
-    status = dtrain__socket_plane_create(out, &keys, &hub, desc->allocator);
-    memset(&keys, 0, sizeof keys);
-    return status;
-}
-
 /* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
 static dtrain_status dtrain__create_world(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
 {
@@ -228,37 +184,32 @@ static dtrain_status dtrain__create_world(dtrain_comm **out, const dtrain__place
     dtrain_comm *comm;
     int64_t now = dtrain__os_now_ns();
     memset(&end, 0, sizeof end);
-    dtrain_status status = dtrain__create_processes(&end, place, desc);
+    dtrain_status status = dtrain__socket_plane_create(&end, &place->keys, &place->hub, desc->allocator);
     if (status != DTRAIN_OK)
         return status;
-    placed.timeout_ms = place->timeout_ms;
+    placed.timeout_ms = place->hub.timeout_ms;
     status = dtrain__create_end(&comm, &end, &placed);
     if (status != DTRAIN_OK)
         return status;
     comm->forming = 1;
     comm->started_ns = now;
-    comm->form_deadline_ns = place->timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(place->timeout_ms);
+    comm->form_deadline_ns = placed.timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(placed.timeout_ms);
     *out = comm;
     return DTRAIN_OK;
 }
 
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
-    dtrain_comm_desc defaults;
     dtrain__place place;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
-    if (desc == NULL)
-        desc = &defaults;
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
     *comm = NULL;
-    status = dtrain__create_check_desc(desc);
+    dtrain_status status = dtrain__create_check_desc(&desc);
     if (status == DTRAIN_OK)
         status = dtrain__place_read(&place, desc);
     if (status != DTRAIN_OK)
         return status;
-    if (place.world_size == 1) {
+    if (place.keys.world_size == 1) {
         status = dtrain_threads_create(comm, 1, desc);
         if (status == DTRAIN_OK)
             (*comm)->alone = place.alone;
@@ -268,7 +219,7 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
                             "address space; choose another for %d processes",
-                            place.world_size);
+                            place.keys.world_size);
     status = dtrain__create_world(comm, &place, desc);
     memset(&place, 0, sizeof place);
     return status;
@@ -414,39 +365,28 @@ static void dtrain__create_runner_main(void *pointer)
     dtrain__create_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
 }
 
-/* Starts a thread for each rank; returns how many, fewer than `ranks` when *status says why. */
-static int dtrain__create_runners_start(dtrain__create_runner *runners, dtrain_comm **comms, int ranks, size_t stack,
-                                        dtrain_status *status)
+/* Runs the ranks on threads of their own; the error of the one that failed first is the call's. */
+static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int ranks, size_t stack)
 {
-    for (int rank = 0; rank < ranks; rank++) {
-        runners[rank].comm = comms[rank];
-        int error = dtrain__os_thread_start(&runners[rank].thread, dtrain__create_runner_main, &runners[rank], stack);
-        if (error == 0)
-            continue;
-        *status = dtrain__fail(NULL, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", rank, ranks,
-                               strerror(error));
-        for (int left = rank; left < ranks; left++)
-            dtrain_comm_destroy(comms[left]);
-        return rank;
+    dtrain__error first = {DTRAIN_OK, ""};
+    int started = 0;
+    while (started < ranks && first.status == DTRAIN_OK) {
+        dtrain__create_runner *runner = &runners[started];
+        int error = dtrain__os_thread_start(&runner->thread, dtrain__create_runner_main, runner, stack);
+        if (error != 0)
+            dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", started, ranks,
+                         strerror(error));
+        else
+            started++;
     }
-    return ranks;
-}
-
-/* Waits for the ranks; the error of the one that failed first is the call's. */
-static dtrain_status dtrain__create_runners_join(dtrain__create_runner *runners, int started, dtrain_status status)
-{
-    dtrain__error first = dtrain__thread_error;
+    for (int rank = started; rank < ranks; rank++)
+        dtrain_comm_destroy(runners[rank].comm);
     for (int rank = 0; rank < started; rank++) {
         dtrain__os_thread_join(&runners[rank].thread);
-        if (status == DTRAIN_OK && runners[rank].place == 1)
+        if (started == ranks && runners[rank].place == 1)
             first = runners[rank].error;
     }
-    for (int rank = 0; status == DTRAIN_OK && rank < started; rank++)
-        if (runners[rank].place == 1)
-            status = first.status;
-    if (status != DTRAIN_OK)
-        dtrain__thread_error = first;
-    return status;
+    return dtrain__report(&first);
 }
 
 DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
@@ -456,7 +396,6 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
     size_t n = ranks > 0 && ranks <= DTRAIN__MAX_RANKS ? (size_t)ranks : 0;
     size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
     uint32_t failures = 0;
-    dtrain_status status = DTRAIN_OK;
     if (n == 0 || body == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
                             DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
@@ -464,22 +403,20 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "run_threads: desc.stack_bytes is %zu; calls need %d, and body what it needs beside", stack,
                             DTRAIN__LEAST_STACK);
-    dtrain__create_runner *runners = (dtrain__create_runner *)dtrain__alloc(&heap, n * sizeof(dtrain__create_runner));
-    dtrain_comm **comms = (dtrain_comm **)dtrain__alloc(&heap, n * sizeof(dtrain_comm *));
-    for (size_t rank = 0; runners != NULL && rank < n; rank++) {
+    dtrain__create_runner *runners =
+        (dtrain__create_runner *)dtrain__alloc(&heap, n * (sizeof *runners + sizeof(dtrain_comm *)));
+    if (runners == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
+    dtrain_comm **comms = (dtrain_comm **)(void *)(runners + n);
+    dtrain_status status = dtrain_threads_create(comms, ranks, desc);
+    for (size_t rank = 0; rank < n; rank++) {
+        runners[rank].comm = comms[rank];
         runners[rank].body = body;
         runners[rank].user = user;
         runners[rank].failures = &failures;
     }
-    if (runners == NULL || comms == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "run_threads: no memory for %d ranks", ranks);
-    else
-        status = dtrain_threads_create(comms, ranks, desc);
-    if (status == DTRAIN_OK) {
-        int started = dtrain__create_runners_start(runners, comms, ranks, stack, &status);
-        status = dtrain__create_runners_join(runners, started, status);
-    }
-    dtrain__free(&heap, comms);
+    if (status == DTRAIN_OK)
+        status = dtrain__create_run(runners, ranks, stack);
     dtrain__free(&heap, runners);
     return status;
 }

@@ -66,6 +66,13 @@ typedef struct dtrain__extent {
     size_t begin, count;
 } dtrain__extent;
 
+/* One direction between this rank and a peer: what has gone that way. */
+typedef struct dtrain__direction {
+    uint64_t number; /* of the last message */
+    uint64_t sweep;  /* the last sweep of the queue that met a message under way */
+    size_t owed;     /* bytes of a message that was cut off, which are still to go */
+} dtrain__direction;
+
 /* The buffers of one of several fused calls. */
 typedef struct dtrain__segment {
     const void *in;
@@ -167,12 +174,13 @@ struct dtrain_comm {
     uint64_t number;      /* of the last collective */
     uint64_t turn;        /* of the last fused one */
     dtrain__recorder *recorder;
-    int published;             /* the transport owns it */
-    uint64_t *sent, *received; /* numbers of the last messages to and from each rank */
-    const void **ins;          /* size pointers each, for folds */
+    int published;                 /* the transport owns it */
+    dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; in one block with the next four */
+    uint64_t sweep;                /* the number of the last one */
+    const void **ins;              /* size pointers each, for folds */
     void **outs;
-    uint64_t group;                        /* names it among the groups of these ranks; 0: the first */
-    dtrain__extent *parts, *others;        /* of the operation under way; others: of what an all-to-all receives */
+    uint64_t group;                 /* names it among the groups of these ranks; 0: the first */
+    dtrain__extent *parts, *others; /* size each, of the operation under way; others: of what an all-to-all receives */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
@@ -182,15 +190,13 @@ struct dtrain_comm {
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
-    uint32_t pending; /* queued and not done */
-    size_t *owed; /* bytes of messages that were cut off, which still come from (2 r) and go to (2 r + 1) each rank r */
-    unsigned char waste[2][4096]; /* these bytes */
+    uint32_t pending;             /* queued and not done */
+    unsigned char waste[2][4096]; /* bytes that are owed */
     uint64_t missed;              /* the last collective before which a rank had left << 16, and that rank; 0: none */
     unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that a collective met, for its recv */
     int held_from;
     size_t held_bytes, held_at;
-    uint64_t *lanes, sweep; /* the last sweep that met a message under way to and from each rank, and its number */
-    int fusing;             /* between fuse_begin and fuse_end */
+    int fusing; /* between fuse_begin and fuse_end */
     dtrain__note *notes;
     size_t noted;
     unsigned char *packed; /* buffers of fused calls, one after another */

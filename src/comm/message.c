@@ -1,6 +1,6 @@
 /* ---- >>message ----
  * Collectives over messages. Runs the steps of a plan: what goes out and what comes in move together where the
- * transport can, else in an order of which blocked sends form no cycle; sums are folded while more arrives.
+ * transport can, else in an order in which blocked sends form no cycle. Sums are folded while more arrives.
  *
  * Every message carries the call it belongs to; one that does not fit is a mismatch before a byte of its
  * payload is taken. Small payloads travel with their header in one piece.
@@ -15,7 +15,6 @@
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
-#define DTRAIN__MESSAGE_SLICE_NS 20000000
 
 /* Whether one direction of an exchange has stopped in the middle of its message, and its peer is still there. */
 static int dtrain__message_stuck(const dtrain_comm *comm, int peer, size_t moved)
@@ -23,14 +22,25 @@ static int dtrain__message_stuck(const dtrain_comm *comm, int peer, size_t moved
     return peer >= 0 && moved > 0 && moved < SIZE_MAX && !dtrain__group_has_left(comm, peer);
 }
 
+static dtrain__direction *dtrain__message_direction(const dtrain_comm *comm, int peer, int sending)
+{
+    return &comm->directions[2 * peer + sending];
+}
+
+/* Counts the messages that a message operation has moved whole: the one with op->root, the one that comes in beside. */
+static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int first, int in)
+{
+    if (op->root >= 0 && first)
+        dtrain__message_direction(comm, op->root, op->kind != DTRAIN__RECV)->number = op->number;
+    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0 && in)
+        dtrain__message_direction(comm, op->from, 0)->number = op->in_number;
+}
+
 /* Whether an exchange of which a rank has left has cut the other one's message off; a direction that is complete
  * counts. */
 static int dtrain__message_torn(dtrain_comm *comm, const dtrain__op *op)
 {
-    if (op->root >= 0 && (op->sent == SIZE_MAX || op->send_at > 0))
-        comm->sent[op->root] = op->number;
-    if (op->from >= 0 && (op->received == SIZE_MAX || op->at > 0))
-        comm->received[op->from] = op->in_number;
+    dtrain__message_count(comm, op, op->sent == SIZE_MAX || op->send_at > 0, op->received == SIZE_MAX || op->at > 0);
     return dtrain__message_stuck(comm, op->root, op->sent) || dtrain__message_stuck(comm, op->from, op->received);
 }
 
@@ -47,14 +57,13 @@ static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
     const size_t header = sizeof(dtrain__message_header);
     dtrain__message_header came;
     dtrain__step step;
-    size_t sends = comm->transport.exchange != NULL ? op->send_at : op->at;
-    if (op->sent > 0 && op->sent != SIZE_MAX && dtrain__plan_step(comm, op, (int)sends, &step))
-        comm->owed[2 * step.to + 1] = header + step.send_bytes - op->sent;
+    if (op->sent > 0 && op->sent != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->send_at, &step))
+        dtrain__message_direction(comm, step.to, 1)->owed = header + step.send_bytes - op->sent;
     if (op->received > 0 && op->received != SIZE_MAX && dtrain__plan_step(comm, op, (int)op->at, &step)) {
         if (op->received < header)
             return 0;
         memcpy(&came, dtrain__message_buffer(comm, op, 0), sizeof came);
-        comm->owed[2 * step.from] = header + (size_t)came.bytes - op->received;
+        dtrain__message_direction(comm, step.from, 0)->owed = header + (size_t)came.bytes - op->received;
     }
     return 1;
 }
@@ -115,9 +124,9 @@ static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
         return;
     }
     if (op->root >= 0)
-        op->number = 1 + (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root];
+        op->number = 1 + dtrain__message_direction(comm, op->root, op->kind != DTRAIN__RECV)->number;
     if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
-        op->in_number = 1 + comm->received[op->from];
+        op->in_number = 1 + dtrain__message_direction(comm, op->from, 0)->number;
 }
 
 /* Ends a collective before which a rank has left, and a message to such a rank that has not begun; returns 1 then. All
@@ -168,12 +177,10 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     if (dtrain__plan_whole(op) && n > 0 && (op->kind != DTRAIN__REDUCE || comm->rank == op->root))
         dtrain__fold_finish(op->dtype, op->op, comm->size, dtrain__step_held(comm, op) + begin * dtrain__step_width(op),
                             op->out, n);
-    if (!dtrain__op_is_message(op))
+    if (dtrain__op_is_message(op))
+        dtrain__message_count(comm, op, 1, 1);
+    else
         comm->number = op->number;
-    else if (op->root >= 0)
-        (op->kind == DTRAIN__RECV ? comm->received : comm->sent)[op->root] = op->number;
-    if (op->kind == DTRAIN__EXCHANGE && op->from >= 0)
-        comm->received[op->from] = op->in_number;
     return 1;
 }
 
@@ -248,7 +255,7 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
     size_t header = sizeof(dtrain__message_header), offset = done - header, run;
     unsigned char *small = dtrain__message_buffer(comm, op, sending);
     dtrain_transfer next = {sending ? step->to : step->from, small + done, 0, 0, 0};
-    size_t owed = comm->owed[2 * next.peer + sending];
+    size_t owed = dtrain__message_direction(comm, next.peer, sending)->owed;
     if (owed > 0) {
         next.data = comm->waste[sending];
         next.bytes = owed < sizeof comm->waste[0] ? owed : sizeof comm->waste[0];
@@ -279,16 +286,24 @@ static dtrain_status dtrain__message_damaged(const dtrain_comm *comm, dtrain__op
                         dtrain__op_text(comm, op).text, comm->rank, what, peer);
 }
 
+/* The header that has come; returns whether it is a whole one of this group. */
+static int dtrain__message_read(dtrain_comm *comm, const dtrain__op *op, dtrain__message_header *came)
+{
+    memcpy(came, dtrain__message_buffer(comm, op, 0), sizeof *came);
+    return came->magic == DTRAIN__MESSAGE_MAGIC && came->check == dtrain__message_header_sum(came) &&
+           came->call.group == comm->group;
+}
+
 /* Compares the header that has come with the call that this rank made. */
 static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
     dtrain__call mine = dtrain__op_call(comm, op, 1);
-    memcpy(&came, dtrain__message_buffer(comm, op, 0), sizeof came);
+    int whole = dtrain__message_read(comm, op, &came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
         return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
                             dtrain__op_text(comm, op).text, step->from);
-    if (came.check != dtrain__message_header_sum(&came))
+    if (!whole && came.check != dtrain__message_header_sum(&came))
         return dtrain__message_damaged(comm, op, step->from, "the header");
     if (memcmp(&came.call, &mine, sizeof mine) != 0 || (came.tag != step->tag_in && !dtrain__op_is_message(op)))
         return dtrain__op_mismatch(comm, op, step->from, &came.call);
@@ -306,9 +321,7 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
     dtrain__message_header came;
     unsigned char *packet = dtrain__message_buffer(comm, op, 0);
     size_t whole;
-    memcpy(&came, packet, sizeof came);
-    if (!dtrain__op_is_message(op) || came.magic != DTRAIN__MESSAGE_MAGIC || came.call.kind == DTRAIN__SEND ||
-        came.check != dtrain__message_header_sum(&came) || came.call.group != comm->group ||
+    if (!dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind == DTRAIN__SEND ||
         came.bytes > SIZE_MAX / 2 || dtrain__group_misses(comm, came.call.number) < 0)
         return 0;
     whole = sizeof came + (size_t)came.bytes;
@@ -316,7 +329,7 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
         op->received -= whole;
         memmove(packet, packet + whole, op->received);
     } else {
-        comm->owed[2 * step->from] = whole - op->received;
+        dtrain__message_direction(comm, step->from, 0)->owed = whole - op->received;
         op->received = 0;
     }
     op->touched = op->received > 0 || op->sent > 0 || op->send_at > 0;
@@ -328,22 +341,30 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
 static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
-    unsigned char *packet = dtrain__message_buffer(comm, op, 0);
-    int rank;
-    memcpy(&came, packet, sizeof came);
-    rank = (int)(came.tag & 0xffff);
-    if (dtrain__op_is_message(op) || came.magic != DTRAIN__MESSAGE_MAGIC || came.call.kind != DTRAIN__SEND ||
-        came.check != dtrain__message_header_sum(&came) || came.call.group != comm->group ||
-        came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
+    if (dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind != DTRAIN__SEND)
+        return 0;
+    int rank = (int)(came.tag & 0xffff);
+    if (came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
         return 0;
     comm->plane->skipped(comm->transport.self, rank, op->number - 1);
     if (dtrain__group_misses(comm, op->number) < 0)
         return 0;
-    memcpy(comm->held, packet, op->received);
+    memcpy(comm->held, dtrain__message_buffer(comm, op, 0), op->received);
     comm->held_from = step->from;
     comm->held_bytes = op->received;
     op->received = 0;
     return 1;
+}
+
+/* A header has come: drops what belongs to a collective that a rank had left, and judges what then is there. */
+static dtrain_status dtrain__message_arrived(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
+{
+    while (op->received >= sizeof(dtrain__message_header))
+        if (dtrain__message_hold(comm, op, step))
+            return dtrain__op_needs_left(comm, op, dtrain__group_misses(comm, op->number));
+        else if (!dtrain__message_skip(comm, op, step))
+            return dtrain__message_check(comm, op, step);
+    return DTRAIN_OK;
 }
 
 /* Says whether the data that have come are those that were sent, as far as they were checked. */
@@ -362,21 +383,17 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
 {
     size_t *done = sending ? &op->sent : &op->received, before = *done, header = sizeof(dtrain__message_header);
     size_t payload = sending ? step->send_bytes : step->recv_bytes;
-    size_t *owed = &comm->owed[2 * (sending ? step->to : step->from) + sending];
+    dtrain__direction *direction = dtrain__message_direction(comm, sending ? step->to : step->from, sending);
     if (moved == 0)
         return DTRAIN_OK; /* what is complete so far has been handled */
-    if (*owed > 0) {
-        *owed -= moved;
+    if (direction->owed > 0) {
+        direction->owed -= moved;
         return DTRAIN_OK;
     }
     *done += moved;
     op->touched = 1;
     dtrain__recorder_moved(comm, op);
-    while (!sending && before < header && *done >= header && dtrain__message_skip(comm, op, step))
-        continue;
-    if (!sending && before < header && *done >= header && dtrain__message_hold(comm, op, step))
-        return dtrain__op_needs_left(comm, op, dtrain__group_misses(comm, op->number));
-    if (!sending && before < header && *done >= header && dtrain__message_check(comm, op, step) != DTRAIN_OK)
+    if (!sending && before < header && dtrain__message_arrived(comm, op, step) != DTRAIN_OK)
         return op->error.status;
     if (!sending && payload > DTRAIN__MESSAGE_SMALL && step->fold_early && *done > header &&
         ((*done - header) % DTRAIN__MESSAGE_CHUNK == 0 || *done == header + payload)) {
@@ -464,6 +481,22 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
     }
 }
 
+/* One call of the transport; either may be NULL. Where it has no exchange, both are given only where none waits. */
+static dtrain_status dtrain__message_transfer(dtrain_comm *comm, dtrain_transfer *out, dtrain_transfer *in,
+                                              int64_t wait_ns)
+{
+    const dtrain_transport *transport = &comm->transport;
+    dtrain_status sent = DTRAIN_ERR_TIMEOUT, received;
+    if (transport->exchange != NULL)
+        return transport->exchange(transport->self, out, in, wait_ns);
+    if (out != NULL)
+        sent = transport->send(transport->self, out->peer, out->data, out->bytes, wait_ns, &out->moved);
+    if (in == NULL || (sent != DTRAIN_OK && sent != DTRAIN_ERR_TIMEOUT))
+        return sent;
+    received = transport->recv(transport->self, in->peer, in->data, in->bytes, wait_ns, &in->moved);
+    return received == DTRAIN_ERR_TIMEOUT ? sent : received;
+}
+
 /* Moves both directions together until the operation is done or wait_ns. Returns as dtrain_transport.exchange. */
 static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
@@ -472,6 +505,10 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
     while (dtrain__message_settle(comm, op, &out, &in, &sends, &receives)) {
         dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
         dtrain_status status, taken = DTRAIN_OK;
+        if (sends && receives && comm->transport.exchange == NULL && wait_ns != 0) {
+            sends = out.send_first && op->send_at == op->at; /* in this order blocked sends form no cycle */
+            receives = !sends;
+        }
         if (receives && dtrain__message_feed(comm, op, &in, &taken)) {
             if (taken != DTRAIN_OK)
                 return taken;
@@ -481,8 +518,7 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
             sending = dtrain__message_next(comm, op, &out, 1);
         if (receives)
             receiving = dtrain__message_next(comm, op, &in, 0);
-        status = comm->transport.exchange(comm->transport.self, sends ? &sending : NULL, receives ? &receiving : NULL,
-                                          wait_ns);
+        status = dtrain__message_transfer(comm, sends ? &sending : NULL, receives ? &receiving : NULL, wait_ns);
         if (sends)
             dtrain__message_took(comm, op, &out, 1, sending.moved);
         if (receives)
@@ -492,68 +528,6 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
             return DTRAIN_ERR_TIMEOUT;
         if (taken != DTRAIN_OK || status != DTRAIN_OK)
             return taken != DTRAIN_OK ? taken : status;
-    }
-    return DTRAIN_OK;
-}
-
-/* Moves one direction by send or recv alone. Returns what the transport returned. */
-static dtrain_status dtrain__message_move(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending,
-                                          int64_t wait_ns)
-{
-    size_t *done = sending ? &op->sent : &op->received;
-    dtrain_transport *transport = &comm->transport;
-    while (*done != SIZE_MAX) {
-        dtrain_status status = DTRAIN_OK;
-        if (!sending && dtrain__message_feed(comm, op, step, &status)) {
-            if (status != DTRAIN_OK)
-                return status;
-            continue;
-        }
-        dtrain_transfer next = dtrain__message_next(comm, op, step, sending);
-        status = sending ? transport->send(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved)
-                         : transport->recv(transport->self, next.peer, next.data, next.bytes, wait_ns, &next.moved);
-        dtrain_status taken = dtrain__message_took(comm, op, step, sending, next.moved);
-        if (taken != DTRAIN_OK || status != DTRAIN_OK)
-            return taken != DTRAIN_OK ? taken : status;
-    }
-    return DTRAIN_OK;
-}
-
-/* Does both directions of a step by send and recv: in a safe order when it may wait, else whatever moves. */
-static dtrain_status dtrain__message_both(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int64_t wait_ns)
-{
-    dtrain_status status, result = DTRAIN_OK;
-    for (int turn = 0; turn < 2; turn++) {
-        int sending = (turn == 0) == (step->send_first || step->from < 0);
-        int peer = sending ? step->to : step->from;
-        if (peer < 0)
-            continue;
-        status = dtrain__message_move(comm, op, step, sending, wait_ns);
-        if (status == DTRAIN_OK)
-            continue;
-        op->awaited = peer;
-        result = status;
-        if (status != DTRAIN_ERR_TIMEOUT || wait_ns != 0)
-            break;
-    }
-    return result;
-}
-
-/* Goes through the steps one by one, for a transport that has send and recv alone. */
-static dtrain_status dtrain__message_in_turn(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
-{
-    dtrain__step step;
-    while (dtrain__plan_step(comm, op, (int)op->at, &step)) {
-        if (op->entered == op->at) {
-            dtrain__message_enter(comm, op, &step, op->at);
-            op->entered++;
-        }
-        dtrain_status status = dtrain__message_both(comm, op, &step, wait_ns);
-        if (status != DTRAIN_OK)
-            return status;
-        dtrain__message_fold(op, &step);
-        op->sent = op->received = 0;
-        op->at++;
     }
     return DTRAIN_OK;
 }
@@ -573,8 +547,7 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
         return 1;
     }
     dtrain__thread_error.status = DTRAIN_OK;
-    status = comm->transport.exchange != NULL ? dtrain__message_exchange(comm, op, wait_ns)
-                                              : dtrain__message_in_turn(comm, op, wait_ns);
+    status = dtrain__message_exchange(comm, op, wait_ns);
     /* a TIMEOUT with a text is not that of a wait, but what the group was broken by */
     int late = dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
@@ -599,19 +572,12 @@ static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *
             return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
         receiving = dtrain__message_next(comm, in, &receives, 0);
     }
-    comm->transport.exchange(comm->transport.self, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL,
-                             wait_ns);
+    dtrain__message_transfer(comm, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL, wait_ns);
     if (out != NULL)
         dtrain__message_took(comm, out, &sends, 1, sending.moved);
     if (in != NULL)
         taken = dtrain__message_took(comm, in, &receives, 0, receiving.moved);
     return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
-}
-
-static int dtrain__message_expire(dtrain_comm *comm, dtrain__op *op)
-{
-    dtrain__recorder_expire(comm, op);
-    return dtrain__message_fail(comm, op);
 }
 
 DTRAIN__FAST_END

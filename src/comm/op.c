@@ -22,9 +22,14 @@ static int dtrain__op_is_fused(const dtrain__op *op)
     return op->algorithm == DTRAIN_ALGORITHM_FUSED;
 }
 
+static int dtrain__op_kind_reduces(uint64_t kind)
+{
+    return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE;
+}
+
 static int dtrain__op_reduces(const dtrain__op *op)
 {
-    return op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__REDUCE_SCATTER || op->kind == DTRAIN__REDUCE;
+    return dtrain__op_kind_reduces((uint64_t)op->kind);
 }
 
 /* Bytes of an element of the result. */
@@ -33,9 +38,14 @@ static size_t dtrain__op_result_width(const dtrain__op *op)
     return dtrain_dtype_bits(op->partial ? dtrain__fold_partial(op->dtype) : op->dtype) / 8;
 }
 
+static int dtrain__op_kind_is_message(uint64_t kind)
+{
+    return kind == DTRAIN__SEND || kind == DTRAIN__RECV || kind == DTRAIN__EXCHANGE;
+}
+
 static int dtrain__op_is_message(const dtrain__op *op)
 {
-    return op->kind == DTRAIN__SEND || op->kind == DTRAIN__RECV || op->kind == DTRAIN__EXCHANGE;
+    return dtrain__op_kind_is_message((uint64_t)op->kind);
 }
 
 static DTRAIN__NOINLINE const char *dtrain__op_kind_name(uint64_t kind)
@@ -142,8 +152,7 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     const char *name = dtrain_dtype_name(call->dtype < 64 ? (dtrain_dtype)call->dtype : (dtrain_dtype)0);
     char dtype[16], detail[32] = "", root[28] = "", fused[29] = "", elements[24] = "";
     size_t n = 0;
-    int reduces =
-        call->kind == DTRAIN__ALL_REDUCE || call->kind == DTRAIN__REDUCE_SCATTER || call->kind == DTRAIN__REDUCE;
+    int reduces = dtrain__op_kind_reduces(call->kind);
     for (; name[n] != 0 && n < sizeof dtype - 1; n++)
         dtype[n] = (char)(name[n] >= 'A' && name[n] <= 'Z' ? name[n] + ('a' - 'A') : name[n]);
     dtype[n] = 0;
@@ -165,11 +174,18 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
     return out;
 }
 
+/* The call as it was made, for people: messages keep their direction and peer. */
+static dtrain__call dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op)
+{
+    dtrain__call call = dtrain__op_call(comm, op, op->root < 0);
+    call.kind = (uint64_t)op->kind;
+    call.root = (uint64_t)(op->root < 0 ? op->from : op->root);
+    return call;
+}
+
 static dtrain__text dtrain__op_text(const dtrain_comm *comm, const dtrain__op *op)
 {
-    dtrain__call call = dtrain__op_call(comm, op, 0);
-    call.kind = (uint64_t)op->kind;
-    call.count = op->kind == DTRAIN__EXCHANGE && op->root < 0 ? op->in_count : op->count;
+    dtrain__call call = dtrain__op_called(comm, op);
     return dtrain__op_call_text(&call);
 }
 

@@ -9,11 +9,8 @@
 DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
                                                     const dtrain_comm_desc *desc)
 {
-    dtrain_comm_desc defaults;
     dtrain_transport held;
     dtrain__end end;
-    dtrain_status status;
-    memset(&defaults, 0, sizeof defaults);
     if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_from_transport: needs a place for the group and a table with send and recv");
@@ -22,18 +19,19 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
         transport->rank >= transport->size)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
                             transport->rank, transport->size, DTRAIN__MAX_RANKS);
-    if (desc != NULL && desc->algorithm == DTRAIN_ALGORITHM_FUSED)
+    dtrain_status status = dtrain__create_check_desc(&desc);
+    if (status != DTRAIN_OK)
+        return status;
+    if (desc->algorithm == DTRAIN_ALGORITHM_FUSED)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "comm_from_transport: only dtrain_threads_create makes ranks that share an address space; "
                             "choose another algorithm than FUSED");
-    status = dtrain__create_check_desc(desc != NULL ? desc : &defaults);
     held = *transport;
     held.destroy = NULL;
     held.leave = NULL;
+    status = dtrain__mux_plane_create(&end, &held, desc->allocator);
     if (status == DTRAIN_OK)
-        status = dtrain__mux_plane_create(&end, &held, desc != NULL ? desc->allocator : NULL);
-    if (status == DTRAIN_OK)
-        status = dtrain__create_end(comm, &end, desc != NULL ? desc : &defaults);
+        status = dtrain__create_end(comm, &end, desc);
     if (status == DTRAIN_OK) { /* on an error the table stays the user's */
         dtrain_transport *table = &((dtrain__mux_lane *)end.transport.self)->mux->table;
         table->destroy = transport->destroy;

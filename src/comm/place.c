@@ -9,17 +9,12 @@
 #include "../control/admission.c"
 
 typedef struct dtrain__place {
-    int rank, world_size;
+    dtrain__keys keys;                /* rank and size of the world, token, job */
+    dtrain__hub_desc hub;             /* its texts are those below and of the desc */
     char root[DTRAIN__ADDRESS_BYTES]; /* empty in a world of one */
-    unsigned char token[256];
-    size_t token_bytes;          /* 0: none */
-    char listen_on[64];          /* empty: the interface that routes to the root */
-    char job[DTRAIN__JOB_BYTES]; /* the launcher's id of it, the same on all its ranks; empty: none */
-    int alone;                   /* a world of one, as no launcher has set a variable */
-    int insecure, secure;
-    int listen_fd;      /* a listening socket that rank 0 inherits, or -1 */
-    int64_t timeout_ms; /* negative: none */
-    char believed[400]; /* the variables or fields, with their values; of the token its length only */
+    char listen_on[64];               /* empty: the interface that routes to the root */
+    char believed[400];               /* the variables or fields, with their values; of the token its length only */
+    int alone;                        /* a world of one, as no launcher has set a variable */
 } dtrain__place;
 
 /* The value of a variable; an empty one counts as unset. */
@@ -54,6 +49,12 @@ static dtrain_status dtrain__place_number(const char *name, int64_t low, int64_t
     return DTRAIN_OK;
 }
 
+/* The same, where the variable is set and stands for a field that is not. */
+static dtrain_status dtrain__place_option(int wanted, const char *name, int64_t low, int64_t high, int64_t *out)
+{
+    return wanted && dtrain__place_get(name) != NULL ? dtrain__place_number(name, low, high, out) : DTRAIN_OK;
+}
+
 /* Reads rank and size from two variables. */
 static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, const char *size)
 {
@@ -65,9 +66,9 @@ static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, 
     status = dtrain__place_number(size, 1, DTRAIN__MAX_RANKS, &n);
     if (status == DTRAIN_OK)
         status = dtrain__place_number(rank, 0, n - 1, &r);
-    place->rank = (int)r;
-    place->world_size = (int)n;
-    dtrain__place_believe(place, "%s=%d %s=%d", rank, place->rank, size, place->world_size);
+    place->keys.rank = (int)r;
+    place->keys.world_size = (int)n;
+    dtrain__place_believe(place, "%s=%d %s=%d", rank, place->keys.rank, size, place->keys.world_size);
     return status;
 }
 
@@ -90,7 +91,7 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
      * sets neither of these two. */
     int inner = dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL ||
                 (dtrain__place_get("PMI_RANK") != NULL && dtrain__place_get("MPI_LOCALNRANKS") != NULL);
-    place->world_size = 1;
+    place->keys.world_size = 1;
     *launcher = DTRAIN__LAUNCHER_OWN;
     if (dtrain__place_get("DTRAIN_RANK") != NULL)
         return dtrain__place_pair(place, "DTRAIN_RANK", "DTRAIN_WORLD_SIZE");
@@ -147,18 +148,20 @@ static void dtrain__place_job(dtrain__place *place, int launcher)
     if (id == NULL)
         return;
     snprintf(text, sizeof text, "%s%.400s%s%.40s", kind, id, step != NULL ? "." : "", step != NULL ? step : "");
-    snprintf(place->job, sizeof place->job, "%.63s", text);
-    for (char *at = place->job; *at != 0; at++)
+    snprintf(place->keys.job, sizeof place->keys.job, "%.63s", text);
+    for (char *at = place->keys.job; *at != 0; at++)
         if (*at < 0x21 || *at > 0x7e) {
             *at = '?';
             plain = 0;
         }
-    if (plain && strlen(text) < sizeof place->job)
+    if (plain && strlen(text) < sizeof place->keys.job)
         return;
     unsigned char digest[32];
-    size_t at = strlen(place->job) < sizeof place->job - 18 ? strlen(place->job) : sizeof place->job - 18;
+    size_t at =
+        strlen(place->keys.job) < sizeof place->keys.job - 18 ? strlen(place->keys.job) : sizeof place->keys.job - 18;
     dtrain_sha256(id, strlen(id), digest);
-    snprintf(place->job + at, sizeof place->job - at, "~%016llx", (unsigned long long)dtrain__get_le(digest, 8));
+    snprintf(place->keys.job + at, sizeof place->keys.job - at, "~%016llx",
+             (unsigned long long)dtrain__get_le(digest, 8));
 }
 
 /* The first host of a Slurm node list: "gpu[007-009,12]-x,b" begins with gpu007-x. */
@@ -188,7 +191,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
     int64_t local = 0;
     size_t n = 0;
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
-        local != place->world_size)
+        local != place->keys.world_size)
         return DTRAIN_OK;
     if (job != NULL && strlen(job) >= sizeof name) /* its end tells jobs of one host apart */
         job += strlen(job) - (sizeof name - 1);
@@ -257,8 +260,8 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     if (status != DTRAIN_OK || place->root[0] != 0)
         return status;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "comm_create: rank %d of %d (%s) does not know where rank 0 is: set %s", place->rank,
-                        place->world_size, place->believed,
+                        "comm_create: rank %d of %d (%s) does not know where rank 0 is: set %s", place->keys.rank,
+                        place->keys.world_size, place->believed,
                         host != NULL   ? "MASTER_PORT, or DTRAIN_ROOT=host:port"
                         : port != NULL ? "MASTER_ADDR, or DTRAIN_ROOT=host:port"
                                        : "DTRAIN_ROOT=host:port, the same on every rank");
@@ -335,9 +338,9 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
                            : dtrain__place_read_token(what, file, line, &bytes);
     if (status != DTRAIN_OK)
         return status;
-    memcpy(place->token, token != NULL ? token : line, bytes);
+    memcpy(place->keys.token, token != NULL ? token : line, bytes);
     memset(line, 0, sizeof line);
-    place->token_bytes = bytes;
+    place->keys.token_bytes = bytes;
     dtrain__place_believe(place, "%s (%zu bytes)", from, bytes);
     return DTRAIN_OK;
 }
@@ -345,34 +348,36 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
 /* Reads what stands beside rank, size and root. */
 static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
 {
+    dtrain__hub_desc *hub = &place->hub;
     const char *listen_on = desc->listen_on;
-    int64_t number = 0;
-    dtrain_status status = DTRAIN_OK;
+    int64_t insecure = desc->insecure, secure = desc->secure > 0, listen_fd = -1;
+    int asks = environment && desc->secure == 0 && dtrain__place_get("DTRAIN_SECURE") != NULL;
+    int leads = environment && place->keys.rank == 0 && dtrain__place_get("DTRAIN_ROOT") != NULL;
     if (environment && listen_on == NULL)
         listen_on = dtrain__place_get("DTRAIN_INTERFACE");
     snprintf(place->listen_on, sizeof place->listen_on, "%s", listen_on != NULL ? listen_on : "");
-    place->insecure = desc->insecure;
-    if (environment && !place->insecure && dtrain__place_get("DTRAIN_INSECURE") != NULL) {
-        status = dtrain__place_number("DTRAIN_INSECURE", 0, 1, &number);
-        place->insecure = (int)number;
-    }
-    place->secure = desc->secure;
-    if (status == DTRAIN_OK && environment && place->secure == 0 && dtrain__place_get("DTRAIN_SECURE") != NULL) {
-        status = dtrain__place_number("DTRAIN_SECURE", 0, 1, &number);
-        place->secure = number != 0 ? 1 : -1;
-    }
-    place->timeout_ms = desc->timeout_ms;
-    if (status == DTRAIN_OK && environment && place->timeout_ms == 0 && dtrain__place_get("DTRAIN_TIMEOUT_MS") != NULL)
-        status = dtrain__place_number("DTRAIN_TIMEOUT_MS", -1, INT_MAX, &place->timeout_ms);
-    if (place->timeout_ms == 0)
-        place->timeout_ms = 60000;
-    place->listen_fd = -1;
-    if (status == DTRAIN_OK && environment && place->rank == 0 && dtrain__place_get("DTRAIN_LISTEN_FD") != NULL &&
-        dtrain__place_get("DTRAIN_ROOT") != NULL) {
-        status = dtrain__place_number("DTRAIN_LISTEN_FD", 0, INT_MAX, &number);
-        place->listen_fd = (int)number;
-    }
-    return status == DTRAIN_OK ? dtrain__place_token(place, desc, environment) : status;
+    hub->root = place->root;
+    hub->listen_on = place->listen_on;
+    hub->believed = place->believed;
+    hub->fingerprint = desc->fingerprint != NULL ? desc->fingerprint : "";
+    hub->connections = desc->connections;
+    hub->heartbeat_ms = desc->heartbeat_ms;
+    hub->reconnect_ms = desc->reconnect_ms;
+    hub->timeout_ms = desc->timeout_ms;
+    hub->on_address = desc->on_address;
+    hub->on_address_user = desc->on_address_user;
+    if (dtrain__place_option(environment && !desc->insecure, "DTRAIN_INSECURE", 0, 1, &insecure) != DTRAIN_OK ||
+        dtrain__place_option(asks, "DTRAIN_SECURE", 0, 1, &secure) != DTRAIN_OK ||
+        dtrain__place_option(environment && desc->timeout_ms == 0, "DTRAIN_TIMEOUT_MS", -1, INT_MAX,
+                             &hub->timeout_ms) != DTRAIN_OK ||
+        dtrain__place_option(leads, "DTRAIN_LISTEN_FD", 0, INT_MAX, &listen_fd) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    if (hub->timeout_ms == 0)
+        hub->timeout_ms = 60000;
+    hub->insecure = (int)insecure;
+    hub->listen_fd = (int)listen_fd;
+    place->keys.secure = secure > 0 ? 1 : asks ? -1 : desc->secure;
+    return dtrain__place_token(place, desc, environment);
 }
 
 static dtrain_status dtrain__place_check_root(const dtrain__place *place)
@@ -381,12 +386,12 @@ static dtrain_status dtrain__place_check_root(const dtrain__place *place)
     if (strncmp(place->root, "unix:", 5) == 0 && place->root[5] != 0 && strlen(place->root) <= 100)
         return DTRAIN_OK;
     if (strncmp(place->root, "unix:", 5) != 0 && dtrain__net_split(place->root, host, port) && atoi(port) <= 65535 &&
-        host[0] != 0 && (place->rank == 0 || atoi(port) > 0))
+        host[0] != 0 && (place->keys.rank == 0 || atoi(port) > 0))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "comm_create: the root \"%.120s\" of rank %d: host:port, [address]:port or unix:/path is "
                         "expected, a port of 1 to 65535 (0, any free one, on rank 0 only), a path of at most 95 bytes",
-                        place->root, place->rank);
+                        place->root, place->keys.rank);
 }
 
 /* Finds out where this process stands; desc may not be NULL. */
@@ -399,8 +404,8 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         status = dtrain__place_launcher(place, &launcher);
         dtrain__place_job(place, launcher);
     } else {
-        place->rank = desc->rank;
-        place->world_size = desc->world_size;
+        place->keys.rank = desc->rank;
+        place->keys.world_size = desc->world_size;
         if (desc->world_size < 0 || desc->world_size > DTRAIN__MAX_RANKS || desc->rank < 0 ||
             desc->rank >= desc->world_size)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -410,14 +415,14 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
     }
     if (status == DTRAIN_OK)
         status = dtrain__place_rest(place, desc, environment);
-    if (status != DTRAIN_OK || place->world_size == 1)
+    if (status != DTRAIN_OK || place->keys.world_size == 1)
         return status;
-    if (place->secure > 0 && place->token_bytes == 0)
+    if (place->keys.secure > 0 && place->keys.token_bytes == 0)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
             "comm_create: rank %d: %s asks for sealed traffic and there is no token to make keys of: set "
             "DTRAIN_TOKEN to one secret of 16 bytes or more on every rank",
-            place->rank, desc->secure > 0 ? "desc.secure = 1" : "DTRAIN_SECURE=1");
+            place->keys.rank, desc->secure > 0 ? "desc.secure = 1" : "DTRAIN_SECURE=1");
     if (desc->root != NULL) {
         snprintf(place->root, sizeof place->root, "%s", desc->root);
         dtrain__place_believe(place, "desc.root=%.120s", desc->root);
@@ -430,7 +435,7 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                               "comm_create: rank %d of %d: desc.root is needed, host:port or "
                               "unix:/path where rank 0 listens",
-                              place->rank, place->world_size);
+                              place->keys.rank, place->keys.world_size);
     }
     return status == DTRAIN_OK ? dtrain__place_check_root(place) : status;
 }

@@ -50,7 +50,10 @@ static int dtrain__queue_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait
 
 static int dtrain__queue_expire(dtrain_comm *comm, dtrain__op *op)
 {
-    return dtrain__op_is_fused(op) ? dtrain__fused_expire(comm, op) : dtrain__message_expire(comm, op);
+    if (dtrain__op_is_fused(op))
+        return dtrain__fused_expire(comm, op);
+    dtrain__recorder_expire(comm, op);
+    return dtrain__message_fail(comm, op);
 }
 
 /* Keeps what became of an operation; a failure is written to its file by the thread that met it. */
@@ -117,13 +120,13 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
 {
     dtrain__queue_look sweep = {NULL, NULL, 0, 0, 0};
     dtrain_work *before = NULL, *next;
-    int taken = 0, lanes = 2 * (comm->size - 1);
+    int taken = 0, most = 2 * (comm->size - 1);
     comm->sweep++;
-    for (dtrain_work *work = head; work != NULL && dtrain__op_is_one_way(&work->op) && taken < lanes; work = next) {
+    for (dtrain_work *work = head; work != NULL && dtrain__op_is_one_way(&work->op) && taken < most; work = next) {
         int sends = work->op.kind == DTRAIN__SEND;
-        uint64_t *lane = &comm->lanes[2 * work->op.root + sends];
+        dtrain__direction *direction = dtrain__message_direction(comm, work->op.root, sends);
         next = __atomic_load_n(&work->next, __ATOMIC_ACQUIRE);
-        if (*lane == comm->sweep) {
+        if (direction->sweep == comm->sweep) {
             before = work;
             continue;
         }
@@ -135,7 +138,7 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
             continue;
         }
         before = work;
-        *lane = comm->sweep;
+        direction->sweep = comm->sweep;
         taken++;
         if (sends && sweep.out == NULL)
             sweep.out = &work->op;
@@ -150,10 +153,12 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
 /* Waits until slice_ns for the first messages out and in; the others get their turn after that. */
 static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrain__queue_look *sweep, int64_t slice_ns)
 {
-    int moved = 0;
-    if (comm->transport.exchange == NULL)
-        head->ended = dtrain__queue_turn(comm, &head->op, slice_ns, &moved);
-    else if (dtrain__message_pair(comm, sweep->out, sweep->in != NULL ? &sweep->in->op : NULL, slice_ns))
+    dtrain__op *out = sweep->out, *in = sweep->in != NULL ? &sweep->in->op : NULL;
+    if (comm->transport.exchange == NULL && out != NULL && in != NULL) {
+        out = out == &head->op ? out : NULL;
+        in = out == NULL ? in : NULL;
+    }
+    if (dtrain__message_pair(comm, out, in, slice_ns))
         sweep->in->ended = 1;
 }
 

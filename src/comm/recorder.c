@@ -114,20 +114,6 @@ static int dtrain__recorder_read(dtrain__recorder *recorder, uint64_t serial, dt
     return 0;
 }
 
-static int dtrain__recorder_is_message(const dtrain__call *call)
-{
-    return call->kind == DTRAIN__SEND || call->kind == DTRAIN__RECV || call->kind == DTRAIN__EXCHANGE;
-}
-
-/* The call as it was made, for people: messages keep their direction and peer. */
-static dtrain__call dtrain__recorder_call(const dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain__call call = dtrain__op_call(comm, op, 0);
-    call.kind = (uint64_t)op->kind;
-    call.root = (uint64_t)op->root;
-    return call;
-}
-
 static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t ended_ns)
 {
     dtrain__recorder *recorder = comm->recorder;
@@ -139,7 +125,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
         return; /* a message that others overtook: its place is theirs */
-    record.call = dtrain__recorder_call(comm, op);
+    record.call = dtrain__op_called(comm, op);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
     record.async = (uint64_t)op->async;
@@ -285,13 +271,13 @@ static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op
  * nothing of either moved. */
 static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
 {
-    dtrain__call mine = dtrain__recorder_call(comm, op);
-    int message = dtrain__recorder_is_message(&mine);
+    dtrain__call mine = dtrain__op_called(comm, op);
+    int message = dtrain__op_is_message(op);
     if (theirs->state == DTRAIN__LAST_NONE || theirs->call.group != comm->group ||
         (theirs->state == DTRAIN__LAST_ENDED && theirs->status != DTRAIN_ERR_TIMEOUT &&
          theirs->status != DTRAIN_ERR_MISMATCH))
         return 0;
-    if (message != dtrain__recorder_is_message(&theirs->call))
+    if (message != dtrain__op_kind_is_message(theirs->call.kind))
         return theirs->awaited == (uint64_t)comm->rank + 1 && !theirs->moved && !op->touched;
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }

@@ -5,24 +5,6 @@
 #define DTRAIN__SERVICE
 #include "queue.c"
 
-/* One round over the groups that nobody else is driving. */
-static int dtrain__service_round(void *pointer)
-{
-    dtrain__service *service = (dtrain__service *)pointer;
-    int moved = __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0;
-    pthread_mutex_lock(&service->mutex);
-    for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
-        if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0 || pthread_mutex_trylock(&comm->drive_mutex) != 0)
-            continue;
-        int messages = comm->shared == NULL;
-        moved |= dtrain__queue_drive(comm, dtrain__os_now_ns() + (messages ? DTRAIN__MESSAGE_SLICE_NS : 1000000));
-        moved |= messages && __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0;
-        pthread_mutex_unlock(&comm->drive_mutex);
-    }
-    pthread_mutex_unlock(&service->mutex);
-    return moved;
-}
-
 /* Advances all groups without waiting for a peer. Returns for how long there is nothing to do unless
  * something comes. */
 static int64_t dtrain__service_drive(dtrain__service *service)
@@ -47,21 +29,25 @@ static int64_t dtrain__service_drive(dtrain__service *service)
     return span;
 }
 
+/* Whether anything moved, or it is to stop. */
+static int dtrain__service_round(void *pointer)
+{
+    dtrain__service *service = (dtrain__service *)pointer;
+    return __atomic_load_n(&service->stop, __ATOMIC_SEQ_CST) != 0 || dtrain__service_drive(service) == 0;
+}
+
 static void dtrain__service_main(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
     dtrain__origin *origin = service->origin;
-    while (origin->step != NULL && !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST)) {
+    for (unsigned turn = 0; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
         int64_t span = dtrain__service_drive(service);
-        origin->step(origin, span > 0 ? dtrain__os_now_ns() + span : 0);
-    }
-    if (origin->step != NULL)
-        return;
-    unsigned first = service->bell->spins + DTRAIN__BELL_YIELDS - 10; /* yield a little, then sleep */
-    for (unsigned turn = first; !__atomic_load_n(&service->stop, __ATOMIC_SEQ_CST); turn++) {
-        if (dtrain__service_round(service))
-            turn = first;
-        dtrain__bell_wait(service->bell, turn, INT64_MAX, dtrain__service_round, service);
+        turn = span > 0 ? turn : 0;
+        if (origin->step != NULL)
+            origin->step(origin, span > 0 ? dtrain__os_now_ns() + span : 0);
+        else /* yields a little, then sleeps */
+            dtrain__bell_wait(service->bell, service->bell->spins + DTRAIN__BELL_YIELDS - 10 + turn, INT64_MAX,
+                              dtrain__service_round, service);
     }
 }
 

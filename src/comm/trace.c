@@ -53,22 +53,10 @@ static void dtrain__trace_key(dtrain__trace *trace, const char *key)
     dtrain__json_write_key(&trace->json, key, strlen(key));
 }
 
-/* Error texts quote what users and systems call things: what is no UTF-8, or no character, becomes a question mark. */
 static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char *text)
 {
-    char clean[DTRAIN__ERROR_BYTES];
-    size_t length = strlen(text), at = 0;
-    length = length < sizeof clean ? length : sizeof clean - 1;
-    while (at < length) {
-        size_t step = dtrain__utf8((const unsigned char *)text + at, length - at);
-        int plain = step > 0 && (unsigned char)text[at] >= 0x20 && text[at] != 0x7f;
-        memcpy(clean + at, text + at, step > 0 ? step : 1);
-        if (!plain)
-            clean[at] = '?';
-        at += step > 0 ? step : 1;
-    }
     dtrain__trace_key(trace, key);
-    dtrain__json_write_string(&trace->json, clean, length);
+    dtrain__json_write_string(&trace->json, text, strlen(text));
 }
 
 static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
@@ -129,6 +117,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__recorder *recorder = comm->recorder;
     char host[64] = "?", title[128];
     gethostname(host, sizeof host - 1);
+    dtrain__status_clean(host);
     dtrain__trace_put(trace, open, sizeof open - 1);
     dtrain__trace_begin(trace);
     dtrain__trace_u64(trace, "dtrain_trace", DTRAIN__TRACE_FORMAT);
@@ -153,7 +142,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
 static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtrain__record *record)
 {
     const dtrain__call *call = &record->call;
-    int message = dtrain__recorder_is_message(call), typed = call->kind != DTRAIN__BARRIER;
+    int message = dtrain__op_kind_is_message(call->kind), typed = call->kind != DTRAIN__BARRIER;
     unsigned bits = dtrain_dtype_bits((dtrain_dtype)call->dtype);
     dtrain__trace_args(trace);
     dtrain__trace_text(trace, "call", dtrain__op_kind_name(call->kind));
@@ -197,7 +186,7 @@ static void dtrain__trace_operations(dtrain__trace *trace)
         snprintf(name, sizeof name, "%s #%llu", dtrain__op_kind_name(record.call.kind),
                  (unsigned long long)record.call.number);
         dtrain__trace_event(trace, name, "X");
-        dtrain__trace_text(trace, "cat", dtrain__recorder_is_message(&record.call) ? "message" : "collective");
+        dtrain__trace_text(trace, "cat", dtrain__op_kind_is_message(record.call.kind) ? "message" : "collective");
         dtrain__trace_us(trace, "ts", record.started_ns);
         dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
         dtrain__trace_call(trace, serial, &record);

@@ -64,8 +64,8 @@ static dtrain__place read_place(dtrain_status expected)
 static void stands(int rank, int world_size, const char *root)
 {
     dtrain__place place = read_place(DTRAIN_OK);
-    CHECK_EQ(place.rank, rank);
-    CHECK_EQ(place.world_size, world_size);
+    CHECK_EQ(place.keys.rank, rank);
+    CHECK_EQ(place.keys.world_size, world_size);
     if (strcmp(place.root, root) != 0)
         TEST_FAIL("the root is \"%s\", expected \"%s\"", place.root, root);
 }
@@ -220,8 +220,8 @@ TEST(pmi_and_kubernetes_give_what_they_have)
 static void is_of_job(const char *expected)
 {
     dtrain__place place = read_place(DTRAIN_OK);
-    if (strcmp(place.job, expected) != 0)
-        TEST_FAIL("the job is \"%s\", expected \"%s\"", place.job, expected);
+    if (strcmp(place.keys.job, expected) != 0)
+        TEST_FAIL("the job is \"%s\", expected \"%s\"", place.keys.job, expected);
 }
 
 TEST(a_rank_is_of_the_job_that_its_launcher_names)
@@ -276,7 +276,7 @@ static int secure_of(const char *variable, int wish)
     desc.secure = wish;
     environment("DTRAIN_RANK", "1", "DTRAIN_WORLD_SIZE", "2", "DTRAIN_ROOT", "h:5", "DTRAIN_TOKEN",
                 "a token of the environment", variable != NULL ? "DTRAIN_SECURE" : NULL, variable, NULL);
-    return dtrain__place_read(&place, &desc) == DTRAIN_OK ? place.secure : -2;
+    return dtrain__place_read(&place, &desc) == DTRAIN_OK ? place.keys.secure : -2;
 }
 
 TEST(sealing_is_asked_for_by_a_variable_where_the_desc_leaves_it_open)
@@ -301,8 +301,8 @@ TEST(a_desc_with_a_world_size_reads_no_environment)
     desc.world_size = 2;
     desc.root = "desc:2";
     CHECK_EQ(dtrain__place_read(&place, &desc), DTRAIN_OK);
-    CHECK(place.rank == 1 && place.world_size == 2 && strcmp(place.root, "desc:2") == 0);
-    CHECK(place.token_bytes == 0 && place.insecure == 0 && place.timeout_ms == 60000);
+    CHECK(place.keys.rank == 1 && place.keys.world_size == 2 && strcmp(place.root, "desc:2") == 0);
+    CHECK(place.keys.token_bytes == 0 && place.hub.insecure == 0 && place.hub.timeout_ms == 60000);
     desc.root = NULL;
     CHECK_EQ(dtrain__place_read(&place, &desc), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "desc.root is needed");
@@ -343,12 +343,12 @@ TEST(tokens_come_from_a_variable_or_a_file_and_are_never_shown)
     close(fd);
     environment("DTRAIN_RANK", "0", "DTRAIN_WORLD_SIZE", "2", "DTRAIN_ROOT", "a:1", "DTRAIN_TOKEN_FILE", path, NULL);
     place = read_place(DTRAIN_OK);
-    CHECK(place.token_bytes == 22 && memcmp(place.token, secret, 22) == 0);
+    CHECK(place.keys.token_bytes == 22 && memcmp(place.keys.token, secret, 22) == 0);
     CHECK(strstr(place.believed, "secret") == NULL);
     CHECK_CONTAINS(place.believed, "DTRAIN_TOKEN_FILE (22 bytes)");
     setenv("DTRAIN_TOKEN", "the variable's own secret", 1);
     place = read_place(DTRAIN_OK);
-    CHECK_EQ(place.token_bytes, 25);
+    CHECK_EQ(place.keys.token_bytes, 25);
     setenv("DTRAIN_TOKEN", "short", 1);
     read_place(DTRAIN_ERR_DENIED);
     CHECK_CONTAINS(dtrain_last_error(), "DTRAIN_TOKEN has 5 bytes; a token needs at least 16");
@@ -470,10 +470,10 @@ TEST(the_rest_of_the_variables_stand_for_their_fields)
     environment("DTRAIN_RANK", "0", "DTRAIN_WORLD_SIZE", "2", "DTRAIN_ROOT", "a:1", "DTRAIN_INTERFACE", "eth7",
                 "DTRAIN_INSECURE", "1", "DTRAIN_TIMEOUT_MS", "1234", "DTRAIN_LISTEN_FD", "9", NULL);
     place = read_place(DTRAIN_OK);
-    CHECK(strcmp(place.listen_on, "eth7") == 0 && place.insecure == 1 && place.timeout_ms == 1234);
-    CHECK_EQ(place.listen_fd, 9);
+    CHECK(strcmp(place.listen_on, "eth7") == 0 && place.hub.insecure == 1 && place.hub.timeout_ms == 1234);
+    CHECK_EQ(place.hub.listen_fd, 9);
     setenv("DTRAIN_RANK", "1", 1);
-    CHECK_EQ(read_place(DTRAIN_OK).listen_fd, -1);
+    CHECK_EQ(read_place(DTRAIN_OK).hub.listen_fd, -1);
     setenv("DTRAIN_INSECURE", "yes", 1);
     refused("DTRAIN_INSECURE=yes");
     setenv("DTRAIN_INSECURE", "0", 1);
