@@ -19630,9 +19630,12 @@ struct dtrain_comm {
     const char *calling; /* that call's name */
 };
 
-/* Refuses a group that is destroyed. Best effort: nothing can be known of memory that somebody else has taken. */
+/* Refuses NULL and a group that is destroyed. Best effort: nothing can be known of memory that somebody else has taken.
+ */
 static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
 {
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?", call);
     if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -19653,6 +19656,22 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
                         comm->rank);
 }
 
+/* Refuses a child of the process that made the group. error: where to keep that, beside the thread; NULL: nowhere. */
+static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
+{
+    if (comm->process == getpid())
+        return DTRAIN_OK;
+    return dtrain__fail(error, DTRAIN_ERR_INVALID,
+                        "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
+                        call, (long)comm->process, (long)getpid());
+}
+
+/* When the time is up that a call of the group has, which begins at now. */
+static int64_t dtrain__group_deadline(const dtrain_comm *comm, int64_t now)
+{
+    return comm->desc.timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
+}
+
 /* For calls from here on: -1: no deadline. */
 static void dtrain__group_set_timeout(dtrain_comm *comm, int64_t ms)
 {
@@ -19665,7 +19684,7 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
     uintptr_t me = (uintptr_t)&dtrain__thread_error, other = 0;
     const char *calling;
     *entered = 0;
-    if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
         return dtrain__group_alive(comm, call);
     if (__atomic_compare_exchange_n(&comm->caller, &other, me, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
         __atomic_store_n(&comm->calling, call, __ATOMIC_RELAXED);
@@ -19749,9 +19768,15 @@ DTRAIN__FAST_END
 #define DTRAIN__OP
 DTRAIN__FAST_BEGIN
 
+/* Bytes of an element as the caller has it. */
+static size_t dtrain__op_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(op->dtype) / 8;
+}
+
 static size_t dtrain__op_bytes(const dtrain__op *op)
 {
-    return op->count * (dtrain_dtype_bits(op->dtype) / 8);
+    return op->count * dtrain__op_width(op);
 }
 
 /* One message in one direction; of these, several may be under way at once. */
@@ -19772,7 +19797,7 @@ static int dtrain__op_kind_reduces(uint64_t kind)
 
 static int dtrain__op_reduces(const dtrain__op *op)
 {
-    return dtrain__op_kind_reduces((uint64_t)op->kind);
+    return dtrain__op_kind_reduces(op->kind);
 }
 
 /* Bytes of an element of the result. */
@@ -19788,7 +19813,7 @@ static int dtrain__op_kind_is_message(uint64_t kind)
 
 static int dtrain__op_is_message(const dtrain__op *op)
 {
-    return dtrain__op_kind_is_message((uint64_t)op->kind);
+    return dtrain__op_kind_is_message(op->kind);
 }
 
 static DTRAIN__NOINLINE const char *dtrain__op_kind_name(uint64_t kind)
@@ -19844,7 +19869,7 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
 {
     dtrain__call call;
     int message = dtrain__op_is_message(op), other = receiving && op->kind == DTRAIN__EXCHANGE;
-    call.kind = message ? (uint64_t)DTRAIN__SEND : (uint64_t)op->kind;
+    call.kind = message ? DTRAIN__SEND : op->kind;
     call.number = other ? op->in_number : op->number;
     call.dtype = (uint64_t)op->dtype;
     call.op = (uint64_t)op->op;
@@ -19921,7 +19946,7 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
 static dtrain__call dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__call call = dtrain__op_call(comm, op, op->root < 0);
-    call.kind = (uint64_t)op->kind;
+    call.kind = op->kind;
     call.root = (uint64_t)(op->root < 0 ? op->from : op->root);
     return call;
 }
@@ -19987,7 +20012,7 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
 static dtrain_status dtrain__op_uneven(const dtrain_comm *comm, dtrain__op *op, int from, int to, size_t gives,
                                        size_t awaits)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s on rank %d: rank %d gives %zu elements to rank %d, which awaits %zu; the counts of the two "
                         "must fit",
@@ -20012,18 +20037,17 @@ static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *
     return dtrain__op_blame(comm, op, &cause);
 }
 
-/* Scratch memory for an operation, kept for the next ones. */
-static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
+/* Makes a buffer of the group large enough for an operation; it is kept for the next ones. */
+static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char **buffer, size_t bytes)
 {
-    void *scratch = dtrain__memory_room(comm->allocator, comm->scratch, bytes);
-    if (scratch == NULL) {
+    void *room = dtrain__memory_room(comm->allocator, *buffer, bytes);
+    if (room != NULL)
+        *buffer = (unsigned char *)room;
+    else
         dtrain__fail(&op->error, DTRAIN_ERR_MEMORY,
                      "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
                      dtrain__op_text(comm, op).text, comm->rank, bytes);
-        return 0;
-    }
-    comm->scratch = (unsigned char *)scratch;
-    return 1;
+    return room != NULL;
 }
 
 /* Where every rank's part is: as given, else counted from the start, rows whole. */
@@ -20068,14 +20092,14 @@ static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
 static dtrain_status dtrain__op_too_large(dtrain_comm *comm, const dtrain__op *op, size_t count)
 {
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
-                        dtrain__op_kind_name((uint64_t)op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
+                        dtrain__op_kind_name(op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
 }
 
 /* Bytes from a vector's start to the end of its last part, in *bytes. */
 static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
                                       const size_t *offsets, size_t *bytes)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, most = SIZE_MAX / 4 / width, next = 0;
+    size_t width = dtrain__op_width(op), most = SIZE_MAX / 4 / width, next = 0;
     *bytes = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         size_t begin = offsets != NULL ? offsets[rank] : next;
@@ -20092,7 +20116,7 @@ static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, c
  * the shorter begins when they are one. */
 static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, whole = op->count * width, begin = 0, part, row;
+    size_t width = dtrain__op_width(op), whole = op->count * width, begin = 0, part, row;
     dtrain_status status = DTRAIN_OK;
     int root = comm->rank == op->root;
     *offset = 0;
@@ -20137,7 +20161,7 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
         return status;
     if ((in_bytes > 0 && op->in == NULL) || (out_bytes > 0 && op->out == NULL))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s of %zu elements on rank %d: %s is NULL",
-                            dtrain__op_kind_name((uint64_t)op->kind), op->count, comm->rank,
+                            dtrain__op_kind_name(op->kind), op->count, comm->rank,
                             op->in == NULL && in_bytes > 0 ? "in" : "out");
     int in_place = in_bytes >= out_bytes ? out == in + offset : in == out + offset;
     if (op->kind == DTRAIN__EXCHANGE || op->partial)
@@ -20149,13 +20173,13 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s of %zu elements on rank %d: in and out overlap; give the same buffer, with this "
                             "rank's part at its offset, or two that are apart",
-                            dtrain__op_kind_name((uint64_t)op->kind), op->count, comm->rank);
+                            dtrain__op_kind_name(op->kind), op->count, comm->rank);
     return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *op, int peer)
 {
-    const char *kind = dtrain__op_kind_name((uint64_t)op->kind);
+    const char *kind = dtrain__op_kind_name(op->kind);
     if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
         return DTRAIN_OK;
     if (peer < 0 || peer >= comm->size)
@@ -20190,9 +20214,8 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     if (bits == 0 || bits % 8 != 0 || (dtrain__op_reduces(op) && !dtrain__fold_supported(op->dtype, op->op)))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; %s",
-                            dtrain__op_kind_name((uint64_t)op->kind), comm->rank, (int)op->dtype,
-                            dtrain_dtype_name(op->dtype), (int)op->op, dtrain__op_name((uint64_t)op->op),
-                            dtrain__op_advice(op));
+                            dtrain__op_kind_name(op->kind), comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype),
+                            (int)op->op, dtrain__op_name((uint64_t)op->op), dtrain__op_advice(op));
     if (op->count > SIZE_MAX / 4 / (bits / 8) / (op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1))
         return dtrain__op_too_large(comm, op, op->count);
     if (op->in_count > SIZE_MAX / 4 / (bits / 8))
@@ -20774,13 +20797,9 @@ DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
     if (comm == NULL || bytes == 0 || bytes >= DTRAIN__TRACE_PATH_BYTES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_trace: needs a group and a path of 1 to %d bytes (got %zu)",
                             DTRAIN__TRACE_PATH_BYTES - 1, bytes);
-    status = dtrain__group_alive(comm, "comm_trace");
-    if (status != DTRAIN_OK)
-        return status;
-    if (comm->process != getpid())
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_trace: process %ld made this group, and this is its forked child %ld; call it there",
-                            (long)comm->process, (long)getpid());
+    if (dtrain__group_alive(comm, "comm_trace") != DTRAIN_OK ||
+        dtrain__group_ours(comm, NULL, "comm_trace") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     pthread_mutex_lock(&comm->recorder->mutex);
     status = dtrain__trace_write(comm, path);
     pthread_mutex_unlock(&comm->recorder->mutex);
@@ -21303,14 +21322,11 @@ static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain
 /* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. */
 static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t bytes = 0;
+    size_t bytes, out_bytes, offset;
     if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out)
         return 1;
-    for (int rank = 0; rank < comm->size; rank++) {
-        size_t end = (comm->parts[rank].begin + comm->parts[rank].count) * (dtrain_dtype_bits(op->dtype) / 8);
-        bytes = comm->parts[rank].count > 0 && end > bytes ? end : bytes;
-    }
-    if (!dtrain__op_reserve(comm, op, bytes))
+    if (dtrain__op_sizes(comm, op, &bytes, &out_bytes, &offset) != DTRAIN_OK ||
+        !dtrain__op_reserve(comm, op, &comm->scratch, bytes))
         return 0;
     if (bytes > 0)
         memcpy(comm->scratch, op->in, bytes);
@@ -21407,7 +21423,7 @@ static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain_
  * of them. The rest will go on, so that the group ends where not. */
 static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     for (int peer = 0; op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL && peer < comm->size; peer++) {
         size_t gives = dtrain__fused_given(comm, op, peer).count, awaits = comm->others[peer].count;
         if (gives == awaits)
@@ -21431,31 +21447,25 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
     dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
 }
 
-/* Marks this rank's post as taken back, unless every peer has posted; the peer that has not, or -1. */
-static int dtrain__fused_mark(dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain__slot *slot = &comm->shared->slots[comm->rank];
-    int missing = -1;
-    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
-    for (int peer = 0; peer < comm->size && missing < 0; peer++)
-        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
-            missing = peer;
-    if (missing < 0)
-        __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    return missing;
-}
-
-/* Takes this rank's post back; returns a peer that has not posted, or -1 when all had and it must go through. */
+/* Takes this rank's post back by marking it; returns a peer that has not posted, or -1 when all had: then the post
+ * stands and must go through. */
 static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
+    uint64_t *arrived = &shared->slots[comm->rank].arrived;
     uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
+    int missing = -1;
     while (!__atomic_compare_exchange_n(&shared->withdrawn, &withdrawn, withdrawn + 1, 0, __ATOMIC_SEQ_CST,
                                         __ATOMIC_SEQ_CST)) {
         withdrawn &= ~(uint64_t)1;
         sched_yield();
     }
-    int missing = dtrain__fused_mark(comm, op);
+    __atomic_store_n(arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < comm->size && missing < 0; peer++)
+        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
+            missing = peer;
+    if (missing < 0)
+        __atomic_store_n(arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     __atomic_store_n(&shared->withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     return missing;
@@ -21520,7 +21530,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
 /* Folds elements [begin, begin + n) of all inputs: into every rank's output, the root's, or this rank's. */
 static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
     int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
@@ -21542,7 +21552,7 @@ static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin
 /* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
 static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, before = 0;
+    size_t width = dtrain__op_width(op), before = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
         size_t low = from > before ? from : before, end = before + part->count;
@@ -21562,7 +21572,7 @@ static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from
 /* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, as though they were one. */
 static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     const dtrain__segment *mine = (const dtrain__segment *)op->in;
     for (size_t k = 0, low = 0; n > 0; low += mine[k++].count) {
         if (begin >= low + mine[k].count)
@@ -21585,7 +21595,7 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
 /* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
 static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, part = comm->parts[comm->rank].begin;
+    size_t width = dtrain__op_width(op), part = comm->parts[comm->rank].begin;
     const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
     const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
     unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
@@ -21601,7 +21611,7 @@ static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, s
  * ranks write one line. */
 static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
 {
-    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n, total = 0;
+    size_t line = DTRAIN__CACHE_LINE / dtrain__op_width(op), end, n, total = 0;
     *begin = 0;
     switch (op->kind) {
     case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
@@ -21627,7 +21637,7 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
 {
     dtrain__shared *shared = comm->shared;
     size_t begin, share = dtrain__fused_share(comm, op, &begin);
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / width;
     while (op->at < share) {
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;
@@ -21777,12 +21787,6 @@ static size_t dtrain__step_width(const dtrain__op *op)
     return dtrain_dtype_bits(dtrain__step_dtype(op)) / 8;
 }
 
-/* Of elements as the caller has them. */
-static size_t dtrain__step_out_width(const dtrain__op *op)
-{
-    return dtrain_dtype_bits(op->dtype) / 8;
-}
-
 static size_t dtrain__step_line(size_t bytes)
 {
     return (bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
@@ -21829,6 +21833,17 @@ static void dtrain__step_recv(dtrain__step *step, int from, unsigned char *data,
     step->recv_bytes = bytes;
 }
 
+/* The same for a part of a vector that begins at base. */
+static void dtrain__step_send_part(dtrain__step *step, int to, const void *base, dtrain__extent part, size_t width)
+{
+    dtrain__step_send(step, to, (const unsigned char *)base + part.begin * width, part.count * width);
+}
+
+static void dtrain__step_recv_part(dtrain__step *step, int from, void *base, dtrain__extent part, size_t width)
+{
+    dtrain__step_recv(step, from, (unsigned char *)base + part.begin * width, part.count * width);
+}
+
 /* Receives partial sums of `count` elements and folds them into held. */
 static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data, void *held, size_t count, size_t width)
 {
@@ -21841,7 +21856,7 @@ static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data,
 static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
 {
     dtrain_dtype partial = dtrain__step_dtype(op);
-    const unsigned char *in = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    const unsigned char *in = (const unsigned char *)op->in + begin * dtrain__op_width(op);
     if (partial != op->dtype)
         DTRAIN_IGNORE(dtrain_convert(in, op->dtype, out, partial, count));
     else if (in != out && count > 0)
@@ -21999,61 +22014,6 @@ static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k
 
 #endif
 
-/* ---- >>ring ----
- * Plans in which every rank sends to its right neighbour and receives from its left one only, at full bandwidth:
- * reductions in an order of their own, all-gather, and broadcast in pieces.
- *
- * Source: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009. */
-#ifndef DTRAIN__RING
-#define DTRAIN__RING
-
-/* Step k: block rank - k - 1 goes to the right, the one before it comes from the left and is folded, until this
- * rank's own is complete; then complete blocks go round. An all-gather does the second half, a reduce-scatter the
- * first. */
-static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
-{
-    int n = comm->size, reduces = dtrain__op_reduces(op), gathers = !reduces || k >= n - 1;
-    int turn = gathers && reduces ? k - (n - 1) : k, shift = gathers ? 0 : 1;
-    size_t width = dtrain__step_width(op);
-    unsigned char *held = reduces ? dtrain__step_held(comm, op) : (unsigned char *)op->out;
-    if (k >= (op->kind == DTRAIN__ALL_REDUCE ? 2 : 1) * (n - 1))
-        return 0;
-    const dtrain__extent *out = &comm->parts[(comm->rank - shift - turn + 2 * n) % n];
-    const dtrain__extent *in = &comm->parts[(comm->rank - shift - turn - 1 + 2 * n) % n];
-    int left = (comm->rank + n - 1) % n;
-    dtrain__step_send(step, (comm->rank + 1) % n, held + out->begin * width, out->count * width);
-    if (gathers)
-        dtrain__step_recv(step, left, held + in->begin * width, in->count * width);
-    else
-        dtrain__step_fold(step, left, dtrain__step_received(comm, op), held + in->begin * width, in->count, width);
-    step->fold_early = !gathers;
-    step->send_first = comm->rank % 2 == 0;
-    return 1;
-}
-
-/* A broadcast in pieces from rank to rank: step k takes in piece k and sends on the one before it. */
-static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
-{
-    size_t width = dtrain__step_out_width(op), most = DTRAIN__BLOCK_BYTES / width, at = (size_t)k;
-    size_t pieces = op->count > 0 ? (op->count - 1) / most + 1 : 1;
-    int index = (comm->rank - op->root + comm->size) % comm->size;
-    unsigned char *data = (unsigned char *)op->out;
-    step->send_first = 1;
-    if (at < pieces && index > 0) {
-        size_t n = op->count - at * most < most ? op->count - at * most : most;
-        dtrain__step_recv(step, (comm->rank + comm->size - 1) % comm->size, data + at * most * width, n * width);
-        step->tag_in = at;
-    }
-    if (at > 0 && at <= pieces && index < comm->size - 1) {
-        size_t n = op->count - (at - 1) * most < most ? op->count - (at - 1) * most : most;
-        dtrain__step_send(step, (comm->rank + 1) % comm->size, data + (at - 1) * most * width, n * width);
-        step->tag_out = at - 1;
-    }
-    return at <= pieces;
-}
-
-#endif
-
 /* ---- >>halving ----
  * The plan for large all-reduces: recursive halving, then doubling, in pieces that stay in the cache.
  *
@@ -22085,30 +22045,26 @@ static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
     while (after > 0 && 2 * blocks.next_size <= after)
         blocks.next_size = blocks.next_size > 0 ? 2 * blocks.next_size : 1;
     blocks.index = rank - blocks.first;
-    while ((1 << blocks.levels) < blocks.size)
-        blocks.levels++;
+    blocks.levels = dtrain__step_levels(blocks.size);
     return blocks;
 }
 
-typedef struct dtrain__part {
-    size_t begin, end;
-} dtrain__part;
-
 /* What is left to the index-th of a block's ranks after `halvings` halvings of n elements. Cuts lie on cache
  * lines of the output, whatever the partial sums are. */
-static dtrain__part dtrain__halving_part(int index, int halvings, size_t n)
+static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
 {
-    dtrain__part range = {0, n};
+    dtrain__extent part = {0, n};
     for (int level = 0; level < halvings; level++) {
-        size_t middle = range.begin + (range.end - range.begin + 1) / 2;
-        middle = (middle + 63) / 64 * 64;
-        middle = middle < range.end ? middle : range.end;
-        if (index >> level & 1)
-            range.begin = middle;
-        else
-            range.end = middle;
+        size_t half = (part.begin + (part.count + 1) / 2 + 63) / 64 * 64 - part.begin;
+        half = half < part.count ? half : part.count;
+        if (index >> level & 1) {
+            part.begin += half;
+            part.count -= half;
+        } else {
+            part.count = half;
+        }
     }
-    return range;
+    return part;
 }
 
 /* Where step k of a halving-doubling stands. */
@@ -22143,7 +22099,7 @@ static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *o
  * nothing later than the one before the last. */
 static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
-    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op);
+    size_t width = dtrain__op_width(op), piece = dtrain__halving_piece(comm, op);
     size_t lanes = dtrain__halving_lanes(comm), group, turn, index;
     int peers;
     at->blocks = dtrain__halving_blocks(comm->rank, comm->size);
@@ -22169,23 +22125,11 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     return 1;
 }
 
-static void dtrain__halving_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
-{
-    dtrain__step_send(step, to, base + range.begin * width, (range.end - range.begin) * width);
-}
-
-static void dtrain__halving_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
-{
-    dtrain__step_recv(step, from, base + range.begin * width, (range.end - range.begin) * width);
-}
-
-static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range,
+/* Receives partial sums of a part, and folds them while more arrives. */
+static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__extent part,
                                  size_t width)
 {
-    dtrain__part all = {0, range.end - range.begin};
-    dtrain__halving_recv(step, from, at->recv, all, width);
-    step->fold = at->held + range.begin * width;
-    step->fold_count = all.end;
+    dtrain__step_fold(step, from, at->recv, at->held + part.begin * width, part.count, width);
     step->fold_early = 1;
 }
 
@@ -22193,21 +22137,20 @@ static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__hal
 static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
 {
     const dtrain__blocks *b = &at->blocks;
-    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
-    dtrain__part mine = dtrain__halving_part(b->index, b->levels, at->n);
+    size_t wide = dtrain__step_width(op), width = dtrain__op_width(op);
+    dtrain__extent mine = dtrain__halving_part(b->index, b->levels, at->n);
     int next = b->next_size > 0 ? b->first + b->size + b->index % b->next_size : -1;
     int turn = at->step < at->down ? at->step - at->up : at->step - at->down;
-    int index = b->index + turn * b->size, levels = 0, previous = b->first - b->previous_size + index;
-    while ((1 << levels) < b->previous_size)
-        levels++;
+    int index = b->index + turn * b->size, previous = b->first - b->previous_size + index;
+    int levels = dtrain__step_levels(b->previous_size);
     if (at->step < at->up)
         dtrain__halving_fold(step, next, at, mine, wide);
     else if (at->step < at->down)
-        dtrain__halving_send(step, previous, at->held, dtrain__halving_part(index, levels, at->n), wide);
+        dtrain__step_send_part(step, previous, at->held, dtrain__halving_part(index, levels, at->n), wide);
     else if (index < b->previous_size)
-        dtrain__halving_recv(step, previous, at->out, dtrain__halving_part(index, levels, at->n), width);
+        dtrain__step_recv_part(step, previous, at->out, dtrain__halving_part(index, levels, at->n), width);
     else
-        dtrain__halving_send(step, next, at->out, mine, width);
+        dtrain__step_send_part(step, next, at->out, mine, width);
 }
 
 /* Loads a piece before its first step, and turns this rank's own sums into results before they are passed on. */
@@ -22219,9 +22162,9 @@ static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
     if (at.step == 0)
         dtrain__step_widen(op, at.begin, at.n, at.held);
     if (at.step == at.up && at.blocks.previous_size == 0) {
-        dtrain__part mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
+        dtrain__extent mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
         dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__step_width(op),
-                            at.out + mine.begin * dtrain__step_out_width(op), mine.end - mine.begin);
+                            at.out + mine.begin * dtrain__op_width(op), mine.count);
     }
 }
 
@@ -22231,7 +22174,7 @@ static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
 static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__halving at;
-    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    size_t wide = dtrain__step_width(op), width = dtrain__op_width(op);
     if (!dtrain__halving_where(comm, op, (size_t)k, &at))
         return 0;
     int level = at.step < at.blocks.levels ? at.step : at.step >= at.doubling ? at.steps - 1 - at.step : 0;
@@ -22241,11 +22184,11 @@ static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, i
     step->ahead = at.paired;
     step->prepare = dtrain__halving_prepare;
     if (at.step < at.blocks.levels) {
-        dtrain__halving_send(step, peer, at.held, dtrain__halving_part(peer_index, level + 1, at.n), wide);
+        dtrain__step_send_part(step, peer, at.held, dtrain__halving_part(peer_index, level + 1, at.n), wide);
         dtrain__halving_fold(step, peer, &at, dtrain__halving_part(at.blocks.index, level + 1, at.n), wide);
     } else if (at.step >= at.doubling) {
-        dtrain__halving_send(step, peer, at.out, dtrain__halving_part(at.blocks.index, level + 1, at.n), width);
-        dtrain__halving_recv(step, peer, at.out, dtrain__halving_part(peer_index, level + 1, at.n), width);
+        dtrain__step_send_part(step, peer, at.out, dtrain__halving_part(at.blocks.index, level + 1, at.n), width);
+        dtrain__step_recv_part(step, peer, at.out, dtrain__halving_part(peer_index, level + 1, at.n), width);
     } else {
         step->tag_out = step->tag_in = at.begin << 8 | 64;
         dtrain__halving_between(op, &at, step);
@@ -22261,15 +22204,68 @@ static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op 
 
 #endif
 
-/* ---- >>bruck ----
- * Plans of ceil(log2 n) steps for any number of ranks, for small vectors: after step k a rank holds what 2^(k+1)
- * ranks had, in slots of scratch that begin with its own. At the end it holds all, and copies them to their places
- * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier.
+/* ---- >>rounds ----
+ * Plans in which every rank sends and receives in each of a number of rounds.
  *
- * Source: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; barrier: Hensgen, Finkel, Manber, Int. J.
- * Parallel Programming 17(1), 1988. */
-#ifndef DTRAIN__BRUCK
-#define DTRAIN__BRUCK
+ * Ring: to the right neighbour, from the left one, at full bandwidth: reductions in an order of their own, all-gather,
+ * and broadcast in pieces. Source: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009.
+ *
+ * Bruck: ceil(log2 n) rounds for any number of ranks and small vectors. After round k a rank holds what 2^(k+1) ranks
+ * had, in slots of scratch that begin with its own. At the end it holds all, and copies them to their places
+ * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier. Source: Bruck, Ho,
+ * Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; barrier: Hensgen, Finkel, Manber, Int. J. Parallel Programming
+ * 17(1), 1988.
+ *
+ * Direct: every pair of ranks exchanges once, in rounds of disjoint pairs: all-to-all and all-gather; and reductions in
+ * which each rank receives its part of everybody's input and folds all of them in one pass, in the tree order, in the
+ * dtype they came in. Gather and scatter are one message for each rank but the root. Source: Thakur, Rabenseifner,
+ * Gropp, IJHPCA 19(1), 2005. */
+#ifndef DTRAIN__ROUNDS_PLAN
+#define DTRAIN__ROUNDS_PLAN
+
+/* Step k: block rank - k - 1 goes to the right, the one before it comes from the left and is folded, until this
+ * rank's own is complete; then complete blocks go round. An all-gather does the second half, a reduce-scatter the
+ * first. */
+static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    int n = comm->size, reduces = dtrain__op_reduces(op), gathers = !reduces || k >= n - 1;
+    int turn = gathers && reduces ? k - (n - 1) : k, shift = gathers ? 0 : 1;
+    size_t width = dtrain__step_width(op);
+    unsigned char *held = reduces ? dtrain__step_held(comm, op) : (unsigned char *)op->out;
+    if (k >= (op->kind == DTRAIN__ALL_REDUCE ? 2 : 1) * (n - 1))
+        return 0;
+    dtrain__extent out = comm->parts[(comm->rank - shift - turn + 2 * n) % n];
+    dtrain__extent in = comm->parts[(comm->rank - shift - turn - 1 + 2 * n) % n];
+    int left = (comm->rank + n - 1) % n;
+    dtrain__step_send_part(step, (comm->rank + 1) % n, held, out, width);
+    if (gathers)
+        dtrain__step_recv_part(step, left, held, in, width);
+    else
+        dtrain__step_fold(step, left, dtrain__step_received(comm, op), held + in.begin * width, in.count, width);
+    step->fold_early = !gathers;
+    step->send_first = comm->rank % 2 == 0;
+    return 1;
+}
+
+/* A broadcast in pieces from rank to rank: step k takes in piece k and sends on the one before it. */
+static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
+{
+    size_t width = dtrain__op_width(op), most = DTRAIN__BLOCK_BYTES / width, at = (size_t)k;
+    size_t pieces = op->count > 0 ? (op->count - 1) / most + 1 : 1, before = at - 1;
+    int index = (comm->rank - op->root + comm->size) % comm->size;
+    step->send_first = 1;
+    if (at < pieces && index > 0) {
+        dtrain__extent in = {at * most, op->count - at * most < most ? op->count - at * most : most};
+        dtrain__step_recv_part(step, (comm->rank + comm->size - 1) % comm->size, op->out, in, width);
+        step->tag_in = at;
+    }
+    if (at > 0 && at <= pieces && index < comm->size - 1) {
+        dtrain__extent out = {before * most, op->count - before * most < most ? op->count - before * most : most};
+        dtrain__step_send_part(step, (comm->rank + 1) % comm->size, op->out, out, width);
+        step->tag_out = before;
+    }
+    return at <= pieces;
+}
 
 /* Elements before slot number `slot`. */
 static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
@@ -22286,12 +22282,12 @@ static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const
 
 static size_t dtrain__bruck_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
-    return dtrain__bruck_slot(comm, op, comm->size) * dtrain__step_out_width(op);
+    return dtrain__bruck_slot(comm, op, comm->size) * dtrain__op_width(op);
 }
 
 static void dtrain__bruck_begin(dtrain_comm *comm, dtrain__op *op, size_t k)
 {
-    size_t bytes = dtrain__bruck_slot(comm, op, 1) * dtrain__step_out_width(op);
+    size_t bytes = dtrain__bruck_slot(comm, op, 1) * dtrain__op_width(op);
     (void)k;
     if (bytes > 0)
         memcpy(comm->scratch, op->in, bytes);
@@ -22299,7 +22295,7 @@ static void dtrain__bruck_begin(dtrain_comm *comm, dtrain__op *op, size_t k)
 
 static void dtrain__bruck_end(dtrain_comm *comm, dtrain__op *op, size_t k)
 {
-    size_t width = dtrain__step_out_width(op);
+    size_t width = dtrain__op_width(op);
     if (k == 0)
         dtrain__bruck_begin(comm, op, k);
     for (int i = 0; i < comm->size; i++) {
@@ -22316,7 +22312,7 @@ static void dtrain__bruck_end(dtrain_comm *comm, dtrain__op *op, size_t k)
 static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     int n = comm->size, levels = dtrain__step_levels(n), distance = 1 << k;
-    size_t width = dtrain__step_out_width(op);
+    size_t width = dtrain__op_width(op);
     if (k >= levels) {
         step->prepare = op->kind == DTRAIN__BARRIER ? NULL : dtrain__bruck_end;
         return k == levels;
@@ -22330,17 +22326,6 @@ static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int
     step->prepare = k == 0 && op->kind != DTRAIN__BARRIER ? dtrain__bruck_begin : NULL;
     return 1;
 }
-
-#endif
-
-/* ---- >>direct ----
- * Plans in which every pair of ranks exchanges once, in rounds of disjoint pairs: all-to-all and all-gather; and
- * reductions in which each rank receives its part of everybody's input and folds all of them in one pass, in the
- * tree order, in the dtype they came in. Gather and scatter are one message for each rank but the root.
- *
- * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005. */
-#ifndef DTRAIN__DIRECT_PLAN
-#define DTRAIN__DIRECT_PLAN
 
 static int dtrain__direct_rounds(const dtrain_comm *comm)
 {
@@ -22369,30 +22354,36 @@ static size_t dtrain__direct_count(const dtrain_comm *comm, const dtrain__direct
     return count <= begin ? 0 : count - begin < at->most ? count - begin : at->most;
 }
 
-static size_t dtrain__direct_most(const dtrain_comm *comm, const dtrain__op *op)
+/* Elements of the longest part. */
+static size_t dtrain__direct_longest(const dtrain_comm *comm, const dtrain__extent *parts)
 {
-    size_t all = DTRAIN__BLOCK_MOST / (size_t)comm->size, most = DTRAIN__BLOCK_BYTES, longest = 0;
-    most = (most < all ? most : all) / dtrain__step_out_width(op) / 64 * 64;
+    size_t longest = 0;
     for (int rank = 0; rank < comm->size; rank++)
-        longest = comm->parts[rank].count > longest ? comm->parts[rank].count : longest;
+        longest = parts[rank].count > longest ? parts[rank].count : longest;
+    return longest;
+}
+
+static size_t dtrain__direct_most(const dtrain_comm *comm, const dtrain__op *op, size_t longest)
+{
+    size_t all = DTRAIN__BLOCK_MOST / (size_t)comm->size, most = DTRAIN__BLOCK_BYTES;
+    most = (most < all ? most : all) / dtrain__op_width(op) / 64 * 64;
     most = most > 0 ? most : 64;
     return longest < most ? longest : most;
 }
 
 static size_t dtrain__direct_scratch(const dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t width = dtrain__step_out_width(op), longest = 0;
+    size_t width = dtrain__op_width(op);
     if (dtrain__op_reduces(op))
-        return (size_t)comm->size * dtrain__step_line(dtrain__direct_most(comm, op) * width);
-    for (int rank = 0; op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out && rank < comm->size; rank++)
-        longest = comm->others[rank].count > longest ? comm->others[rank].count : longest;
-    return longest * width;
+        return (size_t)comm->size *
+               dtrain__step_line(dtrain__direct_most(comm, op, dtrain__direct_longest(comm, comm->parts)) * width);
+    return op->kind == DTRAIN__ALL_TO_ALL && op->in == op->out ? dtrain__direct_longest(comm, comm->others) * width : 0;
 }
 
 static unsigned char *dtrain__direct_slot(const dtrain_comm *comm, const dtrain__op *op, const dtrain__direct *at,
                                           int rank)
 {
-    return comm->scratch + (size_t)rank * dtrain__step_line(at->most * dtrain__step_out_width(op));
+    return comm->scratch + (size_t)rank * dtrain__step_line(at->most * dtrain__op_width(op));
 }
 
 /* Where the block of this rank's part of the result goes. */
@@ -22407,11 +22398,9 @@ static unsigned char *dtrain__direct_result(const dtrain_comm *comm, const dtrai
 static dtrain__direct dtrain__direct_where(const dtrain_comm *comm, const dtrain__op *op, size_t k)
 {
     dtrain__direct at;
-    size_t longest = 0;
+    size_t longest = dtrain__direct_longest(comm, comm->parts);
     int rounds = dtrain__direct_rounds(comm), root = comm->rank == op->root;
-    at.most = dtrain__direct_most(comm, op);
-    for (int rank = 0; rank < comm->size; rank++)
-        longest = comm->parts[rank].count > longest ? comm->parts[rank].count : longest;
+    at.most = dtrain__direct_most(comm, op, longest);
     at.blocks = longest > 0 ? (longest - 1) / at.most + 1 : 1;
     at.turns = rounds + 1;
     if (op->kind == DTRAIN__ALL_REDUCE)
@@ -22431,7 +22420,7 @@ static void dtrain__direct_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
     void *result = dtrain__direct_result(comm, op, &at);
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__direct_slot(comm, op, &at, rank);
-    comm->ins[comm->rank] = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    comm->ins[comm->rank] = (const unsigned char *)op->in + begin * dtrain__op_width(op);
     if (n > 0 && op->partial)
         dtrain__fold_partials(op->dtype, comm->ins, comm->size, result, n);
     else if (n > 0)
@@ -22442,7 +22431,7 @@ static int dtrain__direct_reduce(const dtrain_comm *comm, const dtrain__op *op, 
 {
     dtrain__direct at = dtrain__direct_where(comm, op, (size_t)k);
     int rounds = dtrain__direct_rounds(comm), gathers = at.turn > rounds, round = at.turn - (gathers ? rounds + 1 : 0);
-    size_t width = dtrain__step_out_width(op), mine = dtrain__direct_count(comm, &at, comm->rank) * width, theirs;
+    size_t width = dtrain__op_width(op), mine = dtrain__direct_count(comm, &at, comm->rank) * width, theirs;
     if (at.block >= at.blocks)
         return 0;
     step->tag_out = step->tag_in = at.block << 12 | (uint64_t)(op->kind == DTRAIN__REDUCE && gathers ? 4095 : at.turn);
@@ -22470,7 +22459,7 @@ static int dtrain__direct_reduce(const dtrain_comm *comm, const dtrain__op *op, 
 /* In place, a block that has come lies in scratch until the one that went is gone. */
 static void dtrain__direct_place(dtrain_comm *comm, dtrain__op *op, size_t k)
 {
-    size_t width = dtrain__step_out_width(op);
+    size_t width = dtrain__op_width(op);
     int peer = dtrain__direct_peer(comm, (int)k - 1);
     if (peer != comm->rank && comm->others[peer].count > 0)
         memcpy((unsigned char *)op->out + comm->others[peer].begin * width, comm->scratch,
@@ -22482,17 +22471,15 @@ static int dtrain__direct_pairs(const dtrain_comm *comm, const dtrain__op *op, i
     int rounds = dtrain__direct_rounds(comm), all_to_all = op->kind == DTRAIN__ALL_TO_ALL;
     int in_place = all_to_all && op->in == op->out;
     int peer = k < rounds ? dtrain__direct_peer(comm, k) : comm->rank;
-    size_t width = dtrain__step_out_width(op);
-    const dtrain__extent *out = all_to_all ? &comm->parts[peer] : &comm->parts[comm->rank];
-    const dtrain__extent *in = all_to_all ? &comm->others[peer] : &comm->parts[peer];
-    const unsigned char *from = (const unsigned char *)(all_to_all ? op->in : op->out);
+    size_t width = dtrain__op_width(op);
+    dtrain__extent in = all_to_all ? comm->others[peer] : comm->parts[peer], staged = {0, in.count};
     if (in_place && k > 0)
         step->prepare = dtrain__direct_place;
     if (k >= rounds || peer == comm->rank)
         return k < rounds + in_place;
-    dtrain__step_send(step, peer, from + out->begin * width, out->count * width);
-    dtrain__step_recv(step, peer, in_place ? comm->scratch : (unsigned char *)op->out + in->begin * width,
-                      in->count * width);
+    dtrain__step_send_part(step, peer, all_to_all ? op->in : op->out, comm->parts[all_to_all ? peer : comm->rank],
+                           width);
+    dtrain__step_recv_part(step, peer, in_place ? comm->scratch : op->out, in_place ? staged : in, width);
     step->send_first = comm->rank < peer;
     return 1;
 }
@@ -22500,19 +22487,18 @@ static int dtrain__direct_pairs(const dtrain_comm *comm, const dtrain__op *op, i
 /* One message between the root and each other rank. */
 static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    size_t width = dtrain__step_out_width(op);
+    size_t width = dtrain__op_width(op);
     int root = comm->rank == op->root, rank = root ? k : comm->rank, gather = op->kind == DTRAIN__GATHER;
-    const dtrain__extent *part = &comm->parts[rank < comm->size ? rank : 0];
-    size_t begin = root ? part->begin * width : 0;
     if (k >= (root ? comm->size : 1))
         return 0;
     step->tag_out = step->tag_in = 0;
     if (root && k == comm->rank)
         return 1;
+    dtrain__extent part = {root ? comm->parts[rank].begin : 0, comm->parts[rank].count};
     if (gather != root)
-        dtrain__step_send(step, root ? rank : op->root, (const unsigned char *)op->in + begin, part->count * width);
+        dtrain__step_send_part(step, root ? rank : op->root, op->in, part, width);
     else
-        dtrain__step_recv(step, root ? rank : op->root, (unsigned char *)op->out + begin, part->count * width);
+        dtrain__step_recv_part(step, root ? rank : op->root, op->out, part, width);
     return 1;
 }
 
@@ -22549,7 +22535,7 @@ static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op
 /* A message of the caller's own, or two that cross. */
 static int dtrain__plan_message(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    size_t width = dtrain__step_out_width(op);
+    size_t width = dtrain__op_width(op);
     if (op->kind != DTRAIN__RECV && op->root >= 0)
         dtrain__step_send(step, op->root, (const unsigned char *)op->in, op->count * width);
     if (op->kind == DTRAIN__RECV)
@@ -22655,28 +22641,13 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     }
 }
 
-/* An algorithm's constant from its name; 0 when there is none of that name. */
-static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
+/* The value from first to last that has the name; -1: none. */
+static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int last, const char *name, size_t bytes)
 {
-    for (int value = DTRAIN_ALGORITHM_FUSED - 1; value <= DTRAIN_ALGORITHM_DOUBLE_TREE; value++) {
-        dtrain_algorithm one = value < DTRAIN_ALGORITHM_FUSED ? DTRAIN_ALGORITHM_AUTO : (dtrain_algorithm)value;
-        const char *text = dtrain__op_algorithm_name((uint64_t)one);
-        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0) {
-            *algorithm = one;
-            return 1;
-        }
-    }
-    return 0;
-}
-
-static dtrain__kind dtrain__plan_kind(const char *name, size_t bytes)
-{
-    for (int kind = DTRAIN__ALL_REDUCE; kind <= DTRAIN__BARRIER; kind++) {
-        const char *text = dtrain__op_kind_name((uint64_t)kind);
-        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0)
-            return (dtrain__kind)kind;
-    }
-    return DTRAIN__KINDS;
+    for (int value = first; value <= last; value++)
+        if (strlen(name_of((uint64_t)value)) == bytes && memcmp(name_of((uint64_t)value), name, bytes) == 0)
+            return value;
+    return -1;
 }
 
 /* Reads "ring" or "all_reduce=ring,broadcast=tree" into what is asked for. */
@@ -22684,19 +22655,24 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
 {
     while (text != NULL && *text != 0) {
         size_t bytes = strcspn(text, ","), kind_bytes = strcspn(text, "=,");
-        int every = kind_bytes == bytes;
-        dtrain__kind kind = every ? DTRAIN__ALL_REDUCE : dtrain__plan_kind(text, kind_bytes);
-        dtrain_algorithm algorithm = DTRAIN_ALGORITHM_AUTO;
+        int every = kind_bytes == bytes, first = DTRAIN__ALL_REDUCE, last = DTRAIN__BARRIER;
         const char *name = every ? text : text + kind_bytes + 1;
-        if (kind == DTRAIN__KINDS || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
+        size_t name_bytes = bytes - (size_t)(name - text);
+        int algorithm = dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED,
+                                          DTRAIN_ALGORITHM_DOUBLE_TREE, name, name_bytes);
+        if (name_bytes == 4 && memcmp(name, "auto", 4) == 0)
+            algorithm = DTRAIN_ALGORITHM_AUTO;
+        if (!every)
+            first = last = dtrain__plan_find(dtrain__op_kind_name, first, last, text, kind_bytes);
+        if (first < 0 || algorithm < 0)
             return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                                 "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
                                 "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
                                 "COLLECTIVE=ALGORITHM as in all_reduce=ring,broadcast=tree",
                                 (int)(bytes < 60 ? bytes : 60), text);
-        for (int k = (int)kind; k <= (every ? DTRAIN__BARRIER : (int)kind); k++)
+        for (int kind = first; kind <= last; kind++)
             if (algorithm != DTRAIN_ALGORITHM_FUSED || comm->shared != NULL)
-                comm->asked[k] = algorithm;
+                comm->asked[kind] = (dtrain_algorithm)algorithm;
         text += bytes + (text[bytes] == ',');
     }
     return DTRAIN_OK;
@@ -22809,7 +22785,7 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 /* Puts what this rank already has of its result in its place. */
 static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t width = dtrain__step_out_width(op), count = comm->parts[comm->rank].count;
+    size_t width = dtrain__op_width(op), count = comm->parts[comm->rank].count;
     size_t begin = comm->parts[comm->rank].begin, from = 0, to = begin;
     int wanted = comm->rank == op->root;
     switch (op->kind) {
@@ -22870,7 +22846,7 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain
         return 1;
     dtrain__recorder_start(comm, op);
     dtrain__op_layout(comm, op);
-    if (!dtrain__op_reserve(comm, op, dtrain__plan_scratch(comm, op)))
+    if (!dtrain__op_reserve(comm, op, &comm->scratch, dtrain__plan_scratch(comm, op)))
         return 1;
     if (dtrain__plan_whole(op))
         dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));
@@ -23691,44 +23667,6 @@ static dtrain_status dtrain__service_new(dtrain_comm *comm, dtrain__service **ou
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out)
-{
-    dtrain__service *service;
-    dtrain_status status = dtrain__service_new(comm, &service);
-    if (status != DTRAIN_OK)
-        return status;
-    service->origin = comm->origin;
-    service->bell = comm->origin->bell;
-    int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
-    if (error == 0) {
-        *out = service;
-        return DTRAIN_OK;
-    }
-    dtrain__service_free(service);
-    return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
-                        "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
-                        "without",
-                        comm->rank, strerror(error));
-}
-
-/* The service thread of the group's origin, started where there is none yet. */
-static dtrain_status dtrain__service_find(dtrain_comm *comm, dtrain__service **out)
-{
-    dtrain__origin *origin = comm->origin;
-    dtrain_status status = DTRAIN_OK;
-    pthread_mutex_lock(&origin->mutex);
-    if (origin->service == NULL)
-        status = dtrain__service_start(comm, out);
-    else
-        *out = (dtrain__service *)origin->service;
-    if (status == DTRAIN_OK) {
-        origin->service = *out;
-        origin->last_gone = dtrain__service_stop;
-    }
-    pthread_mutex_unlock(&origin->mutex);
-    return status;
-}
-
 static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
 {
     pthread_mutex_lock(&service->mutex);
@@ -23738,13 +23676,38 @@ static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
     comm->service = service;
 }
 
-/* Puts the group under a service thread, at the first asynchronous call. */
+/* Starts the service thread of the group's origin, whose mutex the caller holds. */
+static dtrain_status dtrain__service_start(dtrain_comm *comm)
+{
+    dtrain__origin *origin = comm->origin;
+    dtrain__service *service;
+    dtrain_status status = dtrain__service_new(comm, &service);
+    if (status != DTRAIN_OK)
+        return status;
+    service->origin = origin;
+    service->bell = origin->bell;
+    int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
+    if (error != 0) {
+        dtrain__service_free(service);
+        return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
+                            "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL "
+                            "to do without",
+                            comm->rank, strerror(error));
+    }
+    origin->service = service;
+    origin->last_gone = dtrain__service_stop;
+    return DTRAIN_OK;
+}
+
+/* Puts the group under the service thread of its origin, at the first asynchronous call. */
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
-    dtrain__service *service = NULL;
-    dtrain_status status = dtrain__service_find(comm, &service);
+    dtrain__origin *origin = comm->origin;
+    pthread_mutex_lock(&origin->mutex);
+    dtrain_status status = origin->service == NULL ? dtrain__service_start(comm) : DTRAIN_OK;
+    pthread_mutex_unlock(&origin->mutex);
     if (status == DTRAIN_OK)
-        dtrain__service_add(service, comm);
+        dtrain__service_add((dtrain__service *)origin->service, comm);
     return status;
 }
 
@@ -23793,11 +23756,8 @@ DTRAIN__FAST_BEGIN
 static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
 {
     int ready = 1;
-    if (comm->process != getpid())
-        return dtrain__fail(
-            &comm->error, DTRAIN_ERR_INVALID,
-            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork", call,
-            (long)comm->process, (long)getpid());
+    if (dtrain__group_ours(comm, &comm->error, call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
         return comm->error.status;
     if (!ready)
@@ -23822,7 +23782,7 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
     if (status == DTRAIN_OK && !comm->plane->in_process)
-        status = dtrain__work_usable(comm, dtrain__op_kind_name((uint64_t)op->kind));
+        status = dtrain__work_usable(comm, dtrain__op_kind_name(op->kind));
     if (status != DTRAIN_OK)
         return status;
     if (comm->alone)
@@ -23836,8 +23796,7 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
 static void dtrain__work_clock(dtrain_comm *comm, dtrain__op *op)
 {
     op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns =
-        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
+    op->deadline_ns = dtrain__group_deadline(comm, op->started_ns);
 }
 
 /* Puts an operation at the end of the queue; NULL: no memory. */
@@ -24011,26 +23970,13 @@ DTRAIN_API DTRAIN__NOINLINE dtrain_status dtrain_work_wait(dtrain_work *work)
     return dtrain__work_end(work, INT64_MAX, &ended);
 }
 
-/* dtrain_comm_abort may be called beside another call of the group, whose error text so stays as it is. */
-static dtrain_status dtrain__work_abortable(const dtrain_comm *comm)
-{
-    if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_abort: the group is NULL; was its creation checked?");
-    if (dtrain__group_alive(comm, "comm_abort") != DTRAIN_OK)
-        return DTRAIN_ERR_INVALID;
-    if (comm->process != getpid())
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_abort: process %ld made this group, and this is its forked child",
-                            (long)comm->process);
-    return DTRAIN_OK;
-}
-
+/* It may be called beside another call of the group, whose error text so stays as it is. */
 DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
 {
     dtrain__error cause, kept = dtrain__thread_error;
-    dtrain_status status = dtrain__work_abortable(comm);
-    if (status != DTRAIN_OK)
-        return status;
+    if (dtrain__group_alive(comm, "comm_abort") != DTRAIN_OK ||
+        dtrain__group_ours(comm, NULL, "comm_abort") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d aborted the group: %.300s", comm->rank,
                  why != NULL && why[0] != 0 ? why : "it gave no reason");
     dtrain__thread_error = kept;
@@ -24046,8 +23992,8 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm == NULL || comm->desc.progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
-    if (comm->process != getpid())
-        return dtrain__work_usable(comm, "comm_poll");
+    if (dtrain__group_ours(comm, &comm->error, "comm_poll") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
@@ -24096,7 +24042,7 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
                             "fuse_end first",
-                            dtrain__op_kind_name((uint64_t)op->kind), comm->rank);
+                            dtrain__op_kind_name(op->kind), comm->rank);
     if (comm->fusing)
         return dtrain__work_note(comm, op);
     dtrain__work_clock(comm, op);
@@ -24118,12 +24064,10 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
 /* Runs a call to its end (work NULL), or starts it; inside a fuse notes it. */
 static dtrain_status dtrain__work_call(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
 {
-    const char *name = dtrain__op_kind_name((uint64_t)op->kind);
+    const char *name = dtrain__op_kind_name(op->kind);
     int entered;
     if (work != NULL)
         *work = NULL;
-    if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?", name);
     dtrain_status status = dtrain__group_enter(comm, name, &entered);
     if (status != DTRAIN_OK)
         return status;
@@ -24308,31 +24252,11 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
-/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
-static dtrain_status dtrain__create_world(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
-{
-    dtrain_comm_desc placed = *desc;
-    dtrain__end end;
-    dtrain_comm *comm;
-    int64_t now = dtrain__os_now_ns();
-    memset(&end, 0, sizeof end);
-    dtrain_status status = dtrain__socket_plane_create(&end, &place->keys, &place->hub, desc->allocator);
-    if (status != DTRAIN_OK)
-        return status;
-    placed.timeout_ms = place->hub.timeout_ms;
-    status = dtrain__create_end(&comm, &end, &placed);
-    if (status != DTRAIN_OK)
-        return status;
-    comm->forming = 1;
-    comm->started_ns = now;
-    comm->form_deadline_ns = placed.timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(placed.timeout_ms);
-    *out = comm;
-    return DTRAIN_OK;
-}
-
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
+    int64_t now = dtrain__os_now_ns();
     dtrain__place place;
+    dtrain__end end;
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
     *comm = NULL;
@@ -24352,9 +24276,18 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
                             "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
                             "address space; choose another for %d processes",
                             place.keys.world_size);
-    status = dtrain__create_world(comm, &place, desc);
+    dtrain_comm_desc placed = *desc;
+    placed.timeout_ms = place.hub.timeout_ms;
+    status = dtrain__socket_plane_create(&end, &place.keys, &place.hub, desc->allocator);
     memset(&place, 0, sizeof place);
-    return status;
+    if (status == DTRAIN_OK)
+        status = dtrain__create_end(comm, &end, &placed);
+    if (status != DTRAIN_OK)
+        return status;
+    (*comm)->forming = 1; /* under the service thread, or by polling */
+    (*comm)->started_ns = now;
+    (*comm)->form_deadline_ns = dtrain__group_deadline(*comm, now);
+    return DTRAIN_OK;
 }
 
 /* Whether all ranks have come; wait: until they have, or the call's time is up. */
@@ -24393,10 +24326,8 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
         return status;
     status = dtrain__create_form(*comm, &ready, 1);
     if (status != DTRAIN_OK) {
-        dtrain__error kept = dtrain__thread_error;
         dtrain_comm_destroy(*comm);
         *comm = NULL;
-        dtrain__report(&kept);
     }
     return status;
 }
@@ -24406,7 +24337,6 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
 static void dtrain__create_cancel(dtrain_comm *comm)
 {
     dtrain__error cause;
-    dtrain__error kept = dtrain__thread_error;
     dtrain_work *work = dtrain__queue_head(comm);
     if (work == NULL || comm->shared == NULL)
         return;
@@ -24414,13 +24344,13 @@ static void dtrain__create_cancel(dtrain_comm *comm)
                  dtrain__op_text(comm, &work->op).text);
     dtrain__group_break(comm, &cause);
     dtrain__shared_revoke(comm->shared, comm->rank);
-    dtrain__thread_error = kept;
 }
 
-/* Leaves with a reason that peers will read; NULL: none. */
+/* Leaves with a reason that peers will read; NULL: none. The thread's last error stays. */
 static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
+    dtrain__error kept = dtrain__thread_error;
     int forked = comm->process != getpid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
@@ -24432,6 +24362,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
         transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__create_free(comm); /* the transport owns its allocator */
     transport.destroy(transport.self);
+    dtrain__thread_error = kept;
 }
 
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)
@@ -24601,7 +24532,8 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
 #endif
 
 /* ---- >>collectives ----
- * The public calls: each describes itself as an operation and hands it to the core, blocking or not. */
+ * The public calls: each describes itself as an operation and hands it to the core, blocking or not; the store's are
+ * answered by the group's control plane. */
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 DTRAIN__FAST_BEGIN
@@ -24657,7 +24589,7 @@ static dtrain_status dtrain__collective_async(dtrain_comm *comm, dtrain__kind ki
     if (work != NULL)
         return dtrain__collective(comm, kind, in, out, count, dtype, reduction, root, work);
     return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name((uint64_t)kind));
+                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name(kind));
 }
 
 static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
@@ -24669,8 +24601,7 @@ static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, 
     op.root = root;
     if (counts == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "%s_v: the array of counts, one for each rank, is NULL",
-                            dtrain__op_kind_name((uint64_t)kind));
+                            "%s_v: the array of counts, one for each rank, is NULL", dtrain__op_kind_name(kind));
     return dtrain__work_call(comm, &op, work);
 }
 
@@ -24861,17 +24792,6 @@ DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size
     return dtrain__work_call(comm, &op, NULL);
 }
 
-/* Index of the first element in which a and b differ; count when none does. */
-static size_t dtrain__first_difference(const unsigned char *a, const unsigned char *b, size_t count, size_t width)
-{
-    if (count == 0 || memcmp(a, b, count * width) == 0)
-        return count;
-    for (size_t i = 0; i < count; i++)
-        if (memcmp(a + i * width, b + i * width, width) != 0)
-            return i;
-    return count;
-}
-
 /* Compares with rank 0's data in pieces; *first is the first differing element, or count. */
 static dtrain_status dtrain__compare_with_root(dtrain_comm *comm, const unsigned char *data, size_t count,
                                                dtrain_dtype dtype, unsigned char *piece, size_t piece_count,
@@ -24885,10 +24805,10 @@ static dtrain_status dtrain__compare_with_root(dtrain_comm *comm, const unsigned
         if (comm->rank == 0)
             memcpy(piece, data + at * width, n * width);
         status = dtrain_broadcast(comm, piece, n, dtype, 0);
-        if (status == DTRAIN_OK && *first == count) {
-            size_t found = dtrain__first_difference(piece, data + at * width, n, width);
-            *first = found < n ? at + found : count;
-        }
+        if (status != DTRAIN_OK || *first < count || memcmp(piece, data + at * width, n * width) == 0)
+            continue;
+        for (*first = at; memcmp(piece + (*first - at) * width, data + *first * width, width) == 0;)
+            ++*first;
     }
     return status;
 }
@@ -24923,6 +24843,53 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
 }
 
 DTRAIN__FAST_END
+
+static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *key, void *value, size_t capacity,
+                                      size_t *bytes)
+{
+    size_t length = key != NULL ? strlen(key) : 0;
+    dtrain__store_call call = {what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
+                               0,    0,   DTRAIN_OK, ""};
+    if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
+        (bytes == NULL && what != DTRAIN__STORE_SET) ||
+        (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
+        return dtrain__fail(
+            comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
+            "places for what comes back",
+            dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
+    dtrain_status status = dtrain__group_alive(comm, dtrain__store_names[what]);
+    if (status != DTRAIN_OK)
+        return status;
+    int64_t deadline_ns = dtrain__group_deadline(comm, dtrain__os_now_ns());
+    if (!comm->plane->in_process)
+        status = dtrain__work_usable(comm, dtrain__store_names[what]);
+    return status == DTRAIN_OK ? comm->plane->store(comm->transport.self, &call, deadline_ns) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes)
+{
+    void *data;
+    memcpy(&data, &value, sizeof data); /* it is only read */
+    return dtrain__store_do(comm, DTRAIN__STORE_SET, key, data, bytes, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                          size_t *bytes)
+{
+    return dtrain__store_do(comm, DTRAIN__STORE_GET, key, value, capacity, bytes);
+}
+
+DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                           size_t *bytes)
+{
+    int64_t began = dtrain__os_now_ns();
+    dtrain_status status = dtrain__store_do(comm, DTRAIN__STORE_WAIT, key, value, capacity, bytes);
+    if (comm != NULL && __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
+        dtrain__work_blocked_in(comm, began);
+    return status;
+}
+
 #endif
 
 /* ---- >>fuse ----
@@ -24936,15 +24903,20 @@ DTRAIN__FAST_END
 #define DTRAIN__FUSE_CALL ((size_t)1 << 20) /* larger buffers are not worth a copy */
 #define DTRAIN__FUSE_SET ((size_t)4 << 20)
 
+static dtrain_status dtrain__fuse_check(dtrain_comm *comm, int open, const char *call)
+{
+    if (dtrain__group_alive(comm, call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    if (comm->fusing == open)
+        return DTRAIN_OK;
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s", call, comm->rank,
+                        open ? "there was no fuse_begin" : "it was called before; call fuse_end first");
+}
+
 DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
 {
-    if (comm != NULL && dtrain__group_alive(comm, "fuse_begin") != DTRAIN_OK)
+    if (dtrain__fuse_check(comm, 0, "fuse_begin") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (comm == NULL || comm->fusing)
-        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            comm != NULL ? "fuse_begin on rank %d: it was called before; call fuse_end first"
-                                         : "fuse_begin: the group is NULL; was its creation checked?",
-                            dtrain_comm_rank(comm));
     comm->fusing = 1;
     comm->noted = 0;
     return DTRAIN_OK;
@@ -24988,47 +24960,25 @@ static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *p
     return end;
 }
 
-/* Copies the buffers of a set into the packed one, or the results back. */
-static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, int back)
+/* Copies the buffers of a set into the packed one, or the results back; or, of a scattered set, lists them there. */
+static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, const dtrain__op *set, int back)
 {
     unsigned char *packed = comm->packed;
     for (; at < end; at++) {
         const dtrain__op *op = &comm->notes[at].op;
-        size_t bytes = dtrain__op_bytes(op);
-        int reads = op->kind == DTRAIN__ALL_REDUCE || op->root == comm->rank;
-        int writes = op->kind == DTRAIN__ALL_REDUCE || op->root != comm->rank;
+        dtrain__segment segment = {op->in, op->out, op->count};
+        size_t bytes = set->scattered ? sizeof segment : dtrain__op_bytes(op);
+        int reduces = op->kind == DTRAIN__ALL_REDUCE, root = op->root == comm->rank;
         if (dtrain__op_is_one_way(op))
             continue;
-        if (bytes > 0 && !back && reads)
+        if (set->scattered)
+            memcpy(packed, &segment, bytes);
+        else if (bytes > 0 && !back && (reduces || root))
             memcpy(packed, op->in, bytes);
-        if (bytes > 0 && back && writes)
+        else if (bytes > 0 && back && (reduces || !root))
             memcpy(op->out, packed, bytes);
         packed += bytes;
     }
-}
-
-/* Lists the buffers of a set in the packed one. */
-static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
-{
-    dtrain__segment *segment = (dtrain__segment *)(void *)comm->packed;
-    for (; at < end; at++) {
-        const dtrain__op *op = &comm->notes[at].op;
-        if (dtrain__op_is_one_way(op))
-            continue;
-        segment->in = op->in;
-        segment->out = op->out;
-        segment++->count = op->count;
-    }
-}
-
-static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
-{
-    void *packed = dtrain__memory_room(comm->allocator, comm->packed, bytes);
-    if (packed == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
-                            bytes);
-    comm->packed = (unsigned char *)packed;
-    return DTRAIN_OK;
 }
 
 static DTRAIN__NOINLINE void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
@@ -25041,7 +24991,7 @@ static DTRAIN__NOINLINE void dtrain__fuse_keep(dtrain__error *first, dtrain_stat
 static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *first)
 {
     dtrain__op op;
-    dtrain_status status;
+    dtrain_status status = DTRAIN_ERR_MEMORY;
     size_t end = dtrain__fuse_set(comm, at, &op);
     if (op.form < 2) {
         dtrain__fuse_keep(first, dtrain__work_call(comm, &comm->notes[at].op, NULL));
@@ -25049,18 +24999,14 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
     }
     /* where ranks share an address space, only what is small enough to be posted is worth a copy */
     op.scattered = dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
-    status =
-        dtrain__fuse_reserve(comm, op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op));
-    if (status == DTRAIN_OK) {
+    if (dtrain__op_reserve(comm, &op, &comm->packed,
+                           op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op))) {
         op.in = op.out = comm->packed;
-        if (op.scattered)
-            dtrain__fuse_list(comm, at, end);
-        else
-            dtrain__fuse_copy(comm, at, end, 0);
+        dtrain__fuse_copy(comm, at, end, &op, 0);
         status = dtrain__work_call(comm, &op, NULL);
+        if (status == DTRAIN_OK && !op.scattered)
+            dtrain__fuse_copy(comm, at, end, &op, 1);
     }
-    if (status == DTRAIN_OK && !op.scattered)
-        dtrain__fuse_copy(comm, at, end, 1);
     dtrain__fuse_keep(first, status);
     return end;
 }
@@ -25092,13 +25038,8 @@ static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
 DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
 {
     dtrain__error first;
-    if (comm != NULL && dtrain__group_alive(comm, "fuse_end") != DTRAIN_OK)
+    if (dtrain__fuse_check(comm, 1, "fuse_end") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (comm == NULL || !comm->fusing)
-        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            comm != NULL ? "fuse_end on rank %d: there was no fuse_begin"
-                                         : "fuse_end: the group is NULL; was its creation checked?",
-                            dtrain_comm_rank(comm));
     first.status = DTRAIN_OK;
     comm->fusing = 0;
     dtrain__fuse_mail(comm, &first);
@@ -25456,61 +25397,6 @@ static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, in
 
 #endif
 
-/* ---- >>store_calls ----
- * The store's public calls; the group's control plane answers them. */
-#ifndef DTRAIN__STORE_CALLS
-#define DTRAIN__STORE_CALLS
-
-static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *key, void *value, size_t capacity,
-                                      size_t *bytes)
-{
-    size_t length = key != NULL ? strlen(key) : 0;
-    dtrain__store_call call = {what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
-                               0,    0,   DTRAIN_OK, ""};
-    int64_t deadline_ns;
-    if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
-        (bytes == NULL && what != DTRAIN__STORE_SET) ||
-        (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
-        return dtrain__fail(
-            comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
-            "places for what comes back",
-            dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
-    dtrain_status status = dtrain__group_alive(comm, dtrain__store_names[what]);
-    if (status != DTRAIN_OK)
-        return status;
-    deadline_ns =
-        comm->desc.timeout_ms < 0 ? INT64_MAX : dtrain__os_now_ns() + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
-    if (!comm->plane->in_process)
-        status = dtrain__work_usable(comm, dtrain__store_names[what]);
-    return status == DTRAIN_OK ? comm->plane->store(comm->transport.self, &call, deadline_ns) : status;
-}
-
-DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes)
-{
-    void *data;
-    memcpy(&data, &value, sizeof data); /* it is only read */
-    return dtrain__store_do(comm, DTRAIN__STORE_SET, key, data, bytes, NULL);
-}
-
-DTRAIN_API dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, void *value, size_t capacity,
-                                          size_t *bytes)
-{
-    return dtrain__store_do(comm, DTRAIN__STORE_GET, key, value, capacity, bytes);
-}
-
-DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
-                                           size_t *bytes)
-{
-    int64_t began = dtrain__os_now_ns();
-    dtrain_status status = dtrain__store_do(comm, DTRAIN__STORE_WAIT, key, value, capacity, bytes);
-    if (comm != NULL && __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
-        dtrain__work_blocked_in(comm, began);
-    return status;
-}
-
-#endif
-
 /* ---- >>split ----
  * Groups out of groups. The ranks of the parent exchange who wants to be where, each makes its own end, and then they
  * agree whether all could: either every rank has its group or every rank has the error. A group's name is
@@ -25625,18 +25511,6 @@ static int dtrain__split_node_ranks(const dtrain__split_state *split, const dtra
     return n;
 }
 
-/* The ranks of the world whose loss is to end the new group, into `bound`, which has room for all; returns how many. */
-static int dtrain__split_bound(const dtrain__split_state *split, int *bound)
-{
-    const dtrain_comm *parent = split->parent;
-    int count = parent->plane->bound(parent->transport.self, bound);
-    if (count > 0 || !split->bound)
-        return count;
-    for (int rank = 0; rank < parent->size; rank++)
-        bound[rank] = dtrain__group_world(parent, rank);
-    return parent->size;
-}
-
 /* Binds the new group to ranks beyond it, where its parent is bound so or the call says so. */
 static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm *group)
 {
@@ -25644,8 +25518,11 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
     dtrain_allocator *allocator = parent->allocator;
     int most = parent->plane->bound(parent->transport.self, NULL);
     size_t bytes = (size_t)(most > parent->size ? most : parent->size) * sizeof(int);
-    int *bound = (int *)dtrain__alloc(allocator, bytes), count = bound != NULL ? dtrain__split_bound(split, bound) : 0;
-    int good = bound != NULL;
+    int *bound = (int *)dtrain__alloc(allocator, bytes); /* ranks of the world */
+    int count = bound != NULL ? parent->plane->bound(parent->transport.self, bound) : 0, good = bound != NULL;
+    if (good && count == 0 && split->bound)
+        for (; count < parent->size; count++)
+            bound[count] = dtrain__group_world(parent, count);
     if (count > 0)
         good = group->plane->bind(group->transport.self, bound, count);
     dtrain__free(allocator, bound);
@@ -25654,27 +25531,23 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
 }
 
 /* Makes this rank's end over the parent's transport. */
-static dtrain_status dtrain__split_place(dtrain__split_state *split, dtrain_comm **group)
+static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm **group)
 {
     dtrain_comm *parent = split->parent;
     dtrain__group_desc desc = {split->id, split->origins, split->size, split->rank};
     dtrain__end end;
-    dtrain_status status = parent->plane->group(parent->transport.self, &desc, &end);
-    return status == DTRAIN_OK ? dtrain__create_end(group, &end, &parent->desc) : status;
-}
-
-static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm **group)
-{
-    dtrain_status status = dtrain__service_share(split->parent);
+    dtrain_status status = dtrain__service_share(parent);
     if (status == DTRAIN_OK)
-        status = dtrain__split_place(split, group);
+        status = parent->plane->group(parent->transport.self, &desc, &end);
+    if (status == DTRAIN_OK)
+        status = dtrain__create_end(group, &end, &parent->desc);
     if (status != DTRAIN_OK)
         return status;
-    if (split->parent->desc.progress == DTRAIN_PROGRESS_POLL && split->parent->service != NULL)
-        dtrain__service_add(split->parent->service, *group);
-    if ((*group)->allocator == split->parent->allocator)
-        dtrain__work_blocked_link(*group, split->replaces ? split->parent->blocked->above : split->parent->blocked);
-    (*group)->apart = split->parent->apart;
+    if (parent->desc.progress == DTRAIN_PROGRESS_POLL && parent->service != NULL)
+        dtrain__service_add(parent->service, *group);
+    if ((*group)->allocator == parent->allocator)
+        dtrain__work_blocked_link(*group, split->replaces ? parent->blocked->above : parent->blocked);
+    (*group)->apart = parent->apart;
     (*group)->group = split->id;
     (*group)->node_ranks = dtrain__split_node_ranks(split, *group);
     return DTRAIN_OK;
@@ -25685,7 +25558,6 @@ static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_com
 {
     dtrain_comm *parent = split->parent;
     dtrain_status status = DTRAIN_OK;
-    dtrain__error cause;
     if (split->rank >= 0) {
         split->id = dtrain__split_name(split);
         status = dtrain__split_make(split, group);
@@ -25696,12 +25568,11 @@ static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_com
         dtrain__fail(&parent->error, status, "%s on rank %d: %.560s", split->call, parent->rank,
                      dtrain__thread_error.text);
     status = dtrain__alike_agree(parent, split->call, 1, status);
-    if (status == DTRAIN_OK || *group == NULL)
-        return status;
-    cause = dtrain__thread_error;
-    dtrain_comm_destroy(*group);
-    *group = NULL;
-    return dtrain__report(&cause);
+    if (status != DTRAIN_OK) {
+        dtrain_comm_destroy(*group);
+        *group = NULL;
+    }
+    return status;
 }
 
 /* Where the call can begin: there is a group and a place for the new one. */
@@ -25864,13 +25735,11 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
                                         "mesh_create");
         stride *= axis->size;
     }
-    if (status == DTRAIN_OK) {
+    if (status == DTRAIN_OK)
         *out = mesh;
-        return DTRAIN_OK;
-    }
-    dtrain__error kept = dtrain__thread_error;
-    dtrain_mesh_destroy(mesh);
-    return dtrain__report(&kept);
+    else
+        dtrain_mesh_destroy(mesh);
+    return status;
 }
 
 static dtrain__axis *dtrain__mesh_axis(const dtrain_mesh *mesh, const char *name, const char *call)
@@ -26030,9 +25899,9 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
 static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t until_ns)
 {
     dtrain_comm *comm = part->comm;
-    int64_t now = dtrain__os_now_ns(), span = comm->desc.timeout_ms;
+    int64_t now = dtrain__os_now_ns();
     int64_t began = comm->vote_ns > 0 && comm->vote_kind == part->vote.kind ? comm->vote_ns : now;
-    int64_t deadline_ns = span < 0 ? INT64_MAX : began + dtrain__os_ms_to_ns(span);
+    int64_t deadline_ns = dtrain__group_deadline(comm, began);
     int done;
     part->vote.number = comm->consents + 1;
     part->vote.awaited = -1;

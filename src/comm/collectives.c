@@ -1,5 +1,6 @@
 /* ---- >>collectives ----
- * The public calls: each describes itself as an operation and hands it to the core, blocking or not. */
+ * The public calls: each describes itself as an operation and hands it to the core, blocking or not; the store's are
+ * answered by the group's control plane. */
 #ifndef DTRAIN__COLLECTIVES
 #define DTRAIN__COLLECTIVES
 #include "op.c"
@@ -57,7 +58,7 @@ static dtrain_status dtrain__collective_async(dtrain_comm *comm, dtrain__kind ki
     if (work != NULL)
         return dtrain__collective(comm, kind, in, out, count, dtype, reduction, root, work);
     return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name((uint64_t)kind));
+                        "%s_async: nowhere to put the handle (work is NULL)", dtrain__op_kind_name(kind));
 }
 
 static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out,
@@ -69,8 +70,7 @@ static dtrain_status dtrain__collective_v(dtrain_comm *comm, dtrain__kind kind, 
     op.root = root;
     if (counts == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "%s_v: the array of counts, one for each rank, is NULL",
-                            dtrain__op_kind_name((uint64_t)kind));
+                            "%s_v: the array of counts, one for each rank, is NULL", dtrain__op_kind_name(kind));
     return dtrain__work_call(comm, &op, work);
 }
 
@@ -261,17 +261,6 @@ DTRAIN_API dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in, size
     return dtrain__work_call(comm, &op, NULL);
 }
 
-/* Index of the first element in which a and b differ; count when none does. */
-static size_t dtrain__first_difference(const unsigned char *a, const unsigned char *b, size_t count, size_t width)
-{
-    if (count == 0 || memcmp(a, b, count * width) == 0)
-        return count;
-    for (size_t i = 0; i < count; i++)
-        if (memcmp(a + i * width, b + i * width, width) != 0)
-            return i;
-    return count;
-}
-
 /* Compares with rank 0's data in pieces; *first is the first differing element, or count. */
 static dtrain_status dtrain__compare_with_root(dtrain_comm *comm, const unsigned char *data, size_t count,
                                                dtrain_dtype dtype, unsigned char *piece, size_t piece_count,
@@ -285,10 +274,10 @@ static dtrain_status dtrain__compare_with_root(dtrain_comm *comm, const unsigned
         if (comm->rank == 0)
             memcpy(piece, data + at * width, n * width);
         status = dtrain_broadcast(comm, piece, n, dtype, 0);
-        if (status == DTRAIN_OK && *first == count) {
-            size_t found = dtrain__first_difference(piece, data + at * width, n, width);
-            *first = found < n ? at + found : count;
-        }
+        if (status != DTRAIN_OK || *first < count || memcmp(piece, data + at * width, n * width) == 0)
+            continue;
+        for (*first = at; memcmp(piece + (*first - at) * width, data + *first * width, width) == 0;)
+            ++*first;
     }
     return status;
 }
@@ -323,4 +312,51 @@ DTRAIN_API dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *
 }
 
 DTRAIN__FAST_END
+
+static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *key, void *value, size_t capacity,
+                                      size_t *bytes)
+{
+    size_t length = key != NULL ? strlen(key) : 0;
+    dtrain__store_call call = {what, key, value,     capacity, bytes, comm != NULL ? &comm->error : NULL,
+                               0,    0,   DTRAIN_OK, ""};
+    if (comm == NULL || length == 0 || length >= DTRAIN__STORE_KEY_BYTES || (value == NULL && capacity > 0) ||
+        (bytes == NULL && what != DTRAIN__STORE_SET) ||
+        (what == DTRAIN__STORE_SET && capacity > DTRAIN__STORE_VALUE_BYTES))
+        return dtrain__fail(
+            comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
+            "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
+            "places for what comes back",
+            dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
+    dtrain_status status = dtrain__group_alive(comm, dtrain__store_names[what]);
+    if (status != DTRAIN_OK)
+        return status;
+    int64_t deadline_ns = dtrain__group_deadline(comm, dtrain__os_now_ns());
+    if (!comm->plane->in_process)
+        status = dtrain__work_usable(comm, dtrain__store_names[what]);
+    return status == DTRAIN_OK ? comm->plane->store(comm->transport.self, &call, deadline_ns) : status;
+}
+
+DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes)
+{
+    void *data;
+    memcpy(&data, &value, sizeof data); /* it is only read */
+    return dtrain__store_do(comm, DTRAIN__STORE_SET, key, data, bytes, NULL);
+}
+
+DTRAIN_API dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                          size_t *bytes)
+{
+    return dtrain__store_do(comm, DTRAIN__STORE_GET, key, value, capacity, bytes);
+}
+
+DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
+                                           size_t *bytes)
+{
+    int64_t began = dtrain__os_now_ns();
+    dtrain_status status = dtrain__store_do(comm, DTRAIN__STORE_WAIT, key, value, capacity, bytes);
+    if (comm != NULL && __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
+        dtrain__work_blocked_in(comm, began);
+    return status;
+}
+
 #endif

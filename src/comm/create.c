@@ -176,31 +176,11 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     return status;
 }
 
-/* Makes this process's end of a group of processes, which then forms under the service thread or by polling. */
-static dtrain_status dtrain__create_world(dtrain_comm **out, const dtrain__place *place, const dtrain_comm_desc *desc)
-{
-    dtrain_comm_desc placed = *desc;
-    dtrain__end end;
-    dtrain_comm *comm;
-    int64_t now = dtrain__os_now_ns();
-    memset(&end, 0, sizeof end);
-    dtrain_status status = dtrain__socket_plane_create(&end, &place->keys, &place->hub, desc->allocator);
-    if (status != DTRAIN_OK)
-        return status;
-    placed.timeout_ms = place->hub.timeout_ms;
-    status = dtrain__create_end(&comm, &end, &placed);
-    if (status != DTRAIN_OK)
-        return status;
-    comm->forming = 1;
-    comm->started_ns = now;
-    comm->form_deadline_ns = placed.timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(placed.timeout_ms);
-    *out = comm;
-    return DTRAIN_OK;
-}
-
 DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc)
 {
+    int64_t now = dtrain__os_now_ns();
     dtrain__place place;
+    dtrain__end end;
     if (comm == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
     *comm = NULL;
@@ -220,9 +200,18 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
                             "comm_create: DTRAIN_ALGORITHM_FUSED is for ranks that share an "
                             "address space; choose another for %d processes",
                             place.keys.world_size);
-    status = dtrain__create_world(comm, &place, desc);
+    dtrain_comm_desc placed = *desc;
+    placed.timeout_ms = place.hub.timeout_ms;
+    status = dtrain__socket_plane_create(&end, &place.keys, &place.hub, desc->allocator);
     memset(&place, 0, sizeof place);
-    return status;
+    if (status == DTRAIN_OK)
+        status = dtrain__create_end(comm, &end, &placed);
+    if (status != DTRAIN_OK)
+        return status;
+    (*comm)->forming = 1; /* under the service thread, or by polling */
+    (*comm)->started_ns = now;
+    (*comm)->form_deadline_ns = dtrain__group_deadline(*comm, now);
+    return DTRAIN_OK;
 }
 
 /* Whether all ranks have come; wait: until they have, or the call's time is up. */
@@ -261,10 +250,8 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
         return status;
     status = dtrain__create_form(*comm, &ready, 1);
     if (status != DTRAIN_OK) {
-        dtrain__error kept = dtrain__thread_error;
         dtrain_comm_destroy(*comm);
         *comm = NULL;
-        dtrain__report(&kept);
     }
     return status;
 }
@@ -274,7 +261,6 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
 static void dtrain__create_cancel(dtrain_comm *comm)
 {
     dtrain__error cause;
-    dtrain__error kept = dtrain__thread_error;
     dtrain_work *work = dtrain__queue_head(comm);
     if (work == NULL || comm->shared == NULL)
         return;
@@ -282,13 +268,13 @@ static void dtrain__create_cancel(dtrain_comm *comm)
                  dtrain__op_text(comm, &work->op).text);
     dtrain__group_break(comm, &cause);
     dtrain__shared_revoke(comm->shared, comm->rank);
-    dtrain__thread_error = kept;
 }
 
-/* Leaves with a reason that peers will read; NULL: none. */
+/* Leaves with a reason that peers will read; NULL: none. The thread's last error stays. */
 static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
+    dtrain__error kept = dtrain__thread_error;
     int forked = comm->process != getpid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
@@ -300,6 +286,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
         transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__create_free(comm); /* the transport owns its allocator */
     transport.destroy(transport.self);
+    dtrain__thread_error = kept;
 }
 
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm)

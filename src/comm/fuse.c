@@ -10,15 +10,20 @@
 #define DTRAIN__FUSE_CALL ((size_t)1 << 20) /* larger buffers are not worth a copy */
 #define DTRAIN__FUSE_SET ((size_t)4 << 20)
 
+static dtrain_status dtrain__fuse_check(dtrain_comm *comm, int open, const char *call)
+{
+    if (dtrain__group_alive(comm, call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
+    if (comm->fusing == open)
+        return DTRAIN_OK;
+    return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s", call, comm->rank,
+                        open ? "there was no fuse_begin" : "it was called before; call fuse_end first");
+}
+
 DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
 {
-    if (comm != NULL && dtrain__group_alive(comm, "fuse_begin") != DTRAIN_OK)
+    if (dtrain__fuse_check(comm, 0, "fuse_begin") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (comm == NULL || comm->fusing)
-        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            comm != NULL ? "fuse_begin on rank %d: it was called before; call fuse_end first"
-                                         : "fuse_begin: the group is NULL; was its creation checked?",
-                            dtrain_comm_rank(comm));
     comm->fusing = 1;
     comm->noted = 0;
     return DTRAIN_OK;
@@ -62,47 +67,25 @@ static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *p
     return end;
 }
 
-/* Copies the buffers of a set into the packed one, or the results back. */
-static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, int back)
+/* Copies the buffers of a set into the packed one, or the results back; or, of a scattered set, lists them there. */
+static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, const dtrain__op *set, int back)
 {
     unsigned char *packed = comm->packed;
     for (; at < end; at++) {
         const dtrain__op *op = &comm->notes[at].op;
-        size_t bytes = dtrain__op_bytes(op);
-        int reads = op->kind == DTRAIN__ALL_REDUCE || op->root == comm->rank;
-        int writes = op->kind == DTRAIN__ALL_REDUCE || op->root != comm->rank;
+        dtrain__segment segment = {op->in, op->out, op->count};
+        size_t bytes = set->scattered ? sizeof segment : dtrain__op_bytes(op);
+        int reduces = op->kind == DTRAIN__ALL_REDUCE, root = op->root == comm->rank;
         if (dtrain__op_is_one_way(op))
             continue;
-        if (bytes > 0 && !back && reads)
+        if (set->scattered)
+            memcpy(packed, &segment, bytes);
+        else if (bytes > 0 && !back && (reduces || root))
             memcpy(packed, op->in, bytes);
-        if (bytes > 0 && back && writes)
+        else if (bytes > 0 && back && (reduces || !root))
             memcpy(op->out, packed, bytes);
         packed += bytes;
     }
-}
-
-/* Lists the buffers of a set in the packed one. */
-static void dtrain__fuse_list(dtrain_comm *comm, size_t at, size_t end)
-{
-    dtrain__segment *segment = (dtrain__segment *)(void *)comm->packed;
-    for (; at < end; at++) {
-        const dtrain__op *op = &comm->notes[at].op;
-        if (dtrain__op_is_one_way(op))
-            continue;
-        segment->in = op->in;
-        segment->out = op->out;
-        segment++->count = op->count;
-    }
-}
-
-static dtrain_status dtrain__fuse_reserve(dtrain_comm *comm, size_t bytes)
-{
-    void *packed = dtrain__memory_room(comm->allocator, comm->packed, bytes);
-    if (packed == NULL)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory for a buffer of %zu bytes", comm->rank,
-                            bytes);
-    comm->packed = (unsigned char *)packed;
-    return DTRAIN_OK;
 }
 
 static DTRAIN__NOINLINE void dtrain__fuse_keep(dtrain__error *first, dtrain_status status)
@@ -115,7 +98,7 @@ static DTRAIN__NOINLINE void dtrain__fuse_keep(dtrain__error *first, dtrain_stat
 static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *first)
 {
     dtrain__op op;
-    dtrain_status status;
+    dtrain_status status = DTRAIN_ERR_MEMORY;
     size_t end = dtrain__fuse_set(comm, at, &op);
     if (op.form < 2) {
         dtrain__fuse_keep(first, dtrain__work_call(comm, &comm->notes[at].op, NULL));
@@ -123,18 +106,14 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
     }
     /* where ranks share an address space, only what is small enough to be posted is worth a copy */
     op.scattered = dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
-    status =
-        dtrain__fuse_reserve(comm, op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op));
-    if (status == DTRAIN_OK) {
+    if (dtrain__op_reserve(comm, &op, &comm->packed,
+                           op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op))) {
         op.in = op.out = comm->packed;
-        if (op.scattered)
-            dtrain__fuse_list(comm, at, end);
-        else
-            dtrain__fuse_copy(comm, at, end, 0);
+        dtrain__fuse_copy(comm, at, end, &op, 0);
         status = dtrain__work_call(comm, &op, NULL);
+        if (status == DTRAIN_OK && !op.scattered)
+            dtrain__fuse_copy(comm, at, end, &op, 1);
     }
-    if (status == DTRAIN_OK && !op.scattered)
-        dtrain__fuse_copy(comm, at, end, 1);
     dtrain__fuse_keep(first, status);
     return end;
 }
@@ -166,13 +145,8 @@ static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
 DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
 {
     dtrain__error first;
-    if (comm != NULL && dtrain__group_alive(comm, "fuse_end") != DTRAIN_OK)
+    if (dtrain__fuse_check(comm, 1, "fuse_end") != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
-    if (comm == NULL || !comm->fusing)
-        return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            comm != NULL ? "fuse_end on rank %d: there was no fuse_begin"
-                                         : "fuse_end: the group is NULL; was its creation checked?",
-                            dtrain_comm_rank(comm));
     first.status = DTRAIN_OK;
     comm->fusing = 0;
     dtrain__fuse_mail(comm, &first);

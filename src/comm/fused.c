@@ -34,14 +34,11 @@ static dtrain__post *dtrain__fused_post_of(const dtrain_comm *comm, const dtrain
 /* An all-to-all in place lends a copy of its input, as peers read it while this rank writes. */
 static int dtrain__fused_lend(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t bytes = 0;
+    size_t bytes, out_bytes, offset;
     if (op->kind != DTRAIN__ALL_TO_ALL || op->in != op->out)
         return 1;
-    for (int rank = 0; rank < comm->size; rank++) {
-        size_t end = (comm->parts[rank].begin + comm->parts[rank].count) * (dtrain_dtype_bits(op->dtype) / 8);
-        bytes = comm->parts[rank].count > 0 && end > bytes ? end : bytes;
-    }
-    if (!dtrain__op_reserve(comm, op, bytes))
+    if (dtrain__op_sizes(comm, op, &bytes, &out_bytes, &offset) != DTRAIN_OK ||
+        !dtrain__op_reserve(comm, op, &comm->scratch, bytes))
         return 0;
     if (bytes > 0)
         memcpy(comm->scratch, op->in, bytes);
@@ -138,7 +135,7 @@ static dtrain__extent dtrain__fused_given(const dtrain_comm *comm, const dtrain_
  * of them. The rest will go on, so that the group ends where not. */
 static int dtrain__fused_even(dtrain_comm *comm, dtrain__op *op)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     for (int peer = 0; op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL && peer < comm->size; peer++) {
         size_t gives = dtrain__fused_given(comm, op, peer).count, awaits = comm->others[peer].count;
         if (gives == awaits)
@@ -162,31 +159,25 @@ static void dtrain__fused_small(dtrain_comm *comm, dtrain__op *op)
     dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
 }
 
-/* Marks this rank's post as taken back, unless every peer has posted; the peer that has not, or -1. */
-static int dtrain__fused_mark(dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain__slot *slot = &comm->shared->slots[comm->rank];
-    int missing = -1;
-    __atomic_store_n(&slot->arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
-    for (int peer = 0; peer < comm->size && missing < 0; peer++)
-        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
-            missing = peer;
-    if (missing < 0)
-        __atomic_store_n(&slot->arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
-    return missing;
-}
-
-/* Takes this rank's post back; returns a peer that has not posted, or -1 when all had and it must go through. */
+/* Takes this rank's post back by marking it; returns a peer that has not posted, or -1 when all had: then the post
+ * stands and must go through. */
 static int dtrain__fused_retract(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__shared *shared = comm->shared;
+    uint64_t *arrived = &shared->slots[comm->rank].arrived;
     uint64_t withdrawn = __atomic_load_n(&shared->withdrawn, __ATOMIC_SEQ_CST) & ~(uint64_t)1;
+    int missing = -1;
     while (!__atomic_compare_exchange_n(&shared->withdrawn, &withdrawn, withdrawn + 1, 0, __ATOMIC_SEQ_CST,
                                         __ATOMIC_SEQ_CST)) {
         withdrawn &= ~(uint64_t)1;
         sched_yield();
     }
-    int missing = dtrain__fused_mark(comm, op);
+    __atomic_store_n(arrived, 2 * op->turn + 1, __ATOMIC_SEQ_CST);
+    for (int peer = 0; peer < comm->size && missing < 0; peer++)
+        if (peer != comm->rank && !dtrain__fused_arrived(comm, op, peer))
+            missing = peer;
+    if (missing < 0)
+        __atomic_store_n(arrived, 2 * op->turn, __ATOMIC_SEQ_CST);
     __atomic_store_n(&shared->withdrawn, withdrawn + 2, __ATOMIC_SEQ_CST);
     dtrain__bell_ring(comm->bell);
     return missing;
@@ -251,7 +242,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
 /* Folds elements [begin, begin + n) of all inputs: into every rank's output, the root's, or this rank's. */
 static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     size_t offset = op->kind == DTRAIN__REDUCE_SCATTER ? begin - comm->parts[comm->rank].begin : begin;
     int outs = op->kind == DTRAIN__ALL_REDUCE ? comm->size : 1;
     for (int rank = 0; rank < comm->size; rank++) {
@@ -273,7 +264,7 @@ static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin
 /* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
 static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, before = 0;
+    size_t width = dtrain__op_width(op), before = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         const dtrain__extent *part = &(op->kind == DTRAIN__ALL_TO_ALL ? comm->others : comm->parts)[rank];
         size_t low = from > before ? from : before, end = before + part->count;
@@ -293,7 +284,7 @@ static void dtrain__fused_collect(dtrain_comm *comm, dtrain__op *op, size_t from
 /* Reduces or copies elements [begin, begin + n) of the buffers of fused calls, as though they were one. */
 static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t begin, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     const dtrain__segment *mine = (const dtrain__segment *)op->in;
     for (size_t k = 0, low = 0; n > 0; low += mine[k++].count) {
         if (begin >= low + mine[k].count)
@@ -316,7 +307,7 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
 /* Copies elements [from, from + n) of one buffer: the root's, or this rank's part to or from the root. */
 static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, size_t n)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, part = comm->parts[comm->rank].begin;
+    size_t width = dtrain__op_width(op), part = comm->parts[comm->rank].begin;
     const dtrain__post *root = dtrain__fused_post_of(comm, op, op->root);
     const unsigned char *source = (const unsigned char *)(op->kind == DTRAIN__GATHER ? op->in : root->in);
     unsigned char *target = (unsigned char *)(op->kind == DTRAIN__GATHER ? root->out : op->out);
@@ -332,7 +323,7 @@ static void dtrain__fused_copy(dtrain_comm *comm, dtrain__op *op, size_t from, s
  * ranks write one line. */
 static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op, size_t *begin)
 {
-    size_t line = DTRAIN__CACHE_LINE / (dtrain_dtype_bits(op->dtype) / 8), end, n, total = 0;
+    size_t line = DTRAIN__CACHE_LINE / dtrain__op_width(op), end, n, total = 0;
     *begin = 0;
     switch (op->kind) {
     case DTRAIN__REDUCE_SCATTER: *begin = comm->parts[comm->rank].begin; return comm->parts[comm->rank].count;
@@ -358,7 +349,7 @@ static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_n
 {
     dtrain__shared *shared = comm->shared;
     size_t begin, share = dtrain__fused_share(comm, op, &begin);
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     size_t chunk = (until_ns == INT64_MAX ? (size_t)4 << 20 : (size_t)64 << 10) / width;
     while (op->at < share) {
         size_t n = share - op->at < chunk ? share - op->at : chunk, from = begin + op->at;

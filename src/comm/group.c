@@ -211,9 +211,12 @@ struct dtrain_comm {
     const char *calling; /* that call's name */
 };
 
-/* Refuses a group that is destroyed. Best effort: nothing can be known of memory that somebody else has taken. */
+/* Refuses NULL and a group that is destroyed. Best effort: nothing can be known of memory that somebody else has taken.
+ */
 static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
 {
+    if (comm == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?", call);
     if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
@@ -234,6 +237,22 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
                         comm->rank);
 }
 
+/* Refuses a child of the process that made the group. error: where to keep that, beside the thread; NULL: nowhere. */
+static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
+{
+    if (comm->process == getpid())
+        return DTRAIN_OK;
+    return dtrain__fail(error, DTRAIN_ERR_INVALID,
+                        "%s: process %ld made this group, and this is its forked child %ld; make one after the fork",
+                        call, (long)comm->process, (long)getpid());
+}
+
+/* When the time is up that a call of the group has, which begins at now. */
+static int64_t dtrain__group_deadline(const dtrain_comm *comm, int64_t now)
+{
+    return comm->desc.timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
+}
+
 /* For calls from here on: -1: no deadline. */
 static void dtrain__group_set_timeout(dtrain_comm *comm, int64_t ms)
 {
@@ -246,7 +265,7 @@ static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, in
     uintptr_t me = (uintptr_t)&dtrain__thread_error, other = 0;
     const char *calling;
     *entered = 0;
-    if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
+    if (comm == NULL || __atomic_load_n(&comm->mark, __ATOMIC_RELAXED) != DTRAIN__COMM_MARK)
         return dtrain__group_alive(comm, call);
     if (__atomic_compare_exchange_n(&comm->caller, &other, me, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) {
         __atomic_store_n(&comm->calling, call, __ATOMIC_RELAXED);

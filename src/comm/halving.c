@@ -30,30 +30,26 @@ static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
     while (after > 0 && 2 * blocks.next_size <= after)
         blocks.next_size = blocks.next_size > 0 ? 2 * blocks.next_size : 1;
     blocks.index = rank - blocks.first;
-    while ((1 << blocks.levels) < blocks.size)
-        blocks.levels++;
+    blocks.levels = dtrain__step_levels(blocks.size);
     return blocks;
 }
 
-typedef struct dtrain__part {
-    size_t begin, end;
-} dtrain__part;
-
 /* What is left to the index-th of a block's ranks after `halvings` halvings of n elements. Cuts lie on cache
  * lines of the output, whatever the partial sums are. */
-static dtrain__part dtrain__halving_part(int index, int halvings, size_t n)
+static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
 {
-    dtrain__part range = {0, n};
+    dtrain__extent part = {0, n};
     for (int level = 0; level < halvings; level++) {
-        size_t middle = range.begin + (range.end - range.begin + 1) / 2;
-        middle = (middle + 63) / 64 * 64;
-        middle = middle < range.end ? middle : range.end;
-        if (index >> level & 1)
-            range.begin = middle;
-        else
-            range.end = middle;
+        size_t half = (part.begin + (part.count + 1) / 2 + 63) / 64 * 64 - part.begin;
+        half = half < part.count ? half : part.count;
+        if (index >> level & 1) {
+            part.begin += half;
+            part.count -= half;
+        } else {
+            part.count = half;
+        }
     }
-    return range;
+    return part;
 }
 
 /* Where step k of a halving-doubling stands. */
@@ -88,7 +84,7 @@ static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *o
  * nothing later than the one before the last. */
 static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
-    size_t width = dtrain__step_out_width(op), piece = dtrain__halving_piece(comm, op);
+    size_t width = dtrain__op_width(op), piece = dtrain__halving_piece(comm, op);
     size_t lanes = dtrain__halving_lanes(comm), group, turn, index;
     int peers;
     at->blocks = dtrain__halving_blocks(comm->rank, comm->size);
@@ -114,23 +110,11 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     return 1;
 }
 
-static void dtrain__halving_send(dtrain__step *step, int to, unsigned char *base, dtrain__part range, size_t width)
-{
-    dtrain__step_send(step, to, base + range.begin * width, (range.end - range.begin) * width);
-}
-
-static void dtrain__halving_recv(dtrain__step *step, int from, unsigned char *base, dtrain__part range, size_t width)
-{
-    dtrain__step_recv(step, from, base + range.begin * width, (range.end - range.begin) * width);
-}
-
-static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__part range,
+/* Receives partial sums of a part, and folds them while more arrives. */
+static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__extent part,
                                  size_t width)
 {
-    dtrain__part all = {0, range.end - range.begin};
-    dtrain__halving_recv(step, from, at->recv, all, width);
-    step->fold = at->held + range.begin * width;
-    step->fold_count = all.end;
+    dtrain__step_fold(step, from, at->recv, at->held + part.begin * width, part.count, width);
     step->fold_early = 1;
 }
 
@@ -138,21 +122,20 @@ static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__hal
 static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
 {
     const dtrain__blocks *b = &at->blocks;
-    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
-    dtrain__part mine = dtrain__halving_part(b->index, b->levels, at->n);
+    size_t wide = dtrain__step_width(op), width = dtrain__op_width(op);
+    dtrain__extent mine = dtrain__halving_part(b->index, b->levels, at->n);
     int next = b->next_size > 0 ? b->first + b->size + b->index % b->next_size : -1;
     int turn = at->step < at->down ? at->step - at->up : at->step - at->down;
-    int index = b->index + turn * b->size, levels = 0, previous = b->first - b->previous_size + index;
-    while ((1 << levels) < b->previous_size)
-        levels++;
+    int index = b->index + turn * b->size, previous = b->first - b->previous_size + index;
+    int levels = dtrain__step_levels(b->previous_size);
     if (at->step < at->up)
         dtrain__halving_fold(step, next, at, mine, wide);
     else if (at->step < at->down)
-        dtrain__halving_send(step, previous, at->held, dtrain__halving_part(index, levels, at->n), wide);
+        dtrain__step_send_part(step, previous, at->held, dtrain__halving_part(index, levels, at->n), wide);
     else if (index < b->previous_size)
-        dtrain__halving_recv(step, previous, at->out, dtrain__halving_part(index, levels, at->n), width);
+        dtrain__step_recv_part(step, previous, at->out, dtrain__halving_part(index, levels, at->n), width);
     else
-        dtrain__halving_send(step, next, at->out, mine, width);
+        dtrain__step_send_part(step, next, at->out, mine, width);
 }
 
 /* Loads a piece before its first step, and turns this rank's own sums into results before they are passed on. */
@@ -164,9 +147,9 @@ static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
     if (at.step == 0)
         dtrain__step_widen(op, at.begin, at.n, at.held);
     if (at.step == at.up && at.blocks.previous_size == 0) {
-        dtrain__part mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
+        dtrain__extent mine = dtrain__halving_part(at.blocks.index, at.blocks.levels, at.n);
         dtrain__fold_finish(op->dtype, op->op, comm->size, at.held + mine.begin * dtrain__step_width(op),
-                            at.out + mine.begin * dtrain__step_out_width(op), mine.end - mine.begin);
+                            at.out + mine.begin * dtrain__op_width(op), mine.count);
     }
 }
 
@@ -176,7 +159,7 @@ static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
 static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__halving at;
-    size_t wide = dtrain__step_width(op), width = dtrain__step_out_width(op);
+    size_t wide = dtrain__step_width(op), width = dtrain__op_width(op);
     if (!dtrain__halving_where(comm, op, (size_t)k, &at))
         return 0;
     int level = at.step < at.blocks.levels ? at.step : at.step >= at.doubling ? at.steps - 1 - at.step : 0;
@@ -186,11 +169,11 @@ static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, i
     step->ahead = at.paired;
     step->prepare = dtrain__halving_prepare;
     if (at.step < at.blocks.levels) {
-        dtrain__halving_send(step, peer, at.held, dtrain__halving_part(peer_index, level + 1, at.n), wide);
+        dtrain__step_send_part(step, peer, at.held, dtrain__halving_part(peer_index, level + 1, at.n), wide);
         dtrain__halving_fold(step, peer, &at, dtrain__halving_part(at.blocks.index, level + 1, at.n), wide);
     } else if (at.step >= at.doubling) {
-        dtrain__halving_send(step, peer, at.out, dtrain__halving_part(at.blocks.index, level + 1, at.n), width);
-        dtrain__halving_recv(step, peer, at.out, dtrain__halving_part(peer_index, level + 1, at.n), width);
+        dtrain__step_send_part(step, peer, at.out, dtrain__halving_part(at.blocks.index, level + 1, at.n), width);
+        dtrain__step_recv_part(step, peer, at.out, dtrain__halving_part(peer_index, level + 1, at.n), width);
     } else {
         step->tag_out = step->tag_in = at.begin << 8 | 64;
         dtrain__halving_between(op, &at, step);

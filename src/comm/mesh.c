@@ -109,13 +109,11 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
                                         "mesh_create");
         stride *= axis->size;
     }
-    if (status == DTRAIN_OK) {
+    if (status == DTRAIN_OK)
         *out = mesh;
-        return DTRAIN_OK;
-    }
-    dtrain__error kept = dtrain__thread_error;
-    dtrain_mesh_destroy(mesh);
-    return dtrain__report(&kept);
+    else
+        dtrain_mesh_destroy(mesh);
+    return status;
 }
 
 static dtrain__axis *dtrain__mesh_axis(const dtrain_mesh *mesh, const char *name, const char *call)

@@ -99,7 +99,7 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 /* Puts what this rank already has of its result in its place. */
 static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
 {
-    size_t width = dtrain__step_out_width(op), count = comm->parts[comm->rank].count;
+    size_t width = dtrain__op_width(op), count = comm->parts[comm->rank].count;
     size_t begin = comm->parts[comm->rank].begin, from = 0, to = begin;
     int wanted = comm->rank == op->root;
     switch (op->kind) {
@@ -160,7 +160,7 @@ static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain
         return 1;
     dtrain__recorder_start(comm, op);
     dtrain__op_layout(comm, op);
-    if (!dtrain__op_reserve(comm, op, dtrain__plan_scratch(comm, op)))
+    if (!dtrain__op_reserve(comm, op, &comm->scratch, dtrain__plan_scratch(comm, op)))
         return 1;
     if (dtrain__plan_whole(op))
         dtrain__step_widen(op, 0, op->count, dtrain__step_held(comm, op));

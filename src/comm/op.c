@@ -6,9 +6,15 @@
 #include "group.c"
 DTRAIN__FAST_BEGIN
 
+/* Bytes of an element as the caller has it. */
+static size_t dtrain__op_width(const dtrain__op *op)
+{
+    return dtrain_dtype_bits(op->dtype) / 8;
+}
+
 static size_t dtrain__op_bytes(const dtrain__op *op)
 {
-    return op->count * (dtrain_dtype_bits(op->dtype) / 8);
+    return op->count * dtrain__op_width(op);
 }
 
 /* One message in one direction; of these, several may be under way at once. */
@@ -29,7 +35,7 @@ static int dtrain__op_kind_reduces(uint64_t kind)
 
 static int dtrain__op_reduces(const dtrain__op *op)
 {
-    return dtrain__op_kind_reduces((uint64_t)op->kind);
+    return dtrain__op_kind_reduces(op->kind);
 }
 
 /* Bytes of an element of the result. */
@@ -45,7 +51,7 @@ static int dtrain__op_kind_is_message(uint64_t kind)
 
 static int dtrain__op_is_message(const dtrain__op *op)
 {
-    return dtrain__op_kind_is_message((uint64_t)op->kind);
+    return dtrain__op_kind_is_message(op->kind);
 }
 
 static DTRAIN__NOINLINE const char *dtrain__op_kind_name(uint64_t kind)
@@ -101,7 +107,7 @@ static dtrain__call dtrain__op_call(const dtrain_comm *comm, const dtrain__op *o
 {
     dtrain__call call;
     int message = dtrain__op_is_message(op), other = receiving && op->kind == DTRAIN__EXCHANGE;
-    call.kind = message ? (uint64_t)DTRAIN__SEND : (uint64_t)op->kind;
+    call.kind = message ? DTRAIN__SEND : op->kind;
     call.number = other ? op->in_number : op->number;
     call.dtype = (uint64_t)op->dtype;
     call.op = (uint64_t)op->op;
@@ -178,7 +184,7 @@ static dtrain__text dtrain__op_call_text(const dtrain__call *given)
 static dtrain__call dtrain__op_called(const dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__call call = dtrain__op_call(comm, op, op->root < 0);
-    call.kind = (uint64_t)op->kind;
+    call.kind = op->kind;
     call.root = (uint64_t)(op->root < 0 ? op->from : op->root);
     return call;
 }
@@ -244,7 +250,7 @@ static dtrain_status dtrain__op_mismatch(const dtrain_comm *comm, dtrain__op *op
 static dtrain_status dtrain__op_uneven(const dtrain_comm *comm, dtrain__op *op, int from, int to, size_t gives,
                                        size_t awaits)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8;
+    size_t width = dtrain__op_width(op);
     return dtrain__fail(&op->error, DTRAIN_ERR_MISMATCH,
                         "%s on rank %d: rank %d gives %zu elements to rank %d, which awaits %zu; the counts of the two "
                         "must fit",
@@ -269,18 +275,17 @@ static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *
     return dtrain__op_blame(comm, op, &cause);
 }
 
-/* Scratch memory for an operation, kept for the next ones. */
-static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, size_t bytes)
+/* Makes a buffer of the group large enough for an operation; it is kept for the next ones. */
+static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char **buffer, size_t bytes)
 {
-    void *scratch = dtrain__memory_room(comm->allocator, comm->scratch, bytes);
-    if (scratch == NULL) {
+    void *room = dtrain__memory_room(comm->allocator, *buffer, bytes);
+    if (room != NULL)
+        *buffer = (unsigned char *)room;
+    else
         dtrain__fail(&op->error, DTRAIN_ERR_MEMORY,
                      "%s on rank %d: no memory for %zu bytes beside the caller's buffers",
                      dtrain__op_text(comm, op).text, comm->rank, bytes);
-        return 0;
-    }
-    comm->scratch = (unsigned char *)scratch;
-    return 1;
+    return room != NULL;
 }
 
 /* Where every rank's part is: as given, else counted from the start, rows whole. */
@@ -325,14 +330,14 @@ static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
 static dtrain_status dtrain__op_too_large(dtrain_comm *comm, const dtrain__op *op, size_t count)
 {
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %zu elements of %u bits overflow a size",
-                        dtrain__op_kind_name((uint64_t)op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
+                        dtrain__op_kind_name(op->kind), comm->rank, count, dtrain_dtype_bits(op->dtype));
 }
 
 /* Bytes from a vector's start to the end of its last part, in *bytes. */
 static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
                                       const size_t *offsets, size_t *bytes)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, most = SIZE_MAX / 4 / width, next = 0;
+    size_t width = dtrain__op_width(op), most = SIZE_MAX / 4 / width, next = 0;
     *bytes = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         size_t begin = offsets != NULL ? offsets[rank] : next;
@@ -349,7 +354,7 @@ static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, c
  * the shorter begins when they are one. */
 static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
 {
-    size_t width = dtrain_dtype_bits(op->dtype) / 8, whole = op->count * width, begin = 0, part, row;
+    size_t width = dtrain__op_width(op), whole = op->count * width, begin = 0, part, row;
     dtrain_status status = DTRAIN_OK;
     int root = comm->rank == op->root;
     *offset = 0;
@@ -394,7 +399,7 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
         return status;
     if ((in_bytes > 0 && op->in == NULL) || (out_bytes > 0 && op->out == NULL))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s of %zu elements on rank %d: %s is NULL",
-                            dtrain__op_kind_name((uint64_t)op->kind), op->count, comm->rank,
+                            dtrain__op_kind_name(op->kind), op->count, comm->rank,
                             op->in == NULL && in_bytes > 0 ? "in" : "out");
     int in_place = in_bytes >= out_bytes ? out == in + offset : in == out + offset;
     if (op->kind == DTRAIN__EXCHANGE || op->partial)
@@ -406,13 +411,13 @@ static dtrain_status dtrain__op_check_buffers(dtrain_comm *comm, const dtrain__o
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s of %zu elements on rank %d: in and out overlap; give the same buffer, with this "
                             "rank's part at its offset, or two that are apart",
-                            dtrain__op_kind_name((uint64_t)op->kind), op->count, comm->rank);
+                            dtrain__op_kind_name(op->kind), op->count, comm->rank);
     return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__op_check_peer(dtrain_comm *comm, const dtrain__op *op, int peer)
 {
-    const char *kind = dtrain__op_kind_name((uint64_t)op->kind);
+    const char *kind = dtrain__op_kind_name(op->kind);
     if (peer == -1 && op->kind == DTRAIN__EXCHANGE)
         return DTRAIN_OK;
     if (peer < 0 || peer >= comm->size)
@@ -447,9 +452,8 @@ static dtrain_status dtrain__op_check(dtrain_comm *comm, const dtrain__op *op)
     if (bits == 0 || bits % 8 != 0 || (dtrain__op_reduces(op) && !dtrain__fold_supported(op->dtype, op->op)))
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s on rank %d: dtype %d (%s) with operation %d (%s) is not supported; %s",
-                            dtrain__op_kind_name((uint64_t)op->kind), comm->rank, (int)op->dtype,
-                            dtrain_dtype_name(op->dtype), (int)op->op, dtrain__op_name((uint64_t)op->op),
-                            dtrain__op_advice(op));
+                            dtrain__op_kind_name(op->kind), comm->rank, (int)op->dtype, dtrain_dtype_name(op->dtype),
+                            (int)op->op, dtrain__op_name((uint64_t)op->op), dtrain__op_advice(op));
     if (op->count > SIZE_MAX / 4 / (bits / 8) / (op->kind == DTRAIN__ALL_TO_ALL ? (size_t)comm->size : 1))
         return dtrain__op_too_large(comm, op, op->count);
     if (op->in_count > SIZE_MAX / 4 / (bits / 8))

@@ -5,10 +5,8 @@
 #define DTRAIN__PLAN
 #include "step.c"
 #include "tree.c"
-#include "ring.c"
 #include "halving.c"
-#include "bruck.c"
-#include "direct.c"
+#include "rounds.c"
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
@@ -35,7 +33,7 @@ static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op
 /* A message of the caller's own, or two that cross. */
 static int dtrain__plan_message(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    size_t width = dtrain__step_out_width(op);
+    size_t width = dtrain__op_width(op);
     if (op->kind != DTRAIN__RECV && op->root >= 0)
         dtrain__step_send(step, op->root, (const unsigned char *)op->in, op->count * width);
     if (op->kind == DTRAIN__RECV)
@@ -141,28 +139,13 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     }
 }
 
-/* An algorithm's constant from its name; 0 when there is none of that name. */
-static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
+/* The value from first to last that has the name; -1: none. */
+static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int last, const char *name, size_t bytes)
 {
-    for (int value = DTRAIN_ALGORITHM_FUSED - 1; value <= DTRAIN_ALGORITHM_DOUBLE_TREE; value++) {
-        dtrain_algorithm one = value < DTRAIN_ALGORITHM_FUSED ? DTRAIN_ALGORITHM_AUTO : (dtrain_algorithm)value;
-        const char *text = dtrain__op_algorithm_name((uint64_t)one);
-        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0) {
-            *algorithm = one;
-            return 1;
-        }
-    }
-    return 0;
-}
-
-static dtrain__kind dtrain__plan_kind(const char *name, size_t bytes)
-{
-    for (int kind = DTRAIN__ALL_REDUCE; kind <= DTRAIN__BARRIER; kind++) {
-        const char *text = dtrain__op_kind_name((uint64_t)kind);
-        if (strlen(text) == bytes && memcmp(text, name, bytes) == 0)
-            return (dtrain__kind)kind;
-    }
-    return DTRAIN__KINDS;
+    for (int value = first; value <= last; value++)
+        if (strlen(name_of((uint64_t)value)) == bytes && memcmp(name_of((uint64_t)value), name, bytes) == 0)
+            return value;
+    return -1;
 }
 
 /* Reads "ring" or "all_reduce=ring,broadcast=tree" into what is asked for. */
@@ -170,19 +153,24 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
 {
     while (text != NULL && *text != 0) {
         size_t bytes = strcspn(text, ","), kind_bytes = strcspn(text, "=,");
-        int every = kind_bytes == bytes;
-        dtrain__kind kind = every ? DTRAIN__ALL_REDUCE : dtrain__plan_kind(text, kind_bytes);
-        dtrain_algorithm algorithm = DTRAIN_ALGORITHM_AUTO;
+        int every = kind_bytes == bytes, first = DTRAIN__ALL_REDUCE, last = DTRAIN__BARRIER;
         const char *name = every ? text : text + kind_bytes + 1;
-        if (kind == DTRAIN__KINDS || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
+        size_t name_bytes = bytes - (size_t)(name - text);
+        int algorithm = dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED,
+                                          DTRAIN_ALGORITHM_DOUBLE_TREE, name, name_bytes);
+        if (name_bytes == 4 && memcmp(name, "auto", 4) == 0)
+            algorithm = DTRAIN_ALGORITHM_AUTO;
+        if (!every)
+            first = last = dtrain__plan_find(dtrain__op_kind_name, first, last, text, kind_bytes);
+        if (first < 0 || algorithm < 0)
             return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                                 "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
                                 "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
                                 "COLLECTIVE=ALGORITHM as in all_reduce=ring,broadcast=tree",
                                 (int)(bytes < 60 ? bytes : 60), text);
-        for (int k = (int)kind; k <= (every ? DTRAIN__BARRIER : (int)kind); k++)
+        for (int kind = first; kind <= last; kind++)
             if (algorithm != DTRAIN_ALGORITHM_FUSED || comm->shared != NULL)
-                comm->asked[k] = algorithm;
+                comm->asked[kind] = (dtrain_algorithm)algorithm;
         text += bytes + (text[bytes] == ',');
     }
     return DTRAIN_OK;

@@ -81,44 +81,6 @@ static dtrain_status dtrain__service_new(dtrain_comm *comm, dtrain__service **ou
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__service_start(dtrain_comm *comm, dtrain__service **out)
-{
-    dtrain__service *service;
-    dtrain_status status = dtrain__service_new(comm, &service);
-    if (status != DTRAIN_OK)
-        return status;
-    service->origin = comm->origin;
-    service->bell = comm->origin->bell;
-    int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
-    if (error == 0) {
-        *out = service;
-        return DTRAIN_OK;
-    }
-    dtrain__service_free(service);
-    return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
-                        "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL to do "
-                        "without",
-                        comm->rank, strerror(error));
-}
-
-/* The service thread of the group's origin, started where there is none yet. */
-static dtrain_status dtrain__service_find(dtrain_comm *comm, dtrain__service **out)
-{
-    dtrain__origin *origin = comm->origin;
-    dtrain_status status = DTRAIN_OK;
-    pthread_mutex_lock(&origin->mutex);
-    if (origin->service == NULL)
-        status = dtrain__service_start(comm, out);
-    else
-        *out = (dtrain__service *)origin->service;
-    if (status == DTRAIN_OK) {
-        origin->service = *out;
-        origin->last_gone = dtrain__service_stop;
-    }
-    pthread_mutex_unlock(&origin->mutex);
-    return status;
-}
-
 static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
 {
     pthread_mutex_lock(&service->mutex);
@@ -128,13 +90,38 @@ static void dtrain__service_add(dtrain__service *service, dtrain_comm *comm)
     comm->service = service;
 }
 
-/* Puts the group under a service thread, at the first asynchronous call. */
+/* Starts the service thread of the group's origin, whose mutex the caller holds. */
+static dtrain_status dtrain__service_start(dtrain_comm *comm)
+{
+    dtrain__origin *origin = comm->origin;
+    dtrain__service *service;
+    dtrain_status status = dtrain__service_new(comm, &service);
+    if (status != DTRAIN_OK)
+        return status;
+    service->origin = origin;
+    service->bell = origin->bell;
+    int error = dtrain__os_thread_start(&service->thread, dtrain__service_main, service, (size_t)1 << 20);
+    if (error != 0) {
+        dtrain__service_free(service);
+        return dtrain__fail(&comm->error, DTRAIN_ERR_IO,
+                            "rank %d: the system refused a service thread (%s); set progress to DTRAIN_PROGRESS_POLL "
+                            "to do without",
+                            comm->rank, strerror(error));
+    }
+    origin->service = service;
+    origin->last_gone = dtrain__service_stop;
+    return DTRAIN_OK;
+}
+
+/* Puts the group under the service thread of its origin, at the first asynchronous call. */
 static dtrain_status dtrain__service_join(dtrain_comm *comm)
 {
-    dtrain__service *service = NULL;
-    dtrain_status status = dtrain__service_find(comm, &service);
+    dtrain__origin *origin = comm->origin;
+    pthread_mutex_lock(&origin->mutex);
+    dtrain_status status = origin->service == NULL ? dtrain__service_start(comm) : DTRAIN_OK;
+    pthread_mutex_unlock(&origin->mutex);
     if (status == DTRAIN_OK)
-        dtrain__service_add(service, comm);
+        dtrain__service_add((dtrain__service *)origin->service, comm);
     return status;
 }
 

@@ -116,18 +116,6 @@ static int dtrain__split_node_ranks(const dtrain__split_state *split, const dtra
     return n;
 }
 
-/* The ranks of the world whose loss is to end the new group, into `bound`, which has room for all; returns how many. */
-static int dtrain__split_bound(const dtrain__split_state *split, int *bound)
-{
-    const dtrain_comm *parent = split->parent;
-    int count = parent->plane->bound(parent->transport.self, bound);
-    if (count > 0 || !split->bound)
-        return count;
-    for (int rank = 0; rank < parent->size; rank++)
-        bound[rank] = dtrain__group_world(parent, rank);
-    return parent->size;
-}
-
 /* Binds the new group to ranks beyond it, where its parent is bound so or the call says so. */
 static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm *group)
 {
@@ -135,8 +123,11 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
     dtrain_allocator *allocator = parent->allocator;
     int most = parent->plane->bound(parent->transport.self, NULL);
     size_t bytes = (size_t)(most > parent->size ? most : parent->size) * sizeof(int);
-    int *bound = (int *)dtrain__alloc(allocator, bytes), count = bound != NULL ? dtrain__split_bound(split, bound) : 0;
-    int good = bound != NULL;
+    int *bound = (int *)dtrain__alloc(allocator, bytes); /* ranks of the world */
+    int count = bound != NULL ? parent->plane->bound(parent->transport.self, bound) : 0, good = bound != NULL;
+    if (good && count == 0 && split->bound)
+        for (; count < parent->size; count++)
+            bound[count] = dtrain__group_world(parent, count);
     if (count > 0)
         good = group->plane->bind(group->transport.self, bound, count);
     dtrain__free(allocator, bound);
@@ -145,27 +136,23 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
 }
 
 /* Makes this rank's end over the parent's transport. */
-static dtrain_status dtrain__split_place(dtrain__split_state *split, dtrain_comm **group)
+static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm **group)
 {
     dtrain_comm *parent = split->parent;
     dtrain__group_desc desc = {split->id, split->origins, split->size, split->rank};
     dtrain__end end;
-    dtrain_status status = parent->plane->group(parent->transport.self, &desc, &end);
-    return status == DTRAIN_OK ? dtrain__create_end(group, &end, &parent->desc) : status;
-}
-
-static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm **group)
-{
-    dtrain_status status = dtrain__service_share(split->parent);
+    dtrain_status status = dtrain__service_share(parent);
     if (status == DTRAIN_OK)
-        status = dtrain__split_place(split, group);
+        status = parent->plane->group(parent->transport.self, &desc, &end);
+    if (status == DTRAIN_OK)
+        status = dtrain__create_end(group, &end, &parent->desc);
     if (status != DTRAIN_OK)
         return status;
-    if (split->parent->desc.progress == DTRAIN_PROGRESS_POLL && split->parent->service != NULL)
-        dtrain__service_add(split->parent->service, *group);
-    if ((*group)->allocator == split->parent->allocator)
-        dtrain__work_blocked_link(*group, split->replaces ? split->parent->blocked->above : split->parent->blocked);
-    (*group)->apart = split->parent->apart;
+    if (parent->desc.progress == DTRAIN_PROGRESS_POLL && parent->service != NULL)
+        dtrain__service_add(parent->service, *group);
+    if ((*group)->allocator == parent->allocator)
+        dtrain__work_blocked_link(*group, split->replaces ? parent->blocked->above : parent->blocked);
+    (*group)->apart = parent->apart;
     (*group)->group = split->id;
     (*group)->node_ranks = dtrain__split_node_ranks(split, *group);
     return DTRAIN_OK;
@@ -176,7 +163,6 @@ static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_com
 {
     dtrain_comm *parent = split->parent;
     dtrain_status status = DTRAIN_OK;
-    dtrain__error cause;
     if (split->rank >= 0) {
         split->id = dtrain__split_name(split);
         status = dtrain__split_make(split, group);
@@ -187,12 +173,11 @@ static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_com
         dtrain__fail(&parent->error, status, "%s on rank %d: %.560s", split->call, parent->rank,
                      dtrain__thread_error.text);
     status = dtrain__alike_agree(parent, split->call, 1, status);
-    if (status == DTRAIN_OK || *group == NULL)
-        return status;
-    cause = dtrain__thread_error;
-    dtrain_comm_destroy(*group);
-    *group = NULL;
-    return dtrain__report(&cause);
+    if (status != DTRAIN_OK) {
+        dtrain_comm_destroy(*group);
+        *group = NULL;
+    }
+    return status;
 }
 
 /* Where the call can begin: there is a group and a place for the new one. */

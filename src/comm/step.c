@@ -70,12 +70,6 @@ static size_t dtrain__step_width(const dtrain__op *op)
     return dtrain_dtype_bits(dtrain__step_dtype(op)) / 8;
 }
 
-/* Of elements as the caller has them. */
-static size_t dtrain__step_out_width(const dtrain__op *op)
-{
-    return dtrain_dtype_bits(op->dtype) / 8;
-}
-
 static size_t dtrain__step_line(size_t bytes)
 {
     return (bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
@@ -122,6 +116,17 @@ static void dtrain__step_recv(dtrain__step *step, int from, unsigned char *data,
     step->recv_bytes = bytes;
 }
 
+/* The same for a part of a vector that begins at base. */
+static void dtrain__step_send_part(dtrain__step *step, int to, const void *base, dtrain__extent part, size_t width)
+{
+    dtrain__step_send(step, to, (const unsigned char *)base + part.begin * width, part.count * width);
+}
+
+static void dtrain__step_recv_part(dtrain__step *step, int from, void *base, dtrain__extent part, size_t width)
+{
+    dtrain__step_recv(step, from, (unsigned char *)base + part.begin * width, part.count * width);
+}
+
 /* Receives partial sums of `count` elements and folds them into held. */
 static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data, void *held, size_t count, size_t width)
 {
@@ -134,7 +139,7 @@ static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data,
 static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
 {
     dtrain_dtype partial = dtrain__step_dtype(op);
-    const unsigned char *in = (const unsigned char *)op->in + begin * dtrain__step_out_width(op);
+    const unsigned char *in = (const unsigned char *)op->in + begin * dtrain__op_width(op);
     if (partial != op->dtype)
         DTRAIN_IGNORE(dtrain_convert(in, op->dtype, out, partial, count));
     else if (in != out && count > 0)

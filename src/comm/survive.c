@@ -46,9 +46,9 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
 static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t until_ns)
 {
     dtrain_comm *comm = part->comm;
-    int64_t now = dtrain__os_now_ns(), span = comm->desc.timeout_ms;
+    int64_t now = dtrain__os_now_ns();
     int64_t began = comm->vote_ns > 0 && comm->vote_kind == part->vote.kind ? comm->vote_ns : now;
-    int64_t deadline_ns = span < 0 ? INT64_MAX : began + dtrain__os_ms_to_ns(span);
+    int64_t deadline_ns = dtrain__group_deadline(comm, began);
     int done;
     part->vote.number = comm->consents + 1;
     part->vote.awaited = -1;

@@ -229,13 +229,9 @@ DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
     if (comm == NULL || bytes == 0 || bytes >= DTRAIN__TRACE_PATH_BYTES)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_trace: needs a group and a path of 1 to %d bytes (got %zu)",
                             DTRAIN__TRACE_PATH_BYTES - 1, bytes);
-    status = dtrain__group_alive(comm, "comm_trace");
-    if (status != DTRAIN_OK)
-        return status;
-    if (comm->process != getpid())
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_trace: process %ld made this group, and this is its forked child %ld; call it there",
-                            (long)comm->process, (long)getpid());
+    if (dtrain__group_alive(comm, "comm_trace") != DTRAIN_OK ||
+        dtrain__group_ours(comm, NULL, "comm_trace") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     pthread_mutex_lock(&comm->recorder->mutex);
     status = dtrain__trace_write(comm, path);
     pthread_mutex_unlock(&comm->recorder->mutex);

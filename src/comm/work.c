@@ -11,11 +11,8 @@ DTRAIN__FAST_BEGIN
 static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
 {
     int ready = 1;
-    if (comm->process != getpid())
-        return dtrain__fail(
-            &comm->error, DTRAIN_ERR_INVALID,
-            "%s: process %ld made this group, and this is its forked child %ld; make one after the fork", call,
-            (long)comm->process, (long)getpid());
+    if (dtrain__group_ours(comm, &comm->error, call) != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     if (comm->forming && dtrain_comm_ready(comm, &ready) != DTRAIN_OK)
         return comm->error.status;
     if (!ready)
@@ -40,7 +37,7 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
 {
     dtrain_status status = dtrain__op_check(comm, op);
     if (status == DTRAIN_OK && !comm->plane->in_process)
-        status = dtrain__work_usable(comm, dtrain__op_kind_name((uint64_t)op->kind));
+        status = dtrain__work_usable(comm, dtrain__op_kind_name(op->kind));
     if (status != DTRAIN_OK)
         return status;
     if (comm->alone)
@@ -54,8 +51,7 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
 static void dtrain__work_clock(dtrain_comm *comm, dtrain__op *op)
 {
     op->started_ns = dtrain__os_now_ns();
-    op->deadline_ns =
-        comm->desc.timeout_ms < 0 ? INT64_MAX : op->started_ns + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
+    op->deadline_ns = dtrain__group_deadline(comm, op->started_ns);
 }
 
 /* Puts an operation at the end of the queue; NULL: no memory. */
@@ -229,26 +225,13 @@ DTRAIN_API DTRAIN__NOINLINE dtrain_status dtrain_work_wait(dtrain_work *work)
     return dtrain__work_end(work, INT64_MAX, &ended);
 }
 
-/* dtrain_comm_abort may be called beside another call of the group, whose error text so stays as it is. */
-static dtrain_status dtrain__work_abortable(const dtrain_comm *comm)
-{
-    if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_abort: the group is NULL; was its creation checked?");
-    if (dtrain__group_alive(comm, "comm_abort") != DTRAIN_OK)
-        return DTRAIN_ERR_INVALID;
-    if (comm->process != getpid())
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_abort: process %ld made this group, and this is its forked child",
-                            (long)comm->process);
-    return DTRAIN_OK;
-}
-
+/* It may be called beside another call of the group, whose error text so stays as it is. */
 DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
 {
     dtrain__error cause, kept = dtrain__thread_error;
-    dtrain_status status = dtrain__work_abortable(comm);
-    if (status != DTRAIN_OK)
-        return status;
+    if (dtrain__group_alive(comm, "comm_abort") != DTRAIN_OK ||
+        dtrain__group_ours(comm, NULL, "comm_abort") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     dtrain__fail(&cause, DTRAIN_ERR_ABORTED, "rank %d aborted the group: %.300s", comm->rank,
                  why != NULL && why[0] != 0 ? why : "it gave no reason");
     dtrain__thread_error = kept;
@@ -264,8 +247,8 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm == NULL || comm->desc.progress != DTRAIN_PROGRESS_POLL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
                             "comm_poll: the group needs progress = DTRAIN_PROGRESS_POLL in its desc");
-    if (comm->process != getpid())
-        return dtrain__work_usable(comm, "comm_poll");
+    if (dtrain__group_ours(comm, &comm->error, "comm_poll") != DTRAIN_OK)
+        return DTRAIN_ERR_INVALID;
     until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
@@ -314,7 +297,7 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                             "%s_async on rank %d: calls between fuse_begin and fuse_end cannot be asynchronous; call "
                             "fuse_end first",
-                            dtrain__op_kind_name((uint64_t)op->kind), comm->rank);
+                            dtrain__op_kind_name(op->kind), comm->rank);
     if (comm->fusing)
         return dtrain__work_note(comm, op);
     dtrain__work_clock(comm, op);
@@ -336,12 +319,10 @@ static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_w
 /* Runs a call to its end (work NULL), or starts it; inside a fuse notes it. */
 static dtrain_status dtrain__work_call(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
 {
-    const char *name = dtrain__op_kind_name((uint64_t)op->kind);
+    const char *name = dtrain__op_kind_name(op->kind);
     int entered;
     if (work != NULL)
         *work = NULL;
-    if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?", name);
     dtrain_status status = dtrain__group_enter(comm, name, &entered);
     if (status != DTRAIN_OK)
         return status;

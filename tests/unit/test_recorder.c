@@ -370,7 +370,7 @@ TEST(texts_that_are_no_json_are_made_so)
     CHECK_EQ(dtrain_threads_create(&world, 1, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     world->recorder->failed = 1;
-    snprintf(world->recorder->error.text, sizeof world->recorder->error.text, "a\"b\\c\n\x01\xff\xc3\xa9\xe2\x82");
+    dtrain__fail(&world->recorder->error, DTRAIN_ERR_IO, "%s", "a\"b\\c\n\x01\xff\xc3\xa9\xe2\x82");
     CHECK_EQ(dtrain_comm_trace(world, in_directory("hostile")), DTRAIN_OK);
     trace *t = read_trace(in_directory("hostile"));
     CHECK(strcmp(t->event[0].error, "a\"b\\c???\xc3\xa9??") == 0);
