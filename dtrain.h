@@ -227,20 +227,18 @@
  *     Threads   One line on each function: any thread; one thread per object; collective. Library threads block all
  *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
  *     Memory    From the desc's allocator, which counts bytes and their peak. A warm training loop allocates nothing.
- *     Groups    dtrain_comm_split and dtrain_mesh_create make groups of a group's ranks. Several
- *               may be used at once, from several threads; what breaks one leaves the others as they are, but for the
- *               loss of a rank of a mesh, which ends all groups of it.
+ *     Groups    dtrain_comm_split and dtrain_mesh_create make groups of a group's ranks. Several may be used at once,
+ *               from several threads. What breaks one leaves the others whole; the loss of a rank of a mesh ends all
+ *               groups of the mesh.
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
  *               before anything moved can be made again; after that the group is broken and says why.
- *
  *     Leaving   Who destroys its end of a group has left it, which breaks nothing: calls that need this rank fail with
  *               "rank 2 has left the group", others go on.
  *     Failure   A rank that dies or is silent for heartbeat_ms breaks its groups; dtrain_comm_abort does so by hand.
  *               Rank 0, or the lowest that is left, tells the others. Once a rank knows, its calls fail at once, with
  *               the number of the lost rank and the first cause; dtrain_recv alone still takes what had come. The
  *               survivors may go on: dtrain_comm_shrink makes a group of them, dtrain_resync brings all to the state
- *               of the furthest. A frame loop calls dtrain_comm_shrink_poll(world, 300, &group) in each frame until
- *               there is a group.
+ *               of the furthest.
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment
  *               writes PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says
  *               what the awaited rank does, and whom it awaits in turn. DDP and replicas of FSDP compare a hash of
@@ -258,9 +256,7 @@
  *               with commas between: DTRAIN_WITHOUT=avx512,unix.
  *     Strangers Connections are admitted by a mutual HMAC-SHA256 challenge over the group's token; without a token
  *               only processes of the same user on this host are spoken to, over unix sockets.
- *     Sealing   With a token, connections that leave the host are encrypted and authenticated (ChaCha20-Poly1305);
- *               those of threads, unix sockets and loopback are not, unless desc.secure or DTRAIN_SECURE=1 asks for
- *               it. dtrain_comm_desc says what that does not give.
+ *     Sealing   With a token, connections that leave the host are encrypted and authenticated: see dtrain_comm_desc.
  *     Members   The token keeps strangers out; it does not protect members from each other. A member that sends a
  *               malformed control frame, or one that it has no right to send, is lost, and the others go on. A member
  *               can still send wrong data, or say that the leader is lost. The leader is trusted: rank 0, or the lowest
@@ -1457,9 +1453,9 @@ typedef enum dtrain_order {
     DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
 } dtrain_order;
 
-/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where
- * the ranks of a node are no power of two; the others in the tree order. What
- * a collective has no form of, or not for this number of ranks, is chosen for it.
+/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where the ranks of a
+ * node are no power of two; the others add in the tree order. Where a collective has no such form for this number of
+ * ranks, the library chooses one.
  *
  * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; RING: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2),
  * 2009; BRUCK: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; DOUBLE_TREE: Sanders, Speck, Traeff,
@@ -1507,8 +1503,8 @@ typedef enum dtrain_progress {
  * read. DTRAIN_TOKEN that is set and empty, an empty file and a token with a byte of 0 are errors: unset both
  * variables to have no token.
  *
- * Whatever world_size is, and for threads too: DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides
- * algorithm, and DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
+ * Always, and for threads too: DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides algorithm, and
+ * DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
  *
  * Ranks prove to each other that they hold the token before anything else is read from a connection. dtrun makes one
  * by itself. Without a token ranks meet over unix sockets alone, and each looks whether the other's process is its own
@@ -1629,14 +1625,10 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
  * one thread per object */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
-/* Returns this end's rank; 0 for NULL.
+/* Return this end's rank, 0 for NULL, and the number of ranks, 1 for NULL.
  *
  * any thread */
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
-
-/* Returns the number of ranks; 1 for NULL.
- *
- * any thread */
 DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
 
 /* Returns the allocator that the group uses, for its counters and for objects that shall share them.
@@ -1714,18 +1706,15 @@ DTRAIN_API_MUST dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *i
  *   out      as many elements as this rank's shard has; in place means out == in + begin of the shard
  *   others   as dtrain_all_reduce
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                                    dtrain_dtype dtype, dtrain_op op);
-
-/* dtrain_reduce_scatter with parts as the caller says: rank r gets elements [offsets[r], offsets[r] + counts[r]).
+ * In the _v form rank r gets elements [offsets[r], offsets[r] + counts[r]).
  *
  *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
  *                     one after the other
- *   out               counts[rank] elements; in place means out == in + this rank's offset, and no parts that overlap
- *   others            as dtrain_reduce_scatter
+ *   in place          out == in + this rank's offset, and no parts that overlap
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, dtrain_op op);
 DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out,
                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
                                                       dtrain_op op);
@@ -1737,16 +1726,12 @@ DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const v
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
  *
+ * In the _v form rank r's part goes to [offsets[r], offsets[r] + counts[r]). Counts and offsets are as in
+ * dtrain_reduce_scatter_v. Parts do not overlap; what lies between them is unchanged.
+ *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                 dtrain_dtype dtype);
-
-/* dtrain_all_gather with parts as the caller says: rank r's goes to [offsets[r], offsets[r] + counts[r]).
- *
- *   counts, offsets   as in dtrain_reduce_scatter_v; parts do not overlap, what lies between them is unchanged
- *   in                counts[rank] elements; in place means in == out + this rank's offset
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                                   const size_t *offsets, dtrain_dtype dtype);
 
@@ -1806,11 +1791,7 @@ DTRAIN_API_MUST dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                                dtrain_dtype dtype);
-
-/* dtrain_all_to_all with parts as the caller says.
+ * In the _v form the caller says the parts:
  *
  *   in_counts, in_offsets     rank r gets in[in_offsets[r] .. + in_counts[r]); offsets NULL: one after the other
  *   out_counts, out_offsets   what rank r gives goes to out[out_offsets[r] .. + out_counts[r]); parts do not overlap
@@ -1818,6 +1799,8 @@ DTRAIN_API_MUST dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *i
  *   errors                    DTRAIN_ERR_MISMATCH  a rank gives another count than its peer awaits; names both
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                dtrain_dtype dtype);
 DTRAIN_API_MUST dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
                                                   const size_t *out_offsets, dtrain_dtype dtype);
@@ -1936,9 +1919,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *
  * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms. A call
- * that waits for an operation does the same, and advances what this rank has begun in other groups that come of the
- * same world, too; a rank that waits for anything else, or computes, keeps those waiting that need it. Work that such a
- * call on another thread is at is left to it.
+ * that waits for an operation does the same, also for what this rank has begun in other groups of the same world. A
+ * rank that waits for anything else, or computes, keeps those waiting that need it.
  *
  *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
  *             a group that has a service thread
@@ -1972,7 +1954,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const v
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes);
 
-/* Gets what key was last set to.
+/* Gets what key was last set to; dtrain_store_wait waits until it is set.
  *
  *   value    out: capacity bytes at most
  *   bytes    out: the value's whole size, also when it is larger than capacity; DTRAIN_STORE_ABSENT: not set
@@ -1981,10 +1963,6 @@ DTRAIN_API_MUST dtrain_status dtrain_store_set(dtrain_comm *comm, const char *ke
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, void *value, size_t capacity,
                                                size_t *bytes);
-
-/* Gets what key is set to, and waits until it is; otherwise as dtrain_store_get.
- *
- * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
                                                 size_t *bytes);
 
@@ -2041,9 +2019,9 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_shrink(dtrain_comm *comm, dtrain_comm 
 
 /* Begins dtrain_comm_shrink, or goes on with it, and comes back within a budget: for loops that must not wait.
  *
- * Call it again, once a frame, until it gives a group or an error. With DTRAIN_PROGRESS_POLL it also makes the progress
- * that dtrain_comm_poll makes. Other ranks may call either form. Who destroys the group while this is pending may
- * still be counted by the others, whose calls then wait for it up to their deadline.
+ * Call it once a frame until it gives a group or an error. With DTRAIN_PROGRESS_POLL it also does what dtrain_comm_poll
+ * does. Other ranks may call either form. If you destroy the group while this is pending, the others may still wait for
+ * this rank up to their deadline.
  *
  *   budget_us   how long it may wait for the others, 0 or more; making the group at the end comes on top
  *   survivors   out: NULL until all that are left have called; then the group
@@ -19581,7 +19559,7 @@ struct dtrain_comm {
     int forming;            /* the group is not complete yet */
     int checks;             /* messages carry a checksum of their data */
     int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
-    int64_t started_ns, form_deadline_ns;
+    int64_t started_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
     pid_t process;         /* that made it */
     int alone;             /* a world of one as no launcher has set a rank; 0 once the log has it */
@@ -19722,12 +19700,6 @@ static int dtrain__group_is_broken(const dtrain_comm *comm)
 static int dtrain__group_has_left(const dtrain_comm *comm, int rank)
 {
     return dtrain__membership_left(comm->members, rank);
-}
-
-/* Of the ranks known to have left before they came to collective `number` the first to leave; -1: none. */
-static int dtrain__group_misses(const dtrain_comm *comm, uint64_t number)
-{
-    return dtrain__membership_misses(comm->members, number);
 }
 
 /* Says what has broken the group, or else that a rank has left it; DTRAIN_OK: neither. */
@@ -20231,10 +20203,10 @@ DTRAIN__FAST_END
 
 /* ---- >>recorder ----
  * The last operations of one rank's end of a group, and what is said of a rank that others wait for. The thread that
- * runs an operation records it, one at a time; any thread reads, peers in the same process included, without a lock: a
+ * runs an operation records it, one at a time. Any thread reads without a lock, peers in the same process included: a
  * record is whole when its version is the same before and after it was copied. Source: Boehm, "Can seqlocks get along
- * with programming language memory models?", MSPC 2012. A transport whose peers read the recorder owns it, so
- * that they may do so after the rank has left. Nothing here allocates but the recorder itself. */
+ * with programming language memory models?", MSPC 2012. A transport whose peers read the recorder owns it, so that they
+ * may do so after the rank has left. */
 #ifndef DTRAIN__RECORDER
 #define DTRAIN__RECORDER
 DTRAIN__FAST_BEGIN
@@ -20475,27 +20447,6 @@ static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrai
         snprintf(text, capacity, "; rank %d is in %s%s since %.1f s%s", rank, call.text, where, seconds, then);
 }
 
-/* What the awaited rank does, and so on along the ranks that wait for each other, as far as the text has room. */
-static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity)
-{
-    size_t used = 0;
-    int rank = op->awaited;
-    dtrain__last last;
-    text[0] = 0;
-    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
-        char does[320];
-        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &last))
-            return;
-        int next = last.call.group == comm->group ? dtrain__recorder_awaits(&last) : -1;
-        dtrain__recorder_does(comm, rank, &last, next, does, sizeof does);
-        if (strlen(does) >= capacity - used)
-            return;
-        memcpy(text + used, does, strlen(does) + 1);
-        used += strlen(does);
-        rank = next;
-    }
-}
-
 /* Whether the awaited rank is in a call, or gave one up at its own deadline, that can never meet this one: another one
  * of the same number, or a message where this is a collective (or the other way round), each waiting for the other and
  * nothing of either moved. */
@@ -20512,18 +20463,31 @@ static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__o
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }
 
-/* The rank along those that wait for each other whose call contradicts this one, with its call; or -1. */
-static int dtrain__recorder_culprit(const dtrain_comm *comm, const dtrain__op *op, dtrain__last *out)
+/* Walks along the ranks that wait for each other, from the awaited one: says what each does, as far as the text has
+ * room, and finds the first whose call contradicts this one: that one or -1, with what it does in *last. */
+static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity,
+                                  dtrain__last *last)
 {
-    int rank = op->awaited;
+    int rank = op->awaited, culprit = -1, full = 0;
+    dtrain__last at;
+    size_t used = 0;
+    text[0] = 0;
     for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
-        if (!dtrain__recorder_peer(comm, rank, op->started_ns, out))
-            return -1;
-        if (dtrain__recorder_contradicts(comm, op, out))
-            return rank;
-        rank = out->call.group == comm->group ? dtrain__recorder_awaits(out) : -1;
+        char does[320];
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &at))
+            break;
+        if (culprit < 0 && dtrain__recorder_contradicts(comm, op, &at)) {
+            culprit = rank;
+            *last = at;
+        }
+        int next = at.call.group == comm->group ? dtrain__recorder_awaits(&at) : -1;
+        dtrain__recorder_does(comm, rank, &at, next, does, sizeof does);
+        full |= strlen(does) >= capacity - used;
+        if (!full)
+            used += (size_t)snprintf(text + used, capacity - used, "%s", does);
+        rank = next;
     }
-    return -1;
+    return culprit;
 }
 
 /* Ends an operation at its deadline: with what the awaited rank does, or as a mismatch where that says why. */
@@ -20533,11 +20497,10 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
     char reason[200] = "", does[400] = "";
     dtrain__last last;
-    int culprit = dtrain__recorder_culprit(comm, op, &last);
+    int culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
     comm->plane->suspect(comm->transport.self, op->awaited, reason, sizeof reason);
-    dtrain__recorder_chain(comm, op, does, sizeof does);
     return dtrain__fail(
         &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s%s", mine.text, comm->rank,
         seconds, op->awaited, does, reason,
@@ -20557,9 +20520,10 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
     if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
         op->deadline_ns - op->started_ns >= 1000000000) {
         dtrain__text mine = dtrain__op_text(comm, op);
+        dtrain__last last;
         char does[400];
         op->warned = 1;
-        dtrain__recorder_chain(comm, op, does, sizeof does);
+        dtrain__recorder_chain(comm, op, does, sizeof does, &last);
         dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
                     (double)(now - op->started_ns) * 1e-9, op->awaited, does);
     }
@@ -21064,6 +21028,16 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
     return DTRAIN_OK;
 }
 
+/* Takes the root that is given by name. */
+static dtrain_status dtrain__place_given(dtrain__place *place, const char *name, const char *root)
+{
+    snprintf(place->root, sizeof place->root, "%s", root);
+    dtrain__place_believe(place, "%s=%.120s", name, root);
+    return strlen(root) < sizeof place->root
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s is too long", name);
+}
+
 /* Finds the root from the environment. */
 static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
 {
@@ -21073,13 +21047,8 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     char node[128];
     int64_t number = 0;
     dtrain_status status = DTRAIN_OK;
-    if (root != NULL) {
-        snprintf(place->root, sizeof place->root, "%s", root);
-        dtrain__place_believe(place, "DTRAIN_ROOT=%.120s", root);
-        return strlen(root) < sizeof place->root
-                   ? DTRAIN_OK
-                   : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
-    }
+    if (root != NULL)
+        return dtrain__place_given(place, "DTRAIN_ROOT", root);
     if (host != NULL && port != NULL) {
         /* torchrun's own agent listens at MASTER_PORT then */
         const char *agent = dtrain__place_get("TORCHELASTIC_USE_AGENT_STORE");
@@ -21270,11 +21239,7 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
             "DTRAIN_TOKEN to one secret of 16 bytes or more on every rank",
             place->keys.rank, desc->secure > 0 ? "desc.secure = 1" : "DTRAIN_SECURE=1");
     if (desc->root != NULL) {
-        snprintf(place->root, sizeof place->root, "%s", desc->root);
-        dtrain__place_believe(place, "desc.root=%.120s", desc->root);
-        status = strlen(desc->root) < sizeof place->root
-                     ? DTRAIN_OK
-                     : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: desc.root is too long");
+        status = dtrain__place_given(place, "desc.root", desc->root);
     } else if (environment) {
         status = dtrain__place_root(place, launcher);
     } else {
@@ -21495,7 +21460,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
-        missing = dtrain__group_misses(comm, op->number);
+        missing = dtrain__membership_misses(comm->members, op->number);
         left |= missing >= 0; /* it will not post, and nothing has moved */
         if (left)
             dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);
@@ -21814,11 +21779,6 @@ static unsigned char *dtrain__step_received(const dtrain_comm *comm, const dtrai
     return comm->scratch + (dtrain__step_holds_in_out(op) ? 0 : dtrain__step_half(op));
 }
 
-static size_t dtrain__step_whole_scratch(const dtrain__op *op)
-{
-    return (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op);
-}
-
 static void dtrain__step_send(dtrain__step *step, int to, const unsigned char *data, size_t bytes)
 {
     step->to = to;
@@ -21869,10 +21829,7 @@ DTRAIN__FAST_END
 /* ---- >>tree ----
  * Plans that move whole vectors in a logarithmic number of steps: up and down a binomial tree, recursive doubling,
  * node by node. Every sum is one of the balanced tree's, except where ranks of a node are no power of two. And the
- * double binary tree, which has an order of its own.
- *
- * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; double tree: Sanders, Speck, Traeff, Parallel Computing
- * 35(12), 2009. */
+ * double binary tree, which has an order of its own. Sources: see dtrain_algorithm. */
 #ifndef DTRAIN__TREE
 #define DTRAIN__TREE
 
@@ -21906,12 +21863,17 @@ static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, c
     step->send_first = comm->rank < peer;
 }
 
-/* Up to rank 0 and down again; a broadcast only down, from its root; a reduce only up, and from rank 0 to its root
- * unless any order will do. */
+/* Recursive doubling; or up to rank 0 and down again; a broadcast only down, from its root; a reduce only up, and from
+ * rank 0 to its root unless any order will do. */
 static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__line line = dtrain__line_of(comm);
     int levels = dtrain__step_levels(comm->size), any = comm->desc.order == DTRAIN_ORDER_ANY;
+    if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING) {
+        if (k < levels)
+            dtrain__tree_double(comm, op, &line, k, step);
+        return k < levels;
+    }
     if (op->kind == DTRAIN__BROADCAST) {
         if (k < levels)
             dtrain__tree_level(comm, op, &line, op->root, levels - 1 - k, 1, step);
@@ -21929,15 +21891,6 @@ static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int 
     if (k < 2 * levels)
         dtrain__tree_level(comm, op, &line, 0, k < levels ? k : 2 * levels - 1 - k, k >= levels, step);
     return k < 2 * levels;
-}
-
-static int dtrain__tree_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
-{
-    dtrain__line line = dtrain__line_of(comm);
-    if (k >= dtrain__step_levels(comm->size))
-        return 0;
-    dtrain__tree_double(comm, op, &line, k, step);
-    return 1;
 }
 
 /* To the first rank of each node, between these, and back. */
@@ -22015,9 +21968,8 @@ static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k
 #endif
 
 /* ---- >>halving ----
- * The plan for large all-reduces: recursive halving, then doubling, in pieces that stay in the cache.
- *
- * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
+ * The plan for large all-reduces: recursive halving, then doubling, in pieces that stay in the cache. Sources: see
+ * dtrain_algorithm. */
 #ifndef DTRAIN__HALVING_PLAN
 #define DTRAIN__HALVING_PLAN
 
@@ -22205,21 +22157,19 @@ static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op 
 #endif
 
 /* ---- >>rounds ----
- * Plans in which every rank sends and receives in each of a number of rounds.
+ * Plans in which every rank sends and receives in each of a number of rounds. Sources: see dtrain_algorithm.
  *
  * Ring: to the right neighbour, from the left one, at full bandwidth: reductions in an order of their own, all-gather,
- * and broadcast in pieces. Source: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009.
+ * and broadcast in pieces.
  *
  * Bruck: ceil(log2 n) rounds for any number of ranks and small vectors. After round k a rank holds what 2^(k+1) ranks
  * had, in slots of scratch that begin with its own. At the end it holds all, and copies them to their places
- * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier. Source: Bruck, Ho,
- * Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; barrier: Hensgen, Finkel, Manber, Int. J. Parallel Programming
- * 17(1), 1988.
+ * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier: Hensgen, Finkel,
+ * Manber, Int. J. Parallel Programming 17(1), 1988.
  *
  * Direct: every pair of ranks exchanges once, in rounds of disjoint pairs: all-to-all and all-gather; and reductions in
  * which each rank receives its part of everybody's input and folds all of them in one pass, in the tree order, in the
- * dtype they came in. Gather and scatter are one message for each rank but the root. Source: Thakur, Rabenseifner,
- * Gropp, IJHPCA 19(1), 2005. */
+ * dtype they came in. Gather and scatter are one message for each rank but the root. */
 #ifndef DTRAIN__ROUNDS_PLAN
 #define DTRAIN__ROUNDS_PLAN
 
@@ -22528,7 +22478,7 @@ static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op
     case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_scratch(comm, op);
     case DTRAIN_ALGORITHM_DIRECT: return dtrain__direct_scratch(comm, op);
     case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_scratch(comm, op);
-    default: return dtrain__plan_whole(op) ? dtrain__step_whole_scratch(op) : 0;
+    default: return dtrain__plan_whole(op) ? (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op) : 0;
     }
 }
 
@@ -22556,7 +22506,6 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
     if (dtrain__op_is_message(op))
         return dtrain__plan_message(comm, op, k, step);
     switch (op->algorithm) {
-    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING: return dtrain__tree_doubling(comm, op, k, step);
     case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_plan(comm, op, k, step);
     case DTRAIN_ALGORITHM_NODES: return dtrain__tree_nodes(comm, op, k, step);
     case DTRAIN_ALGORITHM_DOUBLE_TREE: return dtrain__tree_two(comm, op, k, step);
@@ -22575,13 +22524,12 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
 /* Whether a kind of operation over messages has a form by this name. */
 static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
 {
-    int power_of_two = dtrain__step_power_of_two(comm->size);
     switch (algorithm) {
     case DTRAIN_ALGORITHM_TREE:
         return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE ||
                kind == DTRAIN__BROADCAST;
     case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING:
-        return power_of_two && (kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER);
+        return dtrain__step_power_of_two(comm->size) && (kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER);
     case DTRAIN_ALGORITHM_RING:
         return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__ALL_GATHER ||
                kind == DTRAIN__BROADCAST;
@@ -22611,6 +22559,7 @@ static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t 
 static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = dtrain__op_bytes(op);
+    int doubles = dtrain__step_power_of_two(comm->size);
     dtrain_algorithm asked = comm->asked[op->kind];
     if (dtrain__op_is_message(op))
         return DTRAIN_ALGORITHM_AUTO;
@@ -22618,8 +22567,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
         return DTRAIN_ALGORITHM_FUSED;
     if (op->counts != NULL && dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
-    if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && dtrain__plan_exists(comm, op->kind, DTRAIN_ALGORITHM_TREE) &&
-        !dtrain__step_power_of_two(comm->size))
+    if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && !doubles)
         asked = DTRAIN_ALGORITHM_TREE;
     if (dtrain__plan_exists(comm, op->kind, asked))
         return asked;
@@ -22630,7 +22578,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     case DTRAIN__REDUCE_SCATTER:
         if (bytes > (comm->size == 2 ? DTRAIN__MESSAGE_SMALL : DTRAIN__PLAN_WHOLE))
             return DTRAIN_ALGORITHM_DIRECT;
-        return dtrain__step_power_of_two(comm->size) ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
+        return doubles ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
     case DTRAIN__ALL_GATHER:
         return comm->size > 3 && bytes <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_RING;
     case DTRAIN__BROADCAST:
@@ -22761,7 +22709,7 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
         return 1; /* nobody else has any of it */
     if (op->kind == DTRAIN__EXCHANGE)
         return !dtrain__message_torn(comm, op);
-    comm->missed = op->number << 16 | (uint64_t)dtrain__group_misses(comm, op->number);
+    comm->missed = op->number << 16 | (uint64_t)dtrain__membership_misses(comm->members, op->number);
     return dtrain__message_owe(comm, op);
 }
 
@@ -22821,7 +22769,7 @@ static int dtrain__message_needs_left(dtrain_comm *comm, dtrain__op *op)
 {
     int rank = -1;
     if (!dtrain__op_is_message(op))
-        rank = dtrain__group_misses(comm, op->number);
+        rank = dtrain__membership_misses(comm->members, op->number);
     else if (op->phase == 0 && op->kind != DTRAIN__RECV && op->root >= 0 && dtrain__group_has_left(comm, op->root))
         rank = op->root;
     if (rank < 0)
@@ -22925,15 +22873,6 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
         memcpy(packet + sizeof header, step->send, step->send_bytes);
 }
 
-/* Before anything of a step moves. */
-static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, size_t k)
-{
-    if (step->prepare != NULL)
-        step->prepare(comm, op, k);
-    if (step->to >= 0)
-        dtrain__message_write_header(comm, op, step);
-}
-
 /* The next run of bytes of one direction of a step. */
 static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending)
 {
@@ -23008,7 +22947,7 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
     unsigned char *packet = dtrain__message_buffer(comm, op, 0);
     size_t whole;
     if (!dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind == DTRAIN__SEND ||
-        came.bytes > SIZE_MAX / 2 || dtrain__group_misses(comm, came.call.number) < 0)
+        came.bytes > SIZE_MAX / 2 || dtrain__membership_misses(comm->members, came.call.number) < 0)
         return 0;
     whole = sizeof came + (size_t)came.bytes;
     if (op->received >= whole) {
@@ -23033,7 +22972,7 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     if (came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
         return 0;
     comm->plane->skipped(comm->transport.self, rank, op->number - 1);
-    if (dtrain__group_misses(comm, op->number) < 0)
+    if (dtrain__membership_misses(comm->members, op->number) < 0)
         return 0;
     memcpy(comm->held, dtrain__message_buffer(comm, op, 0), op->received);
     comm->held_from = step->from;
@@ -23047,7 +22986,7 @@ static dtrain_status dtrain__message_arrived(dtrain_comm *comm, dtrain__op *op, 
 {
     while (op->received >= sizeof(dtrain__message_header))
         if (dtrain__message_hold(comm, op, step))
-            return dtrain__op_needs_left(comm, op, dtrain__group_misses(comm, op->number));
+            return dtrain__op_needs_left(comm, op, dtrain__membership_misses(comm->members, op->number));
         else if (!dtrain__message_skip(comm, op, step))
             return dtrain__message_check(comm, op, step);
     return DTRAIN_OK;
@@ -23147,7 +23086,10 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
         int more_in = dtrain__plan_step(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
         int more_out = dtrain__plan_step(comm, op, (int)op->send_at, out);
         if (more_out && op->entered == op->send_at && (!ahead || (out->ahead && op->send_at == op->at + 1))) {
-            dtrain__message_enter(comm, op, out, op->send_at);
+            if (out->prepare != NULL) /* before anything of the step moves */
+                out->prepare(comm, op, op->send_at);
+            if (out->to >= 0)
+                dtrain__message_write_header(comm, op, out);
             op->entered++;
         }
         *sends = more_out && op->entered > op->send_at;
@@ -23904,14 +23846,6 @@ static void dtrain__work_blocked_in(dtrain_comm *comm, int64_t started_ns)
         dtrain__work_blocked(comm, started_ns);
 }
 
-/* Lets a group add to what another counts; both share an allocator. */
-static void dtrain__work_blocked_link(dtrain_comm *comm, dtrain__blocked *above)
-{
-    comm->blocked->above = above;
-    if (above != NULL)
-        __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
-}
-
 static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_allocator *allocator)
 {
     while (blocked != NULL && __atomic_sub_fetch(&blocked->held, 1, __ATOMIC_ACQ_REL) == 0) {
@@ -24286,7 +24220,6 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         return status;
     (*comm)->forming = 1; /* under the service thread, or by polling */
     (*comm)->started_ns = now;
-    (*comm)->form_deadline_ns = dtrain__group_deadline(*comm, now);
     return DTRAIN_OK;
 }
 
@@ -24296,7 +24229,8 @@ static dtrain_status dtrain__create_form(dtrain_comm *comm, int *ready, int wait
     dtrain_status status = DTRAIN_OK;
     int formed = 1;
     if (comm->forming)
-        status = comm->plane->form(comm->transport.self, &formed, comm->started_ns, comm->form_deadline_ns, wait);
+        status = comm->plane->form(comm->transport.self, &formed, comm->started_ns,
+                                   dtrain__group_deadline(comm, comm->started_ns), wait);
     if (status != DTRAIN_OK)
         comm->error = dtrain__thread_error;
     else if (formed) {
@@ -25545,8 +25479,11 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
         return status;
     if (parent->desc.progress == DTRAIN_PROGRESS_POLL && parent->service != NULL)
         dtrain__service_add(parent->service, *group);
-    if ((*group)->allocator == parent->allocator)
-        dtrain__work_blocked_link(*group, split->replaces ? parent->blocked->above : parent->blocked);
+    dtrain__blocked *above = split->replaces ? parent->blocked->above : parent->blocked;
+    if (above != NULL && (*group)->allocator == parent->allocator) { /* the group adds to what that counts */
+        (*group)->blocked->above = above;
+        __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
+    }
     (*group)->apart = parent->apart;
     (*group)->group = split->id;
     (*group)->node_ranks = dtrain__split_node_ranks(split, *group);

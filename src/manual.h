@@ -227,20 +227,18 @@
  *     Threads   One line on each function: any thread; one thread per object; collective. Library threads block all
  *               signals but SIGSEGV, SIGBUS, SIGFPE and SIGILL.
  *     Memory    From the desc's allocator, which counts bytes and their peak. A warm training loop allocates nothing.
- *     Groups    dtrain_comm_split and dtrain_mesh_create make groups of a group's ranks. Several
- *               may be used at once, from several threads; what breaks one leaves the others as they are, but for the
- *               loss of a rank of a mesh, which ends all groups of it.
+ *     Groups    dtrain_comm_split and dtrain_mesh_create make groups of a group's ranks. Several may be used at once,
+ *               from several threads. What breaks one leaves the others whole; the loss of a rank of a mesh ends all
+ *               groups of the mesh.
  *     Time      Every blocking call has a deadline, 60 seconds unless the desc says otherwise. A call that expires
  *               before anything moved can be made again; after that the group is broken and says why.
- *
  *     Leaving   Who destroys its end of a group has left it, which breaks nothing: calls that need this rank fail with
  *               "rank 2 has left the group", others go on.
  *     Failure   A rank that dies or is silent for heartbeat_ms breaks its groups; dtrain_comm_abort does so by hand.
  *               Rank 0, or the lowest that is left, tells the others. Once a rank knows, its calls fail at once, with
  *               the number of the lost rank and the first cause; dtrain_recv alone still takes what had come. The
  *               survivors may go on: dtrain_comm_shrink makes a group of them, dtrain_resync brings all to the state
- *               of the furthest. A frame loop calls dtrain_comm_shrink_poll(world, 300, &group) in each frame until
- *               there is a group.
+ *               of the furthest.
  *     Diagnosis Each rank keeps its last 256 operations (dtrain_comm_trace; DTRAIN_TRACE=PREFIX in the environment
  *               writes PREFIX.rank-N.json on failure), and heartbeats carry the last one: the text of a deadline says
  *               what the awaited rank does, and whom it awaits in turn. DDP and replicas of FSDP compare a hash of
@@ -258,9 +256,7 @@
  *               with commas between: DTRAIN_WITHOUT=avx512,unix.
  *     Strangers Connections are admitted by a mutual HMAC-SHA256 challenge over the group's token; without a token
  *               only processes of the same user on this host are spoken to, over unix sockets.
- *     Sealing   With a token, connections that leave the host are encrypted and authenticated (ChaCha20-Poly1305);
- *               those of threads, unix sockets and loopback are not, unless desc.secure or DTRAIN_SECURE=1 asks for
- *               it. dtrain_comm_desc says what that does not give.
+ *     Sealing   With a token, connections that leave the host are encrypted and authenticated: see dtrain_comm_desc.
  *     Members   The token keeps strangers out; it does not protect members from each other. A member that sends a
  *               malformed control frame, or one that it has no right to send, is lost, and the others go on. A member
  *               can still send wrong data, or say that the leader is lost. The leader is trusted: rank 0, or the lowest

@@ -26,9 +26,9 @@ typedef enum dtrain_order {
     DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
 } dtrain_order;
 
-/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where
- * the ranks of a node are no power of two; the others in the tree order. What
- * a collective has no form of, or not for this number of ranks, is chosen for it.
+/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where the ranks of a
+ * node are no power of two; the others add in the tree order. Where a collective has no such form for this number of
+ * ranks, the library chooses one.
  *
  * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; RING: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2),
  * 2009; BRUCK: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; DOUBLE_TREE: Sanders, Speck, Traeff,
@@ -76,8 +76,8 @@ typedef enum dtrain_progress {
  * read. DTRAIN_TOKEN that is set and empty, an empty file and a token with a byte of 0 are errors: unset both
  * variables to have no token.
  *
- * Whatever world_size is, and for threads too: DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides
- * algorithm, and DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
+ * Always, and for threads too: DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides algorithm, and
+ * DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
  *
  * Ranks prove to each other that they hold the token before anything else is read from a connection. dtrun makes one
  * by itself. Without a token ranks meet over unix sockets alone, and each looks whether the other's process is its own
@@ -198,14 +198,10 @@ DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body
  * one thread per object */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 
-/* Returns this end's rank; 0 for NULL.
+/* Return this end's rank, 0 for NULL, and the number of ranks, 1 for NULL.
  *
  * any thread */
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
-
-/* Returns the number of ranks; 1 for NULL.
- *
- * any thread */
 DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
 
 /* Returns the allocator that the group uses, for its counters and for objects that shall share them.
@@ -283,18 +279,15 @@ DTRAIN_API_MUST dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *i
  *   out      as many elements as this rank's shard has; in place means out == in + begin of the shard
  *   others   as dtrain_all_reduce
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                                    dtrain_dtype dtype, dtrain_op op);
-
-/* dtrain_reduce_scatter with parts as the caller says: rank r gets elements [offsets[r], offsets[r] + counts[r]).
+ * In the _v form rank r gets elements [offsets[r], offsets[r] + counts[r]).
  *
  *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
  *                     one after the other
- *   out               counts[rank] elements; in place means out == in + this rank's offset, and no parts that overlap
- *   others            as dtrain_reduce_scatter
+ *   in place          out == in + this rank's offset, and no parts that overlap
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                    dtrain_dtype dtype, dtrain_op op);
 DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const void *in, void *out,
                                                       const size_t *counts, const size_t *offsets, dtrain_dtype dtype,
                                                       dtrain_op op);
@@ -306,16 +299,12 @@ DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const v
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
  *
+ * In the _v form rank r's part goes to [offsets[r], offsets[r] + counts[r]). Counts and offsets are as in
+ * dtrain_reduce_scatter_v. Parts do not overlap; what lies between them is unchanged.
+ *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
                                                 dtrain_dtype dtype);
-
-/* dtrain_all_gather with parts as the caller says: rank r's goes to [offsets[r], offsets[r] + counts[r]).
- *
- *   counts, offsets   as in dtrain_reduce_scatter_v; parts do not overlap, what lies between them is unchanged
- *   in                counts[rank] elements; in place means in == out + this rank's offset
- *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_all_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                                   const size_t *offsets, dtrain_dtype dtype);
 
@@ -375,11 +364,7 @@ DTRAIN_API_MUST dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
-DTRAIN_API_MUST dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
-                                                dtrain_dtype dtype);
-
-/* dtrain_all_to_all with parts as the caller says.
+ * In the _v form the caller says the parts:
  *
  *   in_counts, in_offsets     rank r gets in[in_offsets[r] .. + in_counts[r]); offsets NULL: one after the other
  *   out_counts, out_offsets   what rank r gives goes to out[out_offsets[r] .. + out_counts[r]); parts do not overlap
@@ -387,6 +372,8 @@ DTRAIN_API_MUST dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *i
  *   errors                    DTRAIN_ERR_MISMATCH  a rank gives another count than its peer awaits; names both
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
+DTRAIN_API_MUST dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
+                                                dtrain_dtype dtype);
 DTRAIN_API_MUST dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void *in, const size_t *in_counts,
                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
                                                   const size_t *out_offsets, dtrain_dtype dtype);
@@ -505,9 +492,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 /* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
  *
  * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms. A call
- * that waits for an operation does the same, and advances what this rank has begun in other groups that come of the
- * same world, too; a rank that waits for anything else, or computes, keeps those waiting that need it. Work that such a
- * call on another thread is at is left to it.
+ * that waits for an operation does the same, also for what this rank has begun in other groups of the same world. A
+ * rank that waits for anything else, or computes, keeps those waiting that need it.
  *
  *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
  *             a group that has a service thread
@@ -541,7 +527,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const v
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes);
 
-/* Gets what key was last set to.
+/* Gets what key was last set to; dtrain_store_wait waits until it is set.
  *
  *   value    out: capacity bytes at most
  *   bytes    out: the value's whole size, also when it is larger than capacity; DTRAIN_STORE_ABSENT: not set
@@ -550,10 +536,6 @@ DTRAIN_API_MUST dtrain_status dtrain_store_set(dtrain_comm *comm, const char *ke
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_store_get(dtrain_comm *comm, const char *key, void *value, size_t capacity,
                                                size_t *bytes);
-
-/* Gets what key is set to, and waits until it is; otherwise as dtrain_store_get.
- *
- * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, void *value, size_t capacity,
                                                 size_t *bytes);
 

@@ -210,7 +210,6 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         return status;
     (*comm)->forming = 1; /* under the service thread, or by polling */
     (*comm)->started_ns = now;
-    (*comm)->form_deadline_ns = dtrain__group_deadline(*comm, now);
     return DTRAIN_OK;
 }
 
@@ -220,7 +219,8 @@ static dtrain_status dtrain__create_form(dtrain_comm *comm, int *ready, int wait
     dtrain_status status = DTRAIN_OK;
     int formed = 1;
     if (comm->forming)
-        status = comm->plane->form(comm->transport.self, &formed, comm->started_ns, comm->form_deadline_ns, wait);
+        status = comm->plane->form(comm->transport.self, &formed, comm->started_ns,
+                                   dtrain__group_deadline(comm, comm->started_ns), wait);
     if (status != DTRAIN_OK)
         comm->error = dtrain__thread_error;
     else if (formed) {

@@ -207,7 +207,7 @@ static int dtrain__fused_gather(dtrain_comm *comm, dtrain__op *op)
             continue;
         op->at = (size_t)peer;
         op->awaited = peer;
-        missing = dtrain__group_misses(comm, op->number);
+        missing = dtrain__membership_misses(comm->members, op->number);
         left |= missing >= 0; /* it will not post, and nothing has moved */
         if (left)
             dtrain__op_needs_left(comm, op, missing >= 0 ? missing : peer);

@@ -162,7 +162,7 @@ struct dtrain_comm {
     int forming;            /* the group is not complete yet */
     int checks;             /* messages carry a checksum of their data */
     int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
-    int64_t started_ns, form_deadline_ns;
+    int64_t started_ns;
     int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
     pid_t process;         /* that made it */
     int alone;             /* a world of one as no launcher has set a rank; 0 once the log has it */
@@ -303,12 +303,6 @@ static int dtrain__group_is_broken(const dtrain_comm *comm)
 static int dtrain__group_has_left(const dtrain_comm *comm, int rank)
 {
     return dtrain__membership_left(comm->members, rank);
-}
-
-/* Of the ranks known to have left before they came to collective `number` the first to leave; -1: none. */
-static int dtrain__group_misses(const dtrain_comm *comm, uint64_t number)
-{
-    return dtrain__membership_misses(comm->members, number);
 }
 
 /* Says what has broken the group, or else that a rank has left it; DTRAIN_OK: neither. */

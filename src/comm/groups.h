@@ -46,9 +46,9 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_shrink(dtrain_comm *comm, dtrain_comm 
 
 /* Begins dtrain_comm_shrink, or goes on with it, and comes back within a budget: for loops that must not wait.
  *
- * Call it again, once a frame, until it gives a group or an error. With DTRAIN_PROGRESS_POLL it also makes the progress
- * that dtrain_comm_poll makes. Other ranks may call either form. Who destroys the group while this is pending may
- * still be counted by the others, whose calls then wait for it up to their deadline.
+ * Call it once a frame until it gives a group or an error. With DTRAIN_PROGRESS_POLL it also does what dtrain_comm_poll
+ * does. Other ranks may call either form. If you destroy the group while this is pending, the others may still wait for
+ * this rank up to their deadline.
  *
  *   budget_us   how long it may wait for the others, 0 or more; making the group at the end comes on top
  *   survivors   out: NULL until all that are left have called; then the group

@@ -1,7 +1,6 @@
 /* ---- >>halving ----
- * The plan for large all-reduces: recursive halving, then doubling, in pieces that stay in the cache.
- *
- * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; binary blocks: Rabenseifner, ICCS 2004. */
+ * The plan for large all-reduces: recursive halving, then doubling, in pieces that stay in the cache. Sources: see
+ * dtrain_algorithm. */
 #ifndef DTRAIN__HALVING_PLAN
 #define DTRAIN__HALVING_PLAN
 #include "step.c"

@@ -75,7 +75,7 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
         return 1; /* nobody else has any of it */
     if (op->kind == DTRAIN__EXCHANGE)
         return !dtrain__message_torn(comm, op);
-    comm->missed = op->number << 16 | (uint64_t)dtrain__group_misses(comm, op->number);
+    comm->missed = op->number << 16 | (uint64_t)dtrain__membership_misses(comm->members, op->number);
     return dtrain__message_owe(comm, op);
 }
 
@@ -135,7 +135,7 @@ static int dtrain__message_needs_left(dtrain_comm *comm, dtrain__op *op)
 {
     int rank = -1;
     if (!dtrain__op_is_message(op))
-        rank = dtrain__group_misses(comm, op->number);
+        rank = dtrain__membership_misses(comm->members, op->number);
     else if (op->phase == 0 && op->kind != DTRAIN__RECV && op->root >= 0 && dtrain__group_has_left(comm, op->root))
         rank = op->root;
     if (rank < 0)
@@ -239,15 +239,6 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
         memcpy(packet + sizeof header, step->send, step->send_bytes);
 }
 
-/* Before anything of a step moves. */
-static void dtrain__message_enter(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, size_t k)
-{
-    if (step->prepare != NULL)
-        step->prepare(comm, op, k);
-    if (step->to >= 0)
-        dtrain__message_write_header(comm, op, step);
-}
-
 /* The next run of bytes of one direction of a step. */
 static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending)
 {
@@ -322,7 +313,7 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
     unsigned char *packet = dtrain__message_buffer(comm, op, 0);
     size_t whole;
     if (!dtrain__op_is_message(op) || !dtrain__message_read(comm, op, &came) || came.call.kind == DTRAIN__SEND ||
-        came.bytes > SIZE_MAX / 2 || dtrain__group_misses(comm, came.call.number) < 0)
+        came.bytes > SIZE_MAX / 2 || dtrain__membership_misses(comm->members, came.call.number) < 0)
         return 0;
     whole = sizeof came + (size_t)came.bytes;
     if (op->received >= whole) {
@@ -347,7 +338,7 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     if (came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
         return 0;
     comm->plane->skipped(comm->transport.self, rank, op->number - 1);
-    if (dtrain__group_misses(comm, op->number) < 0)
+    if (dtrain__membership_misses(comm->members, op->number) < 0)
         return 0;
     memcpy(comm->held, dtrain__message_buffer(comm, op, 0), op->received);
     comm->held_from = step->from;
@@ -361,7 +352,7 @@ static dtrain_status dtrain__message_arrived(dtrain_comm *comm, dtrain__op *op, 
 {
     while (op->received >= sizeof(dtrain__message_header))
         if (dtrain__message_hold(comm, op, step))
-            return dtrain__op_needs_left(comm, op, dtrain__group_misses(comm, op->number));
+            return dtrain__op_needs_left(comm, op, dtrain__membership_misses(comm->members, op->number));
         else if (!dtrain__message_skip(comm, op, step))
             return dtrain__message_check(comm, op, step);
     return DTRAIN_OK;
@@ -461,7 +452,10 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
         int more_in = dtrain__plan_step(comm, op, (int)op->at, in), ahead = op->send_at > op->at;
         int more_out = dtrain__plan_step(comm, op, (int)op->send_at, out);
         if (more_out && op->entered == op->send_at && (!ahead || (out->ahead && op->send_at == op->at + 1))) {
-            dtrain__message_enter(comm, op, out, op->send_at);
+            if (out->prepare != NULL) /* before anything of the step moves */
+                out->prepare(comm, op, op->send_at);
+            if (out->to >= 0)
+                dtrain__message_write_header(comm, op, out);
             op->entered++;
         }
         *sends = more_out && op->entered > op->send_at;

@@ -218,6 +218,16 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
     return DTRAIN_OK;
 }
 
+/* Takes the root that is given by name. */
+static dtrain_status dtrain__place_given(dtrain__place *place, const char *name, const char *root)
+{
+    snprintf(place->root, sizeof place->root, "%s", root);
+    dtrain__place_believe(place, "%s=%.120s", name, root);
+    return strlen(root) < sizeof place->root
+               ? DTRAIN_OK
+               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s is too long", name);
+}
+
 /* Finds the root from the environment. */
 static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
 {
@@ -227,13 +237,8 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     char node[128];
     int64_t number = 0;
     dtrain_status status = DTRAIN_OK;
-    if (root != NULL) {
-        snprintf(place->root, sizeof place->root, "%s", root);
-        dtrain__place_believe(place, "DTRAIN_ROOT=%.120s", root);
-        return strlen(root) < sizeof place->root
-                   ? DTRAIN_OK
-                   : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: DTRAIN_ROOT is too long");
-    }
+    if (root != NULL)
+        return dtrain__place_given(place, "DTRAIN_ROOT", root);
     if (host != NULL && port != NULL) {
         /* torchrun's own agent listens at MASTER_PORT then */
         const char *agent = dtrain__place_get("TORCHELASTIC_USE_AGENT_STORE");
@@ -424,11 +429,7 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
             "DTRAIN_TOKEN to one secret of 16 bytes or more on every rank",
             place->keys.rank, desc->secure > 0 ? "desc.secure = 1" : "DTRAIN_SECURE=1");
     if (desc->root != NULL) {
-        snprintf(place->root, sizeof place->root, "%s", desc->root);
-        dtrain__place_believe(place, "desc.root=%.120s", desc->root);
-        status = strlen(desc->root) < sizeof place->root
-                     ? DTRAIN_OK
-                     : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: desc.root is too long");
+        status = dtrain__place_given(place, "desc.root", desc->root);
     } else if (environment) {
         status = dtrain__place_root(place, launcher);
     } else {

@@ -26,7 +26,7 @@ static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op
     case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_scratch(comm, op);
     case DTRAIN_ALGORITHM_DIRECT: return dtrain__direct_scratch(comm, op);
     case DTRAIN_ALGORITHM_BRUCK: return dtrain__bruck_scratch(comm, op);
-    default: return dtrain__plan_whole(op) ? dtrain__step_whole_scratch(op) : 0;
+    default: return dtrain__plan_whole(op) ? (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op) : 0;
     }
 }
 
@@ -54,7 +54,6 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
     if (dtrain__op_is_message(op))
         return dtrain__plan_message(comm, op, k, step);
     switch (op->algorithm) {
-    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING: return dtrain__tree_doubling(comm, op, k, step);
     case DTRAIN_ALGORITHM_HALVING_DOUBLING: return dtrain__halving_plan(comm, op, k, step);
     case DTRAIN_ALGORITHM_NODES: return dtrain__tree_nodes(comm, op, k, step);
     case DTRAIN_ALGORITHM_DOUBLE_TREE: return dtrain__tree_two(comm, op, k, step);
@@ -73,13 +72,12 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
 /* Whether a kind of operation over messages has a form by this name. */
 static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
 {
-    int power_of_two = dtrain__step_power_of_two(comm->size);
     switch (algorithm) {
     case DTRAIN_ALGORITHM_TREE:
         return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE ||
                kind == DTRAIN__BROADCAST;
     case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING:
-        return power_of_two && (kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER);
+        return dtrain__step_power_of_two(comm->size) && (kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER);
     case DTRAIN_ALGORITHM_RING:
         return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__ALL_GATHER ||
                kind == DTRAIN__BROADCAST;
@@ -109,6 +107,7 @@ static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t 
 static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = dtrain__op_bytes(op);
+    int doubles = dtrain__step_power_of_two(comm->size);
     dtrain_algorithm asked = comm->asked[op->kind];
     if (dtrain__op_is_message(op))
         return DTRAIN_ALGORITHM_AUTO;
@@ -116,8 +115,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
         return DTRAIN_ALGORITHM_FUSED;
     if (op->counts != NULL && dtrain__op_reduces(op))
         return DTRAIN_ALGORITHM_DIRECT; /* its vector may have gaps */
-    if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && dtrain__plan_exists(comm, op->kind, DTRAIN_ALGORITHM_TREE) &&
-        !dtrain__step_power_of_two(comm->size))
+    if (asked == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING && !doubles)
         asked = DTRAIN_ALGORITHM_TREE;
     if (dtrain__plan_exists(comm, op->kind, asked))
         return asked;
@@ -128,7 +126,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     case DTRAIN__REDUCE_SCATTER:
         if (bytes > (comm->size == 2 ? DTRAIN__MESSAGE_SMALL : DTRAIN__PLAN_WHOLE))
             return DTRAIN_ALGORITHM_DIRECT;
-        return dtrain__step_power_of_two(comm->size) ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
+        return doubles ? DTRAIN_ALGORITHM_RECURSIVE_DOUBLING : DTRAIN_ALGORITHM_TREE;
     case DTRAIN__ALL_GATHER:
         return comm->size > 3 && bytes <= DTRAIN__PLAN_BRUCK ? DTRAIN_ALGORITHM_BRUCK : DTRAIN_ALGORITHM_RING;
     case DTRAIN__BROADCAST:

@@ -1,9 +1,9 @@
 /* ---- >>recorder ----
  * The last operations of one rank's end of a group, and what is said of a rank that others wait for. The thread that
- * runs an operation records it, one at a time; any thread reads, peers in the same process included, without a lock: a
+ * runs an operation records it, one at a time. Any thread reads without a lock, peers in the same process included: a
  * record is whole when its version is the same before and after it was copied. Source: Boehm, "Can seqlocks get along
- * with programming language memory models?", MSPC 2012. A transport whose peers read the recorder owns it, so
- * that they may do so after the rank has left. Nothing here allocates but the recorder itself. */
+ * with programming language memory models?", MSPC 2012. A transport whose peers read the recorder owns it, so that they
+ * may do so after the rank has left. */
 #ifndef DTRAIN__RECORDER
 #define DTRAIN__RECORDER
 #include "op.c"
@@ -245,27 +245,6 @@ static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrai
         snprintf(text, capacity, "; rank %d is in %s%s since %.1f s%s", rank, call.text, where, seconds, then);
 }
 
-/* What the awaited rank does, and so on along the ranks that wait for each other, as far as the text has room. */
-static void dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity)
-{
-    size_t used = 0;
-    int rank = op->awaited;
-    dtrain__last last;
-    text[0] = 0;
-    for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
-        char does[320];
-        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &last))
-            return;
-        int next = last.call.group == comm->group ? dtrain__recorder_awaits(&last) : -1;
-        dtrain__recorder_does(comm, rank, &last, next, does, sizeof does);
-        if (strlen(does) >= capacity - used)
-            return;
-        memcpy(text + used, does, strlen(does) + 1);
-        used += strlen(does);
-        rank = next;
-    }
-}
-
 /* Whether the awaited rank is in a call, or gave one up at its own deadline, that can never meet this one: another one
  * of the same number, or a message where this is a collective (or the other way round), each waiting for the other and
  * nothing of either moved. */
@@ -282,18 +261,31 @@ static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__o
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }
 
-/* The rank along those that wait for each other whose call contradicts this one, with its call; or -1. */
-static int dtrain__recorder_culprit(const dtrain_comm *comm, const dtrain__op *op, dtrain__last *out)
+/* Walks along the ranks that wait for each other, from the awaited one: says what each does, as far as the text has
+ * room, and finds the first whose call contradicts this one: that one or -1, with what it does in *last. */
+static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity,
+                                  dtrain__last *last)
 {
-    int rank = op->awaited;
+    int rank = op->awaited, culprit = -1, full = 0;
+    dtrain__last at;
+    size_t used = 0;
+    text[0] = 0;
     for (int i = 0; i < DTRAIN__LAST_CHAIN && rank >= 0 && rank != comm->rank; i++) {
-        if (!dtrain__recorder_peer(comm, rank, op->started_ns, out))
-            return -1;
-        if (dtrain__recorder_contradicts(comm, op, out))
-            return rank;
-        rank = out->call.group == comm->group ? dtrain__recorder_awaits(out) : -1;
+        char does[320];
+        if (!dtrain__recorder_peer(comm, rank, op->started_ns, &at))
+            break;
+        if (culprit < 0 && dtrain__recorder_contradicts(comm, op, &at)) {
+            culprit = rank;
+            *last = at;
+        }
+        int next = at.call.group == comm->group ? dtrain__recorder_awaits(&at) : -1;
+        dtrain__recorder_does(comm, rank, &at, next, does, sizeof does);
+        full |= strlen(does) >= capacity - used;
+        if (!full)
+            used += (size_t)snprintf(text + used, capacity - used, "%s", does);
+        rank = next;
     }
-    return -1;
+    return culprit;
 }
 
 /* Ends an operation at its deadline: with what the awaited rank does, or as a mismatch where that says why. */
@@ -303,11 +295,10 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
     double seconds = (double)(dtrain__os_now_ns() - op->started_ns) * 1e-9;
     char reason[200] = "", does[400] = "";
     dtrain__last last;
-    int culprit = dtrain__recorder_culprit(comm, op, &last);
+    int culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
     comm->plane->suspect(comm->transport.self, op->awaited, reason, sizeof reason);
-    dtrain__recorder_chain(comm, op, does, sizeof does);
     return dtrain__fail(
         &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s%s", mine.text, comm->rank,
         seconds, op->awaited, does, reason,
@@ -327,9 +318,10 @@ static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
     if (!op->warned && op->awaited >= 0 && now - op->started_ns > (op->deadline_ns - op->started_ns) / 4 &&
         op->deadline_ns - op->started_ns >= 1000000000) {
         dtrain__text mine = dtrain__op_text(comm, op);
+        dtrain__last last;
         char does[400];
         op->warned = 1;
-        dtrain__recorder_chain(comm, op, does, sizeof does);
+        dtrain__recorder_chain(comm, op, does, sizeof does, &last);
         dtrain__log(DTRAIN_LOG_WARN, "%s: rank %d has waited %.1f s for rank %d%s", mine.text, comm->rank,
                     (double)(now - op->started_ns) * 1e-9, op->awaited, does);
     }

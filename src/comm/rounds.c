@@ -1,19 +1,17 @@
 /* ---- >>rounds ----
- * Plans in which every rank sends and receives in each of a number of rounds.
+ * Plans in which every rank sends and receives in each of a number of rounds. Sources: see dtrain_algorithm.
  *
  * Ring: to the right neighbour, from the left one, at full bandwidth: reductions in an order of their own, all-gather,
- * and broadcast in pieces. Source: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2), 2009.
+ * and broadcast in pieces.
  *
  * Bruck: ceil(log2 n) rounds for any number of ranks and small vectors. After round k a rank holds what 2^(k+1) ranks
  * had, in slots of scratch that begin with its own. At the end it holds all, and copies them to their places
- * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier. Source: Bruck, Ho,
- * Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; barrier: Hensgen, Finkel, Manber, Int. J. Parallel Programming
- * 17(1), 1988.
+ * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier: Hensgen, Finkel,
+ * Manber, Int. J. Parallel Programming 17(1), 1988.
  *
  * Direct: every pair of ranks exchanges once, in rounds of disjoint pairs: all-to-all and all-gather; and reductions in
  * which each rank receives its part of everybody's input and folds all of them in one pass, in the tree order, in the
- * dtype they came in. Gather and scatter are one message for each rank but the root. Source: Thakur, Rabenseifner,
- * Gropp, IJHPCA 19(1), 2005. */
+ * dtype they came in. Gather and scatter are one message for each rank but the root. */
 #ifndef DTRAIN__ROUNDS_PLAN
 #define DTRAIN__ROUNDS_PLAN
 #include "step.c"

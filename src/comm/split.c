@@ -150,8 +150,11 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
         return status;
     if (parent->desc.progress == DTRAIN_PROGRESS_POLL && parent->service != NULL)
         dtrain__service_add(parent->service, *group);
-    if ((*group)->allocator == parent->allocator)
-        dtrain__work_blocked_link(*group, split->replaces ? parent->blocked->above : parent->blocked);
+    dtrain__blocked *above = split->replaces ? parent->blocked->above : parent->blocked;
+    if (above != NULL && (*group)->allocator == parent->allocator) { /* the group adds to what that counts */
+        (*group)->blocked->above = above;
+        __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
+    }
     (*group)->apart = parent->apart;
     (*group)->group = split->id;
     (*group)->node_ranks = dtrain__split_node_ranks(split, *group);

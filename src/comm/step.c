@@ -97,11 +97,6 @@ static unsigned char *dtrain__step_received(const dtrain_comm *comm, const dtrai
     return comm->scratch + (dtrain__step_holds_in_out(op) ? 0 : dtrain__step_half(op));
 }
 
-static size_t dtrain__step_whole_scratch(const dtrain__op *op)
-{
-    return (dtrain__step_holds_in_out(op) ? 1 : 2) * dtrain__step_half(op);
-}
-
 static void dtrain__step_send(dtrain__step *step, int to, const unsigned char *data, size_t bytes)
 {
     step->to = to;

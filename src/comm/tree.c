@@ -1,10 +1,7 @@
 /* ---- >>tree ----
  * Plans that move whole vectors in a logarithmic number of steps: up and down a binomial tree, recursive doubling,
  * node by node. Every sum is one of the balanced tree's, except where ranks of a node are no power of two. And the
- * double binary tree, which has an order of its own.
- *
- * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; double tree: Sanders, Speck, Traeff, Parallel Computing
- * 35(12), 2009. */
+ * double binary tree, which has an order of its own. Sources: see dtrain_algorithm. */
 #ifndef DTRAIN__TREE
 #define DTRAIN__TREE
 #include "step.c"
@@ -39,12 +36,17 @@ static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, c
     step->send_first = comm->rank < peer;
 }
 
-/* Up to rank 0 and down again; a broadcast only down, from its root; a reduce only up, and from rank 0 to its root
- * unless any order will do. */
+/* Recursive doubling; or up to rank 0 and down again; a broadcast only down, from its root; a reduce only up, and from
+ * rank 0 to its root unless any order will do. */
 static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__line line = dtrain__line_of(comm);
     int levels = dtrain__step_levels(comm->size), any = comm->desc.order == DTRAIN_ORDER_ANY;
+    if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING) {
+        if (k < levels)
+            dtrain__tree_double(comm, op, &line, k, step);
+        return k < levels;
+    }
     if (op->kind == DTRAIN__BROADCAST) {
         if (k < levels)
             dtrain__tree_level(comm, op, &line, op->root, levels - 1 - k, 1, step);
@@ -62,15 +64,6 @@ static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int 
     if (k < 2 * levels)
         dtrain__tree_level(comm, op, &line, 0, k < levels ? k : 2 * levels - 1 - k, k >= levels, step);
     return k < 2 * levels;
-}
-
-static int dtrain__tree_doubling(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
-{
-    dtrain__line line = dtrain__line_of(comm);
-    if (k >= dtrain__step_levels(comm->size))
-        return 0;
-    dtrain__tree_double(comm, op, &line, k, step);
-    return 1;
 }
 
 /* To the first rank of each node, between these, and back. */

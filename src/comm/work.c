@@ -159,14 +159,6 @@ static void dtrain__work_blocked_in(dtrain_comm *comm, int64_t started_ns)
         dtrain__work_blocked(comm, started_ns);
 }
 
-/* Lets a group add to what another counts; both share an allocator. */
-static void dtrain__work_blocked_link(dtrain_comm *comm, dtrain__blocked *above)
-{
-    comm->blocked->above = above;
-    if (above != NULL)
-        __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
-}
-
 static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_allocator *allocator)
 {
     while (blocked != NULL && __atomic_sub_fetch(&blocked->held, 1, __ATOMIC_ACQ_REL) == 0) {
