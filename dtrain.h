@@ -1524,13 +1524,9 @@ typedef enum dtrain_progress {
  * connection is made again, with other keys. Sealing does not give:
  *
  *   forward secrecy     whoever learns the token later can read what was recorded of its jobs
- *   members from each   whoever holds the token can read and forge everything
- *   other
+ *   members' secrets    whoever holds the token can read and forge everything
  *   a better token      a weak one can be guessed from a recorded handshake: take 16 random bytes or more
  *   sizes and times     of messages, which stay visible
- *
- * One core seals and opens 0.96 GB/s with AVX-512, 0.59 with AVX2 and 0.21 with SSE2 (Xeon of 2023; build/bench seal
- * bytes=67108864). Sealing or opening alone is about twice as fast.
  *
  *   source    RFC 8439 (ChaCha20-Poly1305), RFC 5869 (HKDF-SHA256) */
 typedef struct dtrain_comm_desc {
@@ -19527,7 +19523,6 @@ struct dtrain_work {
     unsigned char packet[DTRAIN__MESSAGE_BYTES];
 };
 
-/* Calls between fuse_begin and fuse_end. */
 typedef struct dtrain__note {
     dtrain_work *work;
     dtrain__op op;
@@ -19724,7 +19719,6 @@ static void dtrain__group_break(dtrain_comm *comm, const dtrain__error *cause)
     dtrain__bell_ring(comm->bell);
 }
 
-/* The rank in the world. */
 static int dtrain__group_world(const dtrain_comm *comm, int rank)
 {
     return comm->plane->world(comm->transport.self, rank);
@@ -19772,7 +19766,6 @@ static int dtrain__op_reduces(const dtrain__op *op)
     return dtrain__op_kind_reduces(op->kind);
 }
 
-/* Bytes of an element of the result. */
 static size_t dtrain__op_result_width(const dtrain__op *op)
 {
     return dtrain_dtype_bits(op->partial ? dtrain__fold_partial(op->dtype) : op->dtype) / 8;
@@ -20022,16 +20015,32 @@ static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char *
     return room != NULL;
 }
 
-/* Where every rank's part is: as given, else counted from the start, rows whole. */
+/* Folds n elements of all of comm->ins into `count` outs. */
+static void dtrain__op_fold(dtrain_comm *comm, const dtrain__op *op, void *const *outs, int count, size_t n)
+{
+    if (n > 0 && op->partial)
+        dtrain__fold_partials(op->dtype, comm->ins, comm->size, outs[0], n);
+    else if (n > 0)
+        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, outs, count, 0, n);
+}
+
+/* A rank's shard of the operation's elements, rows whole. */
+static size_t dtrain__op_shard(const dtrain_comm *comm, const dtrain__op *op, int rank, size_t *begin)
+{
+    size_t row = op->row > 0 ? op->row : 1, rows = dtrain__split(op->count / row, comm->size, rank, begin);
+    *begin *= row;
+    return rows * row;
+}
+
+/* Where every rank's part is: as given, else its shard. */
 static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
                                const size_t *offsets, dtrain__extent *parts)
 {
-    size_t row = op->row > 0 ? op->row : 1, next = 0;
+    size_t next = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         dtrain__extent *part = &parts[rank];
         if (counts == NULL) {
-            part->count = dtrain__split(op->count / row, comm->size, rank, &part->begin) * row;
-            part->begin *= row;
+            part->count = dtrain__op_shard(comm, op, rank, &part->begin);
         } else {
             part->count = counts[rank];
             part->begin = offsets != NULL ? offsets[rank] : next;
@@ -20040,7 +20049,6 @@ static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, co
     }
 }
 
-/* Lays out the operation that starts now. */
 static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
 {
     size_t mine;
@@ -20088,7 +20096,7 @@ static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, c
  * the shorter begins when they are one. */
 static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
 {
-    size_t width = dtrain__op_width(op), whole = op->count * width, begin = 0, part, row;
+    size_t width = dtrain__op_width(op), whole = op->count * width, begin = 0, part;
     dtrain_status status = DTRAIN_OK;
     int root = comm->rank == op->root;
     *offset = 0;
@@ -20104,9 +20112,7 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
             begin += op->counts[rank];
         begin = op->offsets != NULL ? op->offsets[comm->rank] : begin;
     } else {
-        row = op->row > 0 ? op->row : 1;
-        part = dtrain__split(op->count / row, comm->size, comm->rank, &begin) * row;
-        begin *= row;
+        part = dtrain__op_shard(comm, op, comm->rank, &begin);
     }
     switch (op->kind) {
     case DTRAIN__REDUCE_SCATTER: *in = whole, *out = part * dtrain__op_result_width(op), *offset = begin * width; break;
@@ -20215,7 +20221,6 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__TRACE_PATH_BYTES 1024
 #define DTRAIN__TRACE_TEXT_BYTES 4096
 
-/* One operation, in 64-bit words. */
 typedef struct dtrain__record {
     dtrain__call call; /* its kind is the one called, its root the peer of a message */
     uint64_t awaited;  /* the last peer that it waited for, + 1 */
@@ -20591,12 +20596,6 @@ static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char
     dtrain__json_write_string(&trace->json, text, strlen(text));
 }
 
-static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
-{
-    dtrain__trace_key(trace, key);
-    dtrain__json_write_u64(&trace->json, value);
-}
-
 /* A value that may be missing. */
 static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, uint64_t value)
 {
@@ -20605,6 +20604,11 @@ static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, u
         dtrain__json_write_u64(&trace->json, value);
     else
         dtrain__json_write_word(&trace->json, "null");
+}
+
+static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
+{
+    dtrain__trace_maybe(trace, key, 1, value);
 }
 
 /* Nanoseconds as microseconds, exactly. */
@@ -20641,7 +20645,6 @@ static void dtrain__trace_title(dtrain__trace *trace, const char *what, const ch
     dtrain__trace_end(trace, ",\n");
 }
 
-/* Whose file it is, and by which clocks. */
 static void dtrain__trace_head(dtrain__trace *trace)
 {
     static const char open[] = "{\"displayTimeUnit\":\"ms\",\"otherData\":", events[] = ",\n\"traceEvents\":[\n";
@@ -20865,7 +20868,6 @@ static dtrain_status dtrain__place_option(int wanted, const char *name, int64_t 
     return wanted && dtrain__place_get(name) != NULL ? dtrain__place_number(name, low, high, out) : DTRAIN_OK;
 }
 
-/* Reads rank and size from two variables. */
 static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, const char *size)
 {
     int64_t r = 0, n = 0;
@@ -20892,7 +20894,6 @@ enum {
     DTRAIN__LAUNCHER_KUBERNETES
 };
 
-/* Finds the launcher whose variables are there, and reads rank and size from them. */
 static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
     const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
@@ -21038,7 +21039,6 @@ static dtrain_status dtrain__place_given(dtrain__place *place, const char *name,
                : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s is too long", name);
 }
 
-/* Finds the root from the environment. */
 static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
 {
     const char *root = dtrain__place_get("DTRAIN_ROOT"), *host = dtrain__place_get("MASTER_ADDR");
@@ -21133,7 +21133,6 @@ static dtrain_status dtrain__place_read_token(const char *what, const char *path
     return status;
 }
 
-/* Takes the token that the desc or the environment gives, if one does. */
 static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
 {
     const char *token = desc->token, *from = "desc.token", *file = NULL;
@@ -21508,10 +21507,7 @@ static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin
         comm->outs[0] =
             (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
             offset * dtrain__op_result_width(op);
-    if (op->partial)
-        dtrain__fold_partials(op->dtype, comm->ins, comm->size, comm->outs[0], n);
-    else
-        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, outs, 0, n);
+    dtrain__op_fold(comm, op, comm->outs, outs, n);
 }
 
 /* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
@@ -21551,7 +21547,7 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
         if (op->kind == DTRAIN__BROADCAST)
             memcpy(comm->outs[comm->rank], comm->ins[op->root], part * width);
         else
-            dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, comm->size, 0, part);
+            dtrain__op_fold(comm, op, comm->outs, comm->size, part);
         begin += part;
         n -= part;
     }
@@ -21597,7 +21593,6 @@ static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op,
     return end > *begin ? end - *begin : 0;
 }
 
-/* Does this rank's part until `until_ns`; returns 1 when the operation has ended. */
 static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
 {
     dtrain__shared *shared = comm->shared;
@@ -21804,7 +21799,6 @@ static void dtrain__step_recv_part(dtrain__step *step, int from, void *base, dtr
     dtrain__step_recv(step, from, (unsigned char *)base + part.begin * width, part.count * width);
 }
 
-/* Receives partial sums of `count` elements and folds them into held. */
 static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data, void *held, size_t count, size_t width)
 {
     dtrain__step_recv(step, from, data, count * width);
@@ -22019,7 +22013,6 @@ static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
     return part;
 }
 
-/* Where step k of a halving-doubling stands. */
 typedef struct dtrain__halving {
     dtrain__blocks blocks;
     size_t begin, n;     /* elements of the whole that this piece of work covers */
@@ -22077,7 +22070,6 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     return 1;
 }
 
-/* Receives partial sums of a part, and folds them while more arrives. */
 static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__extent part,
                                  size_t width)
 {
@@ -22255,8 +22247,8 @@ static void dtrain__bruck_end(dtrain_comm *comm, dtrain__op *op, size_t k)
         if (op->kind == DTRAIN__ALL_GATHER && comm->parts[rank].count > 0)
             memcpy((unsigned char *)op->out + comm->parts[rank].begin * width, slot, comm->parts[rank].count * width);
     }
-    if (op->kind == DTRAIN__ALL_REDUCE && op->count > 0)
-        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        dtrain__op_fold(comm, op, &op->out, 1, op->count);
 }
 
 static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
@@ -22297,14 +22289,12 @@ typedef struct dtrain__direct {
     int turn, turns;     /* step in the block, and how many it has */
 } dtrain__direct;
 
-/* Elements of `rank`'s part in the block. */
 static size_t dtrain__direct_count(const dtrain_comm *comm, const dtrain__direct *at, int rank)
 {
     size_t begin = at->block * at->most, count = comm->parts[rank].count;
     return count <= begin ? 0 : count - begin < at->most ? count - begin : at->most;
 }
 
-/* Elements of the longest part. */
 static size_t dtrain__direct_longest(const dtrain_comm *comm, const dtrain__extent *parts)
 {
     size_t longest = 0;
@@ -22371,10 +22361,7 @@ static void dtrain__direct_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__direct_slot(comm, op, &at, rank);
     comm->ins[comm->rank] = (const unsigned char *)op->in + begin * dtrain__op_width(op);
-    if (n > 0 && op->partial)
-        dtrain__fold_partials(op->dtype, comm->ins, comm->size, result, n);
-    else if (n > 0)
-        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &result, 1, 0, n);
+    dtrain__op_fold(comm, op, &result, 1, n);
 }
 
 static int dtrain__direct_reduce(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
@@ -22598,6 +22585,18 @@ static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int la
     return -1;
 }
 
+/* An algorithm's constant from its name; 0 when there is none of that name. */
+static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
+{
+    int found = bytes == 4 && memcmp(name, "auto", 4) == 0
+                    ? DTRAIN_ALGORITHM_AUTO
+                    : dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_DOUBLE_TREE,
+                                        name, bytes);
+    if (found >= 0)
+        *algorithm = (dtrain_algorithm)found;
+    return found >= 0;
+}
+
 /* Reads "ring" or "all_reduce=ring,broadcast=tree" into what is asked for. */
 static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
 {
@@ -22605,14 +22604,10 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
         size_t bytes = strcspn(text, ","), kind_bytes = strcspn(text, "=,");
         int every = kind_bytes == bytes, first = DTRAIN__ALL_REDUCE, last = DTRAIN__BARRIER;
         const char *name = every ? text : text + kind_bytes + 1;
-        size_t name_bytes = bytes - (size_t)(name - text);
-        int algorithm = dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED,
-                                          DTRAIN_ALGORITHM_DOUBLE_TREE, name, name_bytes);
-        if (name_bytes == 4 && memcmp(name, "auto", 4) == 0)
-            algorithm = DTRAIN_ALGORITHM_AUTO;
+        dtrain_algorithm algorithm = DTRAIN_ALGORITHM_AUTO;
         if (!every)
             first = last = dtrain__plan_find(dtrain__op_kind_name, first, last, text, kind_bytes);
-        if (first < 0 || algorithm < 0)
+        if (first < 0 || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
             return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                                 "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
                                 "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
@@ -22620,7 +22615,7 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
                                 (int)(bytes < 60 ? bytes : 60), text);
         for (int kind = first; kind <= last; kind++)
             if (algorithm != DTRAIN_ALGORITHM_FUSED || comm->shared != NULL)
-                comm->asked[kind] = (dtrain_algorithm)algorithm;
+                comm->asked[kind] = algorithm;
         text += bytes + (text[bytes] == ',');
     }
     return DTRAIN_OK;
@@ -23070,7 +23065,6 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-/* Folds a step whose message has come, unless that was done while it came. */
 static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
 {
     if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
@@ -23214,7 +23208,8 @@ DTRAIN__FAST_END
 /* ---- >>queue ----
  * The queue of a group's works. Collectives run one after another in the order of their calls; the messages between two
  * of them move together. Whoever drives a queue holds the group's drive_mutex: a caller that waits, a poll, or the
- * service thread. A call that waits where progress is by poll goes on with what the rank has begun in other groups. */
+ * service thread, one for all groups of a world that this process has. With progress by poll a service has no thread
+ * and the groups of one rank: a call that waits goes on with what the rank has begun in the others. */
 #ifndef DTRAIN__QUEUE
 #define DTRAIN__QUEUE
 DTRAIN__FAST_BEGIN
@@ -23409,41 +23404,28 @@ static int dtrain__queue_ready(void *pointer)
     return wait->ended;
 }
 
-/* Advances queued work until until_ns or nothing moves; the caller holds drive_mutex. Returns whether anything did. */
+/* Advances queued work until until_ns or nothing moves, without waiting for a peer; the caller holds drive_mutex.
+ * Returns whether anything did. */
 static int dtrain__queue_drive(dtrain_comm *comm, int64_t until_ns)
 {
-    int moved = 0;
+    int64_t slice_ns = comm->shared != NULL ? until_ns : 0;
+    int any = 0;
     dtrain_work *work;
+    comm->poll_until_ns = until_ns;
     while ((work = dtrain__queue_head(comm)) != NULL) {
-        int ended, others = comm->shared != NULL && !dtrain__op_is_fused(&work->op);
+        int ended, moved = 0, others = comm->shared != NULL && !dtrain__op_is_fused(&work->op);
         if (dtrain__op_is_one_way(&work->op)) {
-            ended = dtrain__queue_messages(comm, work, until_ns, &moved);
+            ended = dtrain__queue_messages(comm, work, slice_ns, &moved);
         } else { /* where ranks share an address space, this thread drives other ranks' queues as well */
-            ended = dtrain__queue_turn(comm, &work->op, others ? 0 : until_ns, &moved);
+            ended = dtrain__queue_turn(comm, &work->op, others ? 0 : slice_ns, &moved);
             if (ended)
                 dtrain__queue_finish(comm, NULL, work);
         }
-        if (!ended)
-            break;
-        if (until_ns != 0 && until_ns != INT64_MAX && dtrain__os_now_ns() >= until_ns)
-            break;
-        if (until_ns == 0 && comm->poll_until_ns > 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
+        any |= ended || moved;
+        if ((!ended && !moved) || dtrain__os_now_ns() >= until_ns)
             break;
     }
-    return moved;
-}
-
-/* Advances queued work until until_ns without waiting for a peer; the caller holds drive_mutex. */
-static int dtrain__queue_drive_within(dtrain_comm *comm, int64_t until_ns)
-{
-    int moved = 0;
-    comm->poll_until_ns = until_ns;
-    while (dtrain__queue_drive(comm, comm->shared != NULL ? until_ns : 0)) {
-        moved = 1;
-        if (dtrain__os_now_ns() >= until_ns)
-            break;
-    }
-    return moved;
+    return any;
 }
 
 /* Drives what is queued in a group that another call waits beside; leaves alone what another thread drives. Returns
@@ -23457,7 +23439,7 @@ static int dtrain__queue_lend(dtrain_comm *other, int64_t until_ns, int *left)
     if (__atomic_load_n(&other->pending, __ATOMIC_SEQ_CST) > 0) {
         int64_t slice_ns = dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS;
         dtrain__error kept = dtrain__thread_error;
-        moved = dtrain__queue_drive_within(other, slice_ns < until_ns ? slice_ns : until_ns);
+        moved = dtrain__queue_drive(other, slice_ns < until_ns ? slice_ns : until_ns);
         dtrain__thread_error = kept;
     }
     pthread_mutex_unlock(&other->drive_mutex);
@@ -23525,13 +23507,8 @@ static int dtrain__queue_run(dtrain_comm *comm, dtrain__op *op, dtrain_work *mes
 }
 
 DTRAIN__FAST_END
-#endif
 
-/* ---- >>service ----
- * Who drives the queues of groups beside their callers. One thread serves all groups of a world that this process has.
- * With progress by poll a service has no thread and the groups of one rank. */
-#ifndef DTRAIN__SERVICE
-#define DTRAIN__SERVICE
+/* ---- the service ---- */
 
 /* Advances all groups without waiting for a peer. Returns for how long there is nothing to do unless
  * something comes. */
@@ -23547,7 +23524,7 @@ static int64_t dtrain__service_drive(dtrain__service *service)
         if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {
             most = 1000000; /* whoever drives it may leave work behind */
         } else {
-            if (dtrain__queue_drive_within(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS))
+            if (dtrain__queue_drive(comm, dtrain__os_now_ns() + DTRAIN__SERVICE_SLICE_NS))
                 most = 0;
             pthread_mutex_unlock(&comm->drive_mutex);
         }
@@ -23557,7 +23534,6 @@ static int64_t dtrain__service_drive(dtrain__service *service)
     return span;
 }
 
-/* Whether anything moved, or it is to stop. */
 static int dtrain__service_round(void *pointer)
 {
     dtrain__service *service = (dtrain__service *)pointer;
@@ -23932,7 +23908,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of the rank is at it */
-        dtrain__queue_drive_within(comm, until);
+        dtrain__queue_drive(comm, until);
         pthread_mutex_unlock(&comm->drive_mutex);
     }
     return DTRAIN_OK;
@@ -24266,30 +24242,23 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
     return status;
 }
 
-/* Cancels what is queued between ranks that read each other's buffers, so that peers hear of it and no buffer is used
- * after the handles are gone. */
-static void dtrain__create_cancel(dtrain_comm *comm)
-{
-    dtrain__error cause;
-    dtrain_work *work = dtrain__queue_head(comm);
-    if (work == NULL || comm->shared == NULL)
-        return;
-    dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
-                 dtrain__op_text(comm, &work->op).text);
-    dtrain__group_break(comm, &cause);
-    dtrain__shared_revoke(comm->shared, comm->rank);
-}
-
 /* Leaves with a reason that peers will read; NULL: none. The thread's last error stays. */
 static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
-    dtrain__error kept = dtrain__thread_error;
+    dtrain__error kept = dtrain__thread_error, cause;
+    dtrain_work *work = NULL;
     int forked = comm->process != getpid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
         comm->plane->publish(transport.self, NULL, NULL);
-        dtrain__create_cancel(comm);
+        work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
+    }
+    if (work != NULL) { /* peers hear of it, and use no buffer after the handles are gone */
+        dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
+                     dtrain__op_text(comm, &work->op).text);
+        dtrain__group_break(comm, &cause);
+        dtrain__shared_revoke(comm->shared, comm->rank);
     }
     comm->plane->leaving(transport.self, forked, comm->number);
     if (transport.leave != NULL)
@@ -24856,18 +24825,13 @@ DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
     return DTRAIN_OK;
 }
 
-/* Whether an all_reduce adds in an order that depends on where an element stands. */
-static int dtrain__fuse_has_order(const dtrain_comm *comm, const dtrain__op *op)
-{
-    return comm->desc.order != DTRAIN_ORDER_TREE || op->algorithm == DTRAIN_ALGORITHM_RING ||
-           op->algorithm == DTRAIN_ALGORITHM_DOUBLE_TREE || op->algorithm == DTRAIN_ALGORITHM_NODES;
-}
-
-/* Whether a call may join the set of the first one, which has `bytes` so far. */
+/* Whether a call may join the set of the first one, which has `bytes` so far. An all_reduce may not where it adds in an
+ * order that depends on where an element stands. */
 static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, const dtrain__op *next, size_t bytes)
 {
-    int fusible =
-        next->kind == DTRAIN__BROADCAST || (next->kind == DTRAIN__ALL_REDUCE && !dtrain__fuse_has_order(comm, next));
+    int placed = comm->desc.order != DTRAIN_ORDER_TREE || next->algorithm == DTRAIN_ALGORITHM_RING ||
+                 next->algorithm == DTRAIN_ALGORITHM_DOUBLE_TREE || next->algorithm == DTRAIN_ALGORITHM_NODES;
+    int fusible = next->kind == DTRAIN__BROADCAST || (next->kind == DTRAIN__ALL_REDUCE && !placed);
     return fusible && next->kind == first->kind && next->dtype == first->dtype && next->op == first->op &&
            next->root == first->root && dtrain__op_bytes(next) <= DTRAIN__FUSE_CALL &&
            bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;
@@ -25083,40 +25047,24 @@ static const char *dtrain__alike_dtype(int value)
     return dtrain_dtype_bits((dtrain_dtype)value) > 0 ? dtrain_dtype_name((dtrain_dtype)value) : NULL;
 }
 
-/* An integer, as large as the field. */
-static int64_t dtrain__alike_integer(const dtrain__alike_field *field, const void *at)
-{
-    int64_t wide = 0;
-    int narrow = 0;
-    if (field->bytes == sizeof narrow)
-        memcpy(&narrow, at, sizeof narrow);
-    else
-        memcpy(&wide, at, sizeof wide);
-    return field->bytes == sizeof narrow ? narrow : wide;
-}
-
 /* Says a field of a desc, which may be NULL; prefix: of its name. */
 static int dtrain__alike_field_line(dtrain__alike_line *line, const char *prefix, const dtrain__alike_field *field,
                                     const void *desc)
 {
-    const unsigned char *at = desc != NULL ? (const unsigned char *)desc + field->offset : NULL;
+    const void *at = desc != NULL ? (const unsigned char *)desc + field->offset : NULL, *address = NULL;
+    int narrow = field->bytes == sizeof(int); /* else it has 64 bits */
     char what[sizeof line->what];
-    const void *address = NULL;
-    float narrow = 0.0f;
-    double wide = 0.0;
     snprintf(what, sizeof what, "%s%s", prefix, field->name);
     if (desc == NULL || field->kind == DTRAIN__ALIKE_OWN)
         return dtrain__alike_text(line, what, desc == NULL ? "none" : "own");
-    if (field->kind == DTRAIN__ALIKE_FLOAT) {
-        memcpy(field->bytes == sizeof narrow ? (void *)&narrow : (void *)&wide, at, field->bytes);
-        return dtrain__alike_number(line, what, (double)narrow + wide, field->bytes == sizeof narrow);
-    }
+    if (field->kind == DTRAIN__ALIKE_FLOAT)
+        return dtrain__alike_number(line, what, narrow ? (double)*(const float *)at : *(const double *)at, narrow);
     if (field->kind == DTRAIN__ALIKE_NAME || field->kind == DTRAIN__ALIKE_GIVEN) {
         memcpy(&address, at, sizeof address);
         return field->kind == DTRAIN__ALIKE_NAME ? dtrain__alike_name(line, what, (const char *)address)
                                                  : dtrain__alike_text(line, what, address != NULL ? "given" : "NULL");
     }
-    int64_t value = dtrain__alike_integer(field, at);
+    int64_t value = narrow ? *(const int *)at : *(const int64_t *)at;
     const char *constant = field->constant != NULL ? field->constant((int)value) : NULL;
     if (constant != NULL)
         return dtrain__alike_text(line, what, constant);
@@ -25207,7 +25155,6 @@ static void dtrain__alike_digest(const dtrain__alike *alike, uint64_t words[4])
         words[i] = dtrain__load_le64(digest + 8 * i);
 }
 
-/* Values of one line, and the ranks that gave them. */
 typedef struct dtrain__alike_values {
     char value[192];
     dtrain__alike_ranks ranks;
@@ -25349,7 +25296,6 @@ typedef struct dtrain__split_entry {
 #define DTRAIN__SPLIT_NONE UINT64_MAX
 #define DTRAIN__SPLIT_WORDS (sizeof(dtrain__split_entry) / sizeof(uint64_t))
 
-/* A group that is being made. */
 typedef struct dtrain__split_state {
     const char *call;
     dtrain_comm *parent;
@@ -25464,7 +25410,6 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", split->call);
 }
 
-/* Makes this rank's end over the parent's transport. */
 static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm **group)
 {
     dtrain_comm *parent = split->parent;
@@ -25614,7 +25559,6 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
     return DTRAIN_OK;
 }
 
-/* Memory for the mesh, and this rank's place in it. */
 static dtrain_mesh *dtrain__mesh_place(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int rest)
 {
     dtrain_allocator *allocator;
@@ -25716,20 +25660,14 @@ static dtrain_status dtrain__mesh_check_join(const dtrain_mesh *mesh, dtrain_com
         }
     for (int i = mesh->count; i-- > 0; size *= mesh->axes[i].size)
         rank += mesh->axes[i].index * size;
-    if (size != world->size)
-        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
-                            "mesh_join on rank %d: the group has %d ranks and the mesh %d: give the world that the "
-                            "mesh was made from",
-                            world->rank, world->size, size);
-    if (rank != world->rank)
-        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
-                            "mesh_join on rank %d: this rank is %d in the mesh: give the world that the mesh was made "
-                            "from",
-                            world->rank, rank);
-    return DTRAIN_OK;
+    if (size == world->size && rank == world->rank)
+        return DTRAIN_OK;
+    return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
+                        "mesh_join on rank %d: the group has %d ranks and the mesh %d, and this rank is %d in "
+                        "the mesh: give the world that the mesh was made from",
+                        world->rank, world->size, size, rank);
 }
 
-/* The dimensions that a join is of. */
 typedef struct dtrain__mesh_joined {
     const dtrain_mesh *mesh;
     const char *const *names;
@@ -25800,34 +25738,32 @@ enum { DTRAIN__CONSENT_SHRINK = 1, DTRAIN__CONSENT_AGREE };
 
 /* A rank's part in an agreement, and what came of it. */
 typedef struct dtrain__survive_part {
-    dtrain_comm *comm;
-    const char *call;
-    dtrain__agreement vote;
-    int pending;               /* there is time left, but not in this call */
     dtrain__split_state split; /* who goes on */
+    dtrain__agreement vote;
+    int pending; /* there is time left, but not in this call */
 } dtrain__survive_part;
 
 /* Says why there is no agreement, or that this rank is none of it. */
 static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
 {
-    dtrain_comm *comm = part->comm;
+    dtrain_comm *comm = part->split.parent;
     dtrain__error *error = &comm->error;
     if (part->vote.given_up)
         return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have given this rank up: %.400s",
-                            part->call, comm->rank, comm->members->cause.text);
+                            part->split.call, comm->rank, comm->members->cause.text);
     if (part->vote.status == DTRAIN_ERR_MISMATCH)
         return dtrain__fail(error, DTRAIN_ERR_MISMATCH,
                             "%s on rank %d: ranks called comm_shrink and comm_agree at once; all must make the same "
                             "calls in the same order",
-                            part->call, comm->rank);
+                            part->split.call, comm->rank);
     if (part->vote.status != DTRAIN_OK)
         return dtrain__fail(error, part->vote.status,
                             "%s on rank %d: %d of %d ranks are here, and that others are silent is no proof that they "
                             "are gone: only the larger part goes on",
-                            part->call, comm->rank, part->split.size, comm->size);
+                            part->split.call, comm->rank, part->split.size, comm->size);
     if (part->split.rank < 0)
         return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have gone on without this rank",
-                            part->call, comm->rank);
+                            part->split.call, comm->rank);
     return DTRAIN_OK;
 }
 
@@ -25835,7 +25771,7 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
  * and on failure the split is to be ended. */
 static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t until_ns)
 {
-    dtrain_comm *comm = part->comm;
+    dtrain_comm *comm = part->split.parent;
     int64_t now = dtrain__os_now_ns();
     int64_t began = comm->vote_ns > 0 && comm->vote_kind == part->vote.kind ? comm->vote_ns : now;
     int64_t deadline_ns = dtrain__group_deadline(comm, began);
@@ -25852,7 +25788,8 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     dtrain__work_blocked_in(comm, now);
     if (part->vote.starved) /* nothing is pending; the next call votes */
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
-                            "%s on rank %d: no memory for its vote; it can be called again", part->call, comm->rank);
+                            "%s on rank %d: no memory for its vote; it can be called again", part->split.call,
+                            comm->rank);
     part->pending = !done && dtrain__os_now_ns() < deadline_ns;
     comm->vote_ns = part->pending ? began : 0;
     comm->vote_kind = part->vote.kind;
@@ -25864,8 +25801,8 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     if (!done)
         return dtrain__fail(
             &comm->error, DTRAIN_ERR_TIMEOUT,
-            "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again", part->call,
-            comm->rank, (double)(dtrain__os_now_ns() - began) * 1e-9, whom);
+            "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again",
+            part->split.call, comm->rank, (double)(dtrain__os_now_ns() - began) * 1e-9, whom);
     comm->consents++;
     return dtrain__survive_check(part);
 }
@@ -25875,8 +25812,6 @@ static dtrain_status dtrain__survive_begin(dtrain__survive_part *part, dtrain_co
 {
     dtrain_status status = dtrain__work_usable(comm, call);
     memset(part, 0, sizeof *part);
-    part->comm = comm;
-    part->call = call;
     part->vote.kind = kind;
     part->vote.flags = flags;
     return status == DTRAIN_OK ? dtrain__split_begin(&part->split, comm, call) : status;

@@ -97,40 +97,24 @@ static const char *dtrain__alike_dtype(int value)
     return dtrain_dtype_bits((dtrain_dtype)value) > 0 ? dtrain_dtype_name((dtrain_dtype)value) : NULL;
 }
 
-/* An integer, as large as the field. */
-static int64_t dtrain__alike_integer(const dtrain__alike_field *field, const void *at)
-{
-    int64_t wide = 0;
-    int narrow = 0;
-    if (field->bytes == sizeof narrow)
-        memcpy(&narrow, at, sizeof narrow);
-    else
-        memcpy(&wide, at, sizeof wide);
-    return field->bytes == sizeof narrow ? narrow : wide;
-}
-
 /* Says a field of a desc, which may be NULL; prefix: of its name. */
 static int dtrain__alike_field_line(dtrain__alike_line *line, const char *prefix, const dtrain__alike_field *field,
                                     const void *desc)
 {
-    const unsigned char *at = desc != NULL ? (const unsigned char *)desc + field->offset : NULL;
+    const void *at = desc != NULL ? (const unsigned char *)desc + field->offset : NULL, *address = NULL;
+    int narrow = field->bytes == sizeof(int); /* else it has 64 bits */
     char what[sizeof line->what];
-    const void *address = NULL;
-    float narrow = 0.0f;
-    double wide = 0.0;
     snprintf(what, sizeof what, "%s%s", prefix, field->name);
     if (desc == NULL || field->kind == DTRAIN__ALIKE_OWN)
         return dtrain__alike_text(line, what, desc == NULL ? "none" : "own");
-    if (field->kind == DTRAIN__ALIKE_FLOAT) {
-        memcpy(field->bytes == sizeof narrow ? (void *)&narrow : (void *)&wide, at, field->bytes);
-        return dtrain__alike_number(line, what, (double)narrow + wide, field->bytes == sizeof narrow);
-    }
+    if (field->kind == DTRAIN__ALIKE_FLOAT)
+        return dtrain__alike_number(line, what, narrow ? (double)*(const float *)at : *(const double *)at, narrow);
     if (field->kind == DTRAIN__ALIKE_NAME || field->kind == DTRAIN__ALIKE_GIVEN) {
         memcpy(&address, at, sizeof address);
         return field->kind == DTRAIN__ALIKE_NAME ? dtrain__alike_name(line, what, (const char *)address)
                                                  : dtrain__alike_text(line, what, address != NULL ? "given" : "NULL");
     }
-    int64_t value = dtrain__alike_integer(field, at);
+    int64_t value = narrow ? *(const int *)at : *(const int64_t *)at;
     const char *constant = field->constant != NULL ? field->constant((int)value) : NULL;
     if (constant != NULL)
         return dtrain__alike_text(line, what, constant);
@@ -221,7 +205,6 @@ static void dtrain__alike_digest(const dtrain__alike *alike, uint64_t words[4])
         words[i] = dtrain__load_le64(digest + 8 * i);
 }
 
-/* Values of one line, and the ranks that gave them. */
 typedef struct dtrain__alike_values {
     char value[192];
     dtrain__alike_ranks ranks;

@@ -256,30 +256,23 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
     return status;
 }
 
-/* Cancels what is queued between ranks that read each other's buffers, so that peers hear of it and no buffer is used
- * after the handles are gone. */
-static void dtrain__create_cancel(dtrain_comm *comm)
-{
-    dtrain__error cause;
-    dtrain_work *work = dtrain__queue_head(comm);
-    if (work == NULL || comm->shared == NULL)
-        return;
-    dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
-                 dtrain__op_text(comm, &work->op).text);
-    dtrain__group_break(comm, &cause);
-    dtrain__shared_revoke(comm->shared, comm->rank);
-}
-
 /* Leaves with a reason that peers will read; NULL: none. The thread's last error stays. */
 static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
-    dtrain__error kept = dtrain__thread_error;
+    dtrain__error kept = dtrain__thread_error, cause;
+    dtrain_work *work = NULL;
     int forked = comm->process != getpid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
         comm->plane->publish(transport.self, NULL, NULL);
-        dtrain__create_cancel(comm);
+        work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
+    }
+    if (work != NULL) { /* peers hear of it, and use no buffer after the handles are gone */
+        dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
+                     dtrain__op_text(comm, &work->op).text);
+        dtrain__group_break(comm, &cause);
+        dtrain__shared_revoke(comm->shared, comm->rank);
     }
     comm->plane->leaving(transport.self, forked, comm->number);
     if (transport.leave != NULL)

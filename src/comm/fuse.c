@@ -29,18 +29,13 @@ DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
     return DTRAIN_OK;
 }
 
-/* Whether an all_reduce adds in an order that depends on where an element stands. */
-static int dtrain__fuse_has_order(const dtrain_comm *comm, const dtrain__op *op)
-{
-    return comm->desc.order != DTRAIN_ORDER_TREE || op->algorithm == DTRAIN_ALGORITHM_RING ||
-           op->algorithm == DTRAIN_ALGORITHM_DOUBLE_TREE || op->algorithm == DTRAIN_ALGORITHM_NODES;
-}
-
-/* Whether a call may join the set of the first one, which has `bytes` so far. */
+/* Whether a call may join the set of the first one, which has `bytes` so far. An all_reduce may not where it adds in an
+ * order that depends on where an element stands. */
 static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, const dtrain__op *next, size_t bytes)
 {
-    int fusible =
-        next->kind == DTRAIN__BROADCAST || (next->kind == DTRAIN__ALL_REDUCE && !dtrain__fuse_has_order(comm, next));
+    int placed = comm->desc.order != DTRAIN_ORDER_TREE || next->algorithm == DTRAIN_ALGORITHM_RING ||
+                 next->algorithm == DTRAIN_ALGORITHM_DOUBLE_TREE || next->algorithm == DTRAIN_ALGORITHM_NODES;
+    int fusible = next->kind == DTRAIN__BROADCAST || (next->kind == DTRAIN__ALL_REDUCE && !placed);
     return fusible && next->kind == first->kind && next->dtype == first->dtype && next->op == first->op &&
            next->root == first->root && dtrain__op_bytes(next) <= DTRAIN__FUSE_CALL &&
            bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;

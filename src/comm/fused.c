@@ -255,10 +255,7 @@ static void dtrain__fused_reduce(dtrain_comm *comm, dtrain__op *op, size_t begin
         comm->outs[0] =
             (unsigned char *)dtrain__fused_post_of(comm, op, op->kind == DTRAIN__REDUCE ? op->root : comm->rank)->out +
             offset * dtrain__op_result_width(op);
-    if (op->partial)
-        dtrain__fold_partials(op->dtype, comm->ins, comm->size, comm->outs[0], n);
-    else
-        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, outs, 0, n);
+    dtrain__op_fold(comm, op, comm->outs, outs, n);
 }
 
 /* Copies elements [from, from + n) of what all ranks have for this one, laid end to end. */
@@ -298,7 +295,7 @@ static void dtrain__fused_segments(dtrain_comm *comm, dtrain__op *op, size_t beg
         if (op->kind == DTRAIN__BROADCAST)
             memcpy(comm->outs[comm->rank], comm->ins[op->root], part * width);
         else
-            dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, comm->outs, comm->size, 0, part);
+            dtrain__op_fold(comm, op, comm->outs, comm->size, part);
         begin += part;
         n -= part;
     }
@@ -344,7 +341,6 @@ static size_t dtrain__fused_share(const dtrain_comm *comm, const dtrain__op *op,
     return end > *begin ? end - *begin : 0;
 }
 
-/* Does this rank's part until `until_ns`; returns 1 when the operation has ended. */
 static int dtrain__fused_body(dtrain_comm *comm, dtrain__op *op, int64_t until_ns)
 {
     dtrain__shared *shared = comm->shared;

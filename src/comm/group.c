@@ -130,7 +130,6 @@ struct dtrain_work {
     unsigned char packet[DTRAIN__MESSAGE_BYTES];
 };
 
-/* Calls between fuse_begin and fuse_end. */
 typedef struct dtrain__note {
     dtrain_work *work;
     dtrain__op op;
@@ -327,7 +326,6 @@ static void dtrain__group_break(dtrain_comm *comm, const dtrain__error *cause)
     dtrain__bell_ring(comm->bell);
 }
 
-/* The rank in the world. */
 static int dtrain__group_world(const dtrain_comm *comm, int rank)
 {
     return comm->plane->world(comm->transport.self, rank);

@@ -51,7 +51,6 @@ static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
     return part;
 }
 
-/* Where step k of a halving-doubling stands. */
 typedef struct dtrain__halving {
     dtrain__blocks blocks;
     size_t begin, n;     /* elements of the whole that this piece of work covers */
@@ -109,7 +108,6 @@ static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, 
     return 1;
 }
 
-/* Receives partial sums of a part, and folds them while more arrives. */
 static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__halving *at, dtrain__extent part,
                                  size_t width)
 {

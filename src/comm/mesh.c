@@ -51,7 +51,6 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
     return DTRAIN_OK;
 }
 
-/* Memory for the mesh, and this rank's place in it. */
 static dtrain_mesh *dtrain__mesh_place(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int rest)
 {
     dtrain_allocator *allocator;
@@ -153,20 +152,14 @@ static dtrain_status dtrain__mesh_check_join(const dtrain_mesh *mesh, dtrain_com
         }
     for (int i = mesh->count; i-- > 0; size *= mesh->axes[i].size)
         rank += mesh->axes[i].index * size;
-    if (size != world->size)
-        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
-                            "mesh_join on rank %d: the group has %d ranks and the mesh %d: give the world that the "
-                            "mesh was made from",
-                            world->rank, world->size, size);
-    if (rank != world->rank)
-        return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
-                            "mesh_join on rank %d: this rank is %d in the mesh: give the world that the mesh was made "
-                            "from",
-                            world->rank, rank);
-    return DTRAIN_OK;
+    if (size == world->size && rank == world->rank)
+        return DTRAIN_OK;
+    return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
+                        "mesh_join on rank %d: the group has %d ranks and the mesh %d, and this rank is %d in "
+                        "the mesh: give the world that the mesh was made from",
+                        world->rank, world->size, size, rank);
 }
 
-/* The dimensions that a join is of. */
 typedef struct dtrain__mesh_joined {
     const dtrain_mesh *mesh;
     const char *const *names;

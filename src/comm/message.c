@@ -436,7 +436,6 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-/* Folds a step whose message has come, unless that was done while it came. */
 static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
 {
     if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))

@@ -38,7 +38,6 @@ static int dtrain__op_reduces(const dtrain__op *op)
     return dtrain__op_kind_reduces(op->kind);
 }
 
-/* Bytes of an element of the result. */
 static size_t dtrain__op_result_width(const dtrain__op *op)
 {
     return dtrain_dtype_bits(op->partial ? dtrain__fold_partial(op->dtype) : op->dtype) / 8;
@@ -288,16 +287,32 @@ static int dtrain__op_reserve(dtrain_comm *comm, dtrain__op *op, unsigned char *
     return room != NULL;
 }
 
-/* Where every rank's part is: as given, else counted from the start, rows whole. */
+/* Folds n elements of all of comm->ins into `count` outs. */
+static void dtrain__op_fold(dtrain_comm *comm, const dtrain__op *op, void *const *outs, int count, size_t n)
+{
+    if (n > 0 && op->partial)
+        dtrain__fold_partials(op->dtype, comm->ins, comm->size, outs[0], n);
+    else if (n > 0)
+        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, outs, count, 0, n);
+}
+
+/* A rank's shard of the operation's elements, rows whole. */
+static size_t dtrain__op_shard(const dtrain_comm *comm, const dtrain__op *op, int rank, size_t *begin)
+{
+    size_t row = op->row > 0 ? op->row : 1, rows = dtrain__split(op->count / row, comm->size, rank, begin);
+    *begin *= row;
+    return rows * row;
+}
+
+/* Where every rank's part is: as given, else its shard. */
 static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, const size_t *counts,
                                const size_t *offsets, dtrain__extent *parts)
 {
-    size_t row = op->row > 0 ? op->row : 1, next = 0;
+    size_t next = 0;
     for (int rank = 0; rank < comm->size; rank++) {
         dtrain__extent *part = &parts[rank];
         if (counts == NULL) {
-            part->count = dtrain__split(op->count / row, comm->size, rank, &part->begin) * row;
-            part->begin *= row;
+            part->count = dtrain__op_shard(comm, op, rank, &part->begin);
         } else {
             part->count = counts[rank];
             part->begin = offsets != NULL ? offsets[rank] : next;
@@ -306,7 +321,6 @@ static void dtrain__op_extents(const dtrain_comm *comm, const dtrain__op *op, co
     }
 }
 
-/* Lays out the operation that starts now. */
 static void dtrain__op_layout(dtrain_comm *comm, const dtrain__op *op)
 {
     size_t mine;
@@ -354,7 +368,7 @@ static dtrain_status dtrain__op_reach(dtrain_comm *comm, const dtrain__op *op, c
  * the shorter begins when they are one. */
 static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, size_t *in, size_t *out, size_t *offset)
 {
-    size_t width = dtrain__op_width(op), whole = op->count * width, begin = 0, part, row;
+    size_t width = dtrain__op_width(op), whole = op->count * width, begin = 0, part;
     dtrain_status status = DTRAIN_OK;
     int root = comm->rank == op->root;
     *offset = 0;
@@ -370,9 +384,7 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
             begin += op->counts[rank];
         begin = op->offsets != NULL ? op->offsets[comm->rank] : begin;
     } else {
-        row = op->row > 0 ? op->row : 1;
-        part = dtrain__split(op->count / row, comm->size, comm->rank, &begin) * row;
-        begin *= row;
+        part = dtrain__op_shard(comm, op, comm->rank, &begin);
     }
     switch (op->kind) {
     case DTRAIN__REDUCE_SCATTER: *in = whole, *out = part * dtrain__op_result_width(op), *offset = begin * width; break;

@@ -55,7 +55,6 @@ static dtrain_status dtrain__place_option(int wanted, const char *name, int64_t 
     return wanted && dtrain__place_get(name) != NULL ? dtrain__place_number(name, low, high, out) : DTRAIN_OK;
 }
 
-/* Reads rank and size from two variables. */
 static dtrain_status dtrain__place_pair(dtrain__place *place, const char *rank, const char *size)
 {
     int64_t r = 0, n = 0;
@@ -82,7 +81,6 @@ enum {
     DTRAIN__LAUNCHER_KUBERNETES
 };
 
-/* Finds the launcher whose variables are there, and reads rank and size from them. */
 static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
     const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
@@ -228,7 +226,6 @@ static dtrain_status dtrain__place_given(dtrain__place *place, const char *name,
                : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s is too long", name);
 }
 
-/* Finds the root from the environment. */
 static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
 {
     const char *root = dtrain__place_get("DTRAIN_ROOT"), *host = dtrain__place_get("MASTER_ADDR");
@@ -323,7 +320,6 @@ static dtrain_status dtrain__place_read_token(const char *what, const char *path
     return status;
 }
 
-/* Takes the token that the desc or the environment gives, if one does. */
 static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
 {
     const char *token = desc->token, *from = "desc.token", *file = NULL;

@@ -146,6 +146,18 @@ static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int la
     return -1;
 }
 
+/* An algorithm's constant from its name; 0 when there is none of that name. */
+static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
+{
+    int found = bytes == 4 && memcmp(name, "auto", 4) == 0
+                    ? DTRAIN_ALGORITHM_AUTO
+                    : dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED, DTRAIN_ALGORITHM_DOUBLE_TREE,
+                                        name, bytes);
+    if (found >= 0)
+        *algorithm = (dtrain_algorithm)found;
+    return found >= 0;
+}
+
 /* Reads "ring" or "all_reduce=ring,broadcast=tree" into what is asked for. */
 static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
 {
@@ -153,14 +165,10 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
         size_t bytes = strcspn(text, ","), kind_bytes = strcspn(text, "=,");
         int every = kind_bytes == bytes, first = DTRAIN__ALL_REDUCE, last = DTRAIN__BARRIER;
         const char *name = every ? text : text + kind_bytes + 1;
-        size_t name_bytes = bytes - (size_t)(name - text);
-        int algorithm = dtrain__plan_find(dtrain__op_algorithm_name, DTRAIN_ALGORITHM_FUSED,
-                                          DTRAIN_ALGORITHM_DOUBLE_TREE, name, name_bytes);
-        if (name_bytes == 4 && memcmp(name, "auto", 4) == 0)
-            algorithm = DTRAIN_ALGORITHM_AUTO;
+        dtrain_algorithm algorithm = DTRAIN_ALGORITHM_AUTO;
         if (!every)
             first = last = dtrain__plan_find(dtrain__op_kind_name, first, last, text, kind_bytes);
-        if (first < 0 || algorithm < 0)
+        if (first < 0 || !dtrain__plan_named(name, bytes - (size_t)(name - text), &algorithm))
             return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
                                 "DTRAIN_ALGORITHM: \"%.*s\" is neither an algorithm (auto, fused, recursive_doubling, "
                                 "tree, ring, halving_doubling, direct, bruck, nodes, double_tree) nor "
@@ -168,7 +176,7 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
                                 (int)(bytes < 60 ? bytes : 60), text);
         for (int kind = first; kind <= last; kind++)
             if (algorithm != DTRAIN_ALGORITHM_FUSED || comm->shared != NULL)
-                comm->asked[kind] = (dtrain_algorithm)algorithm;
+                comm->asked[kind] = algorithm;
         text += bytes + (text[bytes] == ',');
     }
     return DTRAIN_OK;

@@ -13,7 +13,6 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__TRACE_PATH_BYTES 1024
 #define DTRAIN__TRACE_TEXT_BYTES 4096
 
-/* One operation, in 64-bit words. */
 typedef struct dtrain__record {
     dtrain__call call; /* its kind is the one called, its root the peer of a message */
     uint64_t awaited;  /* the last peer that it waited for, + 1 */

@@ -98,8 +98,8 @@ static void dtrain__bruck_end(dtrain_comm *comm, dtrain__op *op, size_t k)
         if (op->kind == DTRAIN__ALL_GATHER && comm->parts[rank].count > 0)
             memcpy((unsigned char *)op->out + comm->parts[rank].begin * width, slot, comm->parts[rank].count * width);
     }
-    if (op->kind == DTRAIN__ALL_REDUCE && op->count > 0)
-        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &op->out, 1, 0, op->count);
+    if (op->kind == DTRAIN__ALL_REDUCE)
+        dtrain__op_fold(comm, op, &op->out, 1, op->count);
 }
 
 static int dtrain__bruck_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
@@ -140,14 +140,12 @@ typedef struct dtrain__direct {
     int turn, turns;     /* step in the block, and how many it has */
 } dtrain__direct;
 
-/* Elements of `rank`'s part in the block. */
 static size_t dtrain__direct_count(const dtrain_comm *comm, const dtrain__direct *at, int rank)
 {
     size_t begin = at->block * at->most, count = comm->parts[rank].count;
     return count <= begin ? 0 : count - begin < at->most ? count - begin : at->most;
 }
 
-/* Elements of the longest part. */
 static size_t dtrain__direct_longest(const dtrain_comm *comm, const dtrain__extent *parts)
 {
     size_t longest = 0;
@@ -214,10 +212,7 @@ static void dtrain__direct_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
     for (int rank = 0; rank < comm->size; rank++)
         comm->ins[rank] = dtrain__direct_slot(comm, op, &at, rank);
     comm->ins[comm->rank] = (const unsigned char *)op->in + begin * dtrain__op_width(op);
-    if (n > 0 && op->partial)
-        dtrain__fold_partials(op->dtype, comm->ins, comm->size, result, n);
-    else if (n > 0)
-        dtrain__fold(op->dtype, op->op, comm->size, comm->ins, comm->size, &result, 1, 0, n);
+    dtrain__op_fold(comm, op, &result, 1, n);
 }
 
 static int dtrain__direct_reduce(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)

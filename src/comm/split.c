@@ -20,7 +20,6 @@ typedef struct dtrain__split_entry {
 #define DTRAIN__SPLIT_NONE UINT64_MAX
 #define DTRAIN__SPLIT_WORDS (sizeof(dtrain__split_entry) / sizeof(uint64_t))
 
-/* A group that is being made. */
 typedef struct dtrain__split_state {
     const char *call;
     dtrain_comm *parent;
@@ -135,7 +134,6 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", split->call);
 }
 
-/* Makes this rank's end over the parent's transport. */
 static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm **group)
 {
     dtrain_comm *parent = split->parent;

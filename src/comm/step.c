@@ -122,7 +122,6 @@ static void dtrain__step_recv_part(dtrain__step *step, int from, void *base, dtr
     dtrain__step_recv(step, from, (unsigned char *)base + part.begin * width, part.count * width);
 }
 
-/* Receives partial sums of `count` elements and folds them into held. */
 static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data, void *held, size_t count, size_t width)
 {
     dtrain__step_recv(step, from, data, count * width);

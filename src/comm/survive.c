@@ -10,34 +10,32 @@ enum { DTRAIN__CONSENT_SHRINK = 1, DTRAIN__CONSENT_AGREE };
 
 /* A rank's part in an agreement, and what came of it. */
 typedef struct dtrain__survive_part {
-    dtrain_comm *comm;
-    const char *call;
-    dtrain__agreement vote;
-    int pending;               /* there is time left, but not in this call */
     dtrain__split_state split; /* who goes on */
+    dtrain__agreement vote;
+    int pending; /* there is time left, but not in this call */
 } dtrain__survive_part;
 
 /* Says why there is no agreement, or that this rank is none of it. */
 static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
 {
-    dtrain_comm *comm = part->comm;
+    dtrain_comm *comm = part->split.parent;
     dtrain__error *error = &comm->error;
     if (part->vote.given_up)
         return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have given this rank up: %.400s",
-                            part->call, comm->rank, comm->members->cause.text);
+                            part->split.call, comm->rank, comm->members->cause.text);
     if (part->vote.status == DTRAIN_ERR_MISMATCH)
         return dtrain__fail(error, DTRAIN_ERR_MISMATCH,
                             "%s on rank %d: ranks called comm_shrink and comm_agree at once; all must make the same "
                             "calls in the same order",
-                            part->call, comm->rank);
+                            part->split.call, comm->rank);
     if (part->vote.status != DTRAIN_OK)
         return dtrain__fail(error, part->vote.status,
                             "%s on rank %d: %d of %d ranks are here, and that others are silent is no proof that they "
                             "are gone: only the larger part goes on",
-                            part->call, comm->rank, part->split.size, comm->size);
+                            part->split.call, comm->rank, part->split.size, comm->size);
     if (part->split.rank < 0)
         return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have gone on without this rank",
-                            part->call, comm->rank);
+                            part->split.call, comm->rank);
     return DTRAIN_OK;
 }
 
@@ -45,7 +43,7 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
  * and on failure the split is to be ended. */
 static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t until_ns)
 {
-    dtrain_comm *comm = part->comm;
+    dtrain_comm *comm = part->split.parent;
     int64_t now = dtrain__os_now_ns();
     int64_t began = comm->vote_ns > 0 && comm->vote_kind == part->vote.kind ? comm->vote_ns : now;
     int64_t deadline_ns = dtrain__group_deadline(comm, began);
@@ -62,7 +60,8 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     dtrain__work_blocked_in(comm, now);
     if (part->vote.starved) /* nothing is pending; the next call votes */
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
-                            "%s on rank %d: no memory for its vote; it can be called again", part->call, comm->rank);
+                            "%s on rank %d: no memory for its vote; it can be called again", part->split.call,
+                            comm->rank);
     part->pending = !done && dtrain__os_now_ns() < deadline_ns;
     comm->vote_ns = part->pending ? began : 0;
     comm->vote_kind = part->vote.kind;
@@ -74,8 +73,8 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     if (!done)
         return dtrain__fail(
             &comm->error, DTRAIN_ERR_TIMEOUT,
-            "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again", part->call,
-            comm->rank, (double)(dtrain__os_now_ns() - began) * 1e-9, whom);
+            "%s on rank %d waited %.3f s for %s to call it as well or to be lost; it can be called again",
+            part->split.call, comm->rank, (double)(dtrain__os_now_ns() - began) * 1e-9, whom);
     comm->consents++;
     return dtrain__survive_check(part);
 }
@@ -85,8 +84,6 @@ static dtrain_status dtrain__survive_begin(dtrain__survive_part *part, dtrain_co
 {
     dtrain_status status = dtrain__work_usable(comm, call);
     memset(part, 0, sizeof *part);
-    part->comm = comm;
-    part->call = call;
     part->vote.kind = kind;
     part->vote.flags = flags;
     return status == DTRAIN_OK ? dtrain__split_begin(&part->split, comm, call) : status;

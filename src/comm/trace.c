@@ -59,12 +59,6 @@ static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char
     dtrain__json_write_string(&trace->json, text, strlen(text));
 }
 
-static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
-{
-    dtrain__trace_key(trace, key);
-    dtrain__json_write_u64(&trace->json, value);
-}
-
 /* A value that may be missing. */
 static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, uint64_t value)
 {
@@ -73,6 +67,11 @@ static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, u
         dtrain__json_write_u64(&trace->json, value);
     else
         dtrain__json_write_word(&trace->json, "null");
+}
+
+static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
+{
+    dtrain__trace_maybe(trace, key, 1, value);
 }
 
 /* Nanoseconds as microseconds, exactly. */
@@ -109,7 +108,6 @@ static void dtrain__trace_title(dtrain__trace *trace, const char *what, const ch
     dtrain__trace_end(trace, ",\n");
 }
 
-/* Whose file it is, and by which clocks. */
 static void dtrain__trace_head(dtrain__trace *trace)
 {
     static const char open[] = "{\"displayTimeUnit\":\"ms\",\"otherData\":", events[] = ",\n\"traceEvents\":[\n";

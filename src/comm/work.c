@@ -4,7 +4,7 @@
  * them each message ends by itself; it waits for those alone that go the same way. */
 #ifndef DTRAIN__WORK
 #define DTRAIN__WORK
-#include "service.c"
+#include "queue.c"
 DTRAIN__FAST_BEGIN
 
 /* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
@@ -245,7 +245,7 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
     if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of the rank is at it */
-        dtrain__queue_drive_within(comm, until);
+        dtrain__queue_drive(comm, until);
         pthread_mutex_unlock(&comm->drive_mutex);
     }
     return DTRAIN_OK;
