@@ -22511,15 +22511,11 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
 /* Whether a kind of operation over messages has a form by this name. */
 static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
 {
+    int sums = kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER;
     switch (algorithm) {
-    case DTRAIN_ALGORITHM_TREE:
-        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE ||
-               kind == DTRAIN__BROADCAST;
-    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING:
-        return dtrain__step_power_of_two(comm->size) && (kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER);
-    case DTRAIN_ALGORITHM_RING:
-        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__ALL_GATHER ||
-               kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_TREE: return sums || kind == DTRAIN__REDUCE || kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING: return sums && dtrain__step_power_of_two(comm->size);
+    case DTRAIN_ALGORITHM_RING: return sums || kind == DTRAIN__ALL_GATHER || kind == DTRAIN__BROADCAST;
     case DTRAIN_ALGORITHM_HALVING_DOUBLING:
     case DTRAIN_ALGORITHM_DOUBLE_TREE: return kind == DTRAIN__ALL_REDUCE && comm->size > 1;
     case DTRAIN_ALGORITHM_NODES: return kind == DTRAIN__ALL_REDUCE && comm->node_ranks > 0;
@@ -23119,37 +23115,46 @@ static dtrain_status dtrain__message_transfer(dtrain_comm *comm, dtrain_transfer
     return received == DTRAIN_ERR_TIMEOUT ? sent : received;
 }
 
+/* Moves what comes next of a step out of one operation and of a step into another, or the same; NULL: none. Returns as
+ * dtrain_transport.exchange; *taken says whether what came fits. */
+static dtrain_status dtrain__message_swap(dtrain_comm *comm, dtrain__op *sends, const dtrain__step *out,
+                                          dtrain__op *receives, const dtrain__step *in, int64_t wait_ns,
+                                          dtrain_status *taken)
+{
+    dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
+    *taken = DTRAIN_OK;
+    if (in != NULL && dtrain__message_feed(comm, receives, in, taken))
+        return *taken;
+    if (out != NULL)
+        sending = dtrain__message_next(comm, sends, out, 1);
+    if (in != NULL)
+        receiving = dtrain__message_next(comm, receives, in, 0);
+    dtrain_status status =
+        dtrain__message_transfer(comm, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL, wait_ns);
+    if (out != NULL)
+        dtrain__message_took(comm, sends, out, 1, sending.moved);
+    if (in != NULL)
+        *taken = dtrain__message_took(comm, receives, in, 0, receiving.moved);
+    return *taken != DTRAIN_OK ? *taken : status;
+}
+
 /* Moves both directions together until the operation is done or wait_ns. Returns as dtrain_transport.exchange. */
 static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain__step out, in;
+    dtrain_status status, taken;
     int sends, receives;
     while (dtrain__message_settle(comm, op, &out, &in, &sends, &receives)) {
-        dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
-        dtrain_status status, taken = DTRAIN_OK;
         if (sends && receives && comm->transport.exchange == NULL && wait_ns != 0) {
             sends = out.send_first && op->send_at == op->at; /* in this order blocked sends form no cycle */
             receives = !sends;
         }
-        if (receives && dtrain__message_feed(comm, op, &in, &taken)) {
-            if (taken != DTRAIN_OK)
-                return taken;
-            continue;
-        }
-        if (sends)
-            sending = dtrain__message_next(comm, op, &out, 1);
-        if (receives)
-            receiving = dtrain__message_next(comm, op, &in, 0);
-        status = dtrain__message_transfer(comm, sends ? &sending : NULL, receives ? &receiving : NULL, wait_ns);
-        if (sends)
-            dtrain__message_took(comm, op, &out, 1, sending.moved);
-        if (receives)
-            taken = dtrain__message_took(comm, op, &in, 0, receiving.moved);
+        status = dtrain__message_swap(comm, op, sends ? &out : NULL, op, receives ? &in : NULL, wait_ns, &taken);
         op->awaited = receives && op->received != SIZE_MAX ? in.from : out.to;
-        if (taken == DTRAIN_OK && status == DTRAIN_OK && wait_ns == 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
+        if (status != DTRAIN_OK)
+            return status;
+        if (wait_ns == 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
             return DTRAIN_ERR_TIMEOUT;
-        if (taken != DTRAIN_OK || status != DTRAIN_OK)
-            return taken != DTRAIN_OK ? taken : status;
     }
     return DTRAIN_OK;
 }
@@ -23183,22 +23188,14 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
 static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *in, int64_t wait_ns)
 {
     dtrain__step sends, receives;
-    dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
-    dtrain_status taken = DTRAIN_OK;
+    dtrain_status taken;
     if ((out != NULL && out->sent == SIZE_MAX) || (in != NULL && in->received == SIZE_MAX))
         return 0; /* complete: it ends at its own turn */
-    if (out != NULL && dtrain__plan_step(comm, out, 0, &sends))
-        sending = dtrain__message_next(comm, out, &sends, 1);
-    if (in != NULL && dtrain__plan_step(comm, in, 0, &receives)) {
-        if (dtrain__message_feed(comm, in, &receives, &taken))
-            return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
-        receiving = dtrain__message_next(comm, in, &receives, 0);
-    }
-    dtrain__message_transfer(comm, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL, wait_ns);
     if (out != NULL)
-        dtrain__message_took(comm, out, &sends, 1, sending.moved);
+        dtrain__plan_step(comm, out, 0, &sends);
     if (in != NULL)
-        taken = dtrain__message_took(comm, in, &receives, 0, receiving.moved);
+        dtrain__plan_step(comm, in, 0, &receives);
+    dtrain__message_swap(comm, out, out != NULL ? &sends : NULL, in, in != NULL ? &receives : NULL, wait_ns, &taken);
     return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
 }
 
@@ -23353,18 +23350,6 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
     return sweep;
 }
 
-/* Waits until slice_ns for the first messages out and in; the others get their turn after that. */
-static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrain__queue_look *sweep, int64_t slice_ns)
-{
-    dtrain__op *out = sweep->out, *in = sweep->in != NULL ? &sweep->in->op : NULL;
-    if (comm->transport.exchange == NULL && out != NULL && in != NULL) {
-        out = out == &head->op ? out : NULL;
-        in = out == NULL ? in : NULL;
-    }
-    if (dtrain__message_pair(comm, out, in, slice_ns))
-        sweep->in->ended = 1;
-}
-
 /* Advances the queue whose head is a message until one has ended, or until_ns (0: what goes at once). Returns whether
  * one has, and so is off the queue: the head or another. Where ranks share an address space, it never waits: the caller
  * does, for the bell. */
@@ -23373,16 +23358,21 @@ static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t 
     for (;;) {
         dtrain__queue_look sweep = dtrain__queue_sweep(comm, head, until_ns != 0 ? until_ns : comm->poll_until_ns);
         int64_t now, slice;
-        int crowded;
+        int crowded, alone = comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL;
         *moved |= sweep.moved;
         if (sweep.finished || comm->shared != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
             return sweep.finished;
         /* more than one call of the transport can wait for */
-        crowded = sweep.others > 0 || (comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL);
+        crowded = sweep.others > 0 || alone;
         if (sweep.moved && crowded)
             continue;
         slice = now + (crowded ? 1000000 : 100000000);
-        dtrain__queue_wait(comm, head, &sweep, slice < until_ns ? slice : until_ns);
+        slice = slice < until_ns ? slice : until_ns;
+        /* waits for the first messages out and in, or for the head alone; the others get their turn after that */
+        dtrain__op *out = alone && sweep.out != &head->op ? NULL : sweep.out;
+        dtrain__op *in = sweep.in == NULL || (alone && out != NULL) ? NULL : &sweep.in->op;
+        if (dtrain__message_pair(comm, out, in, slice))
+            sweep.in->ended = 1;
     }
 }
 

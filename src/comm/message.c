@@ -490,37 +490,46 @@ static dtrain_status dtrain__message_transfer(dtrain_comm *comm, dtrain_transfer
     return received == DTRAIN_ERR_TIMEOUT ? sent : received;
 }
 
+/* Moves what comes next of a step out of one operation and of a step into another, or the same; NULL: none. Returns as
+ * dtrain_transport.exchange; *taken says whether what came fits. */
+static dtrain_status dtrain__message_swap(dtrain_comm *comm, dtrain__op *sends, const dtrain__step *out,
+                                          dtrain__op *receives, const dtrain__step *in, int64_t wait_ns,
+                                          dtrain_status *taken)
+{
+    dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
+    *taken = DTRAIN_OK;
+    if (in != NULL && dtrain__message_feed(comm, receives, in, taken))
+        return *taken;
+    if (out != NULL)
+        sending = dtrain__message_next(comm, sends, out, 1);
+    if (in != NULL)
+        receiving = dtrain__message_next(comm, receives, in, 0);
+    dtrain_status status =
+        dtrain__message_transfer(comm, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL, wait_ns);
+    if (out != NULL)
+        dtrain__message_took(comm, sends, out, 1, sending.moved);
+    if (in != NULL)
+        *taken = dtrain__message_took(comm, receives, in, 0, receiving.moved);
+    return *taken != DTRAIN_OK ? *taken : status;
+}
+
 /* Moves both directions together until the operation is done or wait_ns. Returns as dtrain_transport.exchange. */
 static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain__step out, in;
+    dtrain_status status, taken;
     int sends, receives;
     while (dtrain__message_settle(comm, op, &out, &in, &sends, &receives)) {
-        dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
-        dtrain_status status, taken = DTRAIN_OK;
         if (sends && receives && comm->transport.exchange == NULL && wait_ns != 0) {
             sends = out.send_first && op->send_at == op->at; /* in this order blocked sends form no cycle */
             receives = !sends;
         }
-        if (receives && dtrain__message_feed(comm, op, &in, &taken)) {
-            if (taken != DTRAIN_OK)
-                return taken;
-            continue;
-        }
-        if (sends)
-            sending = dtrain__message_next(comm, op, &out, 1);
-        if (receives)
-            receiving = dtrain__message_next(comm, op, &in, 0);
-        status = dtrain__message_transfer(comm, sends ? &sending : NULL, receives ? &receiving : NULL, wait_ns);
-        if (sends)
-            dtrain__message_took(comm, op, &out, 1, sending.moved);
-        if (receives)
-            taken = dtrain__message_took(comm, op, &in, 0, receiving.moved);
+        status = dtrain__message_swap(comm, op, sends ? &out : NULL, op, receives ? &in : NULL, wait_ns, &taken);
         op->awaited = receives && op->received != SIZE_MAX ? in.from : out.to;
-        if (taken == DTRAIN_OK && status == DTRAIN_OK && wait_ns == 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
+        if (status != DTRAIN_OK)
+            return status;
+        if (wait_ns == 0 && dtrain__os_now_ns() >= comm->poll_until_ns)
             return DTRAIN_ERR_TIMEOUT;
-        if (taken != DTRAIN_OK || status != DTRAIN_OK)
-            return taken != DTRAIN_OK ? taken : status;
     }
     return DTRAIN_OK;
 }
@@ -554,22 +563,14 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
 static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *in, int64_t wait_ns)
 {
     dtrain__step sends, receives;
-    dtrain_transfer sending = {-1, NULL, 0, 0, 0}, receiving = {-1, NULL, 0, 0, 0};
-    dtrain_status taken = DTRAIN_OK;
+    dtrain_status taken;
     if ((out != NULL && out->sent == SIZE_MAX) || (in != NULL && in->received == SIZE_MAX))
         return 0; /* complete: it ends at its own turn */
-    if (out != NULL && dtrain__plan_step(comm, out, 0, &sends))
-        sending = dtrain__message_next(comm, out, &sends, 1);
-    if (in != NULL && dtrain__plan_step(comm, in, 0, &receives)) {
-        if (dtrain__message_feed(comm, in, &receives, &taken))
-            return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
-        receiving = dtrain__message_next(comm, in, &receives, 0);
-    }
-    dtrain__message_transfer(comm, out != NULL ? &sending : NULL, in != NULL ? &receiving : NULL, wait_ns);
     if (out != NULL)
-        dtrain__message_took(comm, out, &sends, 1, sending.moved);
+        dtrain__plan_step(comm, out, 0, &sends);
     if (in != NULL)
-        taken = dtrain__message_took(comm, in, &receives, 0, receiving.moved);
+        dtrain__plan_step(comm, in, 0, &receives);
+    dtrain__message_swap(comm, out, out != NULL ? &sends : NULL, in, in != NULL ? &receives : NULL, wait_ns, &taken);
     return taken != DTRAIN_OK && dtrain__message_failed(comm, in, taken, in->root);
 }
 

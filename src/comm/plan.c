@@ -72,15 +72,11 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
 /* Whether a kind of operation over messages has a form by this name. */
 static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
 {
+    int sums = kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER;
     switch (algorithm) {
-    case DTRAIN_ALGORITHM_TREE:
-        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__REDUCE ||
-               kind == DTRAIN__BROADCAST;
-    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING:
-        return dtrain__step_power_of_two(comm->size) && (kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER);
-    case DTRAIN_ALGORITHM_RING:
-        return kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER || kind == DTRAIN__ALL_GATHER ||
-               kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_TREE: return sums || kind == DTRAIN__REDUCE || kind == DTRAIN__BROADCAST;
+    case DTRAIN_ALGORITHM_RECURSIVE_DOUBLING: return sums && dtrain__step_power_of_two(comm->size);
+    case DTRAIN_ALGORITHM_RING: return sums || kind == DTRAIN__ALL_GATHER || kind == DTRAIN__BROADCAST;
     case DTRAIN_ALGORITHM_HALVING_DOUBLING:
     case DTRAIN_ALGORITHM_DOUBLE_TREE: return kind == DTRAIN__ALL_REDUCE && comm->size > 1;
     case DTRAIN_ALGORITHM_NODES: return kind == DTRAIN__ALL_REDUCE && comm->node_ranks > 0;

@@ -151,18 +151,6 @@ static dtrain__queue_look dtrain__queue_sweep(dtrain_comm *comm, dtrain_work *he
     return sweep;
 }
 
-/* Waits until slice_ns for the first messages out and in; the others get their turn after that. */
-static void dtrain__queue_wait(dtrain_comm *comm, dtrain_work *head, const dtrain__queue_look *sweep, int64_t slice_ns)
-{
-    dtrain__op *out = sweep->out, *in = sweep->in != NULL ? &sweep->in->op : NULL;
-    if (comm->transport.exchange == NULL && out != NULL && in != NULL) {
-        out = out == &head->op ? out : NULL;
-        in = out == NULL ? in : NULL;
-    }
-    if (dtrain__message_pair(comm, out, in, slice_ns))
-        sweep->in->ended = 1;
-}
-
 /* Advances the queue whose head is a message until one has ended, or until_ns (0: what goes at once). Returns whether
  * one has, and so is off the queue: the head or another. Where ranks share an address space, it never waits: the caller
  * does, for the bell. */
@@ -171,16 +159,21 @@ static int dtrain__queue_messages(dtrain_comm *comm, dtrain_work *head, int64_t 
     for (;;) {
         dtrain__queue_look sweep = dtrain__queue_sweep(comm, head, until_ns != 0 ? until_ns : comm->poll_until_ns);
         int64_t now, slice;
-        int crowded;
+        int crowded, alone = comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL;
         *moved |= sweep.moved;
         if (sweep.finished || comm->shared != NULL || until_ns == 0 || (now = dtrain__os_now_ns()) >= until_ns)
             return sweep.finished;
         /* more than one call of the transport can wait for */
-        crowded = sweep.others > 0 || (comm->transport.exchange == NULL && sweep.out != NULL && sweep.in != NULL);
+        crowded = sweep.others > 0 || alone;
         if (sweep.moved && crowded)
             continue;
         slice = now + (crowded ? 1000000 : 100000000);
-        dtrain__queue_wait(comm, head, &sweep, slice < until_ns ? slice : until_ns);
+        slice = slice < until_ns ? slice : until_ns;
+        /* waits for the first messages out and in, or for the head alone; the others get their turn after that */
+        dtrain__op *out = alone && sweep.out != &head->op ? NULL : sweep.out;
+        dtrain__op *in = sweep.in == NULL || (alone && out != NULL) ? NULL : &sweep.in->op;
+        if (dtrain__message_pair(comm, out, in, slice))
+            sweep.in->ended = 1;
     }
 }
 
