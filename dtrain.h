@@ -26801,16 +26801,6 @@ static int64_t dtrain__processes_watch(void *owner)
     return dtrain__os_now_ns() + DTRAIN__PROCESSES_WATCH_NS;
 }
 
-static dtrain_status dtrain__processes_watch_start(dtrain_device_group *group)
-{
-    dtrain__processes *all = group->processes;
-    if (group->comm->size == 1 || group->comm->desc.progress == DTRAIN_PROGRESS_POLL)
-        return DTRAIN_OK;
-    all->watch.owner = group;
-    all->watch.turn = dtrain__processes_watch;
-    return dtrain__device_thread(&all->watch, "ask for DTRAIN_DEVICE_STAGED");
-}
-
 /* ---- memory of peers ----
  * What a rank's device opens of a peer's memory stays open, and is found again by its handle, until the group is
  * destroyed or the peer has other memory in its place. */
@@ -26839,16 +26829,6 @@ static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int ra
     return status;
 }
 
-static dtrain_status dtrain__processes_room(dtrain_device_group *group)
-{
-    dtrain__processes *all = group->processes;
-    void *grown = dtrain__memory_grow(group->comm->allocator, all->opened, sizeof *all->opened, all->opened_count, 1);
-    if (grown == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu ranges of peers", all->opened_count + 1);
-    all->opened = (dtrain__processes_opened *)grown;
-    return DTRAIN_OK;
-}
-
 /* Where a peer's memory is for this rank's device. */
 static dtrain_status dtrain__processes_open(dtrain_device_group *group, int rank, const dtrain_device_shared *what,
                                             void **pointer)
@@ -26864,13 +26844,16 @@ static dtrain_status dtrain__processes_open(dtrain_device_group *group, int rank
         }
     }
     dtrain_status status = dtrain__processes_forget(group, rank, what);
-    if (status == DTRAIN_OK)
-        status = dtrain__processes_room(group);
+    if (status != DTRAIN_OK)
+        return status;
+    void *grown = dtrain__memory_grow(group->comm->allocator, all->opened, sizeof *all->opened, all->opened_count, 1);
+    if (grown == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu ranges of peers", all->opened_count + 1);
+    all->opened = (dtrain__processes_opened *)grown;
     made.what = *what;
     made.rank = rank;
     made.base = NULL;
-    if (status == DTRAIN_OK)
-        status = group->device->ops->memory_open(group->device, what, &made.base);
+    status = group->device->ops->memory_open(group->device, what, &made.base);
     if (status != DTRAIN_OK)
         return status;
     all->opened[all->opened_count++] = made;
@@ -27027,7 +27010,11 @@ static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
     all->queues = (unsigned char *)queues;
     for (int rank = 0; rank < group->comm->size; rank++)
         all->buffers[rank].mark = (uint32_t)(DTRAIN__PROCESSES_NUMBER + 1);
-    return dtrain__processes_watch_start(group);
+    if (group->comm->size == 1 || group->comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        return DTRAIN_OK;
+    all->watch.owner = group;
+    all->watch.turn = dtrain__processes_watch;
+    return dtrain__device_thread(&all->watch, "ask for DTRAIN_DEVICE_STAGED");
 }
 
 /* Waits for what this rank's queue has tried, in time for the others to hear of it, and closes what they own before
@@ -27807,15 +27794,7 @@ static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
                                comm->plane->host(comm->transport.self, comm->rank));
 }
 
-static int dtrain__hosts_differ(const dtrain_device_group *group)
-{
-    for (int rank = 1; rank < group->comm->size; rank++)
-        if (group->notes[rank].host != group->notes[0].host)
-            return 1;
-    return 0;
-}
-
-/* Ranks of the first host. */
+/* Ranks of the first host, up to one of another. */
 static int dtrain__hosts_each(const dtrain_device_group *group)
 {
     int each = 1;
@@ -28353,20 +28332,14 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     return dtrain__report(&ended);
 }
 
-/* Says whether dtrain_device_work_wait will not keep the CPU. */
-static int dtrain__async_done(const dtrain_device_work *work)
+/* Says when a work's call was made; returns 0, and leaves both as they are, where it has not ended. */
+static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
-    return work == NULL || work->async->process != getpid() ||
-           dtrain__worker_is_done(&work->async->worker, work->job.number);
-}
-
-static void dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
-{
-    int done = work != NULL && dtrain__async_done(work);
-    if (begin_ns != NULL)
-        *begin_ns = done ? work->begin_ns : 0;
-    if (end_ns != NULL)
-        *end_ns = done ? work->end_ns : 0;
+    if (work->async->process != getpid() || !dtrain__worker_is_done(&work->async->worker, work->job.number))
+        return 0;
+    *begin_ns = work->begin_ns;
+    *end_ns = work->end_ns;
+    return 1;
 }
 
 /* ---- create and destroy ---- */
@@ -28485,24 +28458,15 @@ DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_grou
     return dtrain__async_begin(group, &call, work);
 }
 
-/* Start the uneven forms, of parts one after the other. */
-static dtrain_status dtrain__async_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
-                                                    const size_t *counts, dtrain_dtype dtype, dtrain_op op,
-                                                    dtrain_device_work **work)
+/* Starts an uneven form, of parts one after the other. op: of a reduce-scatter. */
+static dtrain_status dtrain__async_start_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
+                                           const size_t *counts, dtrain_dtype dtype, dtrain_op op,
+                                           dtrain_device_work **work)
 {
     dtrain__op call;
     *work = NULL;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, NULL, dtype, &call);
+    dtrain_status status = dtrain__async_op_v(group, kind, in, out, counts, NULL, dtype, &call);
     call.op = op;
-    return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
-}
-
-static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, const void *in, void *out,
-                                                const size_t *counts, dtrain_dtype dtype, dtrain_device_work **work)
-{
-    dtrain__op call;
-    *work = NULL;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, NULL, dtype, &call);
     return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
 }
 
@@ -28536,8 +28500,8 @@ static dtrain_status dtrain__device_meet(dtrain_device_group *group)
 
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
 {
-    if (desc->mode != DTRAIN_DEVICE_MODE_AUTO && desc->mode != DTRAIN_DEVICE_STAGED &&
-        desc->mode != DTRAIN_DEVICE_EVENTS && desc->mode != DTRAIN_DEVICE_FLAGS && desc->mode != DTRAIN_DEVICE_HOSTS)
+    if (desc->mode != DTRAIN_DEVICE_MODE_AUTO &&
+        (desc->mode < DTRAIN_DEVICE_STAGED || desc->mode > DTRAIN_DEVICE_HOSTS))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED, "
                             "DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_FLAGS or DTRAIN_DEVICE_HOSTS",
@@ -28741,8 +28705,8 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
     group->no_devices = 1;
     for (rank = 0; rank < group->comm->size; rank++)
         group->no_devices &= group->notes[rank].has_device == 0;
-    int hosts =
-        group->mode == DTRAIN_DEVICE_HOSTS || (group->mode == DTRAIN_DEVICE_MODE_AUTO && dtrain__hosts_differ(group));
+    int hosts = group->mode == DTRAIN_DEVICE_HOSTS ||
+                (group->mode == DTRAIN_DEVICE_MODE_AUTO && dtrain__hosts_each(group) < group->comm->size);
     const char *why = dtrain__device_hindrance(group, hosts, &rank);
     if (why != NULL && group->mode != DTRAIN_DEVICE_MODE_AUTO && group->mode != DTRAIN_DEVICE_STAGED)
         return dtrain__device_no_events(group, rank, why);
@@ -28969,31 +28933,18 @@ static dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *g
     return dtrain__no_device(NULL);
 }
 
-static dtrain_status dtrain__async_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
-                                                    const size_t *counts, dtrain_dtype dtype, dtrain_op op,
-                                                    dtrain_device_work **work)
+static dtrain_status dtrain__async_start_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
+                                           const size_t *counts, dtrain_dtype dtype, dtrain_op op,
+                                           dtrain_device_work **work)
 {
-    (void)group, (void)in, (void)out, (void)counts, (void)dtype, (void)op, (void)work;
+    (void)group, (void)kind, (void)in, (void)out, (void)counts, (void)dtype, (void)op, (void)work;
     return dtrain__no_device(NULL);
 }
 
-static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, const void *in, void *out,
-                                                const size_t *counts, dtrain_dtype dtype, dtrain_device_work **work)
+static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
-    (void)group, (void)in, (void)out, (void)counts, (void)dtype, (void)work;
-    return dtrain__no_device(NULL);
-}
-
-static int dtrain__async_done(const dtrain_device_work *work)
-{
-    (void)work;
-    return 1;
-}
-
-static void dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
-{
-    (void)work;
-    *begin_ns = *end_ns = 0;
+    (void)work, (void)begin_ns, (void)end_ns;
+    return 0;
 }
 
 static dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device)
@@ -36522,8 +36473,7 @@ static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lo
     if (waited == NULL)
         return DTRAIN_OK;
     *work = NULL;
-    if (dtrain__async_done(waited))
-        dtrain__async_times(waited, &began, &ended);
+    dtrain__async_times(waited, &began, &ended);
     dtrain_status status = dtrain_device_work_wait(waited, fsdp->device.queue);
     ended = ended > 0 ? ended : dtrain__os_now_ns();
     dtrain__fsdp_waited(fsdp, unit, begin, ended - began);
@@ -37290,8 +37240,8 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
     return fsdp->device.queue != NULL
-               ? dtrain__async_all_gather_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
-                                            &fsdp->device.works[DTRAIN__FSDP_GATHERS][number])
+               ? dtrain__async_start_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], DTRAIN__ALL_GATHER, mine, all, counts,
+                                       dtype, (dtrain_op)0, &fsdp->device.works[DTRAIN__FSDP_GATHERS][number])
                : dtrain__all_gather_v(fsdp->gathers, mine, all, counts, NULL, dtype, &fsdp->gathering[first]);
 }
 
@@ -37643,8 +37593,8 @@ static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number, f
         first = i;
         dtrain__fsdp_convert(fsdp, cut->grads, DTRAIN_F32, in + cut->grad_stage * width, dtype, cut->count);
     }
-    return queues ? dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, sum, counts, dtype,
-                                                   DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number])
+    return queues ? dtrain__async_start_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], DTRAIN__REDUCE_SCATTER, in, sum,
+                                          counts, dtype, DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number])
                   : dtrain__fsdp_scatter(fsdp, in, dtrain__fsdp_packed_sums(fsdp, begin), counts, first);
 }
 

@@ -627,21 +627,16 @@ static cudaError_t dtrain__cuda_emulated_make(int kind, void **made)
     return cudaSuccess;
 }
 
-static cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
+static cudaError_t dtrain__cuda_emulated_end(int kind, void *made)
 {
-    (void)flags;
-    return dtrain__cuda_emulated_make('s', stream);
+    return dtrain__cuda_emulated_find(kind, made, 1, NULL) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
-static cudaError_t cudaStreamDestroy(cudaStream_t stream)
-{
-    return dtrain__cuda_emulated_find('s', stream, 1, NULL) ? cudaSuccess : cudaErrorInvalidResourceHandle;
-}
-
-static cudaError_t cudaStreamSynchronize(cudaStream_t stream)
-{
-    return dtrain__cuda_emulated_stream(stream);
-}
+#define cudaStreamCreateWithFlags(stream, flags) dtrain__cuda_emulated_make('s', stream)
+#define cudaStreamDestroy(stream) dtrain__cuda_emulated_end('s', stream)
+#define cudaStreamSynchronize(stream) dtrain__cuda_emulated_stream(stream)
+#define cudaEventCreateWithFlags(event, flags) dtrain__cuda_emulated_make('e', event)
+#define cudaEventDestroy(event) dtrain__cuda_emulated_end('e', event)
 
 /* A file without a name; fd + 1. */
 static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
@@ -664,17 +659,6 @@ static cudaError_t dtrain__cuda_emulated_file(int *fd, size_t bytes)
     }
     *fd = made + 1;
     return cudaSuccess;
-}
-
-static cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
-{
-    (void)flags;
-    return dtrain__cuda_emulated_make('e', event);
-}
-
-static cudaError_t cudaEventDestroy(cudaEvent_t event)
-{
-    return dtrain__cuda_emulated_find('e', event, 1, NULL) ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
 static cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
@@ -782,28 +766,14 @@ static cudaError_t dtrain__cuda_emulated_allocate(int kind, void **pointer, size
     return error;
 }
 
-static cudaError_t cudaMalloc(void **pointer, size_t bytes)
-{
-    return dtrain__cuda_emulated_allocate(cudaMemoryTypeDevice, pointer, bytes);
-}
+#define cudaMalloc(pointer, bytes) dtrain__cuda_emulated_allocate(cudaMemoryTypeDevice, pointer, bytes)
+#define cudaMallocManaged(pointer, bytes) dtrain__cuda_emulated_allocate(cudaMemoryTypeManaged, pointer, bytes)
+#define cudaHostAlloc(pointer, bytes, flags) dtrain__cuda_emulated_map(cudaMemoryTypeHost, pointer, bytes)
+#define cudaFreeHost(pointer) dtrain__cuda_emulated_unmap(cudaMemoryTypeHost, pointer)
 
 /* What a program may have beside: memory that cannot be opened by other processes. cudaFree frees it. */
-__attribute__((unused)) static cudaError_t cudaMallocAsync(void **pointer, size_t bytes, cudaStream_t stream)
-{
-    cudaError_t error = dtrain__cuda_emulated_stream(stream);
-    return error != 0 ? error : dtrain__cuda_emulated_allocate(DTRAIN__CUDA_EMULATED_POOL, pointer, bytes);
-}
-
-__attribute__((unused)) static cudaError_t cudaMallocManaged(void **pointer, size_t bytes)
-{
-    return dtrain__cuda_emulated_allocate(cudaMemoryTypeManaged, pointer, bytes);
-}
-
-static cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags)
-{
-    (void)flags;
-    return dtrain__cuda_emulated_map(cudaMemoryTypeHost, pointer, bytes);
-}
+#define cudaMallocAsync(pointer, bytes, stream)                                                                        \
+    dtrain__cuda_emulated_allocate(DTRAIN__CUDA_EMULATED_POOL, pointer, bytes)
 
 static cudaError_t cudaFree(void *pointer)
 {
@@ -812,11 +782,6 @@ static cudaError_t cudaFree(void *pointer)
     while (i < 2 && !dtrain__cuda_emulated_find(kinds[i], pointer, 0, NULL))
         i++;
     return dtrain__cuda_emulated_unmap(kinds[i], pointer);
-}
-
-static cudaError_t cudaFreeHost(void *pointer)
-{
-    return dtrain__cuda_emulated_unmap(cudaMemoryTypeHost, pointer);
 }
 
 static cudaError_t cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *pointer)

@@ -243,20 +243,14 @@ DTRAIN_API dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrai
     return dtrain__report(&ended);
 }
 
-/* Says whether dtrain_device_work_wait will not keep the CPU. */
-static int dtrain__async_done(const dtrain_device_work *work)
+/* Says when a work's call was made; returns 0, and leaves both as they are, where it has not ended. */
+static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
-    return work == NULL || work->async->process != getpid() ||
-           dtrain__worker_is_done(&work->async->worker, work->job.number);
-}
-
-static void dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
-{
-    int done = work != NULL && dtrain__async_done(work);
-    if (begin_ns != NULL)
-        *begin_ns = done ? work->begin_ns : 0;
-    if (end_ns != NULL)
-        *end_ns = done ? work->end_ns : 0;
+    if (work->async->process != getpid() || !dtrain__worker_is_done(&work->async->worker, work->job.number))
+        return 0;
+    *begin_ns = work->begin_ns;
+    *end_ns = work->end_ns;
+    return 1;
 }
 
 /* ---- create and destroy ---- */
@@ -375,24 +369,15 @@ DTRAIN_API dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_grou
     return dtrain__async_begin(group, &call, work);
 }
 
-/* Start the uneven forms, of parts one after the other. */
-static dtrain_status dtrain__async_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
-                                                    const size_t *counts, dtrain_dtype dtype, dtrain_op op,
-                                                    dtrain_device_work **work)
+/* Starts an uneven form, of parts one after the other. op: of a reduce-scatter. */
+static dtrain_status dtrain__async_start_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
+                                           const size_t *counts, dtrain_dtype dtype, dtrain_op op,
+                                           dtrain_device_work **work)
 {
     dtrain__op call;
     *work = NULL;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__REDUCE_SCATTER, in, out, counts, NULL, dtype, &call);
+    dtrain_status status = dtrain__async_op_v(group, kind, in, out, counts, NULL, dtype, &call);
     call.op = op;
-    return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
-}
-
-static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, const void *in, void *out,
-                                                const size_t *counts, dtrain_dtype dtype, dtrain_device_work **work)
-{
-    dtrain__op call;
-    *work = NULL;
-    dtrain_status status = dtrain__async_op_v(group, DTRAIN__ALL_GATHER, in, out, counts, NULL, dtype, &call);
     return status == DTRAIN_OK ? dtrain__async_begin(group, &call, work) : status;
 }
 

@@ -34,8 +34,8 @@ static dtrain_status dtrain__device_meet(dtrain_device_group *group)
 
 static dtrain_status dtrain__device_check_desc(const dtrain_device_group_desc *desc)
 {
-    if (desc->mode != DTRAIN_DEVICE_MODE_AUTO && desc->mode != DTRAIN_DEVICE_STAGED &&
-        desc->mode != DTRAIN_DEVICE_EVENTS && desc->mode != DTRAIN_DEVICE_FLAGS && desc->mode != DTRAIN_DEVICE_HOSTS)
+    if (desc->mode != DTRAIN_DEVICE_MODE_AUTO &&
+        (desc->mode < DTRAIN_DEVICE_STAGED || desc->mode > DTRAIN_DEVICE_HOSTS))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "desc.mode is %d, expected DTRAIN_DEVICE_MODE_AUTO, DTRAIN_DEVICE_STAGED, "
                             "DTRAIN_DEVICE_EVENTS, DTRAIN_DEVICE_FLAGS or DTRAIN_DEVICE_HOSTS",
@@ -239,8 +239,8 @@ static dtrain_status dtrain__device_settle(dtrain_device_group *group)
     group->no_devices = 1;
     for (rank = 0; rank < group->comm->size; rank++)
         group->no_devices &= group->notes[rank].has_device == 0;
-    int hosts =
-        group->mode == DTRAIN_DEVICE_HOSTS || (group->mode == DTRAIN_DEVICE_MODE_AUTO && dtrain__hosts_differ(group));
+    int hosts = group->mode == DTRAIN_DEVICE_HOSTS ||
+                (group->mode == DTRAIN_DEVICE_MODE_AUTO && dtrain__hosts_each(group) < group->comm->size);
     const char *why = dtrain__device_hindrance(group, hosts, &rank);
     if (why != NULL && group->mode != DTRAIN_DEVICE_MODE_AUTO && group->mode != DTRAIN_DEVICE_STAGED)
         return dtrain__device_no_events(group, rank, why);

@@ -37,15 +37,7 @@ static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
                                comm->plane->host(comm->transport.self, comm->rank));
 }
 
-static int dtrain__hosts_differ(const dtrain_device_group *group)
-{
-    for (int rank = 1; rank < group->comm->size; rank++)
-        if (group->notes[rank].host != group->notes[0].host)
-            return 1;
-    return 0;
-}
-
-/* Ranks of the first host. */
+/* Ranks of the first host, up to one of another. */
 static int dtrain__hosts_each(const dtrain_device_group *group)
 {
     int each = 1;

@@ -4,7 +4,7 @@
 #ifndef DTRAIN__NO_DEVICE
 #define DTRAIN__NO_DEVICE
 #include "../tensor/device.c"
-#include "../comm/comm.h"
+#include "../comm/op.c"
 
 typedef struct dtrain_device_group dtrain_device_group;
 typedef struct dtrain_device_work dtrain_device_work;
@@ -45,31 +45,18 @@ static dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *g
     return dtrain__no_device(NULL);
 }
 
-static dtrain_status dtrain__async_reduce_scatter_v(dtrain_device_group *group, const void *in, void *out,
-                                                    const size_t *counts, dtrain_dtype dtype, dtrain_op op,
-                                                    dtrain_device_work **work)
+static dtrain_status dtrain__async_start_v(dtrain_device_group *group, dtrain__kind kind, const void *in, void *out,
+                                           const size_t *counts, dtrain_dtype dtype, dtrain_op op,
+                                           dtrain_device_work **work)
 {
-    (void)group, (void)in, (void)out, (void)counts, (void)dtype, (void)op, (void)work;
+    (void)group, (void)kind, (void)in, (void)out, (void)counts, (void)dtype, (void)op, (void)work;
     return dtrain__no_device(NULL);
 }
 
-static dtrain_status dtrain__async_all_gather_v(dtrain_device_group *group, const void *in, void *out,
-                                                const size_t *counts, dtrain_dtype dtype, dtrain_device_work **work)
+static int dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
 {
-    (void)group, (void)in, (void)out, (void)counts, (void)dtype, (void)work;
-    return dtrain__no_device(NULL);
-}
-
-static int dtrain__async_done(const dtrain_device_work *work)
-{
-    (void)work;
-    return 1;
-}
-
-static void dtrain__async_times(const dtrain_device_work *work, int64_t *begin_ns, int64_t *end_ns)
-{
-    (void)work;
-    *begin_ns = *end_ns = 0;
+    (void)work, (void)begin_ns, (void)end_ns;
+    return 0;
 }
 
 static dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device)

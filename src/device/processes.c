@@ -401,16 +401,6 @@ static int64_t dtrain__processes_watch(void *owner)
     return dtrain__os_now_ns() + DTRAIN__PROCESSES_WATCH_NS;
 }
 
-static dtrain_status dtrain__processes_watch_start(dtrain_device_group *group)
-{
-    dtrain__processes *all = group->processes;
-    if (group->comm->size == 1 || group->comm->desc.progress == DTRAIN_PROGRESS_POLL)
-        return DTRAIN_OK;
-    all->watch.owner = group;
-    all->watch.turn = dtrain__processes_watch;
-    return dtrain__device_thread(&all->watch, "ask for DTRAIN_DEVICE_STAGED");
-}
-
 /* ---- memory of peers ----
  * What a rank's device opens of a peer's memory stays open, and is found again by its handle, until the group is
  * destroyed or the peer has other memory in its place. */
@@ -439,16 +429,6 @@ static dtrain_status dtrain__processes_forget(dtrain_device_group *group, int ra
     return status;
 }
 
-static dtrain_status dtrain__processes_room(dtrain_device_group *group)
-{
-    dtrain__processes *all = group->processes;
-    void *grown = dtrain__memory_grow(group->comm->allocator, all->opened, sizeof *all->opened, all->opened_count, 1);
-    if (grown == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu ranges of peers", all->opened_count + 1);
-    all->opened = (dtrain__processes_opened *)grown;
-    return DTRAIN_OK;
-}
-
 /* Where a peer's memory is for this rank's device. */
 static dtrain_status dtrain__processes_open(dtrain_device_group *group, int rank, const dtrain_device_shared *what,
                                             void **pointer)
@@ -464,13 +444,16 @@ static dtrain_status dtrain__processes_open(dtrain_device_group *group, int rank
         }
     }
     dtrain_status status = dtrain__processes_forget(group, rank, what);
-    if (status == DTRAIN_OK)
-        status = dtrain__processes_room(group);
+    if (status != DTRAIN_OK)
+        return status;
+    void *grown = dtrain__memory_grow(group->comm->allocator, all->opened, sizeof *all->opened, all->opened_count, 1);
+    if (grown == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu ranges of peers", all->opened_count + 1);
+    all->opened = (dtrain__processes_opened *)grown;
     made.what = *what;
     made.rank = rank;
     made.base = NULL;
-    if (status == DTRAIN_OK)
-        status = group->device->ops->memory_open(group->device, what, &made.base);
+    status = group->device->ops->memory_open(group->device, what, &made.base);
     if (status != DTRAIN_OK)
         return status;
     all->opened[all->opened_count++] = made;
@@ -627,7 +610,11 @@ static dtrain_status dtrain__processes_open_page(dtrain_device_group *group)
     all->queues = (unsigned char *)queues;
     for (int rank = 0; rank < group->comm->size; rank++)
         all->buffers[rank].mark = (uint32_t)(DTRAIN__PROCESSES_NUMBER + 1);
-    return dtrain__processes_watch_start(group);
+    if (group->comm->size == 1 || group->comm->desc.progress == DTRAIN_PROGRESS_POLL)
+        return DTRAIN_OK;
+    all->watch.owner = group;
+    all->watch.turn = dtrain__processes_watch;
+    return dtrain__device_thread(&all->watch, "ask for DTRAIN_DEVICE_STAGED");
 }
 
 /* Waits for what this rank's queue has tried, in time for the others to hear of it, and closes what they own before

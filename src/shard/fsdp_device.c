@@ -209,8 +209,7 @@ static dtrain_status dtrain__fsdp_device_wait(dtrain_fsdp *fsdp, int way, int lo
     if (waited == NULL)
         return DTRAIN_OK;
     *work = NULL;
-    if (dtrain__async_done(waited))
-        dtrain__async_times(waited, &began, &ended);
+    dtrain__async_times(waited, &began, &ended);
     dtrain_status status = dtrain_device_work_wait(waited, fsdp->device.queue);
     ended = ended > 0 ? ended : dtrain__os_now_ns();
     dtrain__fsdp_waited(fsdp, unit, begin, ended - began);

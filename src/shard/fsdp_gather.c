@@ -77,8 +77,8 @@ static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
     if (fsdp->gathers == NULL)
         return DTRAIN_OK;
     return fsdp->device.queue != NULL
-               ? dtrain__async_all_gather_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], mine, all, counts, dtype,
-                                            &fsdp->device.works[DTRAIN__FSDP_GATHERS][number])
+               ? dtrain__async_start_v(fsdp->device.groups[DTRAIN__FSDP_GATHERS], DTRAIN__ALL_GATHER, mine, all, counts,
+                                       dtype, (dtrain_op)0, &fsdp->device.works[DTRAIN__FSDP_GATHERS][number])
                : dtrain__all_gather_v(fsdp->gathers, mine, all, counts, NULL, dtype, &fsdp->gathering[first]);
 }
 

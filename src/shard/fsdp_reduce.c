@@ -101,8 +101,8 @@ static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number, f
         first = i;
         dtrain__fsdp_convert(fsdp, cut->grads, DTRAIN_F32, in + cut->grad_stage * width, dtype, cut->count);
     }
-    return queues ? dtrain__async_reduce_scatter_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], in, sum, counts, dtype,
-                                                   DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number])
+    return queues ? dtrain__async_start_v(fsdp->device.groups[DTRAIN__FSDP_REDUCES], DTRAIN__REDUCE_SCATTER, in, sum,
+                                          counts, dtype, DTRAIN_SUM, &fsdp->device.works[DTRAIN__FSDP_REDUCES][number])
                   : dtrain__fsdp_scatter(fsdp, in, dtrain__fsdp_packed_sums(fsdp, begin), counts, first);
 }
 
