@@ -8761,8 +8761,12 @@ DTRAIN__SMALL_BEGIN
 
 static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *name, int flags)
 {
-    DTRAIN__FILE_TRY("open");
-    return openat(directory, name, flags | O_CLOEXEC, 0666);
+    int fd;
+    do {
+        errno = DTRAIN__FILE_FAULT("open");
+        fd = errno == 0 ? openat(directory, name, flags | O_CLOEXEC, 0666) : -1;
+    } while (fd < 0 && errno == EINTR);
+    return fd;
 }
 
 /* Makes an empty file beside one that it is to replace; `beside` gets its name. */
@@ -8870,9 +8874,7 @@ static DTRAIN__NOINLINE void dtrain__file_close(int fd)
 /* Opens a directory, "." for that of the descriptor itself. */
 static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
 {
-    do
-        *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
-    while (*fd < 0 && errno == EINTR);
+    *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
     if (*fd >= 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\": %s", what, name, strerror(errno));
@@ -8895,9 +8897,8 @@ static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name
 /* Opens a regular file for reading and gives its size. */
 static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, const char *name, const char *what)
 {
-    do /* a pipe without a writer would block: it is opened, looked at, and refused */
-        *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
-    while (*fd < 0 && errno == EINTR);
+    /* a pipe without a writer would block: it is opened, looked at, and refused */
+    *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
     if (*fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
     dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
@@ -46533,7 +46534,7 @@ static int dtrain__lock_open(dtrain__lock *lock, int directory)
         lock->fd = dtrain__file_sys_open(directory, DTRAIN__LOCK_NAME, flags | O_NOFOLLOW | O_NONBLOCK);
         if (lock->fd < 0 && flags != O_RDONLY && (errno == EACCES || errno == EPERM || errno == EROFS))
             flags = O_RDONLY;
-        else if (lock->fd < 0 && errno != EINTR)
+        else if (lock->fd < 0)
             return errno;
     }
     return 0;
@@ -47230,9 +47231,7 @@ typedef struct dtrain__index_order {
 static int dtrain__index_by_name(const void *left, const void *right)
 {
     const dtrain__index_order *a = (const dtrain__index_order *)left, *b = (const dtrain__index_order *)right;
-    int order = memcmp(a->name, b->name, a->length < b->length ? a->length : b->length);
-    if (order == 0 && a->length != b->length)
-        order = a->length < b->length ? -1 : 1;
+    int order = dtrain__safetensors_compare_text(a->name, a->length, b->name, b->length);
     return order != 0 ? order : a->old < b->old ? -1 : a->old > b->old;
 }
 
@@ -48132,12 +48131,7 @@ static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
     size_t length = strlen(piece->name);
     if (piece->suffix == NULL && dtrain__piece_is_state(piece->name, length))
         return "ends as names of optimizer state do: give it another";
-    for (size_t at = 0, step; at < length; at += step) {
-        step = dtrain__utf8((const unsigned char *)piece->name + at, length - at);
-        if (step == 0)
-            return "is not UTF-8";
-    }
-    return NULL;
+    return dtrain__safetensors_is_utf8(piece->name, length) ? NULL : "is not UTF-8";
 }
 
 /* Checks a piece; one of an element a step gets its size. */
@@ -50987,11 +50981,8 @@ static void dtrain__checkpoint_shared_name(const dtrain_checkpoint *ckpt, char n
 static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt)
 {
     char name[40];
-    int fd;
     dtrain__checkpoint_shared_name(ckpt, name);
-    do
-        fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
-    while (fd < 0 && errno == EINTR);
+    int fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
     if (fd < 0 && !dtrain__checkpoint_refuses(errno))
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: writing to the directory: %s",
                             strerror(errno));
@@ -51107,16 +51098,15 @@ static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtra
 DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtrain_comm *comm,
                                                   const dtrain_checkpoint_desc *desc)
 {
-    dtrain_allocator own = {NULL, NULL, 0, 0};
     if (ckpt == NULL || desc == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_checkpoint_create: ckpt and desc are needed, got NULL");
     *ckpt = NULL;
-    dtrain_allocator *allocator = desc->allocator != NULL ? desc->allocator : &own;
-    dtrain_checkpoint *made = (dtrain_checkpoint *)dtrain__alloc(allocator, sizeof *made);
+    dtrain_allocator *allocator = desc->allocator;
+    dtrain_checkpoint *made = (dtrain_checkpoint *)dtrain__memory_owner(allocator, sizeof *made,
+                                                                        offsetof(dtrain_checkpoint, own), &allocator);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory for %zu bytes", sizeof *made);
-    made->own = own;
-    made->allocator = desc->allocator != NULL ? desc->allocator : &made->own;
+    made->allocator = allocator;
     made->comm = comm;
     made->rank = comm != NULL ? dtrain_comm_rank(comm) : 0;
     made->ranks = comm != NULL ? dtrain_comm_size(comm) : 1;
@@ -51168,8 +51158,6 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
         return;
     __atomic_store_n(&ckpt->leaving, 1, __ATOMIC_RELEASE);
     dtrain__checkpoint_join(ckpt);
-    dtrain_allocator own = ckpt->own;
-    dtrain_allocator *allocator = ckpt->allocator == &ckpt->own ? &own : ckpt->allocator;
     dtrain__lock_release(&ckpt->lock);
     if (ckpt->directory != ckpt->base)
         dtrain__file_close(ckpt->directory);
@@ -51180,8 +51168,7 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
     dtrain__free(ckpt->allocator, ckpt->text);
     dtrain__free(ckpt->allocator, ckpt->seen);
     dtrain__free(ckpt->allocator, ckpt->steps);
-    own = ckpt->own;
-    dtrain__free(allocator, ckpt);
+    dtrain__free(ckpt->allocator, ckpt);
 }
 
 /* Whether no asynchronous save is under way on this rank. */

@@ -65,11 +65,8 @@ static void dtrain__checkpoint_shared_name(const dtrain_checkpoint *ckpt, char n
 static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt)
 {
     char name[40];
-    int fd;
     dtrain__checkpoint_shared_name(ckpt, name);
-    do
-        fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
-    while (fd < 0 && errno == EINTR);
+    int fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
     if (fd < 0 && !dtrain__checkpoint_refuses(errno))
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: writing to the directory: %s",
                             strerror(errno));
@@ -185,16 +182,15 @@ static dtrain_status dtrain__checkpoint_init(dtrain_checkpoint *ckpt, const dtra
 DTRAIN_API dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtrain_comm *comm,
                                                   const dtrain_checkpoint_desc *desc)
 {
-    dtrain_allocator own = {NULL, NULL, 0, 0};
     if (ckpt == NULL || desc == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_checkpoint_create: ckpt and desc are needed, got NULL");
     *ckpt = NULL;
-    dtrain_allocator *allocator = desc->allocator != NULL ? desc->allocator : &own;
-    dtrain_checkpoint *made = (dtrain_checkpoint *)dtrain__alloc(allocator, sizeof *made);
+    dtrain_allocator *allocator = desc->allocator;
+    dtrain_checkpoint *made = (dtrain_checkpoint *)dtrain__memory_owner(allocator, sizeof *made,
+                                                                        offsetof(dtrain_checkpoint, own), &allocator);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_checkpoint_create: no memory for %zu bytes", sizeof *made);
-    made->own = own;
-    made->allocator = desc->allocator != NULL ? desc->allocator : &made->own;
+    made->allocator = allocator;
     made->comm = comm;
     made->rank = comm != NULL ? dtrain_comm_rank(comm) : 0;
     made->ranks = comm != NULL ? dtrain_comm_size(comm) : 1;
@@ -246,8 +242,6 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
         return;
     __atomic_store_n(&ckpt->leaving, 1, __ATOMIC_RELEASE);
     dtrain__checkpoint_join(ckpt);
-    dtrain_allocator own = ckpt->own;
-    dtrain_allocator *allocator = ckpt->allocator == &ckpt->own ? &own : ckpt->allocator;
     dtrain__lock_release(&ckpt->lock);
     if (ckpt->directory != ckpt->base)
         dtrain__file_close(ckpt->directory);
@@ -258,8 +252,7 @@ DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
     dtrain__free(ckpt->allocator, ckpt->text);
     dtrain__free(ckpt->allocator, ckpt->seen);
     dtrain__free(ckpt->allocator, ckpt->steps);
-    own = ckpt->own;
-    dtrain__free(allocator, ckpt);
+    dtrain__free(ckpt->allocator, ckpt);
 }
 
 /* Whether no asynchronous save is under way on this rank. */

@@ -8,7 +8,7 @@
 #ifndef DTRAIN__INDEX
 #define DTRAIN__INDEX
 #include "checkpoint.h"
-#include "../format/file.c"
+#include "../format/safetensors_write.c"
 #include "region.c"
 #include "../base/json.c"
 
@@ -243,9 +243,7 @@ typedef struct dtrain__index_order {
 static int dtrain__index_by_name(const void *left, const void *right)
 {
     const dtrain__index_order *a = (const dtrain__index_order *)left, *b = (const dtrain__index_order *)right;
-    int order = memcmp(a->name, b->name, a->length < b->length ? a->length : b->length);
-    if (order == 0 && a->length != b->length)
-        order = a->length < b->length ? -1 : 1;
+    int order = dtrain__safetensors_compare_text(a->name, a->length, b->name, b->length);
     return order != 0 ? order : a->old < b->old ? -1 : a->old > b->old;
 }
 

@@ -63,7 +63,7 @@ static int dtrain__lock_open(dtrain__lock *lock, int directory)
         lock->fd = dtrain__file_sys_open(directory, DTRAIN__LOCK_NAME, flags | O_NOFOLLOW | O_NONBLOCK);
         if (lock->fd < 0 && flags != O_RDONLY && (errno == EACCES || errno == EPERM || errno == EROFS))
             flags = O_RDONLY;
-        else if (lock->fd < 0 && errno != EINTR)
+        else if (lock->fd < 0)
             return errno;
     }
     return 0;

@@ -56,12 +56,7 @@ static const char *dtrain__piece_bad_name(const dtrain_piece *piece)
     size_t length = strlen(piece->name);
     if (piece->suffix == NULL && dtrain__piece_is_state(piece->name, length))
         return "ends as names of optimizer state do: give it another";
-    for (size_t at = 0, step; at < length; at += step) {
-        step = dtrain__utf8((const unsigned char *)piece->name + at, length - at);
-        if (step == 0)
-            return "is not UTF-8";
-    }
-    return NULL;
+    return dtrain__safetensors_is_utf8(piece->name, length) ? NULL : "is not UTF-8";
 }
 
 /* Checks a piece; one of an element a step gets its size. */

@@ -44,8 +44,12 @@
 
 static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *name, int flags)
 {
-    DTRAIN__FILE_TRY("open");
-    return openat(directory, name, flags | O_CLOEXEC, 0666);
+    int fd;
+    do {
+        errno = DTRAIN__FILE_FAULT("open");
+        fd = errno == 0 ? openat(directory, name, flags | O_CLOEXEC, 0666) : -1;
+    } while (fd < 0 && errno == EINTR);
+    return fd;
 }
 
 /* Makes an empty file beside one that it is to replace; `beside` gets its name. */
@@ -153,9 +157,7 @@ static DTRAIN__NOINLINE void dtrain__file_close(int fd)
 /* Opens a directory, "." for that of the descriptor itself. */
 static dtrain_status dtrain__file_open_directory(int *fd, int directory, const char *name, const char *what)
 {
-    do
-        *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
-    while (*fd < 0 && errno == EINTR);
+    *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
     if (*fd >= 0)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\": %s", what, name, strerror(errno));
@@ -178,9 +180,8 @@ static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name
 /* Opens a regular file for reading and gives its size. */
 static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, const char *name, const char *what)
 {
-    do /* a pipe without a writer would block: it is opened, looked at, and refused */
-        *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
-    while (*fd < 0 && errno == EINTR);
+    /* a pipe without a writer would block: it is opened, looked at, and refused */
+    *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
     if (*fd < 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
     dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
