@@ -43455,8 +43455,8 @@ typedef struct dtrain__server_link {
     dtrain_comm *comm; /* NULL: none, left or lost */
     int rank;          /* of the other end in the whole group */
     dtrain_work *in[DTRAIN__SERVER_WINDOW], *out[DTRAIN__SERVER_WINDOW];
-    unsigned char *in_frames[DTRAIN__SERVER_WINDOW];
-    float *wide; /* synchronous server: what an incoming piece unpacks to */
+    unsigned char *in_frames; /* of the synchronous form; see dtrain__server_frame */
+    float *wide;              /* synchronous server: what an incoming piece unpacks to */
     /* of the asynchronous server */
     int state, fresh; /* fresh: has pulled since it pushed */
     uint64_t clock;   /* its gradients that came */
@@ -43481,12 +43481,12 @@ struct dtrain_server {
     size_t count, *elements, *begins; /* of each parameter: trained elements, and those before it */
     size_t total;
     dtrain__server_piece *pieces;
-    size_t piece_count, largest, message_bytes; /* largest: bytes of a piece and its prefix */
+    size_t piece_count, largest, message_bytes; /* largest: bytes of a piece and its prefix, at most */
     dtrain__server_link *links;
     int link_count;
     float *residual; /* 2 kinds: a worker's of its gradients, the synchronous server's of its sums */
     float *own, *wide;
-    unsigned char *out_frames[DTRAIN__SERVER_WINDOW];
+    unsigned char *out_frames;
     const void **inputs; /* of a fold, and their weights */
     double *weights;
     uint64_t clock; /* a worker's pushes */
@@ -43501,6 +43501,17 @@ struct dtrain_server {
 DTRAIN__EXACT_BEGIN
 DTRAIN__FOLD_PAIR(dtrain__server_minus, dtrain__f32, a[i] - b[i])
 DTRAIN__EXACT_END
+
+static int dtrain__server_slot(size_t piece)
+{
+    return (int)(piece % DTRAIN__SERVER_WINDOW);
+}
+
+/* A piece's frame: its weight, then the piece. */
+static unsigned char *dtrain__server_frame(const dtrain_server *s, unsigned char *frames, size_t piece)
+{
+    return frames + piece % DTRAIN__SERVER_WINDOW * s->largest;
+}
 
 /* Leaves a link; its messages end. */
 static void dtrain__server_close(dtrain__server_link *link)
@@ -43733,53 +43744,44 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
     if (s->pieces == NULL)
         return dtrain__server_no_memory(bytes);
     dtrain__server_cut(s);
-    s->largest += DTRAIN__SERVER_PREFIX;
+    s->largest = (s->largest + DTRAIN__SERVER_PREFIX + 63) / 64 * 64; /* frames follow each other aligned */
     return DTRAIN_OK;
 }
 
-/* Memory of what is not needed is not taken: 0 bytes leave NULL. */
-static int dtrain__server_take_memory(dtrain_server *s, void *place, size_t count, size_t width)
+/* Takes, or with `frees` gives back, a buffer; what is not needed has no elements and stays NULL. Returns 0 when there
+ * is no memory. */
+static int dtrain__server_buffer(dtrain_server *s, int frees, void *place, size_t count, size_t width)
 {
     size_t bytes;
     void *memory = NULL;
-    if (count == 0)
+    if (frees) {
+        memcpy(&memory, place, sizeof memory);
+        dtrain__free(s->allocator, memory);
         return 1;
-    if (dtrain__mul_size(count, width, &bytes))
+    }
+    if (dtrain__mul_size(count, width, &bytes) && bytes > 0)
         memory = dtrain__alloc(s->allocator, bytes);
     memcpy(place, &memory, sizeof memory);
-    return memory != NULL;
-}
-
-/* Takes, or with `frees` gives back, all buffers; returns 0 when there is no memory. */
-static int dtrain__server_buffer(dtrain_server *s, int frees, void *place, size_t count, size_t width)
-{
-    void *memory;
-    if (!frees)
-        return dtrain__server_take_memory(s, place, count, width);
-    memcpy(&memory, place, sizeof memory);
-    dtrain__free(s->allocator, memory);
-    return 1;
+    return memory != NULL || count == 0;
 }
 
 static int dtrain__server_buffers(dtrain_server *s, int frees)
 {
-    int sync = !s->desc.async, serves = s->serves, good = 1;
+    int sync = !s->desc.async, folds = sync && s->serves, sends = !sync && s->serves, good = 1;
     size_t piece = s->total < DTRAIN__SERVER_PIECE ? s->total : DTRAIN__SERVER_PIECE, n = (size_t)s->link_count + 1;
-    int residual = s->feedback && (sync || !serves);
-    good &= dtrain__server_buffer(s, frees, &s->residual, residual ? s->total : 0, sizeof(float));
+    size_t frames = sync ? DTRAIN__SERVER_WINDOW : 0;
+    good &= dtrain__server_buffer(s, frees, &s->residual, s->feedback && !sends ? s->total : 0, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->own, piece, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->wide, piece, sizeof(float));
-    good &= dtrain__server_buffer(s, frees, &s->inputs, sync && serves ? n : 0, sizeof *s->inputs);
-    good &= dtrain__server_buffer(s, frees, &s->weights, sync && serves ? n : 0, sizeof *s->weights);
-    for (int k = 0; k < DTRAIN__SERVER_WINDOW; k++)
-        good &= dtrain__server_buffer(s, frees, &s->out_frames[k], sync ? s->largest : 0, 1);
+    good &= dtrain__server_buffer(s, frees, &s->inputs, folds ? n : 0, sizeof *s->inputs);
+    good &= dtrain__server_buffer(s, frees, &s->weights, folds ? n : 0, sizeof *s->weights);
+    good &= dtrain__server_buffer(s, frees, &s->out_frames, frames, s->largest);
     for (int i = 0; s->links != NULL && i < s->link_count; i++) {
         dtrain__server_link *link = &s->links[i];
-        for (int k = 0; k < DTRAIN__SERVER_WINDOW; k++)
-            good &= dtrain__server_buffer(s, frees, &link->in_frames[k], sync ? s->largest : 0, 1);
-        good &= dtrain__server_buffer(s, frees, &link->wide, sync && serves && s->packs ? piece : 0, sizeof(float));
+        good &= dtrain__server_buffer(s, frees, &link->in_frames, frames, s->largest);
+        good &= dtrain__server_buffer(s, frees, &link->wide, folds && s->packs ? piece : 0, sizeof(float));
         good &= dtrain__server_buffer(s, frees, &link->message, sync ? 0 : s->message_bytes, 1);
-        good &= dtrain__server_buffer(s, frees, &link->view, !sync && serves && s->packs ? s->total : 0, sizeof(float));
+        good &= dtrain__server_buffer(s, frees, &link->view, sends && s->packs ? s->total : 0, sizeof(float));
     }
     return good;
 }
@@ -43922,19 +43924,14 @@ DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *serv
 #ifndef DTRAIN__SERVER_SYNC
 #define DTRAIN__SERVER_SYNC
 
-static int dtrain__server_slot(size_t piece)
-{
-    return (int)(piece % DTRAIN__SERVER_WINDOW);
-}
-
 /* Starts to receive a piece, where there is one. */
 static dtrain_status dtrain__server_expect(dtrain_server *s, dtrain__server_link *link, size_t piece)
 {
     int slot = dtrain__server_slot(piece);
     if (piece >= s->piece_count)
         return DTRAIN_OK;
-    return dtrain_recv_async(link->comm, link->in_frames[slot], DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes,
-                             DTRAIN_U8, s->serves, &link->in[slot]);
+    return dtrain_recv_async(link->comm, dtrain__server_frame(s, link->in_frames, piece),
+                             DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes, DTRAIN_U8, s->serves, &link->in[slot]);
 }
 
 /* Starts to send what is in a piece's frame. */
@@ -43944,7 +43941,8 @@ static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *
     size_t bytes = DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
     s->stats.sent_bytes += bytes;
     s->dense_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].count * sizeof(float);
-    return dtrain_send_async(link->comm, s->out_frames[slot], bytes, DTRAIN_U8, s->serves, &link->out[slot]);
+    return dtrain_send_async(link->comm, dtrain__server_frame(s, s->out_frames, piece), bytes, DTRAIN_U8, s->serves,
+                             &link->out[slot]);
 }
 
 /* Waits for a piece and reads the weight before it. */
@@ -43955,7 +43953,7 @@ static dtrain_status dtrain__server_receive(dtrain_server *s, dtrain__server_lin
     if (status != DTRAIN_OK)
         return status;
     s->stats.received_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
-    memcpy(weight, link->in_frames[slot], sizeof *weight);
+    memcpy(weight, dtrain__server_frame(s, link->in_frames, piece), sizeof *weight);
     if (!dtrain__train_finite(*weight) || *weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "aggregate on rank %d: rank %d sent a weight of %g, expected a number of at least 0",
@@ -43973,15 +43971,16 @@ static dtrain_status dtrain__server_give(dtrain_server *s, const dtrain_param *t
     if (status != DTRAIN_OK)
         return status;
     dtrain__server_take(s, table, &s->pieces[piece], 0, s->own);
-    memcpy(s->out_frames[slot], &weight, sizeof weight);
-    dtrain__server_pack(s, &s->pieces[piece], s->own, s->out_frames[slot] + DTRAIN__SERVER_PREFIX, s->wide);
+    memcpy(dtrain__server_frame(s, s->out_frames, piece), &weight, sizeof weight);
+    dtrain__server_pack(s, &s->pieces[piece], s->own,
+                        dtrain__server_frame(s, s->out_frames, piece) + DTRAIN__SERVER_PREFIX, s->wide);
     return dtrain__server_send(s, link, piece);
 }
 
 static dtrain_status dtrain__server_get(dtrain_server *s, const dtrain_param *table, size_t piece, double *total)
 {
     dtrain__server_link *link = &s->links[0];
-    const unsigned char *frame = link->in_frames[dtrain__server_slot(piece)];
+    const unsigned char *frame = dtrain__server_frame(s, link->in_frames, piece);
     dtrain_status status = dtrain__server_receive(s, link, piece, total);
     if (status != DTRAIN_OK)
         return status;
@@ -44049,7 +44048,7 @@ static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param
         if (i == s->link_count || s->links[i].comm == NULL)
             continue;
         dtrain__server_link *link = &s->links[i];
-        const unsigned char *data = link->in_frames[dtrain__server_slot(p)] + DTRAIN__SERVER_PREFIX;
+        const unsigned char *data = dtrain__server_frame(s, link->in_frames, p) + DTRAIN__SERVER_PREFIX;
         status = dtrain__server_receive(s, link, p, &theirs);
         if (status == DTRAIN_OK && piece->packed)
             status = dtrain__server_unpack(s, piece, data, link->wide);
@@ -44075,7 +44074,7 @@ static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
 static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param *table, size_t p, int n, double *total)
 {
     const dtrain__server_piece *piece = &s->pieces[p];
-    unsigned char *frame = s->out_frames[dtrain__server_slot(p)];
+    unsigned char *frame = dtrain__server_frame(s, s->out_frames, p);
     void *out[1];
     dtrain_status status = DTRAIN_OK;
     out[0] = s->wide;
@@ -44736,14 +44735,12 @@ typedef struct dtrain__rounds_fragment {
     dtrain_compressed *pack; /* NULL: as it is */
 } dtrain__rounds_fragment;
 
-/* Everything that is allocated, in bytes. */
 typedef struct dtrain__rounds_sizes {
-    size_t total, largest;    /* elements of all fragments, and of the largest */
-    size_t floats;            /* one block: outer, momentum, base, diff, sum, saved */
-    size_t weights, counters; /* a fragment; counters: and one */
-    size_t fragments, works, words, told, hellos;
-    size_t rooms[3], packs;
-    size_t all;
+    size_t total, largest;  /* elements of all fragments, and of the largest */
+    size_t works;           /* handles */
+    size_t saved;           /* of the largest that has a residual */
+    size_t rooms[3], packs; /* bytes of the rooms, and of the state of packing */
+    size_t all;             /* bytes of everything that is allocated */
 } dtrain__rounds_sizes;
 
 struct dtrain_local_sgd {
@@ -44757,7 +44754,8 @@ struct dtrain_local_sgd {
     dtrain__params params;
     dtrain__rounds_sizes sizes;
     dtrain__rounds_fragment *fragments;
-    float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity, saved: NULL without */
+    unsigned char *block;                                /* all of these arrays; see dtrain__rounds_place */
+    float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity: NULL without momentum */
     double *weights;                                     /* of the steps since each fragment's snapshot */
     uint64_t *counters;                                  /* steps, then rounds of each fragment */
     dtrain_local_sgd_stats stats;
@@ -44895,48 +44893,76 @@ static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain
     }
 }
 
-/* Sizes of everything on a rank; the elements are in memory, so that a few times as many bytes need not fit. */
-static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks, int rank,
-                                         const dtrain_local_sgd_desc *desc)
+/* The next array of a block, `at` in it; without a block it only counts. */
+static void *dtrain__rounds_next(unsigned char *block, size_t *at, size_t count, size_t size)
 {
-    size_t fragments = (size_t)desc->fragments, n = (size_t)ranks, packed = 0, copies;
-    int serves = desc->through_server && rank == desc->server;
+    size_t from = (*at + 63) / 64 * 64;
+    *at = from + count * size;
+    return block != NULL ? block + from : NULL;
+}
+
+/* Places all arrays in one block, and returns how many bytes that has. */
+static size_t dtrain__rounds_place(dtrain_local_sgd *local, unsigned char *block)
+{
+    const dtrain__rounds_sizes *sizes = &local->sizes;
+    size_t n = (size_t)local->ranks, fragments = (size_t)local->desc.fragments, total = sizes->total, at = 0;
+    size_t momentum = local->desc.outer_momentum != 0.0f ? total : 0;
+    local->outer = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
+    local->velocity = (float *)dtrain__rounds_next(block, &at, momentum, sizeof(float));
+    local->base = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
+    local->diff = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
+    local->sum = (float *)dtrain__rounds_next(block, &at, sizes->largest, sizeof(float));
+    local->saved = (float *)dtrain__rounds_next(block, &at, sizes->saved, sizeof(float));
+    local->weights = (double *)dtrain__rounds_next(block, &at, fragments, sizeof(double));
+    local->counters = (uint64_t *)dtrain__rounds_next(block, &at, fragments + 1, sizeof(uint64_t));
+    local->fragments =
+        (dtrain__rounds_fragment *)dtrain__rounds_next(block, &at, fragments, sizeof(dtrain__rounds_fragment));
+    local->works = (dtrain_work **)dtrain__rounds_next(block, &at, sizes->works, sizeof(dtrain_work *));
+    local->words = (uint64_t *)dtrain__rounds_next(block, &at, n * fragments, sizeof(uint64_t));
+    local->inbox = (uint64_t *)dtrain__rounds_next(block, &at, n * fragments, sizeof(uint64_t));
+    local->parts = (const void **)dtrain__rounds_next(block, &at, n, sizeof(void *));
+    local->last = (int *)dtrain__rounds_next(block, &at, n, sizeof(int));
+    local->hellos = (uint64_t *)dtrain__rounds_next(block, &at, (n + 1) * DTRAIN__ROUNDS_WORDS, sizeof(uint64_t));
+    for (int i = 0; i < 3; i++)
+        local->rooms[i] = (unsigned char *)dtrain__rounds_next(block, &at, sizes->rooms[i], 1);
+    local->velocity = momentum > 0 ? local->velocity : NULL;
+    return at;
+}
+
+/* Sizes of everything on this rank; the elements are in memory, so that a few times as many bytes need not fit. */
+static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
+{
+    const dtrain__params *params = &local->params;
+    const dtrain_local_sgd_desc *desc = &local->desc;
+    dtrain__rounds_sizes *sizes = &local->sizes;
+    int ranks = local->ranks, serves = desc->through_server && local->rank == desc->server;
+    size_t bytes;
     dtrain_compressor q;
     if (desc->through_server && (desc->server < 0 || desc->server >= ranks))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "local_sgd: the server is rank %d, expected 0 to %d",
                             desc->server, ranks - 1);
-    memset(sizes, 0, sizeof *sizes);
     memset(&q, 0, sizeof q);
     if (desc->compress != NULL && dtrain__rounds_compressor(desc->compress, NULL, &q) != DTRAIN_OK)
         return dtrain__thread_error.status;
     for (int f = 0; f < desc->fragments; f++) {
         size_t count = dtrain__rounds_count(params, desc->fragments, f);
+        int packs = dtrain__rounds_packs(desc, ranks, count);
         sizes->total += count;
         sizes->largest = count > sizes->largest ? count : sizes->largest;
-        int packs = dtrain__rounds_packs(desc, ranks, count);
         if (serves)
             dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
-        if (packs) {
-            sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
-            dtrain__rounds_rooms(sizes, &q, count, ranks);
-        }
-        packed = packs && count > packed ? count : packed;
+        if (!packs)
+            continue;
+        sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
+        dtrain__rounds_rooms(sizes, &q, count, ranks);
+        if (!desc->compress->feedback.no_feedback && count > sizes->saved)
+            sizes->saved = count;
     }
-    copies = 3 + (desc->outer_momentum != 0.0f);
-    if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &sizes->floats))
+    sizes->works = (size_t)ranks * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
+    if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "local_sgd: %zu elements are more than memory", sizes->total);
-    sizes->floats = (copies * sizes->total + sizes->largest) * sizeof(float);
-    sizes->floats += packed > 0 && !desc->compress->feedback.no_feedback ? packed * sizeof(float) : 0;
-    sizes->weights = fragments * sizeof(double);
-    sizes->counters = (fragments + 1) * sizeof(uint64_t);
-    sizes->fragments = fragments * sizeof(dtrain__rounds_fragment);
-    sizes->works = n * sizeof(dtrain_work *) * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
-    sizes->words = 2 * n * fragments * sizeof(uint64_t);
-    sizes->told = n * (sizeof(void *) + sizeof(int));
-    sizes->hellos = (n + 1) * DTRAIN__ROUNDS_WORDS * sizeof(uint64_t);
-    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) + sizes->floats +
-                 sizes->weights + sizes->counters + sizes->fragments + sizes->works + sizes->words + sizes->told +
-                 sizes->hellos + sizes->packs + sizes->rooms[0] + sizes->rooms[1] + sizes->rooms[2];
+    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) + sizes->packs +
+                 dtrain__rounds_place(local, NULL);
     return DTRAIN_OK;
 }
 
@@ -45112,7 +45138,7 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
     for (int i = 0; i < local->desc.fragments; i++)
         local->fragments[i].opened_ns = 0;
     local->told = 0;
-    memset(local->works, 0, local->sizes.works); /* handles die with their group */
+    memset(local->works, 0, local->sizes.works * sizeof *local->works); /* handles die with their group */
     if (old_up != up)
         dtrain_comm_destroy(old_up);
     if (old_down != down)
@@ -45937,16 +45963,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
     dtrain_allocator *allocator = local->allocator;
     for (int i = 0; local->fragments != NULL && i < local->desc.fragments; i++)
         dtrain_compressed_destroy(local->fragments[i].pack);
-    for (int i = 0; i < 3; i++)
-        dtrain__free(allocator, local->rooms[i]);
-    dtrain__free(allocator, local->outer);
-    dtrain__free(allocator, local->weights);
-    dtrain__free(allocator, local->counters);
-    dtrain__free(allocator, local->fragments);
-    dtrain__free(allocator, local->works);
-    dtrain__free(allocator, local->words);
-    dtrain__free(allocator, local->parts);
-    dtrain__free(allocator, local->hellos);
+    dtrain__free(allocator, local->block);
     dtrain__free(allocator, local->params.ranges);
     pthread_mutex_destroy(&local->mutex);
     dtrain__free(allocator, local);
@@ -45978,33 +45995,11 @@ static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm
 /* Allocates what the plan says. */
 static dtrain_status dtrain__rounds_allocate(dtrain_local_sgd *local, dtrain_comm *comm)
 {
-    dtrain_allocator *allocator = local->allocator;
-    const dtrain__rounds_sizes *sizes = &local->sizes;
-    int good = 1;
-    local->outer = (float *)dtrain__alloc(allocator, sizes->floats);
-    local->weights = (double *)dtrain__alloc(allocator, sizes->weights);
-    local->counters = (uint64_t *)dtrain__alloc(allocator, sizes->counters);
-    local->fragments = (dtrain__rounds_fragment *)dtrain__alloc(allocator, sizes->fragments);
-    local->works = (dtrain_work **)dtrain__alloc(allocator, sizes->works);
-    local->words = (uint64_t *)dtrain__alloc(allocator, sizes->words);
-    local->parts = (const void **)dtrain__alloc(allocator, sizes->told);
-    local->hellos = (uint64_t *)dtrain__alloc(allocator, sizes->hellos);
-    for (int i = 0; i < 3; i++) {
-        local->rooms[i] = sizes->rooms[i] > 0 ? (unsigned char *)dtrain__alloc(allocator, sizes->rooms[i]) : NULL;
-        good &= sizes->rooms[i] == 0 || local->rooms[i] != NULL;
-    }
-    if (!good || local->outer == NULL || local->weights == NULL || local->counters == NULL ||
-        local->fragments == NULL || local->works == NULL || local->words == NULL || local->parts == NULL ||
-        local->hellos == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes", sizes->all);
-    float *next = local->outer + sizes->total;
-    local->velocity = local->desc.outer_momentum != 0.0f ? next : NULL;
-    local->base = local->velocity != NULL ? next + sizes->total : next;
-    local->diff = local->base + sizes->total;
-    local->sum = local->diff + sizes->total;
-    local->saved = local->sum + sizes->largest;
-    local->inbox = local->words + (size_t)local->ranks * (size_t)local->desc.fragments;
-    local->last = (int *)(void *)(local->parts + local->ranks);
+    local->block = (unsigned char *)dtrain__alloc(local->allocator, dtrain__rounds_place(local, NULL));
+    if (local->block == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes",
+                            local->sizes.all);
+    dtrain__rounds_place(local, local->block);
     return dtrain__rounds_lay_out(local, comm);
 }
 
@@ -46022,7 +46017,7 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
     if (status == DTRAIN_OK)
         status = dtrain__rounds_check(&local->desc, &local->params);
     if (status == DTRAIN_OK)
-        status = dtrain__rounds_plan(&local->sizes, &local->params, local->ranks, local->rank, &local->desc);
+        status = dtrain__rounds_plan(local);
     if (status != DTRAIN_OK)
         return status;
     if (local->desc.through_server)

@@ -10,16 +10,7 @@ static void dtrain__rounds_free(dtrain_local_sgd *local)
     dtrain_allocator *allocator = local->allocator;
     for (int i = 0; local->fragments != NULL && i < local->desc.fragments; i++)
         dtrain_compressed_destroy(local->fragments[i].pack);
-    for (int i = 0; i < 3; i++)
-        dtrain__free(allocator, local->rooms[i]);
-    dtrain__free(allocator, local->outer);
-    dtrain__free(allocator, local->weights);
-    dtrain__free(allocator, local->counters);
-    dtrain__free(allocator, local->fragments);
-    dtrain__free(allocator, local->works);
-    dtrain__free(allocator, local->words);
-    dtrain__free(allocator, local->parts);
-    dtrain__free(allocator, local->hellos);
+    dtrain__free(allocator, local->block);
     dtrain__free(allocator, local->params.ranges);
     pthread_mutex_destroy(&local->mutex);
     dtrain__free(allocator, local);
@@ -51,33 +42,11 @@ static dtrain_status dtrain__rounds_lay_out(dtrain_local_sgd *local, dtrain_comm
 /* Allocates what the plan says. */
 static dtrain_status dtrain__rounds_allocate(dtrain_local_sgd *local, dtrain_comm *comm)
 {
-    dtrain_allocator *allocator = local->allocator;
-    const dtrain__rounds_sizes *sizes = &local->sizes;
-    int good = 1;
-    local->outer = (float *)dtrain__alloc(allocator, sizes->floats);
-    local->weights = (double *)dtrain__alloc(allocator, sizes->weights);
-    local->counters = (uint64_t *)dtrain__alloc(allocator, sizes->counters);
-    local->fragments = (dtrain__rounds_fragment *)dtrain__alloc(allocator, sizes->fragments);
-    local->works = (dtrain_work **)dtrain__alloc(allocator, sizes->works);
-    local->words = (uint64_t *)dtrain__alloc(allocator, sizes->words);
-    local->parts = (const void **)dtrain__alloc(allocator, sizes->told);
-    local->hellos = (uint64_t *)dtrain__alloc(allocator, sizes->hellos);
-    for (int i = 0; i < 3; i++) {
-        local->rooms[i] = sizes->rooms[i] > 0 ? (unsigned char *)dtrain__alloc(allocator, sizes->rooms[i]) : NULL;
-        good &= sizes->rooms[i] == 0 || local->rooms[i] != NULL;
-    }
-    if (!good || local->outer == NULL || local->weights == NULL || local->counters == NULL ||
-        local->fragments == NULL || local->works == NULL || local->words == NULL || local->parts == NULL ||
-        local->hellos == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes", sizes->all);
-    float *next = local->outer + sizes->total;
-    local->velocity = local->desc.outer_momentum != 0.0f ? next : NULL;
-    local->base = local->velocity != NULL ? next + sizes->total : next;
-    local->diff = local->base + sizes->total;
-    local->sum = local->diff + sizes->total;
-    local->saved = local->sum + sizes->largest;
-    local->inbox = local->words + (size_t)local->ranks * (size_t)local->desc.fragments;
-    local->last = (int *)(void *)(local->parts + local->ranks);
+    local->block = (unsigned char *)dtrain__alloc(local->allocator, dtrain__rounds_place(local, NULL));
+    if (local->block == NULL)
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "dtrain_local_sgd_create: no memory for %zu bytes",
+                            local->sizes.all);
+    dtrain__rounds_place(local, local->block);
     return dtrain__rounds_lay_out(local, comm);
 }
 
@@ -95,7 +64,7 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
     if (status == DTRAIN_OK)
         status = dtrain__rounds_check(&local->desc, &local->params);
     if (status == DTRAIN_OK)
-        status = dtrain__rounds_plan(&local->sizes, &local->params, local->ranks, local->rank, &local->desc);
+        status = dtrain__rounds_plan(local);
     if (status != DTRAIN_OK)
         return status;
     if (local->desc.through_server)

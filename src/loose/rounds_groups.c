@@ -84,7 +84,7 @@ static void dtrain__rounds_set_groups(dtrain_local_sgd *local, dtrain_comm *grou
     for (int i = 0; i < local->desc.fragments; i++)
         local->fragments[i].opened_ns = 0;
     local->told = 0;
-    memset(local->works, 0, local->sizes.works); /* handles die with their group */
+    memset(local->works, 0, local->sizes.works * sizeof *local->works); /* handles die with their group */
     if (old_up != up)
         dtrain_comm_destroy(old_up);
     if (old_down != down)

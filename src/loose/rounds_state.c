@@ -41,14 +41,12 @@ typedef struct dtrain__rounds_fragment {
     dtrain_compressed *pack; /* NULL: as it is */
 } dtrain__rounds_fragment;
 
-/* Everything that is allocated, in bytes. */
 typedef struct dtrain__rounds_sizes {
-    size_t total, largest;    /* elements of all fragments, and of the largest */
-    size_t floats;            /* one block: outer, momentum, base, diff, sum, saved */
-    size_t weights, counters; /* a fragment; counters: and one */
-    size_t fragments, works, words, told, hellos;
-    size_t rooms[3], packs;
-    size_t all;
+    size_t total, largest;  /* elements of all fragments, and of the largest */
+    size_t works;           /* handles */
+    size_t saved;           /* of the largest that has a residual */
+    size_t rooms[3], packs; /* bytes of the rooms, and of the state of packing */
+    size_t all;             /* bytes of everything that is allocated */
 } dtrain__rounds_sizes;
 
 struct dtrain_local_sgd {
@@ -62,7 +60,8 @@ struct dtrain_local_sgd {
     dtrain__params params;
     dtrain__rounds_sizes sizes;
     dtrain__rounds_fragment *fragments;
-    float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity, saved: NULL without */
+    unsigned char *block;                                /* all of these arrays; see dtrain__rounds_place */
+    float *outer, *velocity, *base, *diff, *sum, *saved; /* velocity: NULL without momentum */
     double *weights;                                     /* of the steps since each fragment's snapshot */
     uint64_t *counters;                                  /* steps, then rounds of each fragment */
     dtrain_local_sgd_stats stats;
@@ -200,48 +199,76 @@ static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain
     }
 }
 
-/* Sizes of everything on a rank; the elements are in memory, so that a few times as many bytes need not fit. */
-static dtrain_status dtrain__rounds_plan(dtrain__rounds_sizes *sizes, const dtrain__params *params, int ranks, int rank,
-                                         const dtrain_local_sgd_desc *desc)
+/* The next array of a block, `at` in it; without a block it only counts. */
+static void *dtrain__rounds_next(unsigned char *block, size_t *at, size_t count, size_t size)
 {
-    size_t fragments = (size_t)desc->fragments, n = (size_t)ranks, packed = 0, copies;
-    int serves = desc->through_server && rank == desc->server;
+    size_t from = (*at + 63) / 64 * 64;
+    *at = from + count * size;
+    return block != NULL ? block + from : NULL;
+}
+
+/* Places all arrays in one block, and returns how many bytes that has. */
+static size_t dtrain__rounds_place(dtrain_local_sgd *local, unsigned char *block)
+{
+    const dtrain__rounds_sizes *sizes = &local->sizes;
+    size_t n = (size_t)local->ranks, fragments = (size_t)local->desc.fragments, total = sizes->total, at = 0;
+    size_t momentum = local->desc.outer_momentum != 0.0f ? total : 0;
+    local->outer = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
+    local->velocity = (float *)dtrain__rounds_next(block, &at, momentum, sizeof(float));
+    local->base = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
+    local->diff = (float *)dtrain__rounds_next(block, &at, total, sizeof(float));
+    local->sum = (float *)dtrain__rounds_next(block, &at, sizes->largest, sizeof(float));
+    local->saved = (float *)dtrain__rounds_next(block, &at, sizes->saved, sizeof(float));
+    local->weights = (double *)dtrain__rounds_next(block, &at, fragments, sizeof(double));
+    local->counters = (uint64_t *)dtrain__rounds_next(block, &at, fragments + 1, sizeof(uint64_t));
+    local->fragments =
+        (dtrain__rounds_fragment *)dtrain__rounds_next(block, &at, fragments, sizeof(dtrain__rounds_fragment));
+    local->works = (dtrain_work **)dtrain__rounds_next(block, &at, sizes->works, sizeof(dtrain_work *));
+    local->words = (uint64_t *)dtrain__rounds_next(block, &at, n * fragments, sizeof(uint64_t));
+    local->inbox = (uint64_t *)dtrain__rounds_next(block, &at, n * fragments, sizeof(uint64_t));
+    local->parts = (const void **)dtrain__rounds_next(block, &at, n, sizeof(void *));
+    local->last = (int *)dtrain__rounds_next(block, &at, n, sizeof(int));
+    local->hellos = (uint64_t *)dtrain__rounds_next(block, &at, (n + 1) * DTRAIN__ROUNDS_WORDS, sizeof(uint64_t));
+    for (int i = 0; i < 3; i++)
+        local->rooms[i] = (unsigned char *)dtrain__rounds_next(block, &at, sizes->rooms[i], 1);
+    local->velocity = momentum > 0 ? local->velocity : NULL;
+    return at;
+}
+
+/* Sizes of everything on this rank; the elements are in memory, so that a few times as many bytes need not fit. */
+static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
+{
+    const dtrain__params *params = &local->params;
+    const dtrain_local_sgd_desc *desc = &local->desc;
+    dtrain__rounds_sizes *sizes = &local->sizes;
+    int ranks = local->ranks, serves = desc->through_server && local->rank == desc->server;
+    size_t bytes;
     dtrain_compressor q;
     if (desc->through_server && (desc->server < 0 || desc->server >= ranks))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "local_sgd: the server is rank %d, expected 0 to %d",
                             desc->server, ranks - 1);
-    memset(sizes, 0, sizeof *sizes);
     memset(&q, 0, sizeof q);
     if (desc->compress != NULL && dtrain__rounds_compressor(desc->compress, NULL, &q) != DTRAIN_OK)
         return dtrain__thread_error.status;
     for (int f = 0; f < desc->fragments; f++) {
         size_t count = dtrain__rounds_count(params, desc->fragments, f);
+        int packs = dtrain__rounds_packs(desc, ranks, count);
         sizes->total += count;
         sizes->largest = count > sizes->largest ? count : sizes->largest;
-        int packs = dtrain__rounds_packs(desc, ranks, count);
         if (serves)
             dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
-        if (packs) {
-            sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
-            dtrain__rounds_rooms(sizes, &q, count, ranks);
-        }
-        packed = packs && count > packed ? count : packed;
+        if (!packs)
+            continue;
+        sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
+        dtrain__rounds_rooms(sizes, &q, count, ranks);
+        if (!desc->compress->feedback.no_feedback && count > sizes->saved)
+            sizes->saved = count;
     }
-    copies = 3 + (desc->outer_momentum != 0.0f);
-    if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &sizes->floats))
+    sizes->works = (size_t)ranks * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
+    if (!dtrain__mul_size(sizes->total, 8 * sizeof(float), &bytes))
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "local_sgd: %zu elements are more than memory", sizes->total);
-    sizes->floats = (copies * sizes->total + sizes->largest) * sizeof(float);
-    sizes->floats += packed > 0 && !desc->compress->feedback.no_feedback ? packed * sizeof(float) : 0;
-    sizes->weights = fragments * sizeof(double);
-    sizes->counters = (fragments + 1) * sizeof(uint64_t);
-    sizes->fragments = fragments * sizeof(dtrain__rounds_fragment);
-    sizes->works = n * sizeof(dtrain_work *) * (desc->through_server ? 1 + 2 * DTRAIN__ROUNDS_WAYS : 1);
-    sizes->words = 2 * n * fragments * sizeof(uint64_t);
-    sizes->told = n * (sizeof(void *) + sizeof(int));
-    sizes->hellos = (n + 1) * DTRAIN__ROUNDS_WORDS * sizeof(uint64_t);
-    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) + sizes->floats +
-                 sizes->weights + sizes->counters + sizes->fragments + sizes->works + sizes->words + sizes->told +
-                 sizes->hellos + sizes->packs + sizes->rooms[0] + sizes->rooms[1] + sizes->rooms[2];
+    sizes->all = sizeof(dtrain_local_sgd) + params->range_count * sizeof(dtrain__params_range) + sizes->packs +
+                 dtrain__rounds_place(local, NULL);
     return DTRAIN_OK;
 }
 

@@ -123,8 +123,8 @@ typedef struct dtrain__server_link {
     dtrain_comm *comm; /* NULL: none, left or lost */
     int rank;          /* of the other end in the whole group */
     dtrain_work *in[DTRAIN__SERVER_WINDOW], *out[DTRAIN__SERVER_WINDOW];
-    unsigned char *in_frames[DTRAIN__SERVER_WINDOW];
-    float *wide; /* synchronous server: what an incoming piece unpacks to */
+    unsigned char *in_frames; /* of the synchronous form; see dtrain__server_frame */
+    float *wide;              /* synchronous server: what an incoming piece unpacks to */
     /* of the asynchronous server */
     int state, fresh; /* fresh: has pulled since it pushed */
     uint64_t clock;   /* its gradients that came */
@@ -149,12 +149,12 @@ struct dtrain_server {
     size_t count, *elements, *begins; /* of each parameter: trained elements, and those before it */
     size_t total;
     dtrain__server_piece *pieces;
-    size_t piece_count, largest, message_bytes; /* largest: bytes of a piece and its prefix */
+    size_t piece_count, largest, message_bytes; /* largest: bytes of a piece and its prefix, at most */
     dtrain__server_link *links;
     int link_count;
     float *residual; /* 2 kinds: a worker's of its gradients, the synchronous server's of its sums */
     float *own, *wide;
-    unsigned char *out_frames[DTRAIN__SERVER_WINDOW];
+    unsigned char *out_frames;
     const void **inputs; /* of a fold, and their weights */
     double *weights;
     uint64_t clock; /* a worker's pushes */
@@ -169,6 +169,17 @@ struct dtrain_server {
 DTRAIN__EXACT_BEGIN
 DTRAIN__FOLD_PAIR(dtrain__server_minus, dtrain__f32, a[i] - b[i])
 DTRAIN__EXACT_END
+
+static int dtrain__server_slot(size_t piece)
+{
+    return (int)(piece % DTRAIN__SERVER_WINDOW);
+}
+
+/* A piece's frame: its weight, then the piece. */
+static unsigned char *dtrain__server_frame(const dtrain_server *s, unsigned char *frames, size_t piece)
+{
+    return frames + piece % DTRAIN__SERVER_WINDOW * s->largest;
+}
 
 /* Leaves a link; its messages end. */
 static void dtrain__server_close(dtrain__server_link *link)

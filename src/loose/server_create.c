@@ -68,53 +68,44 @@ static dtrain_status dtrain__server_lay_out(dtrain_server *s, const dtrain_param
     if (s->pieces == NULL)
         return dtrain__server_no_memory(bytes);
     dtrain__server_cut(s);
-    s->largest += DTRAIN__SERVER_PREFIX;
+    s->largest = (s->largest + DTRAIN__SERVER_PREFIX + 63) / 64 * 64; /* frames follow each other aligned */
     return DTRAIN_OK;
 }
 
-/* Memory of what is not needed is not taken: 0 bytes leave NULL. */
-static int dtrain__server_take_memory(dtrain_server *s, void *place, size_t count, size_t width)
+/* Takes, or with `frees` gives back, a buffer; what is not needed has no elements and stays NULL. Returns 0 when there
+ * is no memory. */
+static int dtrain__server_buffer(dtrain_server *s, int frees, void *place, size_t count, size_t width)
 {
     size_t bytes;
     void *memory = NULL;
-    if (count == 0)
+    if (frees) {
+        memcpy(&memory, place, sizeof memory);
+        dtrain__free(s->allocator, memory);
         return 1;
-    if (dtrain__mul_size(count, width, &bytes))
+    }
+    if (dtrain__mul_size(count, width, &bytes) && bytes > 0)
         memory = dtrain__alloc(s->allocator, bytes);
     memcpy(place, &memory, sizeof memory);
-    return memory != NULL;
-}
-
-/* Takes, or with `frees` gives back, all buffers; returns 0 when there is no memory. */
-static int dtrain__server_buffer(dtrain_server *s, int frees, void *place, size_t count, size_t width)
-{
-    void *memory;
-    if (!frees)
-        return dtrain__server_take_memory(s, place, count, width);
-    memcpy(&memory, place, sizeof memory);
-    dtrain__free(s->allocator, memory);
-    return 1;
+    return memory != NULL || count == 0;
 }
 
 static int dtrain__server_buffers(dtrain_server *s, int frees)
 {
-    int sync = !s->desc.async, serves = s->serves, good = 1;
+    int sync = !s->desc.async, folds = sync && s->serves, sends = !sync && s->serves, good = 1;
     size_t piece = s->total < DTRAIN__SERVER_PIECE ? s->total : DTRAIN__SERVER_PIECE, n = (size_t)s->link_count + 1;
-    int residual = s->feedback && (sync || !serves);
-    good &= dtrain__server_buffer(s, frees, &s->residual, residual ? s->total : 0, sizeof(float));
+    size_t frames = sync ? DTRAIN__SERVER_WINDOW : 0;
+    good &= dtrain__server_buffer(s, frees, &s->residual, s->feedback && !sends ? s->total : 0, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->own, piece, sizeof(float));
     good &= dtrain__server_buffer(s, frees, &s->wide, piece, sizeof(float));
-    good &= dtrain__server_buffer(s, frees, &s->inputs, sync && serves ? n : 0, sizeof *s->inputs);
-    good &= dtrain__server_buffer(s, frees, &s->weights, sync && serves ? n : 0, sizeof *s->weights);
-    for (int k = 0; k < DTRAIN__SERVER_WINDOW; k++)
-        good &= dtrain__server_buffer(s, frees, &s->out_frames[k], sync ? s->largest : 0, 1);
+    good &= dtrain__server_buffer(s, frees, &s->inputs, folds ? n : 0, sizeof *s->inputs);
+    good &= dtrain__server_buffer(s, frees, &s->weights, folds ? n : 0, sizeof *s->weights);
+    good &= dtrain__server_buffer(s, frees, &s->out_frames, frames, s->largest);
     for (int i = 0; s->links != NULL && i < s->link_count; i++) {
         dtrain__server_link *link = &s->links[i];
-        for (int k = 0; k < DTRAIN__SERVER_WINDOW; k++)
-            good &= dtrain__server_buffer(s, frees, &link->in_frames[k], sync ? s->largest : 0, 1);
-        good &= dtrain__server_buffer(s, frees, &link->wide, sync && serves && s->packs ? piece : 0, sizeof(float));
+        good &= dtrain__server_buffer(s, frees, &link->in_frames, frames, s->largest);
+        good &= dtrain__server_buffer(s, frees, &link->wide, folds && s->packs ? piece : 0, sizeof(float));
         good &= dtrain__server_buffer(s, frees, &link->message, sync ? 0 : s->message_bytes, 1);
-        good &= dtrain__server_buffer(s, frees, &link->view, !sync && serves && s->packs ? s->total : 0, sizeof(float));
+        good &= dtrain__server_buffer(s, frees, &link->view, sends && s->packs ? s->total : 0, sizeof(float));
     }
     return good;
 }

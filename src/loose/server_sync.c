@@ -7,19 +7,14 @@
 #define DTRAIN__SERVER_SYNC
 #include "server_create.c"
 
-static int dtrain__server_slot(size_t piece)
-{
-    return (int)(piece % DTRAIN__SERVER_WINDOW);
-}
-
 /* Starts to receive a piece, where there is one. */
 static dtrain_status dtrain__server_expect(dtrain_server *s, dtrain__server_link *link, size_t piece)
 {
     int slot = dtrain__server_slot(piece);
     if (piece >= s->piece_count)
         return DTRAIN_OK;
-    return dtrain_recv_async(link->comm, link->in_frames[slot], DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes,
-                             DTRAIN_U8, s->serves, &link->in[slot]);
+    return dtrain_recv_async(link->comm, dtrain__server_frame(s, link->in_frames, piece),
+                             DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes, DTRAIN_U8, s->serves, &link->in[slot]);
 }
 
 /* Starts to send what is in a piece's frame. */
@@ -29,7 +24,8 @@ static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *
     size_t bytes = DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
     s->stats.sent_bytes += bytes;
     s->dense_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].count * sizeof(float);
-    return dtrain_send_async(link->comm, s->out_frames[slot], bytes, DTRAIN_U8, s->serves, &link->out[slot]);
+    return dtrain_send_async(link->comm, dtrain__server_frame(s, s->out_frames, piece), bytes, DTRAIN_U8, s->serves,
+                             &link->out[slot]);
 }
 
 /* Waits for a piece and reads the weight before it. */
@@ -40,7 +36,7 @@ static dtrain_status dtrain__server_receive(dtrain_server *s, dtrain__server_lin
     if (status != DTRAIN_OK)
         return status;
     s->stats.received_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
-    memcpy(weight, link->in_frames[slot], sizeof *weight);
+    memcpy(weight, dtrain__server_frame(s, link->in_frames, piece), sizeof *weight);
     if (!dtrain__train_finite(*weight) || *weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
                             "aggregate on rank %d: rank %d sent a weight of %g, expected a number of at least 0",
@@ -58,15 +54,16 @@ static dtrain_status dtrain__server_give(dtrain_server *s, const dtrain_param *t
     if (status != DTRAIN_OK)
         return status;
     dtrain__server_take(s, table, &s->pieces[piece], 0, s->own);
-    memcpy(s->out_frames[slot], &weight, sizeof weight);
-    dtrain__server_pack(s, &s->pieces[piece], s->own, s->out_frames[slot] + DTRAIN__SERVER_PREFIX, s->wide);
+    memcpy(dtrain__server_frame(s, s->out_frames, piece), &weight, sizeof weight);
+    dtrain__server_pack(s, &s->pieces[piece], s->own,
+                        dtrain__server_frame(s, s->out_frames, piece) + DTRAIN__SERVER_PREFIX, s->wide);
     return dtrain__server_send(s, link, piece);
 }
 
 static dtrain_status dtrain__server_get(dtrain_server *s, const dtrain_param *table, size_t piece, double *total)
 {
     dtrain__server_link *link = &s->links[0];
-    const unsigned char *frame = link->in_frames[dtrain__server_slot(piece)];
+    const unsigned char *frame = dtrain__server_frame(s, link->in_frames, piece);
     dtrain_status status = dtrain__server_receive(s, link, piece, total);
     if (status != DTRAIN_OK)
         return status;
@@ -134,7 +131,7 @@ static dtrain_status dtrain__server_collect(dtrain_server *s, const dtrain_param
         if (i == s->link_count || s->links[i].comm == NULL)
             continue;
         dtrain__server_link *link = &s->links[i];
-        const unsigned char *data = link->in_frames[dtrain__server_slot(p)] + DTRAIN__SERVER_PREFIX;
+        const unsigned char *data = dtrain__server_frame(s, link->in_frames, p) + DTRAIN__SERVER_PREFIX;
         status = dtrain__server_receive(s, link, p, &theirs);
         if (status == DTRAIN_OK && piece->packed)
             status = dtrain__server_unpack(s, piece, data, link->wide);
@@ -160,7 +157,7 @@ static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
 static dtrain_status dtrain__server_return(dtrain_server *s, const dtrain_param *table, size_t p, int n, double *total)
 {
     const dtrain__server_piece *piece = &s->pieces[p];
-    unsigned char *frame = s->out_frames[dtrain__server_slot(p)];
+    unsigned char *frame = dtrain__server_frame(s, s->out_frames, p);
     void *out[1];
     dtrain_status status = DTRAIN_OK;
     out[0] = s->wide;
