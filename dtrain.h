@@ -23871,6 +23871,14 @@ DTRAIN_API DTRAIN__NOINLINE dtrain_status dtrain_work_wait(dtrain_work *work)
     return dtrain__work_end(work, INT64_MAX, &ended);
 }
 
+/* Waits for a work, if there is one, and forgets it. */
+static dtrain_status dtrain__work_settle(dtrain_work **work)
+{
+    dtrain_work *pending = *work;
+    *work = NULL;
+    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
+}
+
 /* It may be called beside another call of the group, whose error text so stays as it is. */
 DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
 {
@@ -29888,40 +29896,27 @@ static void dtrain__quantise_cast_unpack_now(const dtrain_compressor *compressor
     DTRAIN_IGNORE(dtrain_convert(in, (dtrain_dtype)compressor->block, out, DTRAIN_F32, count));
 }
 
+/* In the order of dtrain_compression. */
+static const dtrain_compressor dtrain__quantise_tables[] = {
+    {"bf16", NULL, DTRAIN_BF16, dtrain__quantise_cast_bytes, dtrain__quantise_cast_pack_now,
+     dtrain__quantise_cast_unpack_now, NULL, NULL},
+    {"f16", NULL, DTRAIN_F16, dtrain__quantise_cast_bytes, dtrain__quantise_cast_pack_now,
+     dtrain__quantise_cast_unpack_now, NULL, NULL},
+    {"int8", NULL, 256, dtrain__quantise_byte_bytes, dtrain__quantise_int8_pack_now, dtrain__quantise_int8_unpack_now,
+     NULL, NULL},
+    {"fp8", NULL, 256, dtrain__quantise_byte_bytes, dtrain__quantise_fp8_pack_now, dtrain__quantise_fp8_unpack_now,
+     NULL, NULL},
+    {"sign", NULL, 1024, dtrain__quantise_sign_bytes, dtrain__quantise_sign_pack_now, dtrain__quantise_sign_unpack_now,
+     NULL, NULL}};
+
 DTRAIN_API dtrain_compressor dtrain_compressor_of(dtrain_compression kind, size_t block)
 {
     dtrain_compressor made;
     memset(&made, 0, sizeof made);
-    switch (kind) {
-    case DTRAIN_COMPRESS_BF16:
-    case DTRAIN_COMPRESS_F16:
-        made.name = kind == DTRAIN_COMPRESS_F16 ? "f16" : "bf16";
-        made.block = (size_t)(kind == DTRAIN_COMPRESS_F16 ? DTRAIN_F16 : DTRAIN_BF16);
-        made.bytes = dtrain__quantise_cast_bytes;
-        made.pack = dtrain__quantise_cast_pack_now;
-        made.unpack = dtrain__quantise_cast_unpack_now;
-        return made;
-    case DTRAIN_COMPRESS_INT8:
-        made.name = "int8";
-        made.bytes = dtrain__quantise_byte_bytes;
-        made.pack = dtrain__quantise_int8_pack_now;
-        made.unpack = dtrain__quantise_int8_unpack_now;
-        break;
-    case DTRAIN_COMPRESS_FP8:
-        made.name = "fp8";
-        made.bytes = dtrain__quantise_byte_bytes;
-        made.pack = dtrain__quantise_fp8_pack_now;
-        made.unpack = dtrain__quantise_fp8_unpack_now;
-        break;
-    case DTRAIN_COMPRESS_SIGN:
-        made.name = "sign";
-        made.bytes = dtrain__quantise_sign_bytes;
-        made.pack = dtrain__quantise_sign_pack_now;
-        made.unpack = dtrain__quantise_sign_unpack_now;
-        break;
-    default: return made;
-    }
-    made.block = block > 0 ? block : kind == DTRAIN_COMPRESS_SIGN ? 1024 : 256;
+    if (kind >= DTRAIN_COMPRESS_BF16 && kind <= DTRAIN_COMPRESS_SIGN)
+        made = dtrain__quantise_tables[kind - DTRAIN_COMPRESS_BF16];
+    if (block > 0 && made.bytes != NULL && made.bytes != dtrain__quantise_cast_bytes)
+        made.block = block;
     return made;
 }
 
@@ -29967,6 +29962,19 @@ typedef struct dtrain__device_selection {
     size_t count, k;
 } dtrain__device_selection;
 
+/* Checks that k of count elements can be told by indices. */
+static dtrain_status dtrain__device_check_k(const dtrain_device *device, const char *call, size_t k, size_t count)
+{
+    if (k > count)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
+                            dtrain_device_name(device), k, count);
+    if ((uint64_t)count > UINT32_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
+                            dtrain_device_name(device), count);
+    return DTRAIN_OK;
+}
+
 DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, size_t count, size_t k,
                                                         dtrain_device_selection **selection)
 {
@@ -29976,13 +29984,9 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: selection is NULL, expected a place for it", call,
                             dtrain_device_name(device));
     *selection = NULL;
-    if (k > count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
-                            dtrain_device_name(device), k, count);
-    if ((uint64_t)count > UINT32_MAX)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
-                            dtrain_device_name(device), count);
+    dtrain_status status = dtrain__device_check_k(device, call, k, count);
+    if (status != DTRAIN_OK)
+        return status;
     dtrain__device_selection *mine = (dtrain__device_selection *)dtrain__memory_owner(
         NULL, sizeof *mine, offsetof(dtrain__device_selection, heap), &heap);
     if (mine == NULL)
@@ -29991,7 +29995,6 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
     mine->device = device;
     mine->count = count;
     mine->k = k;
-    dtrain_status status = DTRAIN_OK;
     if (device != NULL)
         status = DTRAIN__DEVICE_CALL(device, call, selection_create, (device, count, k, &mine->made));
     else
@@ -30001,19 +30004,6 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
         return status;
     }
     *selection = (dtrain_device_selection *)(void *)mine;
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__device_select_cpu(dtrain__device_selection *mine, float *data, const float *add,
-                                               uint32_t *indices, float *values)
-{
-    dtrain__sparse *sparse = &mine->sparse;
-    dtrain_status status = add != NULL ? dtrain__topk_add(data, add, mine->count, mine->k, sparse)
-                                       : dtrain__topk_pick(data, mine->count, mine->k, sparse);
-    if (status != DTRAIN_OK || mine->k == 0)
-        return status;
-    memcpy(indices, sparse->indices, mine->k * sizeof *indices);
-    memcpy(values, sparse->values, mine->k * sizeof *values);
     return DTRAIN_OK;
 }
 
@@ -30036,7 +30026,13 @@ DTRAIN_API dtrain_status dtrain_device_select(dtrain_device *device, dtrain_devi
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, call, select, (device, mine->made, data, add, indices, values));
-    return dtrain__device_select_cpu(mine, data, add, indices, values);
+    status = add != NULL ? dtrain__topk_add(data, add, mine->count, mine->k, &mine->sparse)
+                         : dtrain__topk_pick(data, mine->count, mine->k, &mine->sparse);
+    if (status != DTRAIN_OK || mine->k == 0)
+        return status;
+    memcpy(indices, mine->sparse.indices, mine->k * sizeof *indices);
+    memcpy(values, mine->sparse.values, mine->k * sizeof *values);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_device_selection *selection)
@@ -30068,14 +30064,9 @@ DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const u
 {
     const char *call = "device_sparse_add";
     const dtrain__device_argument pointers[] = {{"indices", indices}, {"values", values}, {"data", data}, {NULL, NULL}};
-    if ((uint64_t)count > UINT32_MAX)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
-                            dtrain_device_name(device), count);
-    if (k > count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
-                            dtrain_device_name(device), k, count);
-    dtrain_status status = dtrain__device_pointers(device, call, k, pointers);
+    dtrain_status status = dtrain__device_check_k(device, call, k, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointers(device, call, k, pointers);
     if (status != DTRAIN_OK || k == 0)
         return status;
     if (device != NULL)
@@ -30086,10 +30077,11 @@ DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const u
 
 /* ---- quantisers ---- */
 
-/* Checks a call's code and block, of which 0 becomes the default. */
+/* Checks a call's code, pointers, and block, of which 0 becomes the default. */
 static dtrain_status dtrain__device_check_code(const dtrain_device *device, const char *call, dtrain_dtype code,
-                                               size_t *block)
+                                               size_t *block, const void *in, const void *out, size_t count)
 {
+    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
     *block = *block > 0 ? *block : 256;
     if (code != DTRAIN_I8 && code != DTRAIN_F8_E4M3)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s on %s: code is %d (%s), expected I8 or F8_E4M3", call,
@@ -30098,7 +30090,7 @@ static dtrain_status dtrain__device_check_code(const dtrain_device *device, cons
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s on %s: block is %zu elements, expected a multiple of 8 up to 65536", call,
                             dtrain_device_name(device), *block);
-    return DTRAIN_OK;
+    return dtrain__device_pointers(device, call, count, pointers);
 }
 
 static dtrain_compressor dtrain__device_compressor(dtrain_dtype code, size_t block)
@@ -30109,10 +30101,7 @@ static dtrain_compressor dtrain__device_compressor(dtrain_dtype code, size_t blo
 DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,
                                             size_t count, void *out)
 {
-    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
-    dtrain_status status = dtrain__device_check_code(device, "device_pack", code, &block);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointers(device, "device_pack", count, pointers);
+    dtrain_status status = dtrain__device_check_code(device, "device_pack", code, &block, in, out, count);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
@@ -30123,11 +30112,12 @@ DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype 
 }
 
 /* Adds what is unpacked, a tile at a time: a tile with its block's scale before it is a packed vector of one block. */
-static void dtrain__device_unpack_add(dtrain_dtype code, size_t block, const unsigned char *in, float *out,
+static void dtrain__device_unpack_add(const dtrain_compressor *compressor, const unsigned char *in, float *out,
                                       size_t count)
 {
     unsigned char packed[4 + DTRAIN__DEVICE_TILE];
     float tile[DTRAIN__DEVICE_TILE];
+    size_t block = compressor->block;
     uint64_t mode = dtrain__fpmode_enter();
     const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
     for (size_t at = 0; at < count;) {
@@ -30135,10 +30125,7 @@ static void dtrain__device_unpack_add(dtrain_dtype code, size_t block, const uns
         n = left < DTRAIN__DEVICE_TILE ? left : DTRAIN__DEVICE_TILE;
         memcpy(packed, in + 4 * (at / block), 4);
         memcpy(packed + 4, codes + at, n);
-        if (code == DTRAIN_I8)
-            dtrain__quantise_int8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
-        else
-            dtrain__quantise_fp8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
+        compressor->unpack(compressor, packed, tile, n);
         dtrain__fold_sum_f32(out + at, tile, n);
         at += n;
     }
@@ -30148,20 +30135,16 @@ static void dtrain__device_unpack_add(dtrain_dtype code, size_t block, const uns
 DTRAIN_API dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain_dtype code, size_t block, const void *in,
                                               float *out, size_t count, int add)
 {
-    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
-    dtrain_status status = dtrain__device_check_code(device, "device_unpack", code, &block);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointers(device, "device_unpack", count, pointers);
+    dtrain_status status = dtrain__device_check_code(device, "device_unpack", code, &block, in, out, count);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, "device_unpack", unpack, (device, code, block, in, out, count, add));
-    if (add) {
-        dtrain__device_unpack_add(code, block, (const unsigned char *)in, out, count);
-    } else {
-        dtrain_compressor compressor = dtrain__device_compressor(code, block);
+    dtrain_compressor compressor = dtrain__device_compressor(code, block);
+    if (add)
+        dtrain__device_unpack_add(&compressor, (const unsigned char *)in, out, count);
+    else
         compressor.unpack(&compressor, in, out, count);
-    }
     return DTRAIN_OK;
 }
 
@@ -33800,6 +33783,25 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     return dtrain__params_on_cpu(table, count, "aggregate");
 }
 
+/* The same of an aggregator that was made for a table of `made` parameters, with so many trained elements each. */
+static dtrain_status dtrain__aggregator_check_made(const dtrain_param *table, size_t count, double weight, size_t made,
+                                                   const size_t *elements)
+{
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    if (status == DTRAIN_OK && (table == NULL || count != made))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "aggregate: a table of %zu parameters; the aggregator was made for %zu parameters",
+                            table != NULL ? count : 0, made);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        size_t trained = dtrain__params_gradients(&table[i]);
+        if (trained != elements[i])
+            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                  "aggregate: parameter %s has %zu trained elements, the aggregator was made for %zu",
+                                  table[i].name, trained, elements[i]);
+    }
+    return status;
+}
+
 static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,
                                                   double *total_weight)
 {
@@ -33991,6 +33993,20 @@ static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_d
     desc.rank = desc.feedback.no_masking = 0;
     desc.least_count = given->least_count > 0 ? given->least_count : DTRAIN__COMPRESSION_LEAST;
     return desc;
+}
+
+/* Compares tables and descs on all ranks, compression with what 0 stands for. mine: a rank that cannot go on says so.
+ */
+static dtrain_status dtrain__compression_meet(dtrain_comm *comm, const char *call, const char *advice,
+                                              dtrain__params_given given, dtrain_status mine)
+{
+    dtrain_compress_desc compress;
+    if (given.compress != NULL) {
+        compress = dtrain__compression_defaults(given.compress);
+        given.compress = &compress;
+    }
+    dtrain__alike alike = {call, &given, dtrain__params_given_line, advice, 0, {0}, 0};
+    return dtrain__alike_meet(comm, &alike, mine);
 }
 
 static void dtrain__compression_close(dtrain__compression_set *set)
@@ -34230,26 +34246,11 @@ static void dtrain__compression_destroy(void *self)
     dtrain__free(allocator, all);
 }
 
-static dtrain_status dtrain__compression_check(const dtrain__compression *all, const dtrain_param *table, size_t count,
-                                               double weight)
-{
-    dtrain_status status = dtrain__aggregator_check(table, count, weight);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        size_t elements = dtrain__params_gradients(&table[i]);
-        if (count != all->count || elements != all->elements[i])
-            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                  "aggregate: parameter %zu of %zu has %zu trained elements; the aggregator was made "
-                                  "for %zu parameters, that one of %zu",
-                                  i, count, elements, all->count, i < all->count ? all->elements[i] : 0);
-    }
-    return status;
-}
-
 static dtrain_status dtrain__compression_run(void *self, const dtrain_param *table, size_t count, double weight,
                                              double *total_weight)
 {
     dtrain__compression *all = (dtrain__compression *)self;
-    dtrain_status status = dtrain__compression_check(all, table, count, weight);
+    dtrain_status status = dtrain__aggregator_check_made(table, count, weight, all->count, all->elements);
     size_t in = 0, out = 0;
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(all->set.comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);
@@ -43553,14 +43554,6 @@ static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtr
     return dtrain__server_break(s);
 }
 
-/* Waits for a message, if there is one. */
-static dtrain_status dtrain__server_wait(dtrain_work **work)
-{
-    dtrain_work *pending = *work;
-    *work = NULL;
-    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
-}
-
 /* ---- pieces ---- */
 
 /* The next elements of a piece that are in one parameter, of which *param is the one before or already that; returns
@@ -43835,19 +43828,15 @@ static dtrain_status dtrain__server_connect(dtrain_server *s)
 static dtrain_status dtrain__server_init(dtrain_server *s, const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__server_prepare(s, table, count);
-    dtrain_compress_desc compress;
-    if (s->desc.compress != NULL)
-        compress = dtrain__compression_defaults(s->desc.compress);
     dtrain__params_given given = {s->table,
                                   s->count,
                                   0,
                                   &s->desc,
                                   dtrain__server_fields,
                                   sizeof dtrain__server_fields / sizeof dtrain__server_fields[0],
-                                  s->desc.compress != NULL ? &compress : NULL};
-    dtrain__alike alike = {
-        "dtrain_server_create", &given, dtrain__params_given_line, "give all ranks the same table and desc", 0, {0}, 0};
-    status = dtrain__alike_meet(s->comm, &alike, status);
+                                  s->desc.compress};
+    status = dtrain__compression_meet(s->comm, "dtrain_server_create", "give all ranks the same table and desc", given,
+                                      status);
     if (status == DTRAIN_OK)
         status = dtrain__server_connect(s);
     for (size_t i = 0; status == DTRAIN_OK && i < count && !s->desc.no_broadcast; i++)
@@ -43949,7 +43938,7 @@ static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *
 static dtrain_status dtrain__server_receive(dtrain_server *s, dtrain__server_link *link, size_t piece, double *weight)
 {
     int slot = dtrain__server_slot(piece);
-    dtrain_status status = dtrain__server_wait(&link->in[slot]);
+    dtrain_status status = dtrain__work_settle(&link->in[slot]);
     if (status != DTRAIN_OK)
         return status;
     s->stats.received_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
@@ -43967,7 +43956,7 @@ static dtrain_status dtrain__server_give(dtrain_server *s, const dtrain_param *t
 {
     dtrain__server_link *link = &s->links[0];
     int slot = dtrain__server_slot(piece);
-    dtrain_status status = dtrain__server_wait(&link->out[slot]);
+    dtrain_status status = dtrain__work_settle(&link->out[slot]);
     if (status != DTRAIN_OK)
         return status;
     dtrain__server_take(s, table, &s->pieces[piece], 0, s->own);
@@ -44005,7 +43994,7 @@ static dtrain_status dtrain__server_work(dtrain_server *s, const dtrain_param *t
             status = dtrain__server_give(s, table, p, weight);
     }
     for (int slot = 0; slot < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; slot++)
-        status = dtrain__server_wait(&link->out[slot]);
+        status = dtrain__work_settle(&link->out[slot]);
     return status == DTRAIN_OK ? DTRAIN_OK : dtrain__server_gone(s, "aggregate", status);
 }
 
@@ -44066,7 +44055,7 @@ static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++)
         if (s->links[i].comm != NULL)
-            status = dtrain__server_judge(s, &s->links[i], dtrain__server_wait(&s->links[i].out[slot]));
+            status = dtrain__server_judge(s, &s->links[i], dtrain__work_settle(&s->links[i].out[slot]));
     return status;
 }
 
@@ -44118,25 +44107,6 @@ static dtrain_status dtrain__server_fold_all(dtrain_server *s, const dtrain_para
 }
 
 /* ---- the aggregator ---- */
-
-static dtrain_status dtrain__server_check_table(const dtrain_server *s, const dtrain_param *table, size_t count,
-                                                double weight)
-{
-    dtrain_status status = dtrain__aggregator_check(table, count, weight);
-    if (status == DTRAIN_OK && (table == NULL || count != s->count))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "aggregate on rank %d: a table of %zu parameters; the server was made for %zu", s->rank,
-                            table != NULL ? count : 0, s->count);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        size_t elements = dtrain__params_gradients(&table[i]);
-        if (elements != s->elements[i])
-            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                  "aggregate on rank %d: parameter %s has %zu trained elements, the server was made "
-                                  "for %zu",
-                                  s->rank, table[i].name, elements, s->elements[i]);
-    }
-    return status;
-}
 
 static dtrain_status dtrain__server_sync(dtrain_server *s, const dtrain_param *table, double weight, double *total)
 {
@@ -44214,8 +44184,8 @@ static dtrain_status dtrain__server_write(dtrain__server_link *link, int slot, u
 /* Everything that was sent has gone. */
 static dtrain_status dtrain__server_flush(dtrain__server_link *link)
 {
-    dtrain_status status = dtrain__server_wait(&link->out[0]);
-    return status == DTRAIN_OK ? dtrain__server_wait(&link->out[1]) : status;
+    dtrain_status status = dtrain__work_settle(&link->out[0]);
+    return status == DTRAIN_OK ? dtrain__work_settle(&link->out[1]) : status;
 }
 
 static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *table, double weight)
@@ -44270,7 +44240,7 @@ static dtrain_status dtrain__server_ask(dtrain_server *s)
     if (status == DTRAIN_OK)
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_PULL, 0, s->clock, 0, 0);
     if (status == DTRAIN_OK)
-        status = dtrain__server_wait(&link->out[0]);
+        status = dtrain__work_settle(&link->out[0]);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain_recv(link->comm, link->header_in, DTRAIN__SERVER_HEADER, DTRAIN_U64, 0);
@@ -44345,7 +44315,7 @@ DTRAIN_API dtrain_status dtrain_server_leave(dtrain_server *server)
     if (status == DTRAIN_OK)
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_LEAVE, 0, server->clock, 0, 0);
     if (status == DTRAIN_OK)
-        status = dtrain__server_wait(&link->out[0]);
+        status = dtrain__work_settle(&link->out[0]);
     if (status != DTRAIN_OK)
         return dtrain__server_gone(server, "server_leave", status);
     server->left = 1;
@@ -44649,7 +44619,7 @@ static dtrain_status dtrain__server_aggregate(void *self, const dtrain_param *ta
     if (s->desc.async)
         status = dtrain__server_check_present(s, "aggregate");
     if (status == DTRAIN_OK)
-        status = dtrain__server_check_table(s, table, count, weight);
+        status = dtrain__aggregator_check_made(table, count, weight, s->count, s->elements);
     if (status == DTRAIN_OK && !s->desc.async)
         status = dtrain__server_sync(s, table, weight, total_weight);
     if (status != DTRAIN_OK || !s->desc.async)
@@ -45315,11 +45285,12 @@ static dtrain_work **dtrain__rounds_work(const dtrain__rounds_transfer *t, int p
     return t->local->works + t->local->ranks + 2 * ((size_t)peer * DTRAIN__ROUNDS_WAYS + turn);
 }
 
-static dtrain_status dtrain__rounds_wait_work(dtrain_work **work)
+/* What is under way to and from a peer in a piece's turn has come to its end. */
+static dtrain_status dtrain__rounds_settle(const dtrain__rounds_transfer *t, int peer, size_t p)
 {
-    dtrain_work *pending = *work;
-    *work = NULL;
-    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
+    dtrain_work **works = dtrain__rounds_work(t, peer, p);
+    dtrain_status status = dtrain__work_settle(&works[0]);
+    return status == DTRAIN_OK ? dtrain__work_settle(&works[1]) : status;
 }
 
 static dtrain_status dtrain__rounds_expect(dtrain__rounds_transfer *t, int peer, size_t p, void *to)
@@ -45350,10 +45321,7 @@ static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
 {
     dtrain_status status = DTRAIN_OK;
     for (size_t p = 0; p < t->pieces + DTRAIN__ROUNDS_WAYS && status == DTRAIN_OK; p++) {
-        dtrain_work **works = dtrain__rounds_work(t, t->server, p);
-        status = dtrain__rounds_wait_work(&works[0]);
-        if (status == DTRAIN_OK)
-            status = dtrain__rounds_wait_work(&works[1]);
+        status = dtrain__rounds_settle(t, t->server, p);
         if (status == DTRAIN_OK && p >= DTRAIN__ROUNDS_WAYS && t->packs) {
             size_t begin, back = p - DTRAIN__ROUNDS_WAYS, count = dtrain__rounds_slice(t, back, &begin);
             status = dtrain__packed_unpack(&t->packed, dtrain__rounds_answer(t, back), t->local->sum + begin, count);
@@ -45389,12 +45357,8 @@ static dtrain_status dtrain__rounds_expect_all(dtrain__rounds_transfer *t, size_
 static dtrain_status dtrain__rounds_wait_turn(dtrain__rounds_transfer *t, size_t p)
 {
     dtrain_status status = DTRAIN_OK;
-    for (int r = 0; r < t->n && status == DTRAIN_OK; r++) {
-        dtrain_work **works = dtrain__rounds_work(t, r, p);
-        status = dtrain__rounds_wait_work(&works[0]);
-        if (status == DTRAIN_OK)
-            status = dtrain__rounds_wait_work(&works[1]);
-    }
+    for (int r = 0; r < t->n && status == DTRAIN_OK; r++)
+        status = dtrain__rounds_settle(t, r, p);
     return status;
 }
 
@@ -45477,12 +45441,8 @@ static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrai
     if (status != DTRAIN_OK) { /* nothing may be under way when the buffers are used again */
         dtrain__error cause = dtrain__thread_error;
         DTRAIN_IGNORE(dtrain_comm_abort(local->group, cause.text));
-        for (size_t p = 0; p < DTRAIN__ROUNDS_WAYS; p++)
-            for (int r = 0; r < t.n; r++) {
-                dtrain_work **works = dtrain__rounds_work(&t, r, p);
-                dtrain__rounds_wait_work(&works[0]);
-                dtrain__rounds_wait_work(&works[1]);
-            }
+        for (size_t i = (size_t)local->ranks; i < local->sizes.works; i++)
+            dtrain__work_settle(&local->works[i]);
         dtrain__report(&cause);
     }
     dtrain__rounds_sent(local, t.sent);
@@ -46100,24 +46060,16 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     made->server = -1;
     pthread_mutex_init(&made->mutex, NULL);
     dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
-    dtrain_compress_desc compress;
-    if (made->desc.compress != NULL)
-        compress = dtrain__compression_defaults(made->desc.compress);
     dtrain__params_given given = {table,
                                   count,
                                   0,
                                   &made->desc,
                                   dtrain__rounds_fields,
                                   sizeof dtrain__rounds_fields / sizeof dtrain__rounds_fields[0],
-                                  made->desc.compress != NULL ? &compress : NULL};
-    dtrain__alike alike = {"dtrain_local_sgd_create",
-                           &given,
-                           dtrain__params_given_line,
-                           "give all ranks the same table, and the same desc but for mixing, blocking and max_bytes",
-                           0,
-                           {0},
-                           0};
-    status = dtrain__alike_meet(comm, &alike, status);
+                                  made->desc.compress};
+    status = dtrain__compression_meet(
+        comm, "dtrain_local_sgd_create",
+        "give all ranks the same table, and the same desc but for mixing, blocking and max_bytes", given, status);
     if (status == DTRAIN_OK)
         status = dtrain__rounds_join(made, comm, table, count);
     if (status == DTRAIN_OK) {

@@ -217,6 +217,14 @@ DTRAIN_API DTRAIN__NOINLINE dtrain_status dtrain_work_wait(dtrain_work *work)
     return dtrain__work_end(work, INT64_MAX, &ended);
 }
 
+/* Waits for a work, if there is one, and forgets it. */
+static dtrain_status dtrain__work_settle(dtrain_work **work)
+{
+    dtrain_work *pending = *work;
+    *work = NULL;
+    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
+}
+
 /* It may be called beside another call of the group, whose error text so stays as it is. */
 DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
 {

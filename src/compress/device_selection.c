@@ -20,6 +20,19 @@ typedef struct dtrain__device_selection {
     size_t count, k;
 } dtrain__device_selection;
 
+/* Checks that k of count elements can be told by indices. */
+static dtrain_status dtrain__device_check_k(const dtrain_device *device, const char *call, size_t k, size_t count)
+{
+    if (k > count)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
+                            dtrain_device_name(device), k, count);
+    if ((uint64_t)count > UINT32_MAX)
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
+                            dtrain_device_name(device), count);
+    return DTRAIN_OK;
+}
+
 DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, size_t count, size_t k,
                                                         dtrain_device_selection **selection)
 {
@@ -29,13 +42,9 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: selection is NULL, expected a place for it", call,
                             dtrain_device_name(device));
     *selection = NULL;
-    if (k > count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
-                            dtrain_device_name(device), k, count);
-    if ((uint64_t)count > UINT32_MAX)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
-                            dtrain_device_name(device), count);
+    dtrain_status status = dtrain__device_check_k(device, call, k, count);
+    if (status != DTRAIN_OK)
+        return status;
     dtrain__device_selection *mine = (dtrain__device_selection *)dtrain__memory_owner(
         NULL, sizeof *mine, offsetof(dtrain__device_selection, heap), &heap);
     if (mine == NULL)
@@ -44,7 +53,6 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
     mine->device = device;
     mine->count = count;
     mine->k = k;
-    dtrain_status status = DTRAIN_OK;
     if (device != NULL)
         status = DTRAIN__DEVICE_CALL(device, call, selection_create, (device, count, k, &mine->made));
     else
@@ -54,19 +62,6 @@ DTRAIN_API dtrain_status dtrain_device_selection_create(dtrain_device *device, s
         return status;
     }
     *selection = (dtrain_device_selection *)(void *)mine;
-    return DTRAIN_OK;
-}
-
-static dtrain_status dtrain__device_select_cpu(dtrain__device_selection *mine, float *data, const float *add,
-                                               uint32_t *indices, float *values)
-{
-    dtrain__sparse *sparse = &mine->sparse;
-    dtrain_status status = add != NULL ? dtrain__topk_add(data, add, mine->count, mine->k, sparse)
-                                       : dtrain__topk_pick(data, mine->count, mine->k, sparse);
-    if (status != DTRAIN_OK || mine->k == 0)
-        return status;
-    memcpy(indices, sparse->indices, mine->k * sizeof *indices);
-    memcpy(values, sparse->values, mine->k * sizeof *values);
     return DTRAIN_OK;
 }
 
@@ -89,7 +84,13 @@ DTRAIN_API dtrain_status dtrain_device_select(dtrain_device *device, dtrain_devi
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, call, select, (device, mine->made, data, add, indices, values));
-    return dtrain__device_select_cpu(mine, data, add, indices, values);
+    status = add != NULL ? dtrain__topk_add(data, add, mine->count, mine->k, &mine->sparse)
+                         : dtrain__topk_pick(data, mine->count, mine->k, &mine->sparse);
+    if (status != DTRAIN_OK || mine->k == 0)
+        return status;
+    memcpy(indices, mine->sparse.indices, mine->k * sizeof *indices);
+    memcpy(values, mine->sparse.values, mine->k * sizeof *values);
+    return DTRAIN_OK;
 }
 
 DTRAIN_API void dtrain_device_selection_destroy(dtrain_device *device, dtrain_device_selection *selection)
@@ -121,14 +122,9 @@ DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const u
 {
     const char *call = "device_sparse_add";
     const dtrain__device_argument pointers[] = {{"indices", indices}, {"values", values}, {"data", data}, {NULL, NULL}};
-    if ((uint64_t)count > UINT32_MAX)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "%s on %s: %zu elements, an index has 32 bits: cut the vector into pieces below 2^32", call,
-                            dtrain_device_name(device), count);
-    if (k > count)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: k is %zu, expected at most the %zu elements", call,
-                            dtrain_device_name(device), k, count);
-    dtrain_status status = dtrain__device_pointers(device, call, k, pointers);
+    dtrain_status status = dtrain__device_check_k(device, call, k, count);
+    if (status == DTRAIN_OK)
+        status = dtrain__device_pointers(device, call, k, pointers);
     if (status != DTRAIN_OK || k == 0)
         return status;
     if (device != NULL)
@@ -139,10 +135,11 @@ DTRAIN_API dtrain_status dtrain_device_sparse_add(dtrain_device *device, const u
 
 /* ---- quantisers ---- */
 
-/* Checks a call's code and block, of which 0 becomes the default. */
+/* Checks a call's code, pointers, and block, of which 0 becomes the default. */
 static dtrain_status dtrain__device_check_code(const dtrain_device *device, const char *call, dtrain_dtype code,
-                                               size_t *block)
+                                               size_t *block, const void *in, const void *out, size_t count)
 {
+    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
     *block = *block > 0 ? *block : 256;
     if (code != DTRAIN_I8 && code != DTRAIN_F8_E4M3)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s on %s: code is %d (%s), expected I8 or F8_E4M3", call,
@@ -151,7 +148,7 @@ static dtrain_status dtrain__device_check_code(const dtrain_device *device, cons
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "%s on %s: block is %zu elements, expected a multiple of 8 up to 65536", call,
                             dtrain_device_name(device), *block);
-    return DTRAIN_OK;
+    return dtrain__device_pointers(device, call, count, pointers);
 }
 
 static dtrain_compressor dtrain__device_compressor(dtrain_dtype code, size_t block)
@@ -162,10 +159,7 @@ static dtrain_compressor dtrain__device_compressor(dtrain_dtype code, size_t blo
 DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype code, size_t block, const float *in,
                                             size_t count, void *out)
 {
-    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
-    dtrain_status status = dtrain__device_check_code(device, "device_pack", code, &block);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointers(device, "device_pack", count, pointers);
+    dtrain_status status = dtrain__device_check_code(device, "device_pack", code, &block, in, out, count);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
@@ -176,11 +170,12 @@ DTRAIN_API dtrain_status dtrain_device_pack(dtrain_device *device, dtrain_dtype 
 }
 
 /* Adds what is unpacked, a tile at a time: a tile with its block's scale before it is a packed vector of one block. */
-static void dtrain__device_unpack_add(dtrain_dtype code, size_t block, const unsigned char *in, float *out,
+static void dtrain__device_unpack_add(const dtrain_compressor *compressor, const unsigned char *in, float *out,
                                       size_t count)
 {
     unsigned char packed[4 + DTRAIN__DEVICE_TILE];
     float tile[DTRAIN__DEVICE_TILE];
+    size_t block = compressor->block;
     uint64_t mode = dtrain__fpmode_enter();
     const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);
     for (size_t at = 0; at < count;) {
@@ -188,10 +183,7 @@ static void dtrain__device_unpack_add(dtrain_dtype code, size_t block, const uns
         n = left < DTRAIN__DEVICE_TILE ? left : DTRAIN__DEVICE_TILE;
         memcpy(packed, in + 4 * (at / block), 4);
         memcpy(packed + 4, codes + at, n);
-        if (code == DTRAIN_I8)
-            dtrain__quantise_int8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
-        else
-            dtrain__quantise_fp8_unpack(packed, tile, n, DTRAIN__DEVICE_TILE);
+        compressor->unpack(compressor, packed, tile, n);
         dtrain__fold_sum_f32(out + at, tile, n);
         at += n;
     }
@@ -201,20 +193,16 @@ static void dtrain__device_unpack_add(dtrain_dtype code, size_t block, const uns
 DTRAIN_API dtrain_status dtrain_device_unpack(dtrain_device *device, dtrain_dtype code, size_t block, const void *in,
                                               float *out, size_t count, int add)
 {
-    const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
-    dtrain_status status = dtrain__device_check_code(device, "device_unpack", code, &block);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_pointers(device, "device_unpack", count, pointers);
+    dtrain_status status = dtrain__device_check_code(device, "device_unpack", code, &block, in, out, count);
     if (status != DTRAIN_OK || count == 0)
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, "device_unpack", unpack, (device, code, block, in, out, count, add));
-    if (add) {
-        dtrain__device_unpack_add(code, block, (const unsigned char *)in, out, count);
-    } else {
-        dtrain_compressor compressor = dtrain__device_compressor(code, block);
+    dtrain_compressor compressor = dtrain__device_compressor(code, block);
+    if (add)
+        dtrain__device_unpack_add(&compressor, (const unsigned char *)in, out, count);
+    else
         compressor.unpack(&compressor, in, out, count);
-    }
     return DTRAIN_OK;
 }
 

@@ -233,40 +233,27 @@ static void dtrain__quantise_cast_unpack_now(const dtrain_compressor *compressor
     DTRAIN_IGNORE(dtrain_convert(in, (dtrain_dtype)compressor->block, out, DTRAIN_F32, count));
 }
 
+/* In the order of dtrain_compression. */
+static const dtrain_compressor dtrain__quantise_tables[] = {
+    {"bf16", NULL, DTRAIN_BF16, dtrain__quantise_cast_bytes, dtrain__quantise_cast_pack_now,
+     dtrain__quantise_cast_unpack_now, NULL, NULL},
+    {"f16", NULL, DTRAIN_F16, dtrain__quantise_cast_bytes, dtrain__quantise_cast_pack_now,
+     dtrain__quantise_cast_unpack_now, NULL, NULL},
+    {"int8", NULL, 256, dtrain__quantise_byte_bytes, dtrain__quantise_int8_pack_now, dtrain__quantise_int8_unpack_now,
+     NULL, NULL},
+    {"fp8", NULL, 256, dtrain__quantise_byte_bytes, dtrain__quantise_fp8_pack_now, dtrain__quantise_fp8_unpack_now,
+     NULL, NULL},
+    {"sign", NULL, 1024, dtrain__quantise_sign_bytes, dtrain__quantise_sign_pack_now, dtrain__quantise_sign_unpack_now,
+     NULL, NULL}};
+
 DTRAIN_API dtrain_compressor dtrain_compressor_of(dtrain_compression kind, size_t block)
 {
     dtrain_compressor made;
     memset(&made, 0, sizeof made);
-    switch (kind) {
-    case DTRAIN_COMPRESS_BF16:
-    case DTRAIN_COMPRESS_F16:
-        made.name = kind == DTRAIN_COMPRESS_F16 ? "f16" : "bf16";
-        made.block = (size_t)(kind == DTRAIN_COMPRESS_F16 ? DTRAIN_F16 : DTRAIN_BF16);
-        made.bytes = dtrain__quantise_cast_bytes;
-        made.pack = dtrain__quantise_cast_pack_now;
-        made.unpack = dtrain__quantise_cast_unpack_now;
-        return made;
-    case DTRAIN_COMPRESS_INT8:
-        made.name = "int8";
-        made.bytes = dtrain__quantise_byte_bytes;
-        made.pack = dtrain__quantise_int8_pack_now;
-        made.unpack = dtrain__quantise_int8_unpack_now;
-        break;
-    case DTRAIN_COMPRESS_FP8:
-        made.name = "fp8";
-        made.bytes = dtrain__quantise_byte_bytes;
-        made.pack = dtrain__quantise_fp8_pack_now;
-        made.unpack = dtrain__quantise_fp8_unpack_now;
-        break;
-    case DTRAIN_COMPRESS_SIGN:
-        made.name = "sign";
-        made.bytes = dtrain__quantise_sign_bytes;
-        made.pack = dtrain__quantise_sign_pack_now;
-        made.unpack = dtrain__quantise_sign_unpack_now;
-        break;
-    default: return made;
-    }
-    made.block = block > 0 ? block : kind == DTRAIN_COMPRESS_SIGN ? 1024 : 256;
+    if (kind >= DTRAIN_COMPRESS_BF16 && kind <= DTRAIN_COMPRESS_SIGN)
+        made = dtrain__quantise_tables[kind - DTRAIN_COMPRESS_BF16];
+    if (block > 0 && made.bytes != NULL && made.bytes != dtrain__quantise_cast_bytes)
+        made.block = block;
     return made;
 }
 

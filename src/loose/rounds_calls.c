@@ -147,24 +147,16 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     made->server = -1;
     pthread_mutex_init(&made->mutex, NULL);
     dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
-    dtrain_compress_desc compress;
-    if (made->desc.compress != NULL)
-        compress = dtrain__compression_defaults(made->desc.compress);
     dtrain__params_given given = {table,
                                   count,
                                   0,
                                   &made->desc,
                                   dtrain__rounds_fields,
                                   sizeof dtrain__rounds_fields / sizeof dtrain__rounds_fields[0],
-                                  made->desc.compress != NULL ? &compress : NULL};
-    dtrain__alike alike = {"dtrain_local_sgd_create",
-                           &given,
-                           dtrain__params_given_line,
-                           "give all ranks the same table, and the same desc but for mixing, blocking and max_bytes",
-                           0,
-                           {0},
-                           0};
-    status = dtrain__alike_meet(comm, &alike, status);
+                                  made->desc.compress};
+    status = dtrain__compression_meet(
+        comm, "dtrain_local_sgd_create",
+        "give all ranks the same table, and the same desc but for mixing, blocking and max_bytes", given, status);
     if (status == DTRAIN_OK)
         status = dtrain__rounds_join(made, comm, table, count);
     if (status == DTRAIN_OK) {

@@ -60,11 +60,12 @@ static dtrain_work **dtrain__rounds_work(const dtrain__rounds_transfer *t, int p
     return t->local->works + t->local->ranks + 2 * ((size_t)peer * DTRAIN__ROUNDS_WAYS + turn);
 }
 
-static dtrain_status dtrain__rounds_wait_work(dtrain_work **work)
+/* What is under way to and from a peer in a piece's turn has come to its end. */
+static dtrain_status dtrain__rounds_settle(const dtrain__rounds_transfer *t, int peer, size_t p)
 {
-    dtrain_work *pending = *work;
-    *work = NULL;
-    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
+    dtrain_work **works = dtrain__rounds_work(t, peer, p);
+    dtrain_status status = dtrain__work_settle(&works[0]);
+    return status == DTRAIN_OK ? dtrain__work_settle(&works[1]) : status;
 }
 
 static dtrain_status dtrain__rounds_expect(dtrain__rounds_transfer *t, int peer, size_t p, void *to)
@@ -95,10 +96,7 @@ static dtrain_status dtrain__rounds_ask(dtrain__rounds_transfer *t)
 {
     dtrain_status status = DTRAIN_OK;
     for (size_t p = 0; p < t->pieces + DTRAIN__ROUNDS_WAYS && status == DTRAIN_OK; p++) {
-        dtrain_work **works = dtrain__rounds_work(t, t->server, p);
-        status = dtrain__rounds_wait_work(&works[0]);
-        if (status == DTRAIN_OK)
-            status = dtrain__rounds_wait_work(&works[1]);
+        status = dtrain__rounds_settle(t, t->server, p);
         if (status == DTRAIN_OK && p >= DTRAIN__ROUNDS_WAYS && t->packs) {
             size_t begin, back = p - DTRAIN__ROUNDS_WAYS, count = dtrain__rounds_slice(t, back, &begin);
             status = dtrain__packed_unpack(&t->packed, dtrain__rounds_answer(t, back), t->local->sum + begin, count);
@@ -134,12 +132,8 @@ static dtrain_status dtrain__rounds_expect_all(dtrain__rounds_transfer *t, size_
 static dtrain_status dtrain__rounds_wait_turn(dtrain__rounds_transfer *t, size_t p)
 {
     dtrain_status status = DTRAIN_OK;
-    for (int r = 0; r < t->n && status == DTRAIN_OK; r++) {
-        dtrain_work **works = dtrain__rounds_work(t, r, p);
-        status = dtrain__rounds_wait_work(&works[0]);
-        if (status == DTRAIN_OK)
-            status = dtrain__rounds_wait_work(&works[1]);
-    }
+    for (int r = 0; r < t->n && status == DTRAIN_OK; r++)
+        status = dtrain__rounds_settle(t, r, p);
     return status;
 }
 
@@ -222,12 +216,8 @@ static dtrain_status dtrain__rounds_through(dtrain_local_sgd *local, const dtrai
     if (status != DTRAIN_OK) { /* nothing may be under way when the buffers are used again */
         dtrain__error cause = dtrain__thread_error;
         DTRAIN_IGNORE(dtrain_comm_abort(local->group, cause.text));
-        for (size_t p = 0; p < DTRAIN__ROUNDS_WAYS; p++)
-            for (int r = 0; r < t.n; r++) {
-                dtrain_work **works = dtrain__rounds_work(&t, r, p);
-                dtrain__rounds_wait_work(&works[0]);
-                dtrain__rounds_wait_work(&works[1]);
-            }
+        for (size_t i = (size_t)local->ranks; i < local->sizes.works; i++)
+            dtrain__work_settle(&local->works[i]);
         dtrain__report(&cause);
     }
     dtrain__rounds_sent(local, t.sent);

@@ -221,14 +221,6 @@ static dtrain_status dtrain__server_gone(dtrain_server *s, const char *call, dtr
     return dtrain__server_break(s);
 }
 
-/* Waits for a message, if there is one. */
-static dtrain_status dtrain__server_wait(dtrain_work **work)
-{
-    dtrain_work *pending = *work;
-    *work = NULL;
-    return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
-}
-
 /* ---- pieces ---- */
 
 /* The next elements of a piece that are in one parameter, of which *param is the one before or already that; returns

@@ -294,7 +294,7 @@ static dtrain_status dtrain__server_aggregate(void *self, const dtrain_param *ta
     if (s->desc.async)
         status = dtrain__server_check_present(s, "aggregate");
     if (status == DTRAIN_OK)
-        status = dtrain__server_check_table(s, table, count, weight);
+        status = dtrain__aggregator_check_made(table, count, weight, s->count, s->elements);
     if (status == DTRAIN_OK && !s->desc.async)
         status = dtrain__server_sync(s, table, weight, total_weight);
     if (status != DTRAIN_OK || !s->desc.async)

@@ -159,19 +159,15 @@ static dtrain_status dtrain__server_connect(dtrain_server *s)
 static dtrain_status dtrain__server_init(dtrain_server *s, const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__server_prepare(s, table, count);
-    dtrain_compress_desc compress;
-    if (s->desc.compress != NULL)
-        compress = dtrain__compression_defaults(s->desc.compress);
     dtrain__params_given given = {s->table,
                                   s->count,
                                   0,
                                   &s->desc,
                                   dtrain__server_fields,
                                   sizeof dtrain__server_fields / sizeof dtrain__server_fields[0],
-                                  s->desc.compress != NULL ? &compress : NULL};
-    dtrain__alike alike = {
-        "dtrain_server_create", &given, dtrain__params_given_line, "give all ranks the same table and desc", 0, {0}, 0};
-    status = dtrain__alike_meet(s->comm, &alike, status);
+                                  s->desc.compress};
+    status = dtrain__compression_meet(s->comm, "dtrain_server_create", "give all ranks the same table and desc", given,
+                                      status);
     if (status == DTRAIN_OK)
         status = dtrain__server_connect(s);
     for (size_t i = 0; status == DTRAIN_OK && i < count && !s->desc.no_broadcast; i++)

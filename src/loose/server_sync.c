@@ -32,7 +32,7 @@ static dtrain_status dtrain__server_send(dtrain_server *s, dtrain__server_link *
 static dtrain_status dtrain__server_receive(dtrain_server *s, dtrain__server_link *link, size_t piece, double *weight)
 {
     int slot = dtrain__server_slot(piece);
-    dtrain_status status = dtrain__server_wait(&link->in[slot]);
+    dtrain_status status = dtrain__work_settle(&link->in[slot]);
     if (status != DTRAIN_OK)
         return status;
     s->stats.received_bytes += DTRAIN__SERVER_PREFIX + s->pieces[piece].bytes;
@@ -50,7 +50,7 @@ static dtrain_status dtrain__server_give(dtrain_server *s, const dtrain_param *t
 {
     dtrain__server_link *link = &s->links[0];
     int slot = dtrain__server_slot(piece);
-    dtrain_status status = dtrain__server_wait(&link->out[slot]);
+    dtrain_status status = dtrain__work_settle(&link->out[slot]);
     if (status != DTRAIN_OK)
         return status;
     dtrain__server_take(s, table, &s->pieces[piece], 0, s->own);
@@ -88,7 +88,7 @@ static dtrain_status dtrain__server_work(dtrain_server *s, const dtrain_param *t
             status = dtrain__server_give(s, table, p, weight);
     }
     for (int slot = 0; slot < DTRAIN__SERVER_WINDOW && status == DTRAIN_OK; slot++)
-        status = dtrain__server_wait(&link->out[slot]);
+        status = dtrain__work_settle(&link->out[slot]);
     return status == DTRAIN_OK ? DTRAIN_OK : dtrain__server_gone(s, "aggregate", status);
 }
 
@@ -149,7 +149,7 @@ static dtrain_status dtrain__server_free_slot(dtrain_server *s, int slot)
     dtrain_status status = DTRAIN_OK;
     for (int i = 0; i < s->link_count && status == DTRAIN_OK; i++)
         if (s->links[i].comm != NULL)
-            status = dtrain__server_judge(s, &s->links[i], dtrain__server_wait(&s->links[i].out[slot]));
+            status = dtrain__server_judge(s, &s->links[i], dtrain__work_settle(&s->links[i].out[slot]));
     return status;
 }
 
@@ -201,25 +201,6 @@ static dtrain_status dtrain__server_fold_all(dtrain_server *s, const dtrain_para
 }
 
 /* ---- the aggregator ---- */
-
-static dtrain_status dtrain__server_check_table(const dtrain_server *s, const dtrain_param *table, size_t count,
-                                                double weight)
-{
-    dtrain_status status = dtrain__aggregator_check(table, count, weight);
-    if (status == DTRAIN_OK && (table == NULL || count != s->count))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "aggregate on rank %d: a table of %zu parameters; the server was made for %zu", s->rank,
-                            table != NULL ? count : 0, s->count);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        size_t elements = dtrain__params_gradients(&table[i]);
-        if (elements != s->elements[i])
-            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                  "aggregate on rank %d: parameter %s has %zu trained elements, the server was made "
-                                  "for %zu",
-                                  s->rank, table[i].name, elements, s->elements[i]);
-    }
-    return status;
-}
 
 static dtrain_status dtrain__server_sync(dtrain_server *s, const dtrain_param *table, double weight, double *total)
 {

@@ -60,8 +60,8 @@ static dtrain_status dtrain__server_write(dtrain__server_link *link, int slot, u
 /* Everything that was sent has gone. */
 static dtrain_status dtrain__server_flush(dtrain__server_link *link)
 {
-    dtrain_status status = dtrain__server_wait(&link->out[0]);
-    return status == DTRAIN_OK ? dtrain__server_wait(&link->out[1]) : status;
+    dtrain_status status = dtrain__work_settle(&link->out[0]);
+    return status == DTRAIN_OK ? dtrain__work_settle(&link->out[1]) : status;
 }
 
 static dtrain_status dtrain__server_push(dtrain_server *s, const dtrain_param *table, double weight)
@@ -116,7 +116,7 @@ static dtrain_status dtrain__server_ask(dtrain_server *s)
     if (status == DTRAIN_OK)
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_PULL, 0, s->clock, 0, 0);
     if (status == DTRAIN_OK)
-        status = dtrain__server_wait(&link->out[0]);
+        status = dtrain__work_settle(&link->out[0]);
     if (status != DTRAIN_OK)
         return status;
     status = dtrain_recv(link->comm, link->header_in, DTRAIN__SERVER_HEADER, DTRAIN_U64, 0);
@@ -191,7 +191,7 @@ DTRAIN_API dtrain_status dtrain_server_leave(dtrain_server *server)
     if (status == DTRAIN_OK)
         status = dtrain__server_write(link, 0, DTRAIN__SERVER_LEAVE, 0, server->clock, 0, 0);
     if (status == DTRAIN_OK)
-        status = dtrain__server_wait(&link->out[0]);
+        status = dtrain__work_settle(&link->out[0]);
     if (status != DTRAIN_OK)
         return dtrain__server_gone(server, "server_leave", status);
     server->left = 1;

@@ -71,6 +71,25 @@ static dtrain_status dtrain__aggregator_check(const dtrain_param *table, size_t 
     return dtrain__params_on_cpu(table, count, "aggregate");
 }
 
+/* The same of an aggregator that was made for a table of `made` parameters, with so many trained elements each. */
+static dtrain_status dtrain__aggregator_check_made(const dtrain_param *table, size_t count, double weight, size_t made,
+                                                   const size_t *elements)
+{
+    dtrain_status status = dtrain__aggregator_check(table, count, weight);
+    if (status == DTRAIN_OK && (table == NULL || count != made))
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "aggregate: a table of %zu parameters; the aggregator was made for %zu parameters",
+                            table != NULL ? count : 0, made);
+    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        size_t trained = dtrain__params_gradients(&table[i]);
+        if (trained != elements[i])
+            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                  "aggregate: parameter %s has %zu trained elements, the aggregator was made for %zu",
+                                  table[i].name, trained, elements[i]);
+    }
+    return status;
+}
+
 static dtrain_status dtrain__aggregator_run_local(void *self, const dtrain_param *table, size_t count, double weight,
                                                   double *total_weight)
 {

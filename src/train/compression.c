@@ -89,6 +89,20 @@ static dtrain_compress_desc dtrain__compression_defaults(const dtrain_compress_d
     return desc;
 }
 
+/* Compares tables and descs on all ranks, compression with what 0 stands for. mine: a rank that cannot go on says so.
+ */
+static dtrain_status dtrain__compression_meet(dtrain_comm *comm, const char *call, const char *advice,
+                                              dtrain__params_given given, dtrain_status mine)
+{
+    dtrain_compress_desc compress;
+    if (given.compress != NULL) {
+        compress = dtrain__compression_defaults(given.compress);
+        given.compress = &compress;
+    }
+    dtrain__alike alike = {call, &given, dtrain__params_given_line, advice, 0, {0}, 0};
+    return dtrain__alike_meet(comm, &alike, mine);
+}
+
 static void dtrain__compression_close(dtrain__compression_set *set)
 {
     for (size_t i = 0; i < set->part_count; i++) {
@@ -326,26 +340,11 @@ static void dtrain__compression_destroy(void *self)
     dtrain__free(allocator, all);
 }
 
-static dtrain_status dtrain__compression_check(const dtrain__compression *all, const dtrain_param *table, size_t count,
-                                               double weight)
-{
-    dtrain_status status = dtrain__aggregator_check(table, count, weight);
-    for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
-        size_t elements = dtrain__params_gradients(&table[i]);
-        if (count != all->count || elements != all->elements[i])
-            status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                  "aggregate: parameter %zu of %zu has %zu trained elements; the aggregator was made "
-                                  "for %zu parameters, that one of %zu",
-                                  i, count, elements, all->count, i < all->count ? all->elements[i] : 0);
-    }
-    return status;
-}
-
 static dtrain_status dtrain__compression_run(void *self, const dtrain_param *table, size_t count, double weight,
                                              double *total_weight)
 {
     dtrain__compression *all = (dtrain__compression *)self;
-    dtrain_status status = dtrain__compression_check(all, table, count, weight);
+    dtrain_status status = dtrain__aggregator_check_made(table, count, weight, all->count, all->elements);
     size_t in = 0, out = 0;
     if (status == DTRAIN_OK)
         status = dtrain_all_reduce(all->set.comm, &weight, total_weight, 1, DTRAIN_F64, DTRAIN_SUM);

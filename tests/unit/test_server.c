@@ -279,7 +279,7 @@ static void refuses_another_table(dtrain_comm *world)
     double total;
     m->table[5].frozen = 1;
     CHECK_EQ(aggregator.aggregate(aggregator.self, m->table, PARAMS, 1.0, &total), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "parameter large has 0 trained elements, the server was made for 8651");
+    CHECK_CONTAINS(dtrain_last_error(), "parameter large has 0 trained elements, the aggregator was made for 8651");
     CHECK_EQ(aggregator.aggregate(aggregator.self, m->table, PARAMS, -1.0, &total), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_server_push(server, 1.0), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "the server is synchronous");
