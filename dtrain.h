@@ -2417,8 +2417,7 @@ typedef struct dtrain_compressed_desc {
     float momentum;  /* top-k alone: of the velocity that is sent in the gradient's stead; the optimizer then has none.
                       * 0: none */
     int no_masking;  /* 1: the velocity of what was sent goes on; 0: it starts anew */
-    float
-        max_norm; /* of this rank's vector, times the root of the number of ranks: longer ones are shortened. 0: none */
+    float max_norm;  /* of this rank's vector, times the root of the number of ranks: longer ones are shortened; 0: none */
     uint64_t start_step; /* of the first step that is compressed, counted from 0. Those before it are all-reduced as
                           * they are, and leave no residual */
     dtrain_device *device; /* where in, out and the state are; in a dtrain_compress_desc it is NULL. NULL: the CPU */
@@ -4386,12 +4385,12 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
 
 /* ---- >>local-sgd ----
  * Local SGD and DiLoCo: each rank trains by itself for many steps with any optimizer, then the ranks average how far
- * they have come, and make one outer step with it. Each object has a thread of its own that carries the rounds; a
- * training step never waits for the network, and a round happens on all members that are left, or on none.
+ * they have come, and make one outer step with it. A thread of each object carries these rounds; a training step never
+ * waits for the network. A round happens on all members that are left, or on none.
  *
- * A round is opened by the first member that hands in its difference, and waits up to window_ms for the others. All
- * members that are left take part in its sums, those that have handed nothing in with a weight of 0, so that every one
- * has the newest outer weights and nobody ever has to catch up. Sums are all-reduces, or go through a server. */
+ * The first member that hands in its difference opens a round, which waits up to window_ms for the others. Who has
+ * handed nothing in takes part with a weight of 0, so that all have the newest outer weights and nobody has to catch
+ * up. Sums are all-reduces, or go through a server. */
 #ifndef DTRAIN__LOCAL_SGD_H
 #define DTRAIN__LOCAL_SGD_H
 
@@ -4405,15 +4404,14 @@ typedef struct dtrain_local_sgd dtrain_local_sgd;
 typedef struct dtrain_local_sgd_desc {
     int steps;            /* inner steps a round; 0: 500 */
     float outer_lr;       /* 0: 0.7 */
-    float outer_momentum; /* Nesterov's, as dtrain_device_sgd; 0: 0.9, which is much for a run of few rounds, and for rounds
-                             of few steps: there 0.5 trains better */
+    float outer_momentum; /* Nesterov's; 0: 0.9; for few rounds, and for rounds of few steps, 0.5 trains better */
     int no_momentum;      /* 1: the outer step is outer_lr times the mean difference; with outer_lr 1 an average */
     int warmup_rounds;    /* so many rounds of each fragment have no momentum at first; 0: 2; negative: none */
-    int fragments;        /* the table is cut in so many, unit u in fragment u % fragments, each with rounds of its own,
-                             evenly spread over the steps; 0: 1; at most as many as units */
+    int fragments;        /* unit u is in fragment u % fragments, each with rounds of its own, evenly spread over the
+                             steps; 0: 1; at most as many as units */
     int overlap;          /* steps that are made before what a round brings is applied, at least; below steps */
-    float mixing;         /* share of the outer weights where steps were made since the snapshot, the rest is what this
-                             rank has; 0: 0.5. Without such steps the outer weights are taken as they are */
+    float mixing;         /* share of the outer weights where steps were made since the snapshot; 0: 0.5. Without
+                             such steps they are taken as they are */
     int blocking;         /* 1: the overlap-th step after a snapshot waits for its round, up to window_ms and the
                              group's timeout_ms: the same bits in every run in which nobody is late or lost */
     const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN or OWN that
@@ -4427,21 +4425,18 @@ typedef struct dtrain_local_sgd_desc {
 
 /* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
  *
- * Through a server, differences and sums travel between that rank and each member alone: it opens the rounds, folds
- * what those bring that have handed in, in the order of >>order, and sends the sum to all. Who has handed nothing in
- * sends nothing, who has is waited for until its difference is there, or it is lost. The bits are those of the
- * all-reduce, but where packing loses something and keeps it (feedback): what the packing of the sum loses is kept by
- * the server, not a part by each. When the server is lost, every other member trains on alone, and the log
- * says so. A server that makes no steps holds up every round for window_ms.
+ * Through a server, differences and sums travel between that rank and each member alone. The bits are those of the
+ * all-reduce, unless packing keeps what it loses (feedback): what the packing of the sum loses is then the server's.
+ * When the server is lost, every other member trains on alone, and the log says so. A server that makes no steps holds
+ * up every round for window_ms.
  *
- * Memory, from the group's allocator: the outer weights, their momentum, the weights that this rank started from, and its
- * difference, a float an element each; what a round needs of the largest fragment besides; the residuals, where
- * differences are compressed; a server has a member's differences and sums besides. Nothing is allocated later. The two
- * groups that it makes, and what their calls need, are not in it.
+ * Memory, from the group's allocator: 4 floats an element (outer weights, momentum, the weights that this rank started
+ * from, its difference), what a round needs of the largest fragment, and residuals. A server holds the members' pieces
+ * besides. Nothing is allocated later. The two groups that it makes are not in it.
  *
  *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
- *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the
- *             thread; the same on every rank but for addresses
+ *   table     copied; its data is read and written by the calls below alone, never by the thread; the same on every
+ *             rank but for addresses
  *   desc      NULL: all defaults; the same on every rank
  *   errors    DTRAIN_ERR_INVALID      a bad table or one without gradients; constants or server out of range
  *             DTRAIN_ERR_MEMORY       also when max_bytes is too few: the text has the number needed
@@ -4460,13 +4455,12 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
 
 /* Tells that the program has made an inner step; called after each.
  *
- * After every steps-th it notes how far the parameters are from the outer weights that they started from, which the
- * thread hands to the next round; and it applies what has come in. The outer step is that of dtrain_device_sgd on the outer
- * weights, whose gradient is the sum over the members of weight times difference, over the sum of the weights.
+ * After every steps-th it hands in how far the parameters are from the outer weights that they started from, and it
+ * applies what has come in. The outer step is that of dtrain_device_sgd on the outer weights, whose gradient is the
+ * mean of the members' differences by their weights.
  *
- * A member that a round did not wait for trains on. Its difference, from the outer weights that it started from, counts
- * in the next round. Lost members are no error: rounds go on with those left, and a member that is alone makes its
- * outer steps alone.
+ * A difference that a round did not wait for counts in the next one. Lost members are no error: rounds go on with those
+ * left, and a member that is alone makes its outer steps alone.
  *
  *   weight   of the step's examples on this rank, usually their number or that of their tokens
  *   errors   DTRAIN_ERR_INVALID  NULL, or weight negative or not finite: nothing was done
@@ -4497,13 +4491,12 @@ typedef struct dtrain_local_sgd_stats {
     uint64_t rounds;      /* that were made, of all fragments, with or without this rank */
     uint64_t taken;       /* of them with this rank */
     uint64_t missed;      /* of them without it */
-    uint64_t undone;      /* attempts that were not made on any member, as one was lost in them; they are made again */
+    uint64_t undone;      /* attempts in which a member was lost; they are made again */
     uint64_t applied;     /* how often this rank's parameters were changed */
     int members;          /* that had handed in, in the last round */
     int left;             /* members that are left */
     uint64_t sent_bytes;  /* by this rank in rounds */
-    uint64_t dense_bytes; /* that it would have sent, had it all-reduced gradients in every step:
-                             2 (ranks - 1) / ranks a table */
+    uint64_t dense_bytes; /* that it would have sent, had it all-reduced gradients in every step */
 } dtrain_local_sgd_stats;
 
 /* Returns the counters; zeroes for NULL.
@@ -4523,10 +4516,9 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
  * writes it into a new object, made from the same table and desc; parameters and these give the same bits as a run
  * never stopped.
  *
- * Each is one row for each rank, from which as many ranks go on, and ends with its number in the list: outer, momentum
- * and base, what this rank started from (DTRAIN_F32); weights of the steps since the last snapshots (DTRAIN_F64);
- * counters, of steps, then of the rounds of each fragment (DTRAIN_U64); residual.0, ... of the fragments. outer,
- * momentum and counters but the first are the same on every rank.
+ * Each has one row for each rank, from which as many ranks go on: outer, momentum, and base, what this rank started
+ * from (DTRAIN_F32); weights of the steps since the last snapshots (DTRAIN_F64); counters of steps, then of the rounds
+ * of each fragment (DTRAIN_U64); residual.0, ... of the fragments.
  *
  * any thread */
 DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local);
@@ -30205,11 +30197,10 @@ static uint64_t dtrain__feedback_steps(const float step[2])
     return (uint64_t)step[0] + ((uint64_t)step[1] << 24);
 }
 
-static void dtrain__feedback_count(float step[2])
+static void dtrain__feedback_set_steps(float step[2], uint64_t steps)
 {
-    uint64_t next = dtrain__feedback_steps(step) + 1;
-    step[0] = (float)(next & 0xffffff);
-    step[1] = (float)(next >> 24 & 0xffffff);
+    step[0] = (float)(steps & 0xffffff);
+    step[1] = (float)(steps >> 24 & 0xffffff);
 }
 
 /* Sees to it that a block has so many bytes. It grows by half more than is needed, as what a step packs varies a
@@ -30230,13 +30221,11 @@ static dtrain_status dtrain__feedback_reserve(unsigned char **block, dtrain_allo
 /* This rank cannot go on in the middle of an exchange, because of what is `where`: no other may, either. */
 static dtrain_status dtrain__feedback_abort(dtrain_comm *comm, dtrain_status status, const char *where)
 {
+    dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm), where,
+                 dtrain__thread_error.text);
     dtrain__error kept = dtrain__thread_error;
-    char text[300];
-    snprintf(text, sizeof text, "compressed all_reduce on rank %d, %s: %.200s", dtrain_comm_rank(comm), where,
-             kept.text);
-    DTRAIN_IGNORE(dtrain_comm_abort(comm, text));
-    return dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm), where,
-                        kept.text);
+    DTRAIN_IGNORE(dtrain_comm_abort(comm, kept.text));
+    return dtrain__report(&kept);
 }
 
 /* The same, as what rank `from` sent is wrong. */
@@ -30756,8 +30745,9 @@ static float dtrain__selections_unsigned(float x)
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
-    x->ratio = dtrain__topk_ratio(&state->desc.schedule, dtrain__feedback_steps(state->step));
-    dtrain__feedback_count(state->step);
+    uint64_t step = dtrain__feedback_steps(state->step);
+    x->ratio = dtrain__topk_ratio(&state->desc.schedule, step);
+    dtrain__feedback_set_steps(state->step, step + 1);
     return dtrain_topk_count(x->v->count, x->ratio);
 }
 
@@ -30936,19 +30926,19 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
 }
 
 /* The elements of the selection that are in a rank's part of the vector, which bounds say. */
-static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int rank, size_t *begin)
+static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int rank)
 {
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
     dtrain__sparse part;
     memset(&part, 0, sizeof part);
-    part.original_count = dtrain__split(x->v->count, x->ranks, rank, begin);
+    part.original_count = dtrain__split(x->v->count, x->ranks, rank, NULL);
     part.indices = x->state->chosen.indices + bounds[rank];
     part.values = x->state->chosen.values + bounds[rank];
     part.count = bounds[rank + 1] - bounds[rank];
     return part;
 }
 
-/* Finds the bounds between parts. */
+/* Finds the bounds between parts. From here on, indices count from the begin of their part. */
 static void dtrain__selections_cut(dtrain__selections *x)
 {
     const dtrain__sparse *chosen = &x->state->chosen;
@@ -30957,34 +30947,31 @@ static void dtrain__selections_cut(dtrain__selections *x)
         size_t begin, count = dtrain__split(x->v->count, x->ranks, r, &begin);
         bounds[r] = next;
         while (next < chosen->count && chosen->indices[next] < begin + count)
-            next++;
+            chosen->indices[next++] -= (uint32_t)begin;
     }
     bounds[x->ranks] = next;
 }
 
-/* Packs each rank's part of the selection, with indices that count from the part's begin while it is packed. */
+/* Packs each rank's part of the selection. */
 static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t *counts, size_t *offsets)
 {
     dtrain__selections_state *state = x->state;
     dtrain_status status = DTRAIN_OK;
-    size_t begin, at = 0;
+    size_t at = 0;
     dtrain__selections_cut(x);
     for (int pass = 0; status == DTRAIN_OK && pass < 2; pass++) {
         for (int r = 0; r < x->ranks; r++) {
             dtrain_index_form form = state->desc.indices;
-            dtrain__sparse part = dtrain__selections_part(x, r, &begin);
-            for (size_t i = 0; i < part.count; i++)
-                part.indices[i] -= (uint32_t)begin;
-            size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
-            if (pass == 1)
+            dtrain__sparse part = dtrain__selections_part(x, r);
+            counts[r] = dtrain__sparse_size(&part, state->desc.values, &form);
+            state->sizes[r] = counts[r];
+            if (pass == 1) {
                 dtrain__sparse_pack(&part, state->desc.values, form, state->out + offsets[r]);
-            for (size_t i = 0; i < part.count; i++)
-                part.indices[i] += (uint32_t)begin;
-            offsets[r] = pass == 0 ? at : offsets[r];
-            counts[r] = bytes;
-            state->sizes[r] = bytes;
-            at += pass == 0 ? bytes : 0;
-            *x->sent += pass == 1 && r != x->rank ? 8 + bytes : 0;
+                *x->sent += r != x->rank ? 8 + counts[r] : 0;
+                continue;
+            }
+            offsets[r] = at;
+            at += counts[r];
         }
         status = dtrain__feedback_reserve(&state->out, state->allocator, at);
     }
@@ -31752,9 +31739,7 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
 /* Says how many steps were made before the next one, for an owner that counts them itself. */
 static void dtrain__compressed_at_step(dtrain_compressed *c, uint64_t step)
 {
-    step = step < c->desc.start_step ? step : c->desc.start_step;
-    c->dense_steps[0] = (float)(step & 0xffffff);
-    c->dense_steps[1] = (float)(step >> 24 & 0xffffff);
+    dtrain__feedback_set_steps(c->dense_steps, step < c->desc.start_step ? step : c->desc.start_step);
 }
 
 static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
@@ -31769,8 +31754,9 @@ static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *i
         status = dtrain__compressed_prepare(c, &in, out);
     if (status != DTRAIN_OK)
         return status;
-    if (dtrain__feedback_steps(c->dense_steps) < c->desc.start_step) {
-        dtrain__feedback_count(c->dense_steps);
+    uint64_t step = dtrain__feedback_steps(c->dense_steps);
+    if (step < c->desc.start_step) {
+        dtrain__feedback_set_steps(c->dense_steps, step + 1);
         *sent += dtrain__plan_sent_bytes(v->count, ranks);
         return dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
     }
@@ -43492,8 +43478,7 @@ struct dtrain_server {
     double *weights;
     uint64_t clock; /* a worker's pushes */
     int fresh, left;
-    int64_t heard_ns; /* when anything last came */
-    int turn;         /* the link that an idle server waits for next */
+    int turn; /* the link that an idle server waits for next */
     dtrain_server_stats stats;
     uint64_t dense_bytes; /* sent_bytes, had nothing been packed */
     dtrain__error broken;
@@ -43805,6 +43790,8 @@ static const dtrain__alike_field dtrain__server_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_server_desc, no_broadcast, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_server_desc, compress, OWN) /* by its own table */};
 
+enum { DTRAIN__SERVER_FIELDS = sizeof dtrain__server_fields / sizeof dtrain__server_fields[0] };
+
 /* A group of the server and each worker, one after the other. */
 static dtrain_status dtrain__server_connect(dtrain_server *s)
 {
@@ -43828,12 +43815,7 @@ static dtrain_status dtrain__server_connect(dtrain_server *s)
 static dtrain_status dtrain__server_init(dtrain_server *s, const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__server_prepare(s, table, count);
-    dtrain__params_given given = {s->table,
-                                  s->count,
-                                  0,
-                                  &s->desc,
-                                  dtrain__server_fields,
-                                  sizeof dtrain__server_fields / sizeof dtrain__server_fields[0],
+    dtrain__params_given given = {s->table,        s->count, 0, &s->desc, dtrain__server_fields, DTRAIN__SERVER_FIELDS,
                                   s->desc.compress};
     status = dtrain__compression_meet(s->comm, "dtrain_server_create", "give all ranks the same table and desc", given,
                                       status);
@@ -44587,15 +44569,14 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
     dtrain_status status = dtrain__server_check_run(s, desc);
     if (status != DTRAIN_OK)
         return status;
-    int64_t limit = dtrain__server_timeout_ns(s);
-    s->heard_ns = dtrain__os_now_ns();
+    int64_t limit = dtrain__server_timeout_ns(s), heard_ns = dtrain__os_now_ns(); /* when anything last came */
     while (s->stats.workers > 0 && status == DTRAIN_OK) {
         int moved;
         status = dtrain__server_round(s, desc, &moved);
         idle = moved ? 0 : idle + 1;
         if (moved) {
-            s->heard_ns = dtrain__os_now_ns();
-        } else if (status == DTRAIN_OK && dtrain__os_now_ns() - s->heard_ns >= limit) {
+            heard_ns = dtrain__os_now_ns();
+        } else if (status == DTRAIN_OK && dtrain__os_now_ns() - heard_ns >= limit) {
             status = dtrain__server_silent(s);
         } else if (idle < DTRAIN__SERVER_IDLE_TURNS) {
             sched_yield();
@@ -44837,29 +44818,25 @@ static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, 
     return count;
 }
 
-/* What a pack of count elements needs over any number of members up to ranks, as those may become fewer. */
-static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
+/* What rounds of count elements need over any number of members up to ranks, as those may become fewer. q: what packs
+ * them; NULL: nothing. serves: pieces of all come in here. */
+static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks,
+                                 int serves)
 {
     for (int r = 2; r <= ranks; r++) {
         size_t part = dtrain__split(count, r, 0, NULL), shorter = dtrain__split(count, r, r - 1, NULL);
         size_t longer = count - shorter * (size_t)r; /* parts that have one more */
-        size_t need[3];
-        need[0] = longer * q->bytes(q, part) + ((size_t)r - longer) * q->bytes(q, shorter);
-        need[1] = (size_t)r * q->bytes(q, part);
-        need[2] = (size_t)r * part * sizeof(float);
+        size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE, need[3] = {0, 0, 0};
+        size_t piece = q != NULL ? q->bytes(q, part) : dense * sizeof(float);
+        if (q != NULL) {
+            need[0] = longer * q->bytes(q, part) + ((size_t)r - longer) * q->bytes(q, shorter);
+            need[1] = (size_t)r * piece;
+            need[2] = (size_t)r * part * sizeof(float);
+        }
+        if (serves)
+            need[1] = DTRAIN__ROUNDS_WAYS * (size_t)r * piece;
         for (int i = 0; i < 3; i++)
             sizes->rooms[i] = need[i] > sizes->rooms[i] ? need[i] : sizes->rooms[i];
-    }
-}
-
-/* What a server needs for the pieces that come in of a fragment; q: NULL: they are not packed. */
-static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
-{
-    for (int r = 2; r <= ranks; r++) {
-        size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE;
-        size_t piece = q != NULL ? q->bytes(q, dtrain__split(count, r, 0, NULL)) : dense * sizeof(float);
-        size_t need = DTRAIN__ROUNDS_WAYS * (size_t)r * piece;
-        sizes->rooms[1] = need > sizes->rooms[1] ? need : sizes->rooms[1];
     }
 }
 
@@ -44919,12 +44896,10 @@ static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
         int packs = dtrain__rounds_packs(desc, ranks, count);
         sizes->total += count;
         sizes->largest = count > sizes->largest ? count : sizes->largest;
-        if (serves)
-            dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
+        dtrain__rounds_rooms(sizes, packs ? &q : NULL, count, ranks, serves);
         if (!packs)
             continue;
         sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
-        dtrain__rounds_rooms(sizes, &q, count, ranks);
         if (!desc->compress->feedback.no_feedback && count > sizes->saved)
             sizes->saved = count;
     }
@@ -46011,6 +45986,8 @@ static const dtrain__alike_field dtrain__rounds_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, through_server, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, server, NUMBER)};
 
+enum { DTRAIN__ROUNDS_FIELDS = sizeof dtrain__rounds_fields / sizeof dtrain__rounds_fields[0] };
+
 /* Gives all ranks the same parameters, and the object its groups and its thread. */
 static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *comm, const dtrain_param *table,
                                          size_t count)
@@ -46060,13 +46037,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     made->server = -1;
     pthread_mutex_init(&made->mutex, NULL);
     dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
-    dtrain__params_given given = {table,
-                                  count,
-                                  0,
-                                  &made->desc,
-                                  dtrain__rounds_fields,
-                                  sizeof dtrain__rounds_fields / sizeof dtrain__rounds_fields[0],
-                                  made->desc.compress};
+    dtrain__params_given given = {
+        table, count, 0, &made->desc, dtrain__rounds_fields, DTRAIN__ROUNDS_FIELDS, made->desc.compress};
     status = dtrain__compression_meet(
         comm, "dtrain_local_sgd_create",
         "give all ranks the same table, and the same desc but for mixing, blocking and max_bytes", given, status);

@@ -63,9 +63,7 @@ static dtrain_status dtrain__compressed_check(const dtrain_compressed *c, const 
 /* Says how many steps were made before the next one, for an owner that counts them itself. */
 static void dtrain__compressed_at_step(dtrain_compressed *c, uint64_t step)
 {
-    step = step < c->desc.start_step ? step : c->desc.start_step;
-    c->dense_steps[0] = (float)(step & 0xffffff);
-    c->dense_steps[1] = (float)(step >> 24 & 0xffffff);
+    dtrain__feedback_set_steps(c->dense_steps, step < c->desc.start_step ? step : c->desc.start_step);
 }
 
 static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *in, float *out, dtrain_op op)
@@ -80,8 +78,9 @@ static dtrain_status dtrain__compressed_run(dtrain_compressed *c, const float *i
         status = dtrain__compressed_prepare(c, &in, out);
     if (status != DTRAIN_OK)
         return status;
-    if (dtrain__feedback_steps(c->dense_steps) < c->desc.start_step) {
-        dtrain__feedback_count(c->dense_steps);
+    uint64_t step = dtrain__feedback_steps(c->dense_steps);
+    if (step < c->desc.start_step) {
+        dtrain__feedback_set_steps(c->dense_steps, step + 1);
         *sent += dtrain__plan_sent_bytes(v->count, ranks);
         return dtrain_all_reduce(v->comm, in, out, v->count, DTRAIN_F32, op);
     }

@@ -57,11 +57,10 @@ static uint64_t dtrain__feedback_steps(const float step[2])
     return (uint64_t)step[0] + ((uint64_t)step[1] << 24);
 }
 
-static void dtrain__feedback_count(float step[2])
+static void dtrain__feedback_set_steps(float step[2], uint64_t steps)
 {
-    uint64_t next = dtrain__feedback_steps(step) + 1;
-    step[0] = (float)(next & 0xffffff);
-    step[1] = (float)(next >> 24 & 0xffffff);
+    step[0] = (float)(steps & 0xffffff);
+    step[1] = (float)(steps >> 24 & 0xffffff);
 }
 
 /* Sees to it that a block has so many bytes. It grows by half more than is needed, as what a step packs varies a
@@ -82,13 +81,11 @@ static dtrain_status dtrain__feedback_reserve(unsigned char **block, dtrain_allo
 /* This rank cannot go on in the middle of an exchange, because of what is `where`: no other may, either. */
 static dtrain_status dtrain__feedback_abort(dtrain_comm *comm, dtrain_status status, const char *where)
 {
+    dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm), where,
+                 dtrain__thread_error.text);
     dtrain__error kept = dtrain__thread_error;
-    char text[300];
-    snprintf(text, sizeof text, "compressed all_reduce on rank %d, %s: %.200s", dtrain_comm_rank(comm), where,
-             kept.text);
-    DTRAIN_IGNORE(dtrain_comm_abort(comm, text));
-    return dtrain__fail(NULL, status, "compressed all_reduce on rank %d, %s: %.500s", dtrain_comm_rank(comm), where,
-                        kept.text);
+    DTRAIN_IGNORE(dtrain_comm_abort(comm, kept.text));
+    return dtrain__report(&kept);
 }
 
 /* The same, as what rank `from` sent is wrong. */

@@ -146,8 +146,9 @@ static float dtrain__selections_unsigned(float x)
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
     dtrain__selections_state *state = x->state;
-    x->ratio = dtrain__topk_ratio(&state->desc.schedule, dtrain__feedback_steps(state->step));
-    dtrain__feedback_count(state->step);
+    uint64_t step = dtrain__feedback_steps(state->step);
+    x->ratio = dtrain__topk_ratio(&state->desc.schedule, step);
+    dtrain__feedback_set_steps(state->step, step + 1);
     return dtrain_topk_count(x->v->count, x->ratio);
 }
 
@@ -326,19 +327,19 @@ static dtrain_status dtrain__selections_gather(dtrain__selections *x)
 }
 
 /* The elements of the selection that are in a rank's part of the vector, which bounds say. */
-static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int rank, size_t *begin)
+static dtrain__sparse dtrain__selections_part(const dtrain__selections *x, int rank)
 {
     const size_t *bounds = x->state->numbers + 4 * (size_t)x->ranks;
     dtrain__sparse part;
     memset(&part, 0, sizeof part);
-    part.original_count = dtrain__split(x->v->count, x->ranks, rank, begin);
+    part.original_count = dtrain__split(x->v->count, x->ranks, rank, NULL);
     part.indices = x->state->chosen.indices + bounds[rank];
     part.values = x->state->chosen.values + bounds[rank];
     part.count = bounds[rank + 1] - bounds[rank];
     return part;
 }
 
-/* Finds the bounds between parts. */
+/* Finds the bounds between parts. From here on, indices count from the begin of their part. */
 static void dtrain__selections_cut(dtrain__selections *x)
 {
     const dtrain__sparse *chosen = &x->state->chosen;
@@ -347,34 +348,31 @@ static void dtrain__selections_cut(dtrain__selections *x)
         size_t begin, count = dtrain__split(x->v->count, x->ranks, r, &begin);
         bounds[r] = next;
         while (next < chosen->count && chosen->indices[next] < begin + count)
-            next++;
+            chosen->indices[next++] -= (uint32_t)begin;
     }
     bounds[x->ranks] = next;
 }
 
-/* Packs each rank's part of the selection, with indices that count from the part's begin while it is packed. */
+/* Packs each rank's part of the selection. */
 static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t *counts, size_t *offsets)
 {
     dtrain__selections_state *state = x->state;
     dtrain_status status = DTRAIN_OK;
-    size_t begin, at = 0;
+    size_t at = 0;
     dtrain__selections_cut(x);
     for (int pass = 0; status == DTRAIN_OK && pass < 2; pass++) {
         for (int r = 0; r < x->ranks; r++) {
             dtrain_index_form form = state->desc.indices;
-            dtrain__sparse part = dtrain__selections_part(x, r, &begin);
-            for (size_t i = 0; i < part.count; i++)
-                part.indices[i] -= (uint32_t)begin;
-            size_t bytes = dtrain__sparse_size(&part, state->desc.values, &form);
-            if (pass == 1)
+            dtrain__sparse part = dtrain__selections_part(x, r);
+            counts[r] = dtrain__sparse_size(&part, state->desc.values, &form);
+            state->sizes[r] = counts[r];
+            if (pass == 1) {
                 dtrain__sparse_pack(&part, state->desc.values, form, state->out + offsets[r]);
-            for (size_t i = 0; i < part.count; i++)
-                part.indices[i] += (uint32_t)begin;
-            offsets[r] = pass == 0 ? at : offsets[r];
-            counts[r] = bytes;
-            state->sizes[r] = bytes;
-            at += pass == 0 ? bytes : 0;
-            *x->sent += pass == 1 && r != x->rank ? 8 + bytes : 0;
+                *x->sent += r != x->rank ? 8 + counts[r] : 0;
+                continue;
+            }
+            offsets[r] = at;
+            at += counts[r];
         }
         status = dtrain__feedback_reserve(&state->out, state->allocator, at);
     }

@@ -1,11 +1,11 @@
 /* ---- >>local-sgd ----
  * Local SGD and DiLoCo: each rank trains by itself for many steps with any optimizer, then the ranks average how far
- * they have come, and make one outer step with it. Each object has a thread of its own that carries the rounds; a
- * training step never waits for the network, and a round happens on all members that are left, or on none.
+ * they have come, and make one outer step with it. A thread of each object carries these rounds; a training step never
+ * waits for the network. A round happens on all members that are left, or on none.
  *
- * A round is opened by the first member that hands in its difference, and waits up to window_ms for the others. All
- * members that are left take part in its sums, those that have handed nothing in with a weight of 0, so that every one
- * has the newest outer weights and nobody ever has to catch up. Sums are all-reduces, or go through a server. */
+ * The first member that hands in its difference opens a round, which waits up to window_ms for the others. Who has
+ * handed nothing in takes part with a weight of 0, so that all have the newest outer weights and nobody has to catch
+ * up. Sums are all-reduces, or go through a server. */
 #ifndef DTRAIN__LOCAL_SGD_H
 #define DTRAIN__LOCAL_SGD_H
 #include "../train/train.h"
@@ -20,15 +20,14 @@ typedef struct dtrain_local_sgd dtrain_local_sgd;
 typedef struct dtrain_local_sgd_desc {
     int steps;            /* inner steps a round; 0: 500 */
     float outer_lr;       /* 0: 0.7 */
-    float outer_momentum; /* Nesterov's, as dtrain_device_sgd; 0: 0.9, which is much for a run of few rounds, and for rounds
-                             of few steps: there 0.5 trains better */
+    float outer_momentum; /* Nesterov's; 0: 0.9; for few rounds, and for rounds of few steps, 0.5 trains better */
     int no_momentum;      /* 1: the outer step is outer_lr times the mean difference; with outer_lr 1 an average */
     int warmup_rounds;    /* so many rounds of each fragment have no momentum at first; 0: 2; negative: none */
-    int fragments;        /* the table is cut in so many, unit u in fragment u % fragments, each with rounds of its own,
-                             evenly spread over the steps; 0: 1; at most as many as units */
+    int fragments;        /* unit u is in fragment u % fragments, each with rounds of its own, evenly spread over the
+                             steps; 0: 1; at most as many as units */
     int overlap;          /* steps that are made before what a round brings is applied, at least; below steps */
-    float mixing;         /* share of the outer weights where steps were made since the snapshot, the rest is what this
-                             rank has; 0: 0.5. Without such steps the outer weights are taken as they are */
+    float mixing;         /* share of the outer weights where steps were made since the snapshot; 0: 0.5. Without
+                             such steps they are taken as they are */
     int blocking;         /* 1: the overlap-th step after a snapshot waits for its round, up to window_ms and the
                              group's timeout_ms: the same bits in every run in which nobody is late or lost */
     const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN or OWN that
@@ -42,21 +41,18 @@ typedef struct dtrain_local_sgd_desc {
 
 /* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
  *
- * Through a server, differences and sums travel between that rank and each member alone: it opens the rounds, folds
- * what those bring that have handed in, in the order of >>order, and sends the sum to all. Who has handed nothing in
- * sends nothing, who has is waited for until its difference is there, or it is lost. The bits are those of the
- * all-reduce, but where packing loses something and keeps it (feedback): what the packing of the sum loses is kept by
- * the server, not a part by each. When the server is lost, every other member trains on alone, and the log
- * says so. A server that makes no steps holds up every round for window_ms.
+ * Through a server, differences and sums travel between that rank and each member alone. The bits are those of the
+ * all-reduce, unless packing keeps what it loses (feedback): what the packing of the sum loses is then the server's.
+ * When the server is lost, every other member trains on alone, and the log says so. A server that makes no steps holds
+ * up every round for window_ms.
  *
- * Memory, from the group's allocator: the outer weights, their momentum, the weights that this rank started from, and its
- * difference, a float an element each; what a round needs of the largest fragment besides; the residuals, where
- * differences are compressed; a server has a member's differences and sums besides. Nothing is allocated later. The two
- * groups that it makes, and what their calls need, are not in it.
+ * Memory, from the group's allocator: 4 floats an element (outer weights, momentum, the weights that this rank started
+ * from, its difference), what a round needs of the largest fragment, and residuals. A server holds the members' pieces
+ * besides. Nothing is allocated later. The two groups that it makes are not in it.
  *
  *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
- *   table     copied; the data of parameters with a gradient is read and written by the calls below alone, never by the
- *             thread; the same on every rank but for addresses
+ *   table     copied; its data is read and written by the calls below alone, never by the thread; the same on every
+ *             rank but for addresses
  *   desc      NULL: all defaults; the same on every rank
  *   errors    DTRAIN_ERR_INVALID      a bad table or one without gradients; constants or server out of range
  *             DTRAIN_ERR_MEMORY       also when max_bytes is too few: the text has the number needed
@@ -75,13 +71,12 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
 
 /* Tells that the program has made an inner step; called after each.
  *
- * After every steps-th it notes how far the parameters are from the outer weights that they started from, which the
- * thread hands to the next round; and it applies what has come in. The outer step is that of dtrain_device_sgd on the outer
- * weights, whose gradient is the sum over the members of weight times difference, over the sum of the weights.
+ * After every steps-th it hands in how far the parameters are from the outer weights that they started from, and it
+ * applies what has come in. The outer step is that of dtrain_device_sgd on the outer weights, whose gradient is the
+ * mean of the members' differences by their weights.
  *
- * A member that a round did not wait for trains on. Its difference, from the outer weights that it started from, counts
- * in the next round. Lost members are no error: rounds go on with those left, and a member that is alone makes its
- * outer steps alone.
+ * A difference that a round did not wait for counts in the next one. Lost members are no error: rounds go on with those
+ * left, and a member that is alone makes its outer steps alone.
  *
  *   weight   of the step's examples on this rank, usually their number or that of their tokens
  *   errors   DTRAIN_ERR_INVALID  NULL, or weight negative or not finite: nothing was done
@@ -112,13 +107,12 @@ typedef struct dtrain_local_sgd_stats {
     uint64_t rounds;      /* that were made, of all fragments, with or without this rank */
     uint64_t taken;       /* of them with this rank */
     uint64_t missed;      /* of them without it */
-    uint64_t undone;      /* attempts that were not made on any member, as one was lost in them; they are made again */
+    uint64_t undone;      /* attempts in which a member was lost; they are made again */
     uint64_t applied;     /* how often this rank's parameters were changed */
     int members;          /* that had handed in, in the last round */
     int left;             /* members that are left */
     uint64_t sent_bytes;  /* by this rank in rounds */
-    uint64_t dense_bytes; /* that it would have sent, had it all-reduced gradients in every step:
-                             2 (ranks - 1) / ranks a table */
+    uint64_t dense_bytes; /* that it would have sent, had it all-reduced gradients in every step */
 } dtrain_local_sgd_stats;
 
 /* Returns the counters; zeroes for NULL.
@@ -138,10 +132,9 @@ DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
  * writes it into a new object, made from the same table and desc; parameters and these give the same bits as a run
  * never stopped.
  *
- * Each is one row for each rank, from which as many ranks go on, and ends with its number in the list: outer, momentum
- * and base, what this rank started from (DTRAIN_F32); weights of the steps since the last snapshots (DTRAIN_F64);
- * counters, of steps, then of the rounds of each fragment (DTRAIN_U64); residual.0, ... of the fragments. outer,
- * momentum and counters but the first are the same on every rank.
+ * Each has one row for each rank, from which as many ranks go on: outer, momentum, and base, what this rank started
+ * from (DTRAIN_F32); weights of the steps since the last snapshots (DTRAIN_F64); counters of steps, then of the rounds
+ * of each fragment (DTRAIN_U64); residual.0, ... of the fragments.
  *
  * any thread */
 DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local);

@@ -98,6 +98,8 @@ static const dtrain__alike_field dtrain__rounds_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, through_server, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_local_sgd_desc, server, NUMBER)};
 
+enum { DTRAIN__ROUNDS_FIELDS = sizeof dtrain__rounds_fields / sizeof dtrain__rounds_fields[0] };
+
 /* Gives all ranks the same parameters, and the object its groups and its thread. */
 static dtrain_status dtrain__rounds_join(dtrain_local_sgd *local, dtrain_comm *comm, const dtrain_param *table,
                                          size_t count)
@@ -147,13 +149,8 @@ DTRAIN_API dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, dtrai
     made->server = -1;
     pthread_mutex_init(&made->mutex, NULL);
     dtrain_status status = dtrain__rounds_init(made, comm, table, count, desc);
-    dtrain__params_given given = {table,
-                                  count,
-                                  0,
-                                  &made->desc,
-                                  dtrain__rounds_fields,
-                                  sizeof dtrain__rounds_fields / sizeof dtrain__rounds_fields[0],
-                                  made->desc.compress};
+    dtrain__params_given given = {
+        table, count, 0, &made->desc, dtrain__rounds_fields, DTRAIN__ROUNDS_FIELDS, made->desc.compress};
     status = dtrain__compression_meet(
         comm, "dtrain_local_sgd_create",
         "give all ranks the same table, and the same desc but for mixing, blocking and max_bytes", given, status);

@@ -173,29 +173,25 @@ static size_t dtrain__rounds_count(const dtrain__params *params, int fragments, 
     return count;
 }
 
-/* What a pack of count elements needs over any number of members up to ranks, as those may become fewer. */
-static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
+/* What rounds of count elements need over any number of members up to ranks, as those may become fewer. q: what packs
+ * them; NULL: nothing. serves: pieces of all come in here. */
+static void dtrain__rounds_rooms(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks,
+                                 int serves)
 {
     for (int r = 2; r <= ranks; r++) {
         size_t part = dtrain__split(count, r, 0, NULL), shorter = dtrain__split(count, r, r - 1, NULL);
         size_t longer = count - shorter * (size_t)r; /* parts that have one more */
-        size_t need[3];
-        need[0] = longer * q->bytes(q, part) + ((size_t)r - longer) * q->bytes(q, shorter);
-        need[1] = (size_t)r * q->bytes(q, part);
-        need[2] = (size_t)r * part * sizeof(float);
+        size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE, need[3] = {0, 0, 0};
+        size_t piece = q != NULL ? q->bytes(q, part) : dense * sizeof(float);
+        if (q != NULL) {
+            need[0] = longer * q->bytes(q, part) + ((size_t)r - longer) * q->bytes(q, shorter);
+            need[1] = (size_t)r * piece;
+            need[2] = (size_t)r * part * sizeof(float);
+        }
+        if (serves)
+            need[1] = DTRAIN__ROUNDS_WAYS * (size_t)r * piece;
         for (int i = 0; i < 3; i++)
             sizes->rooms[i] = need[i] > sizes->rooms[i] ? need[i] : sizes->rooms[i];
-    }
-}
-
-/* What a server needs for the pieces that come in of a fragment; q: NULL: they are not packed. */
-static void dtrain__rounds_server_room(dtrain__rounds_sizes *sizes, const dtrain_compressor *q, size_t count, int ranks)
-{
-    for (int r = 2; r <= ranks; r++) {
-        size_t dense = count < DTRAIN__ROUNDS_PIECE ? count : DTRAIN__ROUNDS_PIECE;
-        size_t piece = q != NULL ? q->bytes(q, dtrain__split(count, r, 0, NULL)) : dense * sizeof(float);
-        size_t need = DTRAIN__ROUNDS_WAYS * (size_t)r * piece;
-        sizes->rooms[1] = need > sizes->rooms[1] ? need : sizes->rooms[1];
     }
 }
 
@@ -255,12 +251,10 @@ static dtrain_status dtrain__rounds_plan(dtrain_local_sgd *local)
         int packs = dtrain__rounds_packs(desc, ranks, count);
         sizes->total += count;
         sizes->largest = count > sizes->largest ? count : sizes->largest;
-        if (serves)
-            dtrain__rounds_server_room(sizes, packs ? &q : NULL, count, ranks);
+        dtrain__rounds_rooms(sizes, packs ? &q : NULL, count, ranks, serves);
         if (!packs)
             continue;
         sizes->packs += dtrain__compressed_bytes(count, ranks, &desc->compress->feedback);
-        dtrain__rounds_rooms(sizes, &q, count, ranks);
         if (!desc->compress->feedback.no_feedback && count > sizes->saved)
             sizes->saved = count;
     }

@@ -159,8 +159,7 @@ struct dtrain_server {
     double *weights;
     uint64_t clock; /* a worker's pushes */
     int fresh, left;
-    int64_t heard_ns; /* when anything last came */
-    int turn;         /* the link that an idle server waits for next */
+    int turn; /* the link that an idle server waits for next */
     dtrain_server_stats stats;
     uint64_t dense_bytes; /* sent_bytes, had nothing been packed */
     dtrain__error broken;

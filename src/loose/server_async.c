@@ -262,15 +262,14 @@ DTRAIN_API dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_s
     dtrain_status status = dtrain__server_check_run(s, desc);
     if (status != DTRAIN_OK)
         return status;
-    int64_t limit = dtrain__server_timeout_ns(s);
-    s->heard_ns = dtrain__os_now_ns();
+    int64_t limit = dtrain__server_timeout_ns(s), heard_ns = dtrain__os_now_ns(); /* when anything last came */
     while (s->stats.workers > 0 && status == DTRAIN_OK) {
         int moved;
         status = dtrain__server_round(s, desc, &moved);
         idle = moved ? 0 : idle + 1;
         if (moved) {
-            s->heard_ns = dtrain__os_now_ns();
-        } else if (status == DTRAIN_OK && dtrain__os_now_ns() - s->heard_ns >= limit) {
+            heard_ns = dtrain__os_now_ns();
+        } else if (status == DTRAIN_OK && dtrain__os_now_ns() - heard_ns >= limit) {
             status = dtrain__server_silent(s);
         } else if (idle < DTRAIN__SERVER_IDLE_TURNS) {
             sched_yield();

@@ -136,6 +136,8 @@ static const dtrain__alike_field dtrain__server_fields[] = {
     DTRAIN__ALIKE_FIELD(dtrain_server_desc, no_broadcast, FLAG),
     DTRAIN__ALIKE_FIELD(dtrain_server_desc, compress, OWN) /* by its own table */};
 
+enum { DTRAIN__SERVER_FIELDS = sizeof dtrain__server_fields / sizeof dtrain__server_fields[0] };
+
 /* A group of the server and each worker, one after the other. */
 static dtrain_status dtrain__server_connect(dtrain_server *s)
 {
@@ -159,12 +161,7 @@ static dtrain_status dtrain__server_connect(dtrain_server *s)
 static dtrain_status dtrain__server_init(dtrain_server *s, const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__server_prepare(s, table, count);
-    dtrain__params_given given = {s->table,
-                                  s->count,
-                                  0,
-                                  &s->desc,
-                                  dtrain__server_fields,
-                                  sizeof dtrain__server_fields / sizeof dtrain__server_fields[0],
+    dtrain__params_given given = {s->table,        s->count, 0, &s->desc, dtrain__server_fields, DTRAIN__SERVER_FIELDS,
                                   s->desc.compress};
     status = dtrain__compression_meet(s->comm, "dtrain_server_create", "give all ranks the same table and desc", given,
                                       status);
