@@ -90,7 +90,7 @@ typedef struct dtrain_compressed_desc {
     float momentum;  /* top-k alone: of the velocity that is sent in the gradient's stead; the optimizer then has none.
                       * 0: none */
     int no_masking;  /* 1: the velocity of what was sent goes on; 0: it starts anew */
-    float max_norm;  /* of this rank's vector, times the root of the number of ranks: longer ones are shortened; 0: none */
+    float max_norm;  /* of this rank's vector, times the root of the number of ranks, at most; 0: any */
     uint64_t start_step; /* of the first step that is compressed, counted from 0. Those before it are all-reduced as
                           * they are, and leave no residual */
     dtrain_device *device; /* where in, out and the state are; in a dtrain_compress_desc it is NULL. NULL: the CPU */
