@@ -2745,8 +2745,8 @@ typedef struct dtrain_sampler_desc {
     int strided;       /* 1: rank r has micro-batches r, r + ranks, ... of a step, as where each is reduced at once */
 } dtrain_sampler_desc;
 
-/* Deals every example of an epoch exactly once, shuffled by seed and epoch alone. Holds no position: any step may be asked for, by any number of
- * ranks, so that resuming is starting at a later step. Copy it freely; it owns nothing. */
+/* Deals every example of an epoch exactly once, shuffled by seed and epoch alone. It holds no position: any step may be
+ * asked for, by any number of ranks, and a resumed run starts at a later step. It owns nothing; copy it freely. */
 typedef struct dtrain_sampler {
     dtrain_sampler_desc desc;
     uint64_t rows, columns; /* of the rectangle that the shuffle permutes */
@@ -2776,8 +2776,8 @@ DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
  * any thread */
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first);
 
-/* Lists the examples of one micro-batch, at their places in the epoch's shuffle. Micro-batches do not depend on the number of ranks. What is left for an
- * epoch's last step is split over its micro-batches evenly, earlier ones one longer.
+/* Lists the examples of one micro-batch, whatever the number of ranks. What is left for an epoch's last step is split
+ * over its micro-batches evenly, earlier ones one longer.
  *
  *   micro_batch   0 to micro_batches - 1
  *   examples      out: room for batch of them
@@ -2908,9 +2908,10 @@ DTRAIN_API_MUST dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer,
  * NAME@momentum, as many floats as the parameter has: memory of the table's device, to be read and written between
  * steps.
  *
- *   table       must outlive the list. Every rank of the checkpoint holds the very same, or dtrain_pieces.copies of
- * them optimizer   made from the same table; NULL: none errors      of a save or load: DTRAIN_ERR_INVALID  a bad table,
- * the optimizer was made from another, or copy is not from 0 to copies - 1
+ *   table       must outlive the list. Every rank of the checkpoint holds the very same, or dtrain_pieces.copies of them
+ *   optimizer   made from the same table; NULL: none
+ *   errors      of a save or load: DTRAIN_ERR_INVALID  a bad table, an optimizer of another, or copy is not from 0 to
+ *               copies - 1
  *
  * any thread */
 DTRAIN_API dtrain_pieces dtrain_params_pieces(const dtrain_param *table, size_t count, dtrain_optimizer *optimizer);
@@ -5527,18 +5528,24 @@ static DTRAIN__NOINLINE int dtrain__mul_size(size_t a, size_t b, size_t *product
     return b == 0 || a <= SIZE_MAX / b;
 }
 
+static DTRAIN__NOINLINE uint64_t dtrain__get_le(const unsigned char *in, int bytes)
+{
+    uint64_t value = 0;
+    for (int i = bytes; i-- > 0;)
+        value = value << 8 | in[i];
+    return value;
+}
+
 /* The number in eight bytes, little-endian, at any address. */
 static uint64_t dtrain__load_le64(const unsigned char *from)
 {
-    uint64_t value;
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    uint64_t value;
     memcpy(&value, from, sizeof value);
-#else
-    value = 0;
-    for (int i = 7; i >= 0; i--)
-        value = value << 8 | from[i];
-#endif
     return value;
+#else
+    return dtrain__get_le(from, 8);
+#endif
 }
 
 /* Compares in a time that does not depend on where the two differ. */
@@ -5663,14 +5670,6 @@ static DTRAIN__NOINLINE void dtrain__put_le(unsigned char *out, uint64_t value, 
 {
     for (int i = 0; i < bytes; i++)
         out[i] = (unsigned char)(value >> (8 * i) & 255);
-}
-
-static DTRAIN__NOINLINE uint64_t dtrain__get_le(const unsigned char *in, int bytes)
-{
-    uint64_t value = 0;
-    for (int i = bytes; i-- > 0;)
-        value = value << 8 | in[i];
-    return value;
 }
 
 #endif
@@ -6261,8 +6260,8 @@ static uint64_t dtrain__xxh64_finish(uint64_t sum, const unsigned char *from, si
         sum = dtrain__xxh64_rotate(sum ^ dtrain__xxh64_round(0, dtrain__load_le64(from)), 27) * DTRAIN__XXH64_PRIME1 +
               DTRAIN__XXH64_PRIME4;
     if (bytes >= 4) {
-        uint64_t word = (uint64_t)from[0] | (uint64_t)from[1] << 8 | (uint64_t)from[2] << 16 | (uint64_t)from[3] << 24;
-        sum = dtrain__xxh64_rotate(sum ^ word * DTRAIN__XXH64_PRIME1, 23) * DTRAIN__XXH64_PRIME2 + DTRAIN__XXH64_PRIME3;
+        sum ^= dtrain__get_le(from, 4) * DTRAIN__XXH64_PRIME1;
+        sum = dtrain__xxh64_rotate(sum, 23) * DTRAIN__XXH64_PRIME2 + DTRAIN__XXH64_PRIME3;
         bytes -= 4;
         from += 4;
     }
@@ -7160,16 +7159,20 @@ DTRAIN__INLINE void dtrain__x4_storeu_ps(float *to, dtrain__x4 x)
 #ifndef DTRAIN__DTYPE
 #define DTRAIN__DTYPE
 
+/* An element type; one that is converted is a binary floating-point format: sign, exponent bits, mantissa bits. finite:
+ * E4M3's kind, whose all-ones exponent is ordinary but for the one NaN pattern, and which has no infinity. */
 typedef struct dtrain__dtype_row {
     const char *name;
-    unsigned bits;
+    int bits, exponent, mantissa, finite; /* exponent 0: it is not converted */
 } dtrain__dtype_row;
 
 static const dtrain__dtype_row dtrain__dtype_rows[] = {
-    {"?", 0},    {"BOOL", 8},    {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6},     {"U8", 8},
-    {"I8", 8},   {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8},
-    {"I16", 16}, {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},
-    {"F32", 32}, {"C64", 64},    {"F64", 64},    {"I64", 64},    {"U64", 64}};
+    {"?", 0, 0, 0, 0},       {"BOOL", 8, 0, 0, 0},    {"F4", 4, 0, 0, 0},          {"F6_E2M3", 6, 0, 0, 0},
+    {"F6_E3M2", 6, 0, 0, 0}, {"U8", 8, 0, 0, 0},      {"I8", 8, 0, 0, 0},          {"F8_E5M2", 8, 5, 2, 0},
+    {"F8_E4M3", 8, 4, 3, 1}, {"F8_E8M0", 8, 0, 0, 0}, {"F8_E4M3FNUZ", 8, 0, 0, 0}, {"F8_E5M2FNUZ", 8, 0, 0, 0},
+    {"I16", 16, 0, 0, 0},    {"U16", 16, 0, 0, 0},    {"F16", 16, 5, 10, 0},       {"BF16", 16, 8, 7, 0},
+    {"I32", 32, 0, 0, 0},    {"U32", 32, 0, 0, 0},    {"F32", 32, 8, 23, 0},       {"C64", 64, 0, 0, 0},
+    {"F64", 64, 11, 52, 0},  {"I64", 64, 0, 0, 0},    {"U64", 64, 0, 0, 0}};
 
 static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
 {
@@ -7179,7 +7182,7 @@ static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
 
 DTRAIN_API DTRAIN__NOINLINE unsigned dtrain_dtype_bits(dtrain_dtype dtype)
 {
-    return dtrain__dtype_find(dtype)->bits;
+    return (unsigned)dtrain__dtype_find(dtype)->bits;
 }
 
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
@@ -7203,42 +7206,24 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
 /* Cuts count elements into parts, earlier ones one longer: see dtrain_shard. 0 for a bad part. */
 static DTRAIN__NOINLINE size_t dtrain__split(size_t count, int parts, int part, size_t *begin)
 {
-    size_t n, p, each, longer;
     if (begin != NULL)
         *begin = 0;
     if (parts < 1 || part < 0 || part >= parts)
         return 0;
-    n = (size_t)parts;
-    p = (size_t)part;
-    each = count / n;
-    longer = count % n;
+    size_t p = (size_t)part, each = count / (size_t)parts, longer = count % (size_t)parts;
     if (begin != NULL)
         *begin = p * each + (p < longer ? p : longer);
     return each + (p < longer ? 1 : 0);
 }
 
-/* A binary floating-point format: sign, exponent bits, mantissa bits. finite: E4M3's kind, whose all-ones
- * exponent is ordinary but for the one NaN pattern, and which has no infinity. */
-typedef struct dtrain__dtype_format {
-    int exponent, mantissa, finite, bytes;
-} dtrain__dtype_format;
-
-static int dtrain__dtype_format_of(dtrain_dtype dtype, dtrain__dtype_format *format)
+/* Whether both dtypes can be converted. */
+static int dtrain__dtype_converts(dtrain_dtype from, dtrain_dtype to)
 {
-    static const dtrain__dtype_format formats[] = {{11, 52, 0, 8}, {8, 23, 0, 4}, {5, 10, 0, 2},
-                                                   {8, 7, 0, 2},   {4, 3, 1, 1},  {5, 2, 0, 1}};
-    static const dtrain_dtype dtypes[] = {DTRAIN_F64,  DTRAIN_F32,     DTRAIN_F16,
-                                          DTRAIN_BF16, DTRAIN_F8_E4M3, DTRAIN_F8_E5M2};
-    for (int i = 0; i < 6; i++)
-        if (dtypes[i] == dtype) {
-            *format = formats[i];
-            return 1;
-        }
-    return 0;
+    return dtrain__dtype_find(from)->exponent > 0 && dtrain__dtype_find(to)->exponent > 0;
 }
 
 /* The float64 bits of a value of format f. */
-static uint64_t dtrain__dtype_widen(uint64_t bits, dtrain__dtype_format f)
+static uint64_t dtrain__dtype_widen(uint64_t bits, dtrain__dtype_row f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
     uint64_t sign = (bits >> (f.exponent + f.mantissa)) << 63;
@@ -7262,7 +7247,7 @@ static uint64_t dtrain__dtype_widen(uint64_t bits, dtrain__dtype_format f)
 }
 
 /* Rounds float64 bits to format f, to the nearest, ties to even. */
-static uint64_t dtrain__dtype_narrow(uint64_t bits, dtrain__dtype_format f)
+static uint64_t dtrain__dtype_narrow(uint64_t bits, dtrain__dtype_row f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
     int exponent = (int)(bits >> 52 & 0x7ff) - 1023 + bias, shift = 52 - f.mantissa;
@@ -7358,22 +7343,22 @@ DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain_
 DTRAIN__EXACT_END
 
 /* Converts by way of float64. What is finite or infinite and has larger bits there than `largest` becomes that. */
-static void dtrain__dtype_convert_any(const void *in, dtrain__dtype_format from, void *out, dtrain__dtype_format to,
-                                      size_t count, uint64_t largest)
+static void dtrain__dtype_convert_any(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count,
+                                      uint64_t largest)
 {
+    const dtrain__dtype_row f = *dtrain__dtype_find(from), t = *dtrain__dtype_find(to);
     for (size_t i = 0; i < count; i++) {
-        uint64_t bits = dtrain__dtype_load((const unsigned char *)in + i * (size_t)from.bytes, from.bytes);
-        uint64_t wide = dtrain__dtype_widen(bits, from), size = wide & 0x7fffffffffffffffu;
+        uint64_t bits = dtrain__dtype_load((const unsigned char *)in + i * (size_t)f.bits / 8, f.bits / 8);
+        uint64_t wide = dtrain__dtype_widen(bits, f), size = wide & 0x7fffffffffffffffu;
         if (size > largest && size <= 0x7ff0000000000000u)
             wide += largest - size;
-        dtrain__dtype_store((unsigned char *)out + i * (size_t)to.bytes, dtrain__dtype_narrow(wide, to), to.bytes);
+        dtrain__dtype_store((unsigned char *)out + i * (size_t)t.bits / 8, dtrain__dtype_narrow(wide, t), t.bits / 8);
     }
 }
 
 /* Converts where the caller has set the floating-point mode and checked the dtypes. */
 static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
 {
-    dtrain__dtype_format f = {0, 0, 0, 0}, t = {0, 0, 0, 0};
     if (count == 0)
         return;
     if (from == to) {
@@ -7387,17 +7372,14 @@ static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, 
     } else if (from == DTRAIN_F16 && to == DTRAIN_F32) {
         dtrain__dtype_widen_f16(in, out, count);
     } else {
-        dtrain__dtype_format_of(from, &f);
-        dtrain__dtype_format_of(to, &t);
-        dtrain__dtype_convert_any(in, f, out, t, count, UINT64_MAX);
+        dtrain__dtype_convert_any(in, from, out, to, count, UINT64_MAX);
     }
 }
 
 DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
 {
-    dtrain__dtype_format format;
     uint64_t mode;
-    if (!dtrain__dtype_format_of(from, &format) || !dtrain__dtype_format_of(to, &format))
+    if (!dtrain__dtype_converts(from, to))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "convert %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2",
                             dtrain_dtype_name(from), dtrain_dtype_name(to));
@@ -7413,8 +7395,7 @@ DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void 
 DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                                                    size_t count)
 {
-    dtrain__dtype_format f, t;
-    if (!dtrain__dtype_format_of(from, &f) || !dtrain__dtype_format_of(to, &t) || t.bytes != 1)
+    if (!dtrain__dtype_converts(from, to) || dtrain_dtype_bits(to) != 8)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "convert_saturating %s to %s: from must be F64, F32, F16, BF16, F8_E4M3 or F8_E5M2, to "
                             "F8_E4M3 or F8_E5M2",
@@ -7422,8 +7403,8 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
     if (count > 0 && (in == NULL || out == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert_saturating %zu elements: %s is NULL", count,
                             in == NULL ? "in" : "out");
-    const uint64_t largest = dtrain__dtype_widen(to == DTRAIN_F8_E4M3 ? 0x7e : 0x7b, t);
-    dtrain__dtype_convert_any(in, f, out, t, count, largest);
+    const uint64_t largest = dtrain__dtype_widen(to == DTRAIN_F8_E4M3 ? 0x7e : 0x7b, *dtrain__dtype_find(to));
+    dtrain__dtype_convert_any(in, from, out, to, count, largest);
     return DTRAIN_OK;
 }
 
@@ -7719,43 +7700,30 @@ DTRAIN__FOLD_DIRECT(dtrain__fold_direct_f64, dtrain__f64)
 
 DTRAIN__EXACT_END
 
-static void dtrain__fold_pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const void *b, size_t count)
-{
-    typedef void (*pair)(void *, const void *, size_t);
-    static const pair sums[] = {dtrain__fold_sum_u8, dtrain__fold_sum_u32, dtrain__fold_sum_u64};
-    static const pair products[] = {dtrain__fold_prod_u8, dtrain__fold_prod_u32, dtrain__fold_prod_u64};
-    static const pair least[] = {dtrain__fold_min_i8,  dtrain__fold_min_u8,  dtrain__fold_min_i32,
-                                 dtrain__fold_min_u32, dtrain__fold_min_i64, dtrain__fold_min_u64};
-    static const pair most[] = {dtrain__fold_max_i8,  dtrain__fold_max_u8,  dtrain__fold_max_i32,
-                                dtrain__fold_max_u32, dtrain__fold_max_i64, dtrain__fold_max_u64};
-    int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
-    int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
-    if (op >= DTRAIN_AND)
-        (op == DTRAIN_AND  ? dtrain__fold_and_u8
-         : op == DTRAIN_OR ? dtrain__fold_or_u8
-                           : dtrain__fold_xor_u8)(a, b, count * (dtrain_dtype_bits(dtype) / 8));
-    else if (op == DTRAIN_SUM)
-        sums[width](a, b, count);
-    else if (op == DTRAIN_PROD)
-        products[width](a, b, count);
-    else
-        (op == DTRAIN_MIN ? least : most)[2 * width + is_unsigned](a, b, count);
-}
-
 /* left[i] = left[i] op right[i], both of a partial dtype; a mean adds. The caller has set the mode. */
 static void dtrain__fold_pair_kernel(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
 {
-    int wide = dtype == DTRAIN_F64;
-    if (dtype != DTRAIN_F64 && dtype != DTRAIN_F32)
-        dtrain__fold_pair_ints(dtype, op, left, right, count);
-    else if (op == DTRAIN_PROD)
-        (wide ? dtrain__fold_prod_f64 : dtrain__fold_prod_f32)(left, right, count);
-    else if (op == DTRAIN_MIN)
-        (wide ? dtrain__fold_min_f64 : dtrain__fold_min_f32)(left, right, count);
-    else if (op == DTRAIN_MAX)
-        (wide ? dtrain__fold_max_f64 : dtrain__fold_max_f32)(left, right, count);
-    else
-        (wide ? dtrain__fold_sum_f64 : dtrain__fold_sum_f32)(left, right, count);
+    typedef void (*pair)(void *, const void *, size_t);
+    static const pair bits[] = {dtrain__fold_and_u8, dtrain__fold_or_u8, dtrain__fold_xor_u8};
+    static const dtrain_dtype columns[] = {DTRAIN_F32, DTRAIN_F64, DTRAIN_I8,  DTRAIN_U8,
+                                           DTRAIN_I32, DTRAIN_U32, DTRAIN_I64, DTRAIN_U64};
+    static const pair values[4][8] = {
+        {dtrain__fold_sum_f32, dtrain__fold_sum_f64, dtrain__fold_sum_u8, dtrain__fold_sum_u8, dtrain__fold_sum_u32,
+         dtrain__fold_sum_u32, dtrain__fold_sum_u64, dtrain__fold_sum_u64},
+        {dtrain__fold_prod_f32, dtrain__fold_prod_f64, dtrain__fold_prod_u8, dtrain__fold_prod_u8,
+         dtrain__fold_prod_u32, dtrain__fold_prod_u32, dtrain__fold_prod_u64, dtrain__fold_prod_u64},
+        {dtrain__fold_min_f32, dtrain__fold_min_f64, dtrain__fold_min_i8, dtrain__fold_min_u8, dtrain__fold_min_i32,
+         dtrain__fold_min_u32, dtrain__fold_min_i64, dtrain__fold_min_u64},
+        {dtrain__fold_max_f32, dtrain__fold_max_f64, dtrain__fold_max_i8, dtrain__fold_max_u8, dtrain__fold_max_i32,
+         dtrain__fold_max_u32, dtrain__fold_max_i64, dtrain__fold_max_u64}};
+    int column = 0;
+    if (op >= DTRAIN_AND) {
+        bits[op - DTRAIN_AND](left, right, count * (dtrain_dtype_bits(dtype) / 8));
+        return;
+    }
+    while (column < 7 && columns[column] != dtype)
+        column++;
+    values[op <= DTRAIN_MEAN ? 0 : op - DTRAIN_MEAN][column](left, right, count);
 }
 
 static void dtrain__fold_pair(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
@@ -7978,13 +7946,6 @@ typedef struct dtrain__norm {
     int64_t limbs[DTRAIN__NORM_LIMBS];
 } dtrain__norm;
 
-static uint32_t dtrain__norm_load(const unsigned char *from)
-{
-    uint32_t bits;
-    memcpy(&bits, from, sizeof bits);
-    return bits;
-}
-
 /* Subnormals, of exponent field 0, lack the leading bit. */
 static uint64_t dtrain__norm_square(uint32_t bits)
 {
@@ -8012,10 +7973,10 @@ static void dtrain__norm_carry(dtrain__norm *sum)
     }
 }
 
-static void dtrain__norm_add_few(dtrain__norm *sum, const unsigned char *from, size_t count)
+static void dtrain__norm_add_few(dtrain__norm *sum, const dtrain__u32 *x, size_t count)
 {
-    for (size_t i = 0; i < count; i++, from += sizeof(float)) {
-        uint32_t bits = dtrain__norm_load(from), exponent = bits >> 23 & 255;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits = x[i], exponent = bits >> 23 & 255;
         if (exponent < 255)
             dtrain__norm_put(sum, dtrain__norm_square(bits), exponent);
         else
@@ -8023,14 +7984,13 @@ static void dtrain__norm_add_few(dtrain__norm *sum, const unsigned char *from, s
     }
 }
 
-static void dtrain__norm_add_block(dtrain__norm *sum, const unsigned char *from, size_t count)
+static void dtrain__norm_add_block(dtrain__norm *sum, const dtrain__u32 *x, size_t count)
 {
     uint64_t bins[256][DTRAIN__NORM_SETS];
     size_t whole = count - count % DTRAIN__NORM_SETS;
     memset(bins, 0, sizeof bins);
-    for (size_t i = 0; i < whole; i += DTRAIN__NORM_SETS, from += DTRAIN__NORM_SETS * sizeof(float)) {
-        uint32_t a = dtrain__norm_load(from), b = dtrain__norm_load(from + 4);
-        uint32_t c = dtrain__norm_load(from + 8), d = dtrain__norm_load(from + 12);
+    for (size_t i = 0; i < whole; i += DTRAIN__NORM_SETS) {
+        uint32_t a = x[i], b = x[i + 1], c = x[i + 2], d = x[i + 3];
         bins[a >> 23 & 255][0] += dtrain__norm_square(a);
         bins[b >> 23 & 255][1] += dtrain__norm_square(b);
         bins[c >> 23 & 255][2] += dtrain__norm_square(c);
@@ -8042,28 +8002,26 @@ static void dtrain__norm_add_block(dtrain__norm *sum, const unsigned char *from,
         if (squares != 0)
             dtrain__norm_put(sum, squares, exponent);
     }
-    dtrain__norm_add_few(sum, from, count - whole);
+    dtrain__norm_add_few(sum, x + whole, count - whole);
     if ((bins[255][0] | bins[255][1] | bins[255][2] | bins[255][3]) == 0)
         return;
-    from -= whole * sizeof(float);
-    for (size_t i = 0; i < whole; i++, from += sizeof(float)) {
-        if ((dtrain__norm_load(from) >> 23 & 255) == 255)
-            dtrain__norm_add_few(sum, from, 1);
-    }
+    for (size_t i = 0; i < whole; i++)
+        if ((x[i] >> 23 & 255) == 255)
+            dtrain__norm_add_few(sum, x + i, 1);
 }
 
 /* Adds count squares, from any alignment; up to 2^48 over all calls. */
-static void dtrain__norm_add_squares(dtrain__norm *sum, const float *x, size_t count)
+static void dtrain__norm_add_squares(dtrain__norm *sum, const float *floats, size_t count)
 {
-    const unsigned char *from = (const unsigned char *)x;
+    const dtrain__u32 *x = (const dtrain__u32 *)(const void *)floats;
     while (count >= DTRAIN__NORM_FEW) {
         size_t block = count < DTRAIN__NORM_BLOCK ? count : DTRAIN__NORM_BLOCK;
-        dtrain__norm_add_block(sum, from, block);
+        dtrain__norm_add_block(sum, x, block);
         dtrain__norm_carry(sum);
-        from += block * sizeof(float);
+        x += block;
         count -= block;
     }
-    dtrain__norm_add_few(sum, from, count);
+    dtrain__norm_add_few(sum, x, count);
     dtrain__norm_carry(sum);
 }
 
@@ -8341,8 +8299,7 @@ DTRAIN_API dtrain_status dtrain_device_convert(dtrain_device *device, const void
                                                dtrain_dtype to, size_t count)
 {
     const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
-    dtrain__dtype_format format;
-    if (!dtrain__dtype_format_of(from, &format) || !dtrain__dtype_format_of(to, &format))
+    if (!dtrain__dtype_converts(from, to))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "device_convert on %s: from %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and "
                             "F8_E5M2",
@@ -10239,7 +10196,6 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
                                                        const dtrain_safetensors_tensor *tensor, void *out,
                                                        dtrain_dtype dtype)
 { /* a missing out is the caller's to refuse: nothing can be read to nowhere */
-    dtrain__dtype_format format;
     char quoted[64];
     if (file == NULL || tensor == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s is NULL", file == NULL ? "file" : "tensor");
@@ -10252,8 +10208,7 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
     if (tensor->end > file->file_bytes)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: tensor \"%s\" is of another file",
                             file->label, quoted);
-    if (reading->dtype != tensor->dtype &&
-        (!dtrain__dtype_format_of(tensor->dtype, &format) || !dtrain__dtype_format_of(reading->dtype, &format)))
+    if (reading->dtype != tensor->dtype && !dtrain__dtype_converts(tensor->dtype, reading->dtype))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "safetensors_read: %s: tensor \"%s\" is %s and asked for as %s: both must be among F64, "
                             "F32, F16, BF16, F8_E4M3 and F8_E5M2, or the same",
@@ -33178,17 +33133,17 @@ static double dtrain__optimizer_power(double base, uint64_t exponent)
     return power;
 }
 
-/* A step whose arrays are still to be named. */
-static dtrain_device_adamw_step dtrain__optimizer_adamw(const dtrain_optimizer_desc *desc, float lr, uint64_t step)
+static dtrain_device_adamw_step dtrain__optimizer_adamw(float *params, const float *grads, float *m, float *v,
+                                                        size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                                        uint64_t step)
 {
-    dtrain_device_adamw_step s;
+    dtrain_device_adamw_step s = {params, m, v, grads, NULL, count, 0, 0, 0, 0, 0, 0, 0, 0};
     uint64_t mode = dtrain__fpmode_enter();
     double beta1 = (double)desc->beta1, beta2 = (double)desc->beta2;
     double decay = (double)lr * (double)desc->weight_decay;
     uint32_t zero = dtrain__isa_zero;
     double rest1 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta1, step), zero);
     double rest2 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta2, step), zero);
-    memset(&s, 0, sizeof s);
     s.beta1 = desc->beta1;
     s.rest1 = (float)(1.0 - beta1);
     s.beta2 = desc->beta2;
@@ -33201,39 +33156,25 @@ static dtrain_device_adamw_step dtrain__optimizer_adamw(const dtrain_optimizer_d
     return s;
 }
 
-static dtrain_device_sgd_step dtrain__optimizer_sgd(const dtrain_optimizer_desc *desc, float lr)
+static dtrain_device_sgd_step dtrain__optimizer_sgd(float *params, const float *grads, float *velocity, size_t count,
+                                                    const dtrain_optimizer_desc *desc, float lr)
 {
-    dtrain_device_sgd_step s;
+    dtrain_device_sgd_step s = {params, velocity, grads, NULL, count, desc->momentum, lr, 0, 0, desc->nesterov};
     uint64_t mode = dtrain__fpmode_enter();
     double decay = desc->decoupled_decay ? (double)lr * (double)desc->weight_decay : 0.0;
-    memset(&s, 0, sizeof s);
-    s.momentum = desc->momentum;
-    s.lr = lr;
     s.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
     s.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
-    s.nesterov = desc->nesterov;
     dtrain__fpmode_restore(mode);
     return s;
 }
 
 DTRAIN__EXACT_END
 
-static void dtrain__optimizer_name(dtrain_device_adamw_step *s, float *params, const float *grads, float *m, float *v,
-                                   size_t count)
-{
-    s->params = params;
-    s->grads = grads;
-    s->m = m;
-    s->v = v;
-    s->count = count;
-}
-
 DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
                              const dtrain_optimizer_desc *desc, float lr, uint64_t step)
 {
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    dtrain_device_adamw_step s = dtrain__optimizer_adamw(&full, lr, step);
-    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(params, grads, m, v, count, &full, lr, step);
     DTRAIN_IGNORE(dtrain__train_adamw(&s)); /* without a copy nothing can fail */
 }
 
@@ -33241,9 +33182,8 @@ DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float 
 static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, float *m, float *v, size_t count,
                                            const dtrain_optimizer_desc *desc, float lr, uint64_t step, uint64_t frozen)
 {
-    dtrain_device_adamw_step s = dtrain__optimizer_adamw(desc, lr, step);
-    dtrain__optimizer_name(&s, params, grads, m, v, count);
-    s.root = dtrain__optimizer_adamw(desc, lr, frozen).root;
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(params, grads, m, v, count, desc, lr, step);
+    s.root = dtrain__optimizer_adamw(params, grads, m, v, count, desc, lr, frozen).root;
     s.beta1 = s.rest2 = 0.0f;
     s.rest1 = s.beta2 = 1.0f;
     DTRAIN_IGNORE(dtrain__train_adamw(&s));
@@ -33292,8 +33232,7 @@ DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *param
     dtrain_status status = dtrain__optimizer_check_step(device, "device_adamw", count, &full, lr, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
-    dtrain_device_adamw_step s = dtrain__optimizer_adamw(&full, lr, step);
-    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(params, grads, m, v, count, &full, lr, step);
     s.copy = copy_bf16;
     return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_adamw", adamw, (device, &s)) : dtrain__train_adamw(&s);
 }
@@ -33303,19 +33242,15 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
                                            uint16_t *copy_bf16)
 {
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    int has_momentum = full.momentum != 0.0f;
     const dtrain__device_argument pointers[] = {
-        {"params", params}, {"grads", grads}, {has_momentum ? "velocity" : NULL, velocity}, {NULL, NULL}};
+        {"params", params}, {"grads", grads}, {full.momentum != 0.0f ? "velocity" : NULL, velocity}, {NULL, NULL}};
     full.kind = DTRAIN_SGD;
     dtrain_status status = dtrain__optimizer_check_step(device, "device_sgd", count, &full, lr, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
-    dtrain_device_sgd_step s = dtrain__optimizer_sgd(&full, lr);
-    s.params = params;
-    s.velocity = has_momentum ? velocity : NULL;
-    s.grads = grads;
+    velocity = full.momentum != 0.0f ? velocity : NULL;
+    dtrain_device_sgd_step s = dtrain__optimizer_sgd(params, grads, velocity, count, &full, lr);
     s.copy = copy_bf16;
-    s.count = count;
     return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &s)) : dtrain__train_sgd(&s);
 }
 
@@ -33926,7 +33861,7 @@ typedef struct dtrain__compression_set {
 
 typedef struct dtrain__compression {
     dtrain__compression_set set;
-    size_t count, *elements; /* of a parameter */
+    size_t count, *elements; /* of a parameter; they follow this */
     size_t total;
     float *flat; /* all gradients */
     dtrain_compressed_stats stats;
@@ -34227,7 +34162,6 @@ static void dtrain__compression_destroy(void *self)
     dtrain__compression *all = (dtrain__compression *)self;
     dtrain_allocator *allocator = all->set.allocator;
     dtrain__free(allocator, all->flat);
-    dtrain__free(allocator, all->elements);
     dtrain__compression_close(&all->set);
     dtrain__free(allocator, all);
 }
@@ -34292,14 +34226,13 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     if (status != DTRAIN_OK)
         return status;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
-    dtrain__compression *all = (dtrain__compression *)dtrain__alloc(allocator, sizeof *all);
+    dtrain__compression *all =
+        (dtrain__compression *)dtrain__alloc(allocator, sizeof *all + count * sizeof *all->elements);
     if (all == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu bytes", sizeof *all);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);
     all->count = count;
+    all->elements = (size_t *)(void *)(all + 1);
     status = dtrain__compression_begin(&all->set, comm, NULL, allocator, count);
-    all->elements = (size_t *)dtrain__alloc(allocator, count * sizeof *all->elements);
-    if (status == DTRAIN_OK && all->elements == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);
     if (status == DTRAIN_OK)
         status = dtrain__compression_fill(all, table, count, &full);
     if (status != DTRAIN_OK) {

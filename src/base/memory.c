@@ -20,18 +20,24 @@ static DTRAIN__NOINLINE int dtrain__mul_size(size_t a, size_t b, size_t *product
     return b == 0 || a <= SIZE_MAX / b;
 }
 
+static DTRAIN__NOINLINE uint64_t dtrain__get_le(const unsigned char *in, int bytes)
+{
+    uint64_t value = 0;
+    for (int i = bytes; i-- > 0;)
+        value = value << 8 | in[i];
+    return value;
+}
+
 /* The number in eight bytes, little-endian, at any address. */
 static uint64_t dtrain__load_le64(const unsigned char *from)
 {
-    uint64_t value;
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+    uint64_t value;
     memcpy(&value, from, sizeof value);
-#else
-    value = 0;
-    for (int i = 7; i >= 0; i--)
-        value = value << 8 | from[i];
-#endif
     return value;
+#else
+    return dtrain__get_le(from, 8);
+#endif
 }
 
 /* Compares in a time that does not depend on where the two differ. */
@@ -156,14 +162,6 @@ static DTRAIN__NOINLINE void dtrain__put_le(unsigned char *out, uint64_t value, 
 {
     for (int i = 0; i < bytes; i++)
         out[i] = (unsigned char)(value >> (8 * i) & 255);
-}
-
-static DTRAIN__NOINLINE uint64_t dtrain__get_le(const unsigned char *in, int bytes)
-{
-    uint64_t value = 0;
-    for (int i = bytes; i-- > 0;)
-        value = value << 8 | in[i];
-    return value;
 }
 
 #endif

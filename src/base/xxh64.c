@@ -79,8 +79,8 @@ static uint64_t dtrain__xxh64_finish(uint64_t sum, const unsigned char *from, si
         sum = dtrain__xxh64_rotate(sum ^ dtrain__xxh64_round(0, dtrain__load_le64(from)), 27) * DTRAIN__XXH64_PRIME1 +
               DTRAIN__XXH64_PRIME4;
     if (bytes >= 4) {
-        uint64_t word = (uint64_t)from[0] | (uint64_t)from[1] << 8 | (uint64_t)from[2] << 16 | (uint64_t)from[3] << 24;
-        sum = dtrain__xxh64_rotate(sum ^ word * DTRAIN__XXH64_PRIME1, 23) * DTRAIN__XXH64_PRIME2 + DTRAIN__XXH64_PRIME3;
+        sum ^= dtrain__get_le(from, 4) * DTRAIN__XXH64_PRIME1;
+        sum = dtrain__xxh64_rotate(sum, 23) * DTRAIN__XXH64_PRIME2 + DTRAIN__XXH64_PRIME3;
         bytes -= 4;
         from += 4;
     }

@@ -83,7 +83,6 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
                                                        const dtrain_safetensors_tensor *tensor, void *out,
                                                        dtrain_dtype dtype)
 { /* a missing out is the caller's to refuse: nothing can be read to nowhere */
-    dtrain__dtype_format format;
     char quoted[64];
     if (file == NULL || tensor == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s is NULL", file == NULL ? "file" : "tensor");
@@ -96,8 +95,7 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
     if (tensor->end > file->file_bytes)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: tensor \"%s\" is of another file",
                             file->label, quoted);
-    if (reading->dtype != tensor->dtype &&
-        (!dtrain__dtype_format_of(tensor->dtype, &format) || !dtrain__dtype_format_of(reading->dtype, &format)))
+    if (reading->dtype != tensor->dtype && !dtrain__dtype_converts(tensor->dtype, reading->dtype))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "safetensors_read: %s: tensor \"%s\" is %s and asked for as %s: both must be among F64, "
                             "F32, F16, BF16, F8_E4M3 and F8_E5M2, or the same",

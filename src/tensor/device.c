@@ -235,8 +235,7 @@ DTRAIN_API dtrain_status dtrain_device_convert(dtrain_device *device, const void
                                                dtrain_dtype to, size_t count)
 {
     const dtrain__device_argument pointers[] = {{"in", in}, {"out", out}, {NULL, NULL}};
-    dtrain__dtype_format format;
-    if (!dtrain__dtype_format_of(from, &format) || !dtrain__dtype_format_of(to, &format))
+    if (!dtrain__dtype_converts(from, to))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "device_convert on %s: from %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and "
                             "F8_E5M2",

@@ -10,16 +10,20 @@
 #include "../base/memory.c"
 #include "isa.c"
 
+/* An element type; one that is converted is a binary floating-point format: sign, exponent bits, mantissa bits. finite:
+ * E4M3's kind, whose all-ones exponent is ordinary but for the one NaN pattern, and which has no infinity. */
 typedef struct dtrain__dtype_row {
     const char *name;
-    unsigned bits;
+    int bits, exponent, mantissa, finite; /* exponent 0: it is not converted */
 } dtrain__dtype_row;
 
 static const dtrain__dtype_row dtrain__dtype_rows[] = {
-    {"?", 0},    {"BOOL", 8},    {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6},     {"U8", 8},
-    {"I8", 8},   {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8},
-    {"I16", 16}, {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},
-    {"F32", 32}, {"C64", 64},    {"F64", 64},    {"I64", 64},    {"U64", 64}};
+    {"?", 0, 0, 0, 0},       {"BOOL", 8, 0, 0, 0},    {"F4", 4, 0, 0, 0},          {"F6_E2M3", 6, 0, 0, 0},
+    {"F6_E3M2", 6, 0, 0, 0}, {"U8", 8, 0, 0, 0},      {"I8", 8, 0, 0, 0},          {"F8_E5M2", 8, 5, 2, 0},
+    {"F8_E4M3", 8, 4, 3, 1}, {"F8_E8M0", 8, 0, 0, 0}, {"F8_E4M3FNUZ", 8, 0, 0, 0}, {"F8_E5M2FNUZ", 8, 0, 0, 0},
+    {"I16", 16, 0, 0, 0},    {"U16", 16, 0, 0, 0},    {"F16", 16, 5, 10, 0},       {"BF16", 16, 8, 7, 0},
+    {"I32", 32, 0, 0, 0},    {"U32", 32, 0, 0, 0},    {"F32", 32, 8, 23, 0},       {"C64", 64, 0, 0, 0},
+    {"F64", 64, 11, 52, 0},  {"I64", 64, 0, 0, 0},    {"U64", 64, 0, 0, 0}};
 
 static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
 {
@@ -29,7 +33,7 @@ static const dtrain__dtype_row *dtrain__dtype_find(dtrain_dtype dtype)
 
 DTRAIN_API DTRAIN__NOINLINE unsigned dtrain_dtype_bits(dtrain_dtype dtype)
 {
-    return dtrain__dtype_find(dtype)->bits;
+    return (unsigned)dtrain__dtype_find(dtype)->bits;
 }
 
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
@@ -53,42 +57,24 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
 /* Cuts count elements into parts, earlier ones one longer: see dtrain_shard. 0 for a bad part. */
 static DTRAIN__NOINLINE size_t dtrain__split(size_t count, int parts, int part, size_t *begin)
 {
-    size_t n, p, each, longer;
     if (begin != NULL)
         *begin = 0;
     if (parts < 1 || part < 0 || part >= parts)
         return 0;
-    n = (size_t)parts;
-    p = (size_t)part;
-    each = count / n;
-    longer = count % n;
+    size_t p = (size_t)part, each = count / (size_t)parts, longer = count % (size_t)parts;
     if (begin != NULL)
         *begin = p * each + (p < longer ? p : longer);
     return each + (p < longer ? 1 : 0);
 }
 
-/* A binary floating-point format: sign, exponent bits, mantissa bits. finite: E4M3's kind, whose all-ones
- * exponent is ordinary but for the one NaN pattern, and which has no infinity. */
-typedef struct dtrain__dtype_format {
-    int exponent, mantissa, finite, bytes;
-} dtrain__dtype_format;
-
-static int dtrain__dtype_format_of(dtrain_dtype dtype, dtrain__dtype_format *format)
+/* Whether both dtypes can be converted. */
+static int dtrain__dtype_converts(dtrain_dtype from, dtrain_dtype to)
 {
-    static const dtrain__dtype_format formats[] = {{11, 52, 0, 8}, {8, 23, 0, 4}, {5, 10, 0, 2},
-                                                   {8, 7, 0, 2},   {4, 3, 1, 1},  {5, 2, 0, 1}};
-    static const dtrain_dtype dtypes[] = {DTRAIN_F64,  DTRAIN_F32,     DTRAIN_F16,
-                                          DTRAIN_BF16, DTRAIN_F8_E4M3, DTRAIN_F8_E5M2};
-    for (int i = 0; i < 6; i++)
-        if (dtypes[i] == dtype) {
-            *format = formats[i];
-            return 1;
-        }
-    return 0;
+    return dtrain__dtype_find(from)->exponent > 0 && dtrain__dtype_find(to)->exponent > 0;
 }
 
 /* The float64 bits of a value of format f. */
-static uint64_t dtrain__dtype_widen(uint64_t bits, dtrain__dtype_format f)
+static uint64_t dtrain__dtype_widen(uint64_t bits, dtrain__dtype_row f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
     uint64_t sign = (bits >> (f.exponent + f.mantissa)) << 63;
@@ -112,7 +98,7 @@ static uint64_t dtrain__dtype_widen(uint64_t bits, dtrain__dtype_format f)
 }
 
 /* Rounds float64 bits to format f, to the nearest, ties to even. */
-static uint64_t dtrain__dtype_narrow(uint64_t bits, dtrain__dtype_format f)
+static uint64_t dtrain__dtype_narrow(uint64_t bits, dtrain__dtype_row f)
 {
     int bias = (1 << (f.exponent - 1)) - 1, top = (1 << f.exponent) - 1;
     int exponent = (int)(bits >> 52 & 0x7ff) - 1023 + bias, shift = 52 - f.mantissa;
@@ -208,22 +194,22 @@ DTRAIN__DTYPE_CONVERT(dtrain__dtype_widen_f16, dtrain__u16, dtrain__u32, dtrain_
 DTRAIN__EXACT_END
 
 /* Converts by way of float64. What is finite or infinite and has larger bits there than `largest` becomes that. */
-static void dtrain__dtype_convert_any(const void *in, dtrain__dtype_format from, void *out, dtrain__dtype_format to,
-                                      size_t count, uint64_t largest)
+static void dtrain__dtype_convert_any(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count,
+                                      uint64_t largest)
 {
+    const dtrain__dtype_row f = *dtrain__dtype_find(from), t = *dtrain__dtype_find(to);
     for (size_t i = 0; i < count; i++) {
-        uint64_t bits = dtrain__dtype_load((const unsigned char *)in + i * (size_t)from.bytes, from.bytes);
-        uint64_t wide = dtrain__dtype_widen(bits, from), size = wide & 0x7fffffffffffffffu;
+        uint64_t bits = dtrain__dtype_load((const unsigned char *)in + i * (size_t)f.bits / 8, f.bits / 8);
+        uint64_t wide = dtrain__dtype_widen(bits, f), size = wide & 0x7fffffffffffffffu;
         if (size > largest && size <= 0x7ff0000000000000u)
             wide += largest - size;
-        dtrain__dtype_store((unsigned char *)out + i * (size_t)to.bytes, dtrain__dtype_narrow(wide, to), to.bytes);
+        dtrain__dtype_store((unsigned char *)out + i * (size_t)t.bits / 8, dtrain__dtype_narrow(wide, t), t.bits / 8);
     }
 }
 
 /* Converts where the caller has set the floating-point mode and checked the dtypes. */
 static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
 {
-    dtrain__dtype_format f = {0, 0, 0, 0}, t = {0, 0, 0, 0};
     if (count == 0)
         return;
     if (from == to) {
@@ -237,17 +223,14 @@ static void dtrain__dtype_convert(const void *in, dtrain_dtype from, void *out, 
     } else if (from == DTRAIN_F16 && to == DTRAIN_F32) {
         dtrain__dtype_widen_f16(in, out, count);
     } else {
-        dtrain__dtype_format_of(from, &f);
-        dtrain__dtype_format_of(to, &t);
-        dtrain__dtype_convert_any(in, f, out, t, count, UINT64_MAX);
+        dtrain__dtype_convert_any(in, from, out, to, count, UINT64_MAX);
     }
 }
 
 DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count)
 {
-    dtrain__dtype_format format;
     uint64_t mode;
-    if (!dtrain__dtype_format_of(from, &format) || !dtrain__dtype_format_of(to, &format))
+    if (!dtrain__dtype_converts(from, to))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "convert %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2",
                             dtrain_dtype_name(from), dtrain_dtype_name(to));
@@ -263,8 +246,7 @@ DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void 
 DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                                                    size_t count)
 {
-    dtrain__dtype_format f, t;
-    if (!dtrain__dtype_format_of(from, &f) || !dtrain__dtype_format_of(to, &t) || t.bytes != 1)
+    if (!dtrain__dtype_converts(from, to) || dtrain_dtype_bits(to) != 8)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "convert_saturating %s to %s: from must be F64, F32, F16, BF16, F8_E4M3 or F8_E5M2, to "
                             "F8_E4M3 or F8_E5M2",
@@ -272,8 +254,8 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
     if (count > 0 && (in == NULL || out == NULL))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert_saturating %zu elements: %s is NULL", count,
                             in == NULL ? "in" : "out");
-    const uint64_t largest = dtrain__dtype_widen(to == DTRAIN_F8_E4M3 ? 0x7e : 0x7b, t);
-    dtrain__dtype_convert_any(in, f, out, t, count, largest);
+    const uint64_t largest = dtrain__dtype_widen(to == DTRAIN_F8_E4M3 ? 0x7e : 0x7b, *dtrain__dtype_find(to));
+    dtrain__dtype_convert_any(in, from, out, to, count, largest);
     return DTRAIN_OK;
 }
 

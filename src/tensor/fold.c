@@ -206,43 +206,30 @@ DTRAIN__FOLD_DIRECT(dtrain__fold_direct_f64, dtrain__f64)
 
 DTRAIN__EXACT_END
 
-static void dtrain__fold_pair_ints(dtrain_dtype dtype, dtrain_op op, void *a, const void *b, size_t count)
-{
-    typedef void (*pair)(void *, const void *, size_t);
-    static const pair sums[] = {dtrain__fold_sum_u8, dtrain__fold_sum_u32, dtrain__fold_sum_u64};
-    static const pair products[] = {dtrain__fold_prod_u8, dtrain__fold_prod_u32, dtrain__fold_prod_u64};
-    static const pair least[] = {dtrain__fold_min_i8,  dtrain__fold_min_u8,  dtrain__fold_min_i32,
-                                 dtrain__fold_min_u32, dtrain__fold_min_i64, dtrain__fold_min_u64};
-    static const pair most[] = {dtrain__fold_max_i8,  dtrain__fold_max_u8,  dtrain__fold_max_i32,
-                                dtrain__fold_max_u32, dtrain__fold_max_i64, dtrain__fold_max_u64};
-    int width = dtrain_dtype_bits(dtype) == 8 ? 0 : dtrain_dtype_bits(dtype) == 32 ? 1 : 2;
-    int is_unsigned = dtype == DTRAIN_U8 || dtype == DTRAIN_U32 || dtype == DTRAIN_U64;
-    if (op >= DTRAIN_AND)
-        (op == DTRAIN_AND  ? dtrain__fold_and_u8
-         : op == DTRAIN_OR ? dtrain__fold_or_u8
-                           : dtrain__fold_xor_u8)(a, b, count * (dtrain_dtype_bits(dtype) / 8));
-    else if (op == DTRAIN_SUM)
-        sums[width](a, b, count);
-    else if (op == DTRAIN_PROD)
-        products[width](a, b, count);
-    else
-        (op == DTRAIN_MIN ? least : most)[2 * width + is_unsigned](a, b, count);
-}
-
 /* left[i] = left[i] op right[i], both of a partial dtype; a mean adds. The caller has set the mode. */
 static void dtrain__fold_pair_kernel(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)
 {
-    int wide = dtype == DTRAIN_F64;
-    if (dtype != DTRAIN_F64 && dtype != DTRAIN_F32)
-        dtrain__fold_pair_ints(dtype, op, left, right, count);
-    else if (op == DTRAIN_PROD)
-        (wide ? dtrain__fold_prod_f64 : dtrain__fold_prod_f32)(left, right, count);
-    else if (op == DTRAIN_MIN)
-        (wide ? dtrain__fold_min_f64 : dtrain__fold_min_f32)(left, right, count);
-    else if (op == DTRAIN_MAX)
-        (wide ? dtrain__fold_max_f64 : dtrain__fold_max_f32)(left, right, count);
-    else
-        (wide ? dtrain__fold_sum_f64 : dtrain__fold_sum_f32)(left, right, count);
+    typedef void (*pair)(void *, const void *, size_t);
+    static const pair bits[] = {dtrain__fold_and_u8, dtrain__fold_or_u8, dtrain__fold_xor_u8};
+    static const dtrain_dtype columns[] = {DTRAIN_F32, DTRAIN_F64, DTRAIN_I8,  DTRAIN_U8,
+                                           DTRAIN_I32, DTRAIN_U32, DTRAIN_I64, DTRAIN_U64};
+    static const pair values[4][8] = {
+        {dtrain__fold_sum_f32, dtrain__fold_sum_f64, dtrain__fold_sum_u8, dtrain__fold_sum_u8, dtrain__fold_sum_u32,
+         dtrain__fold_sum_u32, dtrain__fold_sum_u64, dtrain__fold_sum_u64},
+        {dtrain__fold_prod_f32, dtrain__fold_prod_f64, dtrain__fold_prod_u8, dtrain__fold_prod_u8,
+         dtrain__fold_prod_u32, dtrain__fold_prod_u32, dtrain__fold_prod_u64, dtrain__fold_prod_u64},
+        {dtrain__fold_min_f32, dtrain__fold_min_f64, dtrain__fold_min_i8, dtrain__fold_min_u8, dtrain__fold_min_i32,
+         dtrain__fold_min_u32, dtrain__fold_min_i64, dtrain__fold_min_u64},
+        {dtrain__fold_max_f32, dtrain__fold_max_f64, dtrain__fold_max_i8, dtrain__fold_max_u8, dtrain__fold_max_i32,
+         dtrain__fold_max_u32, dtrain__fold_max_i64, dtrain__fold_max_u64}};
+    int column = 0;
+    if (op >= DTRAIN_AND) {
+        bits[op - DTRAIN_AND](left, right, count * (dtrain_dtype_bits(dtype) / 8));
+        return;
+    }
+    while (column < 7 && columns[column] != dtype)
+        column++;
+    values[op <= DTRAIN_MEAN ? 0 : op - DTRAIN_MEAN][column](left, right, count);
 }
 
 static void dtrain__fold_pair(dtrain_dtype dtype, dtrain_op op, void *left, const void *right, size_t count)

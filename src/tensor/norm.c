@@ -8,7 +8,7 @@
  *   source   Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015 */
 #ifndef DTRAIN__NORM
 #define DTRAIN__NORM
-#include "../base/os.c"
+#include "isa.c"
 
 /* Bit 0 of limb 0 is 2^-298, the square of the smallest float32, and the largest square is below 2^256. With 2^58 of
  * them, over all ranks, the sum has 612 bits, of which limbs keep 32 each between calls. */
@@ -26,13 +26,6 @@
 typedef struct dtrain__norm {
     int64_t limbs[DTRAIN__NORM_LIMBS];
 } dtrain__norm;
-
-static uint32_t dtrain__norm_load(const unsigned char *from)
-{
-    uint32_t bits;
-    memcpy(&bits, from, sizeof bits);
-    return bits;
-}
 
 /* Subnormals, of exponent field 0, lack the leading bit. */
 static uint64_t dtrain__norm_square(uint32_t bits)
@@ -61,10 +54,10 @@ static void dtrain__norm_carry(dtrain__norm *sum)
     }
 }
 
-static void dtrain__norm_add_few(dtrain__norm *sum, const unsigned char *from, size_t count)
+static void dtrain__norm_add_few(dtrain__norm *sum, const dtrain__u32 *x, size_t count)
 {
-    for (size_t i = 0; i < count; i++, from += sizeof(float)) {
-        uint32_t bits = dtrain__norm_load(from), exponent = bits >> 23 & 255;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t bits = x[i], exponent = bits >> 23 & 255;
         if (exponent < 255)
             dtrain__norm_put(sum, dtrain__norm_square(bits), exponent);
         else
@@ -72,14 +65,13 @@ static void dtrain__norm_add_few(dtrain__norm *sum, const unsigned char *from, s
     }
 }
 
-static void dtrain__norm_add_block(dtrain__norm *sum, const unsigned char *from, size_t count)
+static void dtrain__norm_add_block(dtrain__norm *sum, const dtrain__u32 *x, size_t count)
 {
     uint64_t bins[256][DTRAIN__NORM_SETS];
     size_t whole = count - count % DTRAIN__NORM_SETS;
     memset(bins, 0, sizeof bins);
-    for (size_t i = 0; i < whole; i += DTRAIN__NORM_SETS, from += DTRAIN__NORM_SETS * sizeof(float)) {
-        uint32_t a = dtrain__norm_load(from), b = dtrain__norm_load(from + 4);
-        uint32_t c = dtrain__norm_load(from + 8), d = dtrain__norm_load(from + 12);
+    for (size_t i = 0; i < whole; i += DTRAIN__NORM_SETS) {
+        uint32_t a = x[i], b = x[i + 1], c = x[i + 2], d = x[i + 3];
         bins[a >> 23 & 255][0] += dtrain__norm_square(a);
         bins[b >> 23 & 255][1] += dtrain__norm_square(b);
         bins[c >> 23 & 255][2] += dtrain__norm_square(c);
@@ -91,28 +83,26 @@ static void dtrain__norm_add_block(dtrain__norm *sum, const unsigned char *from,
         if (squares != 0)
             dtrain__norm_put(sum, squares, exponent);
     }
-    dtrain__norm_add_few(sum, from, count - whole);
+    dtrain__norm_add_few(sum, x + whole, count - whole);
     if ((bins[255][0] | bins[255][1] | bins[255][2] | bins[255][3]) == 0)
         return;
-    from -= whole * sizeof(float);
-    for (size_t i = 0; i < whole; i++, from += sizeof(float)) {
-        if ((dtrain__norm_load(from) >> 23 & 255) == 255)
-            dtrain__norm_add_few(sum, from, 1);
-    }
+    for (size_t i = 0; i < whole; i++)
+        if ((x[i] >> 23 & 255) == 255)
+            dtrain__norm_add_few(sum, x + i, 1);
 }
 
 /* Adds count squares, from any alignment; up to 2^48 over all calls. */
-static void dtrain__norm_add_squares(dtrain__norm *sum, const float *x, size_t count)
+static void dtrain__norm_add_squares(dtrain__norm *sum, const float *floats, size_t count)
 {
-    const unsigned char *from = (const unsigned char *)x;
+    const dtrain__u32 *x = (const dtrain__u32 *)(const void *)floats;
     while (count >= DTRAIN__NORM_FEW) {
         size_t block = count < DTRAIN__NORM_BLOCK ? count : DTRAIN__NORM_BLOCK;
-        dtrain__norm_add_block(sum, from, block);
+        dtrain__norm_add_block(sum, x, block);
         dtrain__norm_carry(sum);
-        from += block * sizeof(float);
+        x += block;
         count -= block;
     }
-    dtrain__norm_add_few(sum, from, count);
+    dtrain__norm_add_few(sum, x, count);
     dtrain__norm_carry(sum);
 }
 

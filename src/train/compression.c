@@ -34,7 +34,7 @@ typedef struct dtrain__compression_set {
 
 typedef struct dtrain__compression {
     dtrain__compression_set set;
-    size_t count, *elements; /* of a parameter */
+    size_t count, *elements; /* of a parameter; they follow this */
     size_t total;
     float *flat; /* all gradients */
     dtrain_compressed_stats stats;
@@ -335,7 +335,6 @@ static void dtrain__compression_destroy(void *self)
     dtrain__compression *all = (dtrain__compression *)self;
     dtrain_allocator *allocator = all->set.allocator;
     dtrain__free(allocator, all->flat);
-    dtrain__free(allocator, all->elements);
     dtrain__compression_close(&all->set);
     dtrain__free(allocator, all);
 }
@@ -400,14 +399,13 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
     if (status != DTRAIN_OK)
         return status;
     dtrain_allocator *allocator = dtrain_comm_allocator(comm);
-    dtrain__compression *all = (dtrain__compression *)dtrain__alloc(allocator, sizeof *all);
+    dtrain__compression *all =
+        (dtrain__compression *)dtrain__alloc(allocator, sizeof *all + count * sizeof *all->elements);
     if (all == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu bytes", sizeof *all);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);
     all->count = count;
+    all->elements = (size_t *)(void *)(all + 1);
     status = dtrain__compression_begin(&all->set, comm, NULL, allocator, count);
-    all->elements = (size_t *)dtrain__alloc(allocator, count * sizeof *all->elements);
-    if (status == DTRAIN_OK && all->elements == NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "aggregator_compressed: no memory for %zu parameters", count);
     if (status == DTRAIN_OK)
         status = dtrain__compression_fill(all, table, count, &full);
     if (status != DTRAIN_OK) {

@@ -47,17 +47,17 @@ static double dtrain__optimizer_power(double base, uint64_t exponent)
     return power;
 }
 
-/* A step whose arrays are still to be named. */
-static dtrain_device_adamw_step dtrain__optimizer_adamw(const dtrain_optimizer_desc *desc, float lr, uint64_t step)
+static dtrain_device_adamw_step dtrain__optimizer_adamw(float *params, const float *grads, float *m, float *v,
+                                                        size_t count, const dtrain_optimizer_desc *desc, float lr,
+                                                        uint64_t step)
 {
-    dtrain_device_adamw_step s;
+    dtrain_device_adamw_step s = {params, m, v, grads, NULL, count, 0, 0, 0, 0, 0, 0, 0, 0};
     uint64_t mode = dtrain__fpmode_enter();
     double beta1 = (double)desc->beta1, beta2 = (double)desc->beta2;
     double decay = (double)lr * (double)desc->weight_decay;
     uint32_t zero = dtrain__isa_zero;
     double rest1 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta1, step), zero);
     double rest2 = 1.0 - dtrain__isa_rounded_f64(dtrain__optimizer_power(beta2, step), zero);
-    memset(&s, 0, sizeof s);
     s.beta1 = desc->beta1;
     s.rest1 = (float)(1.0 - beta1);
     s.beta2 = desc->beta2;
@@ -70,39 +70,25 @@ static dtrain_device_adamw_step dtrain__optimizer_adamw(const dtrain_optimizer_d
     return s;
 }
 
-static dtrain_device_sgd_step dtrain__optimizer_sgd(const dtrain_optimizer_desc *desc, float lr)
+static dtrain_device_sgd_step dtrain__optimizer_sgd(float *params, const float *grads, float *velocity, size_t count,
+                                                    const dtrain_optimizer_desc *desc, float lr)
 {
-    dtrain_device_sgd_step s;
+    dtrain_device_sgd_step s = {params, velocity, grads, NULL, count, desc->momentum, lr, 0, 0, desc->nesterov};
     uint64_t mode = dtrain__fpmode_enter();
     double decay = desc->decoupled_decay ? (double)lr * (double)desc->weight_decay : 0.0;
-    memset(&s, 0, sizeof s);
-    s.momentum = desc->momentum;
-    s.lr = lr;
     s.keep = (float)(1.0 - dtrain__isa_rounded_f64(decay, dtrain__isa_zero));
     s.coupled = desc->decoupled_decay ? 0.0f : desc->weight_decay;
-    s.nesterov = desc->nesterov;
     dtrain__fpmode_restore(mode);
     return s;
 }
 
 DTRAIN__EXACT_END
 
-static void dtrain__optimizer_name(dtrain_device_adamw_step *s, float *params, const float *grads, float *m, float *v,
-                                   size_t count)
-{
-    s->params = params;
-    s->grads = grads;
-    s->m = m;
-    s->v = v;
-    s->count = count;
-}
-
 DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float *v, size_t count,
                              const dtrain_optimizer_desc *desc, float lr, uint64_t step)
 {
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    dtrain_device_adamw_step s = dtrain__optimizer_adamw(&full, lr, step);
-    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(params, grads, m, v, count, &full, lr, step);
     DTRAIN_IGNORE(dtrain__train_adamw(&s)); /* without a copy nothing can fail */
 }
 
@@ -110,9 +96,8 @@ DTRAIN_API void dtrain_adamw(float *params, const float *grads, float *m, float 
 static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, float *m, float *v, size_t count,
                                            const dtrain_optimizer_desc *desc, float lr, uint64_t step, uint64_t frozen)
 {
-    dtrain_device_adamw_step s = dtrain__optimizer_adamw(desc, lr, step);
-    dtrain__optimizer_name(&s, params, grads, m, v, count);
-    s.root = dtrain__optimizer_adamw(desc, lr, frozen).root;
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(params, grads, m, v, count, desc, lr, step);
+    s.root = dtrain__optimizer_adamw(params, grads, m, v, count, desc, lr, frozen).root;
     s.beta1 = s.rest2 = 0.0f;
     s.rest1 = s.beta2 = 1.0f;
     DTRAIN_IGNORE(dtrain__train_adamw(&s));
@@ -161,8 +146,7 @@ DTRAIN_API dtrain_status dtrain_device_adamw(dtrain_device *device, float *param
     dtrain_status status = dtrain__optimizer_check_step(device, "device_adamw", count, &full, lr, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
-    dtrain_device_adamw_step s = dtrain__optimizer_adamw(&full, lr, step);
-    dtrain__optimizer_name(&s, params, grads, m, v, count);
+    dtrain_device_adamw_step s = dtrain__optimizer_adamw(params, grads, m, v, count, &full, lr, step);
     s.copy = copy_bf16;
     return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_adamw", adamw, (device, &s)) : dtrain__train_adamw(&s);
 }
@@ -172,19 +156,15 @@ DTRAIN_API dtrain_status dtrain_device_sgd(dtrain_device *device, float *params,
                                            uint16_t *copy_bf16)
 {
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    int has_momentum = full.momentum != 0.0f;
     const dtrain__device_argument pointers[] = {
-        {"params", params}, {"grads", grads}, {has_momentum ? "velocity" : NULL, velocity}, {NULL, NULL}};
+        {"params", params}, {"grads", grads}, {full.momentum != 0.0f ? "velocity" : NULL, velocity}, {NULL, NULL}};
     full.kind = DTRAIN_SGD;
     dtrain_status status = dtrain__optimizer_check_step(device, "device_sgd", count, &full, lr, pointers);
     if (status != DTRAIN_OK || count == 0)
         return status;
-    dtrain_device_sgd_step s = dtrain__optimizer_sgd(&full, lr);
-    s.params = params;
-    s.velocity = has_momentum ? velocity : NULL;
-    s.grads = grads;
+    velocity = full.momentum != 0.0f ? velocity : NULL;
+    dtrain_device_sgd_step s = dtrain__optimizer_sgd(params, grads, velocity, count, &full, lr);
     s.copy = copy_bf16;
-    s.count = count;
     return device != NULL ? DTRAIN__DEVICE_CALL(device, "device_sgd", sgd, (device, &s)) : dtrain__train_sgd(&s);
 }
 

@@ -125,8 +125,8 @@ typedef struct dtrain_sampler_desc {
     int strided;       /* 1: rank r has micro-batches r, r + ranks, ... of a step, as where each is reduced at once */
 } dtrain_sampler_desc;
 
-/* Deals every example of an epoch exactly once, shuffled by seed and epoch alone. Holds no position: any step may be asked for, by any number of
- * ranks, so that resuming is starting at a later step. Copy it freely; it owns nothing. */
+/* Deals every example of an epoch exactly once, shuffled by seed and epoch alone. It holds no position: any step may be
+ * asked for, by any number of ranks, and a resumed run starts at a later step. It owns nothing; copy it freely. */
 typedef struct dtrain_sampler {
     dtrain_sampler_desc desc;
     uint64_t rows, columns; /* of the rectangle that the shuffle permutes */
@@ -156,8 +156,8 @@ DTRAIN_API uint64_t dtrain_sampler_steps(const dtrain_sampler *sampler);
  * any thread */
 DTRAIN_API int dtrain_sampler_share(const dtrain_sampler *sampler, uint64_t step, int rank, int ranks, int *first);
 
-/* Lists the examples of one micro-batch, at their places in the epoch's shuffle. Micro-batches do not depend on the number of ranks. What is left for an
- * epoch's last step is split over its micro-batches evenly, earlier ones one longer.
+/* Lists the examples of one micro-batch, whatever the number of ranks. What is left for an epoch's last step is split
+ * over its micro-batches evenly, earlier ones one longer.
  *
  *   micro_batch   0 to micro_batches - 1
  *   examples      out: room for batch of them
@@ -288,9 +288,10 @@ DTRAIN_API_MUST dtrain_status dtrain_optimizer_step(dtrain_optimizer *optimizer,
  * NAME@momentum, as many floats as the parameter has: memory of the table's device, to be read and written between
  * steps.
  *
- *   table       must outlive the list. Every rank of the checkpoint holds the very same, or dtrain_pieces.copies of
- * them optimizer   made from the same table; NULL: none errors      of a save or load: DTRAIN_ERR_INVALID  a bad table,
- * the optimizer was made from another, or copy is not from 0 to copies - 1
+ *   table       must outlive the list. Every rank of the checkpoint holds the very same, or dtrain_pieces.copies of them
+ *   optimizer   made from the same table; NULL: none
+ *   errors      of a save or load: DTRAIN_ERR_INVALID  a bad table, an optimizer of another, or copy is not from 0 to
+ *               copies - 1
  *
  * any thread */
 DTRAIN_API dtrain_pieces dtrain_params_pieces(const dtrain_param *table, size_t count, dtrain_optimizer *optimizer);
