@@ -1032,41 +1032,6 @@ DTRAIN_API_MUST dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, siz
 
 #endif
 
-#ifndef DTRAIN_NO_TRAIN
-
-/* ---- >>matrix_product ----
- * The matrix product of layers, for programs that bring no BLAS. */
-#ifndef DTRAIN__GEMM_H
-#define DTRAIN__GEMM_H
-
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-/* c = alpha op(a) x op(b) + beta c over row-major float32 matrices of any leading dimension.
- *
- *   m, n, k      op(a) is m x k, op(b) is k x n, c is m x n; zero is legal
- *   lda, ldb, ldc   elements from one row to the next, as stored
- *   alpha        0 leaves a and b unread
- *   beta         0 overwrites c without reading it
- *   override     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), defined
- *                before the implementation, takes the place of the built-in product
- *   bits         the same for one shape under any compiler flags, with avx2, avx512 and neon, which round each
- *                term once; and the same elsewhere, where each term is rounded twice
- *   source       Goto and van de Geijn, ACM TOMS 34(3), 2008
- *
- * any thread; c overlaps neither a nor b; allocates nothing */
-DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
-                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc);
-
-#ifdef __cplusplus
-}
-#endif
-
-#endif
-
-#endif
-
 #ifndef DTRAIN_NO_SAFETENSORS
 
 /* ---- >>safetensors ----
@@ -3048,6 +3013,24 @@ typedef struct dtrain_step_result {
  *
  * collective when its aggregator is */
 DTRAIN_API_MUST dtrain_status dtrain_train_step(const dtrain_step_desc *desc, dtrain_step_result *result);
+
+/* ---- the matrix product of layers, for programs that bring no BLAS ---- */
+
+/* c = alpha op(a) x op(b) + beta c over row-major float32 matrices of any leading dimension.
+ *
+ *   m, n, k      op(a) is m x k, op(b) is k x n, c is m x n; zero is legal
+ *   lda, ldb, ldc   elements from one row to the next, as stored
+ *   alpha        0 leaves a and b unread
+ *   beta         0 overwrites c without reading it
+ *   override     DTRAIN_SGEMM(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), defined
+ *                before the implementation, takes the place of the built-in product
+ *   bits         the same for one shape under any compiler flags, with avx2, avx512 and neon, which round each
+ *                term once; and the same elsewhere, where each term is rounded twice
+ *   source       Goto and van de Geijn, ACM TOMS 34(3), 2008
+ *
+ * any thread; c overlaps neither a nor b; allocates nothing */
+DTRAIN_API void dtrain_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha,
+                             const float *a, size_t lda, const float *b, size_t ldb, float beta, float *c, size_t ldc);
 
 #ifdef __cplusplus
 }
@@ -5895,7 +5878,7 @@ static void dtrain__worker_end(dtrain__worker *worker)
 
 #include <string.h>
 
-/* Philox4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. */
+/* Source: Philox4x32-10 of Salmon, Moraes, Dror, Shaw, Parallel random numbers: as easy as 1, 2, 3, SC 2011. */
 static void dtrain__random_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4])
 {
     uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
@@ -5916,11 +5899,7 @@ static void dtrain__random_philox(const uint32_t counter[4], const uint32_t key[
     out[3] = c3;
 }
 
-/* Fills out with the four 32-bit words number `index` of the stream `seed`.
- *
- * A value depends on seed and index alone: any thread may compute any part of a stream, in any order.
- *
- *   source   Philox4x32-10: Salmon, Moraes, Dror, Shaw, SC 2011 */
+/* Fills out with the four 32-bit words number `index` of the stream `seed`. */
 static void dtrain__random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4])
 {
     uint32_t counter[4] = {(uint32_t)index, (uint32_t)(index >> 32), 0, 0};
@@ -8166,17 +8145,9 @@ static void dtrain__device_queue_destroy(dtrain_device *made)
 
 /* ---- memory ---- */
 
-static dtrain_status dtrain__device_alloc_cpu(size_t bytes, void **pointer)
-{
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
-    *pointer = dtrain__resize(&heap, NULL, bytes);
-    if (*pointer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device_alloc on cpu: no memory for %zu bytes", bytes);
-    return DTRAIN_OK;
-}
-
 DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer)
 {
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
     if (pointer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_alloc on %s: pointer is NULL, expected a place for it",
                             dtrain_device_name(device));
@@ -8187,8 +8158,12 @@ DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memor
                             dtrain_device_name(device), (int)memory);
     if (bytes == 0)
         return DTRAIN_OK;
-    if (device == NULL)
-        return dtrain__device_alloc_cpu(bytes, pointer);
+    if (device == NULL) {
+        *pointer = dtrain__resize(&heap, NULL, bytes);
+        return *pointer != NULL
+                   ? DTRAIN_OK
+                   : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device_alloc on cpu: no memory for %zu bytes", bytes);
+    }
     dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_alloc", allocate, (device, memory, bytes, pointer));
     if (status != DTRAIN_OK)
         *pointer = NULL;
@@ -8612,11 +8587,7 @@ static dtrain_pieces dtrain__pieces_make(const void *object,
                                          dtrain_status (*list)(const dtrain_pieces *, dtrain__lister *),
                                          dtrain_status (*loaded)(const dtrain_pieces *, const dtrain__lister *))
 {
-    dtrain_pieces made;
-    memset(&made, 0, sizeof made);
-    made.object = (void *)(uintptr_t)object;
-    made.list = list;
-    made.loaded = loaded;
+    dtrain_pieces made = {NULL, 0, NULL, 0, 0, (void *)(uintptr_t)object, NULL, list, loaded};
     return made;
 }
 
@@ -8648,12 +8619,7 @@ static dtrain_status dtrain__pieces_walk(const dtrain_pieces *lists, size_t coun
 DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t count, int ranks, int rank,
                                             void (*visit)(void *user, const dtrain_piece *piece), void *user)
 {
-    dtrain__lister lister;
-    memset(&lister, 0, sizeof lister);
-    lister.ranks = ranks;
-    lister.rank = rank;
-    lister.visit = visit;
-    lister.user = user;
+    dtrain__lister lister = {ranks, rank, NULL, 0, DTRAIN_OK, user, NULL, visit, NULL, NULL};
     if (visit == NULL || rank < 0 || rank >= ranks)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
@@ -32535,14 +32501,13 @@ static dtrain_status dtrain__params_check_names(const dtrain_param *table, size_
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__params_check_units(const dtrain_param *table, size_t count, dtrain__params_span *spans)
+/* The spans have a parameter each. */
+static dtrain_status dtrain__params_check_units(dtrain__params_span *spans, size_t count)
 {
     uintptr_t covered = 0;
     for (size_t i = 0; i < count; i++) {
-        spans[i].place = 0;
-        spans[i].begin = (uintptr_t)table[i].unit;
-        spans[i].end = spans[i].begin + dtrain__params_layers(&table[i]);
-        spans[i].param = &table[i];
+        spans[i].begin = (uintptr_t)spans[i].param->unit;
+        spans[i].end = spans[i].begin + dtrain__params_layers(spans[i].param);
     }
     qsort(spans, count, sizeof *spans, dtrain__params_compare_spans);
     for (size_t i = 0; i < count; i++) {
@@ -32597,7 +32562,7 @@ static dtrain_status dtrain__params_check_for(const dtrain_param *table, size_t 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes to check the parameter table", bytes);
     dtrain_status status = dtrain__params_check_names(table, count, spans);
     if (status == DTRAIN_OK)
-        status = dtrain__params_check_units(table, count, spans);
+        status = dtrain__params_check_units(spans, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_memory(table, count, spans);
     dtrain__free(&allocator, spans);

@@ -126,8 +126,7 @@ static void print_shape(const dtrain_safetensors_tensor *tensor)
 
 static int is_float(dtrain_dtype dtype)
 {
-    dtrain__dtype_format format;
-    return dtrain__dtype_format_of(dtype, &format);
+    return dtrain__dtype_converts(dtype, dtype);
 }
 
 /* ---- ls ---- */

@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* Philox4x32-10 of Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. */
+/* Source: Philox4x32-10 of Salmon, Moraes, Dror, Shaw, Parallel random numbers: as easy as 1, 2, 3, SC 2011. */
 static void dtrain__random_philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4])
 {
     uint32_t c0 = counter[0], c1 = counter[1], c2 = counter[2], c3 = counter[3];
@@ -29,11 +29,7 @@ static void dtrain__random_philox(const uint32_t counter[4], const uint32_t key[
     out[3] = c3;
 }
 
-/* Fills out with the four 32-bit words number `index` of the stream `seed`.
- *
- * A value depends on seed and index alone: any thread may compute any part of a stream, in any order.
- *
- *   source   Philox4x32-10: Salmon, Moraes, Dror, Shaw, SC 2011 */
+/* Fills out with the four 32-bit words number `index` of the stream `seed`. */
 static void dtrain__random_u32x4(uint64_t seed, uint64_t index, uint32_t out[4])
 {
     uint32_t counter[4] = {(uint32_t)index, (uint32_t)(index >> 32), 0, 0};

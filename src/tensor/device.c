@@ -102,17 +102,9 @@ static void dtrain__device_queue_destroy(dtrain_device *made)
 
 /* ---- memory ---- */
 
-static dtrain_status dtrain__device_alloc_cpu(size_t bytes, void **pointer)
-{
-    dtrain_allocator heap = {NULL, NULL, 0, 0};
-    *pointer = dtrain__resize(&heap, NULL, bytes);
-    if (*pointer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device_alloc on cpu: no memory for %zu bytes", bytes);
-    return DTRAIN_OK;
-}
-
 DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer)
 {
+    dtrain_allocator heap = {NULL, NULL, 0, 0};
     if (pointer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_alloc on %s: pointer is NULL, expected a place for it",
                             dtrain_device_name(device));
@@ -123,8 +115,12 @@ DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memor
                             dtrain_device_name(device), (int)memory);
     if (bytes == 0)
         return DTRAIN_OK;
-    if (device == NULL)
-        return dtrain__device_alloc_cpu(bytes, pointer);
+    if (device == NULL) {
+        *pointer = dtrain__resize(&heap, NULL, bytes);
+        return *pointer != NULL
+                   ? DTRAIN_OK
+                   : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "device_alloc on cpu: no memory for %zu bytes", bytes);
+    }
     dtrain_status status = DTRAIN__DEVICE_CALL(device, "device_alloc", allocate, (device, memory, bytes, pointer));
     if (status != DTRAIN_OK)
         *pointer = NULL;

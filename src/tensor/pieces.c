@@ -133,11 +133,7 @@ static dtrain_pieces dtrain__pieces_make(const void *object,
                                          dtrain_status (*list)(const dtrain_pieces *, dtrain__lister *),
                                          dtrain_status (*loaded)(const dtrain_pieces *, const dtrain__lister *))
 {
-    dtrain_pieces made;
-    memset(&made, 0, sizeof made);
-    made.object = (void *)(uintptr_t)object;
-    made.list = list;
-    made.loaded = loaded;
+    dtrain_pieces made = {NULL, 0, NULL, 0, 0, (void *)(uintptr_t)object, NULL, list, loaded};
     return made;
 }
 
@@ -169,12 +165,7 @@ static dtrain_status dtrain__pieces_walk(const dtrain_pieces *lists, size_t coun
 DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t count, int ranks, int rank,
                                             void (*visit)(void *user, const dtrain_piece *piece), void *user)
 {
-    dtrain__lister lister;
-    memset(&lister, 0, sizeof lister);
-    lister.ranks = ranks;
-    lister.rank = rank;
-    lister.visit = visit;
-    lister.user = user;
+    dtrain__lister lister = {ranks, rank, NULL, 0, DTRAIN_OK, user, NULL, visit, NULL, NULL};
     if (visit == NULL || rank < 0 || rank >= ranks)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,

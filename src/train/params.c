@@ -187,14 +187,13 @@ static dtrain_status dtrain__params_check_names(const dtrain_param *table, size_
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__params_check_units(const dtrain_param *table, size_t count, dtrain__params_span *spans)
+/* The spans have a parameter each. */
+static dtrain_status dtrain__params_check_units(dtrain__params_span *spans, size_t count)
 {
     uintptr_t covered = 0;
     for (size_t i = 0; i < count; i++) {
-        spans[i].place = 0;
-        spans[i].begin = (uintptr_t)table[i].unit;
-        spans[i].end = spans[i].begin + dtrain__params_layers(&table[i]);
-        spans[i].param = &table[i];
+        spans[i].begin = (uintptr_t)spans[i].param->unit;
+        spans[i].end = spans[i].begin + dtrain__params_layers(spans[i].param);
     }
     qsort(spans, count, sizeof *spans, dtrain__params_compare_spans);
     for (size_t i = 0; i < count; i++) {
@@ -249,7 +248,7 @@ static dtrain_status dtrain__params_check_for(const dtrain_param *table, size_t 
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for %zu bytes to check the parameter table", bytes);
     dtrain_status status = dtrain__params_check_names(table, count, spans);
     if (status == DTRAIN_OK)
-        status = dtrain__params_check_units(table, count, spans);
+        status = dtrain__params_check_units(spans, count);
     if (status == DTRAIN_OK)
         status = dtrain__params_check_memory(table, count, spans);
     dtrain__free(&allocator, spans);

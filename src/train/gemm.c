@@ -7,9 +7,9 @@
  * Geijn, ACM TOMS 41(3), 2015. */
 #ifndef DTRAIN__GEMM
 #define DTRAIN__GEMM
-#include "gemm.h"
-#include "isa.c"
-#include "fold.c"
+#include "train.h"
+#include "../tensor/isa.c"
+#include "../tensor/fold.c"
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__GEMM_KC 256
