@@ -4769,12 +4769,13 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const c
  *   end       one rank's share of a group
  *   plane     the table of what a group's transport knows beside moving bytes: its control plane
  *   origin    what the groups that come of one world share in this process, such as their service thread
- *   slot      where a rank posts the call that it is in, for peers that read its buffers in place; see >>shared
+ *   slot      where a rank posts the call that it is in, for peers that read its buffers in place; see >>threads
  *   work      a call in the queue of its group, whose caller may hold a handle of it
  *   hub       the control plane of one process of several; one rank's hub, the leader's, relays for the others
  *   channel   a group's share of a hub; it has a peer for each member, and lanes, the connections to that
  *   mux       what shares a transport of the user's own between groups; a group's share of it is a lane; see >>mux
- *   council   one process's part in the store of its world and in votes, whatever carries the messages; see >>council
+ *   council   what keeps the store of a world and counts votes, in each process or for all threads; see >>council
+ *   seat      a rank's end of one group at its council
  *   consent   a vote of the ranks of a group that are left, and what was decided */
 
 #if defined(__GNUC__)
@@ -11507,14 +11508,28 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 
 #endif
 
-/* ---- >>membership ----
- * What is known of the ranks of a group: which of them have left, in which order, after how many collectives and why;
- * and what has broken the group. Every transport keeps one for each of its groups.
+/* ---- >>control_plane ----
+ * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
+ * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
+ * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be
+ * called by any thread of the rank that is in a call of the group, except where they say more. */
+#ifndef DTRAIN__PLANE
+#define DTRAIN__PLANE
+
+#define DTRAIN__MAX_RANKS 1024
+#define DTRAIN__RUN_BYTES 16
+#define DTRAIN__JOB_BYTES 64
+#define DTRAIN__NAME_BYTES 96
+#define DTRAIN__FINGERPRINT_BYTES 128
+#define DTRAIN__MAX_LANES 8
+#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
+#define DTRAIN__ADDRESS_BYTES 256
+
+/* ---- membership: who has left a group, in which order, after how many collectives and why; and what has broken it
+ * ----
  *
  * Invariants: any thread breaks the group, and the first cause stays. Whoever keeps the membership marks one rank at a
  * time as left. Any thread reads without a lock: what is said of a rank is whole once its `left` is set. */
-#ifndef DTRAIN__MEMBERSHIP
-#define DTRAIN__MEMBERSHIP
 
 typedef struct dtrain__departure {
     uint32_t left;  /* it is gone: 1 of the first rank to leave */
@@ -11607,24 +11622,7 @@ __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtr
     dtrain__thread_error = kept;
 }
 
-#endif
-
-/* ---- >>control_plane ----
- * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
- * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
- * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be
- * called by any thread of the rank that is in a call of the group, except where they say more. */
-#ifndef DTRAIN__PLANE
-#define DTRAIN__PLANE
-
-#define DTRAIN__MAX_RANKS 1024
-#define DTRAIN__RUN_BYTES 16
-#define DTRAIN__JOB_BYTES 64
-#define DTRAIN__NAME_BYTES 96
-#define DTRAIN__FINGERPRINT_BYTES 128
-#define DTRAIN__MAX_LANES 8
-#define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
-#define DTRAIN__ADDRESS_BYTES 256
+/* ---- the plane ---- */
 
 /* What the groups that come of one world have in common in this process. */
 typedef struct dtrain__origin {
@@ -13856,8 +13854,9 @@ static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
         ahead += !inbox->closed && dtrain__mux_lane_of(mux, inbox->lane) == NULL;
     if (ahead < DTRAIN__MUX_AHEAD)
         return 1;
-    dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d sends to %d groups that this rank has not made", peer, ahead);
-    dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+    dtrain__mux_gone(
+        mux, peer,
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d sends to %d groups that this rank has not made", peer, ahead));
     return 0;
 }
 
@@ -13870,16 +13869,14 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     size_t bytes = p->control_bytes;
     p->control_bytes = 0;
     if (dtrain__get_le(p->header + 16, 8) != dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
-        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged");
-        dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+        dtrain__mux_gone(mux, peer, dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged"));
         return;
     }
     if (p->kind >= DTRAIN__MUX_OTHERS) {
         dtrain__reader reader = {p->control, bytes};
-        if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader)) {
-            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent what is no control message of dtrain");
-            dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
-        }
+        if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader))
+            dtrain__mux_gone(mux, peer,
+                             dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent what is no control message of dtrain"));
         return;
     }
     if (p->kind == DTRAIN__MUX_BYE) {
@@ -13896,11 +13893,10 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     } else if (inbox == NULL || !inbox->closed) {
         if (!dtrain__mux_may_be(mux, peer))
             return;
-        dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
         dtrain__mux_message **at = &mux->early;
         while (*at != NULL)
             at = &(*at)->next;
-        *at = post;
+        *at = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
     } else if (p->kind == DTRAIN__MUX_LEAVE) {
         dtrain__mux_inbox_drop(mux, peer, inbox);
     }
@@ -14091,12 +14087,16 @@ static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t m
 static void dtrain__mux_convene(dtrain__mux *mux);
 
 /* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
-static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_status status)
+static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtrain_transfer *in, dtrain_status status)
 {
     dtrain__error kept = dtrain__thread_error;
-    int moved;
-    if (sending)
+    int peer = in != NULL ? in->peer : out->peer, moved;
+    if (out != NULL)
         dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
+    if (out != NULL && in != NULL && mux->peers[peer].gone == DTRAIN_OK) { /* the receiver's end has not failed */
+        peer = out->peer;
+        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
+    }
     dtrain__thread_error = kept;
     dtrain__mux_gone(mux, peer, status);
 }
@@ -14145,15 +14145,13 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
 {
     const dtrain_transport *table = &mux->table;
     dtrain_status status;
-    int sending = raw_in == NULL;
     if (raw_in != NULL && mux->peers[raw_in->peer].ahead_at < mux->peers[raw_in->peer].ahead_end)
         raw_out = NULL; /* what is here comes first */
     dtrain__thread_error.status = DTRAIN_OK;
-    if (raw_out != NULL && raw_in != NULL && raw_in->more > 0)
+    if (raw_out != NULL && raw_in != NULL) {
         raw_in->more = 0;
-    if (raw_out != NULL && raw_in != NULL)
         status = table->exchange(table->self, raw_out, raw_in, until_ns);
-    else if (sending)
+    } else if (raw_in == NULL)
         status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
     else
         status = dtrain__mux_recv(mux, raw_in, until_ns);
@@ -14171,13 +14169,7 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
         dtrain__thread_error.status = DTRAIN_OK;
         return 0;
     }
-    if (raw_out != NULL && raw_in != NULL) { /* whose end has failed? the receiver's is asked again */
-        dtrain__error kept = dtrain__thread_error;
-        dtrain__mux_drain(mux, raw_in->peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &sending);
-        sending = mux->peers[raw_in->peer].gone == DTRAIN_OK;
-        dtrain__thread_error = kept;
-    }
-    dtrain__mux_failed(mux, sending ? raw_out->peer : raw_in->peer, sending, status);
+    dtrain__mux_failed(mux, raw_out, raw_in, status);
     return 0;
 }
 
@@ -15869,167 +15861,6 @@ static void dtrain__net_drain(int fd)
 
 #endif
 
-/* ---- >>seal ----
- * Records, which carry the bytes of a sealed connection. A record is 4 bytes of length and kind, the ciphertext, and
- * the tag of both. Its nonce is its number on this connection in this direction; each direction has its own key. So a
- * record that is changed, injected, left out, moved or played again has a wrong tag. A record of kind END closes the
- * stream: a connection that ends without it was cut. Nothing is handed on before its tag is right. Never waits. */
-#ifndef DTRAIN__SEAL
-#define DTRAIN__SEAL
-
-#define DTRAIN__RECORD_BYTES ((size_t)1 << 14) /* of plaintext, at most */
-#define DTRAIN__RECORD_HEAD 4u
-#define DTRAIN__RECORD_EXTRA (DTRAIN__RECORD_HEAD + DTRAIN__TAG_BYTES)
-#define DTRAIN__SEAL_BYTES (8 * (DTRAIN__RECORD_BYTES + DTRAIN__RECORD_EXTRA)) /* moved by one call of the system */
-#define DTRAIN__SEAL_LITTLE ((size_t)4096) /* sealed without looking whether the system takes it */
-
-enum { DTRAIN__RECORD_DATA = 0, DTRAIN__RECORD_END };
-
-typedef struct dtrain__seal {
-    unsigned char out_key[DTRAIN__KEY_BYTES], in_key[DTRAIN__KEY_BYTES];
-    uint64_t out_records, in_records;
-    size_t out_at, out_end;     /* of out: sealed, and not gone */
-    size_t in_at, in_end;       /* of in: received, and not opened */
-    size_t plain_at, plain_end; /* of in: opened, and not handed on */
-    int ended;                  /* nothing follows, for the reason `error`; 0 is the peer's orderly close */
-    int error;
-    unsigned char out[DTRAIN__SEAL_BYTES], in[DTRAIN__SEAL_BYTES];
-} dtrain__seal;
-
-static void dtrain__seal_nonce(unsigned char nonce[12], uint64_t records)
-{
-    memset(nonce, 0, 4);
-    dtrain__store_le32(nonce + 4, (uint32_t)(records & 0xffffffffu));
-    dtrain__store_le32(nonce + 8, (uint32_t)(records >> 32));
-}
-
-/* Appends one record to what goes out; there is room. */
-static void dtrain__seal_record(dtrain__seal *seal, int kind, const unsigned char *data, size_t bytes)
-{
-    unsigned char nonce[12], *head = seal->out + seal->out_end, *body = head + DTRAIN__RECORD_HEAD;
-    dtrain__store_le32(head, (uint32_t)bytes | (uint32_t)kind << 24);
-    dtrain__seal_nonce(nonce, seal->out_records++);
-    dtrain__aead_seal(dtrain__chacha_choose(dtrain__isa()), seal->out_key, nonce, head, DTRAIN__RECORD_HEAD, data, body,
-                      bytes, body + bytes);
-    seal->out_end += bytes + DTRAIN__RECORD_EXTRA;
-}
-
-/* Seals as much as the empty buffer takes; returns how much. */
-static size_t dtrain__seal_put(dtrain__seal *seal, const unsigned char *data, size_t bytes)
-{
-    size_t done = 0;
-    while (done < bytes && sizeof seal->out - seal->out_end >= DTRAIN__RECORD_BYTES + DTRAIN__RECORD_EXTRA) {
-        size_t part = bytes - done < DTRAIN__RECORD_BYTES ? bytes - done : DTRAIN__RECORD_BYTES;
-        dtrain__seal_record(seal, DTRAIN__RECORD_DATA, data + done, part);
-        done += part;
-    }
-    return done;
-}
-
-/* Sends what is sealed: 1 when all has gone, 0 when not now, -1 when the connection is broken (errno). */
-static int dtrain__seal_flush(dtrain__seal *seal, int fd, int more)
-{
-    while (seal->out_at < seal->out_end) {
-        ssize_t n = dtrain__net_send(fd, seal->out + seal->out_at, seal->out_end - seal->out_at, more);
-        if (n <= 0)
-            return (int)n;
-        seal->out_at += (size_t)n;
-    }
-    seal->out_at = seal->out_end = 0;
-    return 1;
-}
-
-/* The first record that is not opened, once it is whole: 0 for not yet, -1 for what cannot be one. */
-static int dtrain__seal_whole(const dtrain__seal *seal, size_t *bytes)
-{
-    uint32_t head;
-    if (seal->in_end - seal->in_at < DTRAIN__RECORD_EXTRA)
-        return 0;
-    head = dtrain__load_le32(seal->in + seal->in_at);
-    *bytes = head & 0xffffffu;
-    if (*bytes > DTRAIN__RECORD_BYTES || head >> 24 > DTRAIN__RECORD_END)
-        return -1;
-    return seal->in_end - seal->in_at - DTRAIN__RECORD_EXTRA >= *bytes;
-}
-
-/* Opens the next record into data, where it fits into room, else in its place. Returns 0 when there is none. */
-static int dtrain__seal_open(dtrain__seal *seal, unsigned char *data, size_t room, size_t *done)
-{
-    unsigned char nonce[12], *head = seal->in + seal->in_at, *body = head + DTRAIN__RECORD_HEAD;
-    size_t bytes;
-    int whole = dtrain__seal_whole(seal, &bytes);
-    if (whole == 0 || seal->ended)
-        return 0;
-    dtrain__seal_nonce(nonce, seal->in_records++);
-    if (whole < 0 || !dtrain__aead_open(dtrain__chacha_choose(dtrain__isa()), seal->in_key, nonce, head,
-                                        DTRAIN__RECORD_HEAD, body, bytes <= room ? data : body, bytes, body + bytes)) {
-        seal->ended = 1;
-        seal->error = EBADMSG;
-        return 0;
-    }
-    if (head[3] == DTRAIN__RECORD_END) {
-        seal->ended = 1;
-        seal->error = 0;
-    } else if (bytes <= room) {
-        *done += bytes;
-    } else {
-        seal->plain_at = seal->in_at + DTRAIN__RECORD_HEAD;
-        seal->plain_end = seal->plain_at + bytes;
-    }
-    seal->in_at += bytes + DTRAIN__RECORD_EXTRA;
-    return 1;
-}
-
-/* Hands on what was opened before and did not fit. */
-static void dtrain__seal_rest(dtrain__seal *seal, unsigned char *data, size_t bytes, size_t *done)
-{
-    size_t part = seal->plain_end - seal->plain_at;
-    part = part < bytes - *done ? part : bytes - *done;
-    memcpy(data + *done, seal->in + seal->plain_at, part);
-    seal->plain_at += part;
-    *done += part;
-}
-
-/* Receives what is there, as dtrain__net_recv does. */
-static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data, size_t bytes)
-{
-    size_t done = 0;
-    for (;;) {
-        dtrain__seal_rest(seal, data, bytes, &done);
-        if (done == bytes)
-            return (ssize_t)done;
-        if (dtrain__seal_open(seal, data + done, bytes - done, &done))
-            continue;
-        if (seal->ended)
-            break;
-        seal->in_end -= seal->in_at;
-        if (seal->in_at > 0)
-            memmove(seal->in, seal->in + seal->in_at, seal->in_end);
-        seal->in_at = seal->plain_at = seal->plain_end = 0;
-        ssize_t n = dtrain__net_recv(fd, seal->in + seal->in_end, sizeof seal->in - seal->in_end);
-        if (n == 0)
-            return (ssize_t)done;
-        if (n > 0) {
-            seal->in_end += (size_t)n;
-            continue;
-        }
-        seal->ended = 1;
-        seal->error = errno != 0 ? errno : EPROTO;
-        break;
-    }
-    errno = seal->error;
-    return done > 0 ? (ssize_t)done : -1;
-}
-
-/* Whether there is something for the next call of seal_recv, whatever poll() says of the descriptor. */
-static int dtrain__seal_holds(const dtrain__seal *seal)
-{
-    size_t bytes;
-    return seal->ended || seal->plain_at < seal->plain_end || dtrain__seal_whole(seal, &bytes) != 0;
-}
-
-#endif
-
 /* ---- >>admission ----
  * Who may come in. Every connection opens with four messages of fixed size, whatever the peer sends:
  *
@@ -16436,6 +16267,166 @@ static void dtrain__handshake_step(dtrain__handshake *handshake, const dtrain__k
 #ifndef DTRAIN__STREAM
 #define DTRAIN__STREAM
 DTRAIN__FAST_BEGIN
+
+/* ---- records, which carry the bytes of a sealed connection ----
+ *
+ * A record is 4 bytes of length and kind, the ciphertext, and the tag of both. Its nonce is its number on this
+ * connection in this direction; each direction has its own key. So a record that is changed, injected, left out, moved
+ * or played again has a wrong tag. A record of kind END closes the stream: a connection that ends without it was cut.
+ * Nothing is handed on before its tag is right. */
+
+#define DTRAIN__RECORD_BYTES ((size_t)1 << 14) /* of plaintext, at most */
+#define DTRAIN__RECORD_HEAD 4u
+#define DTRAIN__RECORD_EXTRA (DTRAIN__RECORD_HEAD + DTRAIN__TAG_BYTES)
+#define DTRAIN__SEAL_BYTES (8 * (DTRAIN__RECORD_BYTES + DTRAIN__RECORD_EXTRA)) /* moved by one call of the system */
+#define DTRAIN__SEAL_LITTLE ((size_t)4096) /* sealed without looking whether the system takes it */
+
+enum { DTRAIN__RECORD_DATA = 0, DTRAIN__RECORD_END };
+
+typedef struct dtrain__seal {
+    unsigned char out_key[DTRAIN__KEY_BYTES], in_key[DTRAIN__KEY_BYTES];
+    uint64_t out_records, in_records;
+    size_t out_at, out_end;     /* of out: sealed, and not gone */
+    size_t in_at, in_end;       /* of in: received, and not opened */
+    size_t plain_at, plain_end; /* of in: opened, and not handed on */
+    int ended;                  /* nothing follows, for the reason `error`; 0 is the peer's orderly close */
+    int error;
+    unsigned char out[DTRAIN__SEAL_BYTES], in[DTRAIN__SEAL_BYTES];
+} dtrain__seal;
+
+static void dtrain__seal_nonce(unsigned char nonce[12], uint64_t records)
+{
+    memset(nonce, 0, 4);
+    dtrain__store_le32(nonce + 4, (uint32_t)(records & 0xffffffffu));
+    dtrain__store_le32(nonce + 8, (uint32_t)(records >> 32));
+}
+
+/* Appends one record to what goes out; there is room. */
+static void dtrain__seal_record(dtrain__seal *seal, int kind, const unsigned char *data, size_t bytes)
+{
+    unsigned char nonce[12], *head = seal->out + seal->out_end, *body = head + DTRAIN__RECORD_HEAD;
+    dtrain__store_le32(head, (uint32_t)bytes | (uint32_t)kind << 24);
+    dtrain__seal_nonce(nonce, seal->out_records++);
+    dtrain__aead_seal(dtrain__chacha_choose(dtrain__isa()), seal->out_key, nonce, head, DTRAIN__RECORD_HEAD, data, body,
+                      bytes, body + bytes);
+    seal->out_end += bytes + DTRAIN__RECORD_EXTRA;
+}
+
+/* Seals as much as the empty buffer takes; returns how much. */
+static size_t dtrain__seal_put(dtrain__seal *seal, const unsigned char *data, size_t bytes)
+{
+    size_t done = 0;
+    while (done < bytes && sizeof seal->out - seal->out_end >= DTRAIN__RECORD_BYTES + DTRAIN__RECORD_EXTRA) {
+        size_t part = bytes - done < DTRAIN__RECORD_BYTES ? bytes - done : DTRAIN__RECORD_BYTES;
+        dtrain__seal_record(seal, DTRAIN__RECORD_DATA, data + done, part);
+        done += part;
+    }
+    return done;
+}
+
+/* Sends what is sealed: 1 when all has gone, 0 when not now, -1 when the connection is broken (errno). */
+static int dtrain__seal_flush(dtrain__seal *seal, int fd, int more)
+{
+    while (seal->out_at < seal->out_end) {
+        ssize_t n = dtrain__net_send(fd, seal->out + seal->out_at, seal->out_end - seal->out_at, more);
+        if (n <= 0)
+            return (int)n;
+        seal->out_at += (size_t)n;
+    }
+    seal->out_at = seal->out_end = 0;
+    return 1;
+}
+
+/* The first record that is not opened, once it is whole: 0 for not yet, -1 for what cannot be one. */
+static int dtrain__seal_whole(const dtrain__seal *seal, size_t *bytes)
+{
+    uint32_t head;
+    if (seal->in_end - seal->in_at < DTRAIN__RECORD_EXTRA)
+        return 0;
+    head = dtrain__load_le32(seal->in + seal->in_at);
+    *bytes = head & 0xffffffu;
+    if (*bytes > DTRAIN__RECORD_BYTES || head >> 24 > DTRAIN__RECORD_END)
+        return -1;
+    return seal->in_end - seal->in_at - DTRAIN__RECORD_EXTRA >= *bytes;
+}
+
+/* Opens the next record into data, where it fits into room, else in its place. Returns 0 when there is none. */
+static int dtrain__seal_open(dtrain__seal *seal, unsigned char *data, size_t room, size_t *done)
+{
+    unsigned char nonce[12], *head = seal->in + seal->in_at, *body = head + DTRAIN__RECORD_HEAD;
+    size_t bytes;
+    int whole = dtrain__seal_whole(seal, &bytes);
+    if (whole == 0 || seal->ended)
+        return 0;
+    dtrain__seal_nonce(nonce, seal->in_records++);
+    if (whole < 0 || !dtrain__aead_open(dtrain__chacha_choose(dtrain__isa()), seal->in_key, nonce, head,
+                                        DTRAIN__RECORD_HEAD, body, bytes <= room ? data : body, bytes, body + bytes)) {
+        seal->ended = 1;
+        seal->error = EBADMSG;
+        return 0;
+    }
+    if (head[3] == DTRAIN__RECORD_END) {
+        seal->ended = 1;
+        seal->error = 0;
+    } else if (bytes <= room) {
+        *done += bytes;
+    } else {
+        seal->plain_at = seal->in_at + DTRAIN__RECORD_HEAD;
+        seal->plain_end = seal->plain_at + bytes;
+    }
+    seal->in_at += bytes + DTRAIN__RECORD_EXTRA;
+    return 1;
+}
+
+/* Hands on what was opened before and did not fit. */
+static void dtrain__seal_rest(dtrain__seal *seal, unsigned char *data, size_t bytes, size_t *done)
+{
+    size_t part = seal->plain_end - seal->plain_at;
+    part = part < bytes - *done ? part : bytes - *done;
+    memcpy(data + *done, seal->in + seal->plain_at, part);
+    seal->plain_at += part;
+    *done += part;
+}
+
+/* Receives what is there, as dtrain__net_recv does. */
+static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data, size_t bytes)
+{
+    size_t done = 0;
+    for (;;) {
+        dtrain__seal_rest(seal, data, bytes, &done);
+        if (done == bytes)
+            return (ssize_t)done;
+        if (dtrain__seal_open(seal, data + done, bytes - done, &done))
+            continue;
+        if (seal->ended)
+            break;
+        seal->in_end -= seal->in_at;
+        if (seal->in_at > 0)
+            memmove(seal->in, seal->in + seal->in_at, seal->in_end);
+        seal->in_at = seal->plain_at = seal->plain_end = 0;
+        ssize_t n = dtrain__net_recv(fd, seal->in + seal->in_end, sizeof seal->in - seal->in_end);
+        if (n == 0)
+            return (ssize_t)done;
+        if (n > 0) {
+            seal->in_end += (size_t)n;
+            continue;
+        }
+        seal->ended = 1;
+        seal->error = errno != 0 ? errno : EPROTO;
+        break;
+    }
+    errno = seal->error;
+    return done > 0 ? (ssize_t)done : -1;
+}
+
+/* Whether there is something for the next call of seal_recv, whatever poll() says of the descriptor. */
+static int dtrain__seal_holds(const dtrain__seal *seal)
+{
+    size_t bytes;
+    return seal->ended || seal->plain_at < seal->plain_end || dtrain__seal_whole(seal, &bytes) != 0;
+}
+
+/* ---- streams ---- */
 
 #define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a resumable connection; Linux doubles it */
 #define DTRAIN__REPLAY_BYTES (4 * DTRAIN__SOCKET_BUFFER) /* two such buffers at either end and what is between */
@@ -21167,7 +21158,7 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
 #endif
 
 /* ---- >>fused ----
- * Collectives between ranks that read each other's buffers in place (see >>shared). Each rank posts its call and
+ * Collectives between ranks that read each other's buffers in place (see >>threads). Each rank posts its call and
  * buffers; when every rank has posted, each does its part straight on all ranks' buffers, and returns when all have
  * done theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what
  * can be done now, so that blocking calls, the service thread and poll share it.
@@ -26323,7 +26314,7 @@ static dtrain_status dtrain__staged_run(dtrain_device_group *group, const dtrain
 
 /* ---- >>device_processes ----
  * Lets the devices of several processes of one host reach each other's memory. The ranks share a page of words, which
- * does between processes what >>shared and events do between threads (see >>device_events), and exchange handles of
+ * does between processes what >>threads and events do between threads (see >>device_events), and exchange handles of
  * memory.
  *
  * A process that dies leaves its words as they were. Nobody waits for it: its queues end with it, before the system
@@ -26995,7 +26986,7 @@ static void dtrain__processes_free(dtrain_device_group *group)
  * A device may then be inside another rank's memory. So a rank raises `inside` in its word before it queues anything
  * there, unless the group is broken. A rank that fails breaks the group before it looks at the others' words. It
  * returns when no device is in its memory, nor its device in theirs. `turn` counts the calls whose second event a rank
- * has recorded. Words, and what says that the group is broken, are in >>shared between threads, and in
+ * has recorded. Words, and what says that the group is broken, are in >>threads between threads, and in
  * >>device_processes between processes. */
 
 enum { DTRAIN__EVENTS_FREE = 0, DTRAIN__EVENTS_NAMED, DTRAIN__EVENTS_INSIDE };

@@ -14,12 +14,13 @@
  *   end       one rank's share of a group
  *   plane     the table of what a group's transport knows beside moving bytes: its control plane
  *   origin    what the groups that come of one world share in this process, such as their service thread
- *   slot      where a rank posts the call that it is in, for peers that read its buffers in place; see >>shared
+ *   slot      where a rank posts the call that it is in, for peers that read its buffers in place; see >>threads
  *   work      a call in the queue of its group, whose caller may hold a handle of it
  *   hub       the control plane of one process of several; one rank's hub, the leader's, relays for the others
  *   channel   a group's share of a hub; it has a peer for each member, and lanes, the connections to that
  *   mux       what shares a transport of the user's own between groups; a group's share of it is a lane; see >>mux
- *   council   one process's part in the store of its world and in votes, whatever carries the messages; see >>council
+ *   council   what keeps the store of a world and counts votes, in each process or for all threads; see >>council
+ *   seat      a rank's end of one group at its council
  *   consent   a vote of the ranks of a group that are left, and what was decided */
 
 #if defined(__GNUC__)

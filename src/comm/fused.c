@@ -1,5 +1,5 @@
 /* ---- >>fused ----
- * Collectives between ranks that read each other's buffers in place (see >>shared). Each rank posts its call and
+ * Collectives between ranks that read each other's buffers in place (see >>threads). Each rank posts its call and
  * buffers; when every rank has posted, each does its part straight on all ranks' buffers, and returns when all have
  * done theirs. Small inputs travel in the post itself and need no second round. No step waits: fused_advance does what
  * can be done now, so that blocking calls, the service thread and poll share it.

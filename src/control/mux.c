@@ -16,7 +16,6 @@
 #ifndef DTRAIN__MUX
 #define DTRAIN__MUX
 #include "../base/xxh64.c"
-#include "membership.c"
 #include "consent.c"
 
 #define DTRAIN__MUX_HEADER 24
@@ -399,8 +398,9 @@ static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
         ahead += !inbox->closed && dtrain__mux_lane_of(mux, inbox->lane) == NULL;
     if (ahead < DTRAIN__MUX_AHEAD)
         return 1;
-    dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d sends to %d groups that this rank has not made", peer, ahead);
-    dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+    dtrain__mux_gone(
+        mux, peer,
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d sends to %d groups that this rank has not made", peer, ahead));
     return 0;
 }
 
@@ -413,16 +413,14 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     size_t bytes = p->control_bytes;
     p->control_bytes = 0;
     if (dtrain__get_le(p->header + 16, 8) != dtrain__xxh64_of(p->control, bytes, dtrain__xxh64_of(p->header, 16, 0))) {
-        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged");
-        dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
+        dtrain__mux_gone(mux, peer, dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "a control message came damaged"));
         return;
     }
     if (p->kind >= DTRAIN__MUX_OTHERS) {
         dtrain__reader reader = {p->control, bytes};
-        if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader)) {
-            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent what is no control message of dtrain");
-            dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
-        }
+        if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader))
+            dtrain__mux_gone(mux, peer,
+                             dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent what is no control message of dtrain"));
         return;
     }
     if (p->kind == DTRAIN__MUX_BYE) {
@@ -439,11 +437,10 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     } else if (inbox == NULL || !inbox->closed) {
         if (!dtrain__mux_may_be(mux, peer))
             return;
-        dtrain__mux_message *post = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
         dtrain__mux_message **at = &mux->early;
         while (*at != NULL)
             at = &(*at)->next;
-        *at = post;
+        *at = dtrain__mux_post_new(mux, peer, p->lane, p->kind, p->control, bytes, NULL, 0);
     } else if (p->kind == DTRAIN__MUX_LEAVE) {
         dtrain__mux_inbox_drop(mux, peer, inbox);
     }

@@ -9,12 +9,16 @@ static void dtrain__mux_drain(dtrain__mux *mux, int peer, size_t limit, size_t m
 static void dtrain__mux_convene(dtrain__mux *mux);
 
 /* The table's send or recv has failed. What the peer sent before it went is received before it counts as gone. */
-static void dtrain__mux_failed(dtrain__mux *mux, int peer, int sending, dtrain_status status)
+static void dtrain__mux_failed(dtrain__mux *mux, dtrain_transfer *out, const dtrain_transfer *in, dtrain_status status)
 {
     dtrain__error kept = dtrain__thread_error;
-    int moved;
-    if (sending)
+    int peer = in != NULL ? in->peer : out->peer, moved;
+    if (out != NULL)
         dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
+    if (out != NULL && in != NULL && mux->peers[peer].gone == DTRAIN_OK) { /* the receiver's end has not failed */
+        peer = out->peer;
+        dtrain__mux_drain(mux, peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &moved);
+    }
     dtrain__thread_error = kept;
     dtrain__mux_gone(mux, peer, status);
 }
@@ -63,15 +67,13 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
 {
     const dtrain_transport *table = &mux->table;
     dtrain_status status;
-    int sending = raw_in == NULL;
     if (raw_in != NULL && mux->peers[raw_in->peer].ahead_at < mux->peers[raw_in->peer].ahead_end)
         raw_out = NULL; /* what is here comes first */
     dtrain__thread_error.status = DTRAIN_OK;
-    if (raw_out != NULL && raw_in != NULL && raw_in->more > 0)
+    if (raw_out != NULL && raw_in != NULL) {
         raw_in->more = 0;
-    if (raw_out != NULL && raw_in != NULL)
         status = table->exchange(table->self, raw_out, raw_in, until_ns);
-    else if (sending)
+    } else if (raw_in == NULL)
         status = table->send(table->self, raw_out->peer, raw_out->data, raw_out->bytes, until_ns, &raw_out->moved);
     else
         status = dtrain__mux_recv(mux, raw_in, until_ns);
@@ -89,13 +91,7 @@ static int dtrain__mux_call(dtrain__mux *mux, dtrain_transfer *raw_out, dtrain_t
         dtrain__thread_error.status = DTRAIN_OK;
         return 0;
     }
-    if (raw_out != NULL && raw_in != NULL) { /* whose end has failed? the receiver's is asked again */
-        dtrain__error kept = dtrain__thread_error;
-        dtrain__mux_drain(mux, raw_in->peer, DTRAIN__MUX_KEPT, 2 * DTRAIN__MUX_KEPT, &sending);
-        sending = mux->peers[raw_in->peer].gone == DTRAIN_OK;
-        dtrain__thread_error = kept;
-    }
-    dtrain__mux_failed(mux, sending ? raw_out->peer : raw_in->peer, sending, status);
+    dtrain__mux_failed(mux, raw_out, raw_in, status);
     return 0;
 }
 

@@ -16,7 +16,7 @@
  * A device may then be inside another rank's memory. So a rank raises `inside` in its word before it queues anything
  * there, unless the group is broken. A rank that fails breaks the group before it looks at the others' words. It
  * returns when no device is in its memory, nor its device in theirs. `turn` counts the calls whose second event a rank
- * has recorded. Words, and what says that the group is broken, are in >>shared between threads, and in
+ * has recorded. Words, and what says that the group is broken, are in >>threads between threads, and in
  * >>device_processes between processes. */
 
 enum { DTRAIN__EVENTS_FREE = 0, DTRAIN__EVENTS_NAMED, DTRAIN__EVENTS_INSIDE };

@@ -1,6 +1,6 @@
 /* ---- >>device_processes ----
  * Lets the devices of several processes of one host reach each other's memory. The ranks share a page of words, which
- * does between processes what >>shared and events do between threads (see >>device_events), and exchange handles of
+ * does between processes what >>threads and events do between threads (see >>device_events), and exchange handles of
  * memory.
  *
  * A process that dies leaves its words as they were. Nobody waits for it: its queues end with it, before the system
