@@ -3,9 +3,10 @@
  * cc -O2 -fno-math-errno -ffp-contract=off -I. tools/bench.c -o build/bench -lpthread -lm
  * build/bench OP key=value ...
  *
- *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ring (an
- *                all-reduce as it is written by hand, tools/bench_ring.h), fsdp (steps of a sharded stack of layers
- *                beside the same unsharded, tools/bench_fsdp.h), tp_overlap (the backward pass of a split layer,
+ *   OP           all_reduce, reduce_scatter, all_gather, broadcast, reduce, all_to_all, fused, barrier, ddp (a
+ *                step of 12 units that computes nothing), ring (an all-reduce as it is written by hand,
+ *                tools/bench_ring.h), fsdp (steps of a sharded stack of layers beside the same unsharded,
+ *                tools/bench_fsdp.h), tp_overlap (the backward pass of a split layer,
  *                tools/bench_tp.h), gemm, adamw; seal (records sealed and opened on one thread beside a copy of as many
  *                bytes, tools/bench_seal.h; DTRAIN_ISA chooses the kernel); tools/bench_compress.h: topk,
  *                topk_add (with the residual), sparse_add, int8_pack and int8_unpack, on one thread; link_topk
@@ -37,8 +38,8 @@
  * min(ranks, processors) threads that do not wait for each other; up to 64 KiB, where waiting is the work, the same
  * through one mailbox a rank, guarded by a number that is spun on, then yielded for. Between processes it is the best
  * of six ways to push as many bytes through bare sockets in both directions at once (tools/bench_wire.h). That of
- * fused is one all_reduce of all the bytes; adamw's is a bare loop over arrays of its own; -fno-math-errno lets the
- * compiler vectorise its square root. */
+ * fused and ddp is one all_reduce of all the bytes; adamw's is a bare loop over arrays of its own; -fno-math-errno lets
+ * the compiler vectorise its square root. */
 #define _GNU_SOURCE /* sched_setaffinity */
 #include <stddef.h>
 static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, size_t k, float alpha, const float *a,
@@ -60,6 +61,7 @@ static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, si
 #define BENCH_RUNS 1001
 #define BENCH_MAILBOX 65536
 #define BENCH_FUSED 100
+#define BENCH_UNITS 12
 #define BENCH_RUN_NS 20000000 /* a run repeats until it takes as long */
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -106,6 +108,7 @@ typedef enum bench_op {
     REDUCE,
     ALL_TO_ALL,
     FUSED,
+    DDP,
     BARRIER,
     RING,
     FSDP,
@@ -131,11 +134,11 @@ typedef enum bench_op {
     BENCH_OPS
 } bench_op;
 static const char *const bench_names[BENCH_OPS] = {
-    "all_reduce", "reduce_scatter", "all_gather", "broadcast",  "reduce",     "all_to_all",
-    "fused",      "barrier",        "ring",       "fsdp",       "tp_overlap", "pipeline_bubble",
-    "gemm",       "adamw",          "seal",       "topk",       "topk_add",   "sparse_add",
-    "int8_pack",  "int8_unpack",    "link_topk",  "link_int8",  "file_open",  "file_header",
-    "file_read",  "file_save",      "file_load",  "save_async", "reload"};
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast",   "reduce",     "all_to_all",      "fused",
+    "ddp",        "barrier",        "ring",       "fsdp",        "tp_overlap", "pipeline_bubble", "gemm",
+    "adamw",      "seal",           "topk",       "topk_add",    "sparse_add", "int8_pack",       "int8_unpack",
+    "link_topk",  "link_int8",      "file_open",  "file_header", "file_read",  "file_save",       "file_load",
+    "save_async", "reload"};
 
 typedef struct bench_mailbox {
     uint64_t number;
@@ -156,6 +159,7 @@ typedef struct bench {
     float *others[BENCH_RANKS]; /* where an all-to-all goes */
     dtrain_algorithm algorithm;
     float *buffers[BENCH_RANKS];
+    dtrain_ddp *ddps[BENCH_RANKS];
     bench_mailbox *mailboxes;
     uint64_t repeats[2]; /* of the operation and of its limit */
     int64_t begin_ns[BENCH_RANKS], end_ns[BENCH_RANKS];
@@ -309,6 +313,35 @@ static dtrain_status bench_fused(bench *b, dtrain_comm *world)
     return status == DTRAIN_OK ? dtrain_fuse_end(world) : status;
 }
 
+/* Of the whole buffer, a table of BENCH_UNITS layers. */
+static void bench_ddp_open(bench *b, dtrain_comm *world, float *weights)
+{
+    dtrain_param table[BENCH_UNITS];
+    char names[BENCH_UNITS][16];
+    int rank = dtrain_comm_rank(world);
+    memset(table, 0, sizeof table);
+    for (int k = 0; k < BENCH_UNITS; k++) {
+        size_t begin;
+        snprintf(names[k], sizeof names[k], "layer-%d", k);
+        table[k].name = names[k];
+        table[k].dtype = DTRAIN_F32;
+        table[k].unit = k;
+        table[k].shape[0] = bench_part(b->count, BENCH_UNITS, k, &begin);
+        table[k].data = weights + begin;
+        table[k].grad = b->buffers[rank] + begin;
+    }
+    DTRAIN_CHECK(dtrain_ddp_create(&b->ddps[rank], world, table, BENCH_UNITS, NULL));
+}
+
+/* A step of a model that computes nothing. */
+static dtrain_status bench_ddp(dtrain_ddp *ddp)
+{
+    dtrain_status status = dtrain_ddp_begin(ddp, 1, 1);
+    for (int unit = BENCH_UNITS; status == DTRAIN_OK && unit-- > 0;)
+        status = dtrain_ddp_reduce(ddp, unit);
+    return status == DTRAIN_OK ? dtrain_ddp_finish(ddp, NULL) : status;
+}
+
 static dtrain_status bench_call(bench *b, dtrain_comm *world)
 {
     int rank = dtrain_comm_rank(world);
@@ -323,8 +356,15 @@ static dtrain_status bench_call(bench *b, dtrain_comm *world)
     case REDUCE: return dtrain_reduce(world, data, data, b->count, DTRAIN_F32, DTRAIN_SUM, 0);
     case ALL_TO_ALL: return dtrain_all_to_all(world, data, b->others[rank], b->count, DTRAIN_F32);
     case FUSED: return bench_fused(b, world);
+    case DDP: return bench_ddp(b->ddps[rank]);
     default: return dtrain_barrier(world);
     }
+}
+
+/* Whether its limit is one all_reduce of all that it sends in parts. */
+static int bench_is_many(const bench *b)
+{
+    return b->op == FUSED || b->op == DDP;
 }
 
 static int bench_is_small(const bench *b)
@@ -379,7 +419,7 @@ static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint
     int rank = dtrain_comm_rank(world);
     int rings = limit ? b->against_ring : b->op == RING;
     int takes_part =
-        !limit || rings || b->op == FUSED || b->transport != THREADS || bench_is_small(b) || rank < b->threads;
+        !limit || rings || bench_is_many(b) || b->transport != THREADS || bench_is_small(b) || rank < b->threads;
     int64_t first = INT64_MAX, last = 0;
     DTRAIN_CHECK(dtrain_barrier(world));
     b->begin_ns[rank] = takes_part ? bench_now_ns() : INT64_MAX;
@@ -388,7 +428,7 @@ static double bench_collective_run(bench *b, dtrain_comm *world, int limit, uint
             bench_ring(b, world);
         else if (!limit)
             DTRAIN_CHECK(bench_call(b, world));
-        else if (b->op == FUSED)
+        else if (bench_is_many(b))
             DTRAIN_CHECK(
                 dtrain_all_reduce(world, b->buffers[rank], b->buffers[rank], b->count, DTRAIN_F32, DTRAIN_SUM));
         else if (b->transport == SEALED)
@@ -447,7 +487,7 @@ static void bench_choose(bench *b, dtrain_comm *world, uint64_t *number)
 {
     double best = 0;
     int chosen = 0, variants = b->ranks == 2 ? WIRE_VARIANTS : WIRE_VARIANTS / 2;
-    if (b->transport == THREADS || b->transport == SEALED || b->against_ring || b->op == FUSED)
+    if (b->transport == THREADS || b->transport == SEALED || b->against_ring || bench_is_many(b))
         variants = 0;
     for (int variant = 0; variant < variants; variant++) {
         double us[3];
@@ -496,6 +536,9 @@ static dtrain_status bench_rank(dtrain_comm *world, void *user)
         return fsdp_rank(world, b);
     if (b->op == ALL_TO_ALL)
         b->others[rank] = bench_memory(b->bytes + (size_t)b->ranks * sizeof(float), b->huge);
+    float *weights = b->op == DDP ? bench_memory(b->bytes, b->huge) : NULL;
+    if (weights != NULL)
+        bench_ddp_open(b, world, weights);
     bench_verify(b, world);
     memset(b->buffers[rank], 0, b->bytes); /* sums of zeros stay zeros however often they are repeated */
     bench_calibrate(b, world, 0, &number);
@@ -511,6 +554,8 @@ static dtrain_status bench_rank(dtrain_comm *world, void *user)
             b->limit_us[run] = limit_us;
         }
     }
+    dtrain_ddp_destroy(b->ddps[rank]);
+    free(weights);
     return DTRAIN_OK;
 }
 
