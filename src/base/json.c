@@ -1,16 +1,12 @@
 /* ---- >>json ----
- * A strict RFC 8259 reader that pulls one token at a time out of bytes that may be hostile, and a writer into a
- * bounded buffer. Neither allocates nor recurses; the reader never looks past its length and stays at its first
- * error. Strings are checked whole (UTF-8, escapes, surrogate pairs) when they are read, wanted or not; texts
- * carry lengths, because \u0000 is a legal character. Duplicate keys are the caller's to refuse. */
+ * A strict RFC 8259 reader that pulls one token at a time out of bytes that may be hostile. It neither allocates nor
+ * recurses, never looks past its length and stays at its first error. Strings are checked whole (UTF-8, escapes,
+ * surrogate pairs) when they are read, wanted or not; texts carry lengths, because \u0000 is a legal character.
+ * Duplicate keys are the caller's to refuse. */
 #ifndef DTRAIN__JSON
 #define DTRAIN__JSON
-#include "base.h"
-#include "memory.c"
-
-#include <string.h>
-
-#define DTRAIN__JSON_DEPTH 32
+#include "json_writer.c"
+DTRAIN__FAST_BEGIN
 
 typedef enum dtrain__json_kind {
     DTRAIN__JSON_ERROR, /* the reader's error and offset say what and where */
@@ -85,11 +81,6 @@ static dtrain__json_kind dtrain__json_bad(dtrain__json_reader *reader, size_t of
 static int dtrain__json_peek(const dtrain__json_reader *reader, size_t offset)
 {
     return offset < reader->length ? reader->text[offset] : -1;
-}
-
-static DTRAIN__NOINLINE int dtrain__json_in(int byte, int low, int high)
-{
-    return byte >= low && byte <= high;
 }
 
 /* The value of the four hex digits at offset, or -1. */
@@ -449,180 +440,5 @@ static int dtrain__json_double(const dtrain__json_reader *reader, const dtrain__
     return 1;
 }
 
-/* Writes compact JSON. A call out of place (a value without its key, an end without its begin, more than 32
- * levels), a text that is not UTF-8 or a number that is not finite breaks the writer for good. */
-typedef struct dtrain__json_writer {
-    unsigned char *out; /* may be NULL when capacity is 0: then it counts */
-    size_t capacity;
-    size_t bytes; /* what the text has or would need; what is beyond capacity is not written */
-    int broken;
-    int depth;
-    uint32_t objects, filled; /* bit i: the level i + 1 is an object; holds something already */
-    int after_key, complete;
-    int indent; /* spaces a level, each item on a line of its own; 0: compact */
-} dtrain__json_writer;
-
-static void dtrain__json_write_start(dtrain__json_writer *writer, void *out, size_t capacity)
-{
-    memset(writer, 0, sizeof *writer);
-    writer->out = (unsigned char *)out;
-    writer->capacity = capacity;
-}
-
-/* Returns whether the text is one whole value and fits; its length is writer->bytes, without a terminator. */
-static int dtrain__json_write_finish(const dtrain__json_writer *writer)
-{
-    return !writer->broken && writer->complete && writer->bytes <= writer->capacity;
-}
-
-static DTRAIN__NOINLINE void dtrain__json_put(dtrain__json_writer *writer, const void *text, size_t bytes)
-{
-    if (writer->bytes <= writer->capacity && bytes > 0) {
-        size_t room = writer->capacity - writer->bytes;
-        if (room > 0)
-            memcpy(writer->out + writer->bytes, text, bytes < room ? bytes : room);
-    }
-    writer->bytes = bytes <= SIZE_MAX - writer->bytes ? writer->bytes + bytes : SIZE_MAX;
-}
-
-/* Begins a line, where the text is not compact. */
-static void dtrain__json_line(dtrain__json_writer *writer)
-{
-    if (writer->indent > 0)
-        dtrain__json_put(writer, "\n", 1);
-    for (int i = 0; i < writer->indent * writer->depth; i++)
-        dtrain__json_put(writer, " ", 1);
-}
-
-/* Puts the comma that a key, a value or nothing needs here, and checks that it may stand here. */
-static int dtrain__json_place(dtrain__json_writer *writer, int is_key)
-{
-    uint32_t bit = writer->depth > 0 ? (uint32_t)1 << (writer->depth - 1) : 0;
-    int in_object = (writer->objects & bit) != 0;
-    if (writer->complete || (is_key ? !in_object || writer->after_key : in_object && !writer->after_key))
-        writer->broken = 1;
-    if (writer->broken)
-        return 0;
-    if ((writer->filled & bit) != 0 && !writer->after_key)
-        dtrain__json_put(writer, ",", 1);
-    if (writer->depth > 0 && !writer->after_key)
-        dtrain__json_line(writer);
-    writer->filled |= bit;
-    writer->after_key = is_key;
-    writer->complete = writer->depth == 0;
-    return 1;
-}
-
-/* Opens an object or an array. */
-static void dtrain__json_begin(dtrain__json_writer *writer, int is_object)
-{
-    if (writer->depth == DTRAIN__JSON_DEPTH)
-        writer->broken = 1;
-    if (!dtrain__json_place(writer, 0))
-        return;
-    uint32_t bit = (uint32_t)1 << writer->depth++;
-    writer->objects = is_object ? writer->objects | bit : writer->objects & ~bit;
-    writer->filled &= ~bit;
-    writer->complete = 0;
-    dtrain__json_put(writer, is_object ? "{" : "[", 1);
-}
-
-static void dtrain__json_end(dtrain__json_writer *writer)
-{
-    if (writer->depth == 0 || writer->after_key)
-        writer->broken = 1;
-    if (writer->broken)
-        return;
-    int in_object = (writer->objects >> --writer->depth & 1) != 0;
-    if ((writer->filled >> writer->depth & 1) != 0)
-        dtrain__json_line(writer);
-    dtrain__json_put(writer, in_object ? "}" : "]", 1);
-    writer->complete = writer->depth == 0;
-}
-
-/* Escapes only " \ and what is below 0x20, as the safetensors writer does. */
-static void dtrain__json_put_quoted(dtrain__json_writer *writer, const void *text, size_t length)
-{
-    static const char letters[] = "btn?fr", digits[] = "0123456789abcdef";
-    const unsigned char *next = (const unsigned char *)text;
-    size_t step = 0;
-    dtrain__json_put(writer, "\"", 1);
-    for (size_t at = 0; at < length; at += step) {
-        char escape[6] = {'\\', 'u', '0', '0', '0', '0'};
-        step = dtrain__utf8(next + at, length - at);
-        if (step == 0) {
-            writer->broken = 1;
-            return;
-        }
-        int byte = next[at];
-        int letter = byte == '"' || byte == '\\' ? byte : dtrain__json_in(byte, 8, 13) ? letters[byte - 8] : '?';
-        if (byte >= 0x20 && byte != '"' && byte != '\\') {
-            dtrain__json_put(writer, next + at, step);
-            continue;
-        }
-        escape[1] = letter == '?' ? 'u' : (char)letter;
-        escape[4] = digits[byte >> 4 & 15];
-        escape[5] = digits[byte & 15];
-        dtrain__json_put(writer, escape, letter == '?' ? 6 : 2);
-    }
-    dtrain__json_put(writer, "\"", 1);
-}
-
-static DTRAIN__NOINLINE void dtrain__json_write_key(dtrain__json_writer *writer, const void *text, size_t length)
-{
-    if (!dtrain__json_place(writer, 1))
-        return;
-    dtrain__json_put_quoted(writer, text, length);
-    dtrain__json_put(writer, ": ", writer->indent > 0 ? 2 : 1);
-}
-
-static void dtrain__json_write_string(dtrain__json_writer *writer, const void *text, size_t length)
-{
-    if (dtrain__json_place(writer, 0))
-        dtrain__json_put_quoted(writer, text, length);
-}
-
-static DTRAIN__NOINLINE void dtrain__json_write_word(dtrain__json_writer *writer, const char *word)
-{
-    if (dtrain__json_place(writer, 0))
-        dtrain__json_put(writer, word, strlen(word));
-}
-
-static void dtrain__json_write_u64(dtrain__json_writer *writer, uint64_t value)
-{
-    char text[32];
-    snprintf(text, sizeof text, "%llu", (unsigned long long)value);
-    dtrain__json_write_word(writer, text);
-}
-
-/* Writes the fewest digits that read back as the same bits. The locale's decimal point, one byte or more, becomes
- * a full stop; that a value is finite is asked of its bits, since fast-math takes it for granted. */
-static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
-{
-    char text[48];
-    uint64_t bits, again_bits;
-    size_t from, to = 0;
-    memcpy(&bits, &value, sizeof bits);
-    if ((bits >> 52 & 0x7ff) == 0x7ff) {
-        writer->broken = 1;
-        return;
-    }
-    for (int digits = 1; digits <= 17; digits++) {
-        snprintf(text, sizeof text, "%.*g", digits, value);
-        double again = strtod(text, NULL);
-        memcpy(&again_bits, &again, sizeof again_bits);
-        if (again_bits == bits)
-            break;
-    }
-    for (from = 0; text[from] != '\0'; from++) {
-        int plain = dtrain__json_in(text[from], '0', '9') || (text[from] != '\0' && strchr("+-e", text[from]) != NULL);
-        if (plain)
-            text[to++] = text[from];
-        else if (to == 0 || text[to - 1] != '.')
-            text[to++] = '.';
-    }
-    text[to] = '\0';
-    dtrain__json_write_word(writer, text);
-}
-
+DTRAIN__FAST_END
 #endif

@@ -352,9 +352,22 @@ static dtrain_status dtrain__load_compare_setting(void *owner, const char *key, 
     return DTRAIN_OK;
 }
 
-static const char *dtrain__load_setting(void *owner, const char *key)
+static dtrain_status dtrain__load_ask(void *owner, const char *key, uint64_t most, uint64_t *whole, double *real)
 {
-    return dtrain__index_setting(&((dtrain__load *)owner)->index, key);
+    const char *text = dtrain__index_setting(&((dtrain__load *)owner)->index, key);
+    dtrain__json_reader json;
+    dtrain__json_token token;
+    if (text == NULL)
+        return DTRAIN_OK;
+    dtrain__json_open(&json, text, strlen(text));
+    int good = dtrain__json_next(&json, &token) == DTRAIN__JSON_NUMBER;
+    if (good && real != NULL)
+        good = dtrain__json_double(&json, &token, real);
+    else if (good)
+        good = dtrain__json_u64(&json, &token, whole) && *whole <= most;
+    return good ? DTRAIN_OK
+                : dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: %s is \"%.40s\", no number that it can be", key,
+                               text);
 }
 
 /* Who asks a state's lists. */
@@ -366,7 +379,7 @@ static dtrain__lister dtrain__load_lister(dtrain__load *load)
     lister.rank = load->ckpt->rank;
     lister.owner = load;
     lister.setting = dtrain__load_compare_setting;
-    lister.value = load->model == NULL ? dtrain__load_setting : NULL;
+    lister.ask = load->model == NULL ? dtrain__load_ask : NULL;
     return lister;
 }
 

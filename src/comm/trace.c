@@ -5,7 +5,7 @@
  * Source: Trace Event Format, catapult project, JSON object format. */
 #ifndef DTRAIN__TRACE
 #define DTRAIN__TRACE
-#include "../base/json.c"
+#include "../base/json_writer.c"
 #include "op.c"
 #include "recorder.c"
 

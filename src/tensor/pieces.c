@@ -5,7 +5,7 @@
 #define DTRAIN__LISTER
 #include "pieces.h"
 #include "../base/status.c"
-#include "../base/json.c"
+#include "../base/json_writer.c"
 
 /* What names of optimizer state end with, and no others: 0 and 1 AdamW's, 2 SGD's; NULL: there are no more. */
 static const char *dtrain__pieces_suffix(int which)
@@ -32,7 +32,8 @@ struct dtrain__lister {
     void (*visit)(void *user, const dtrain_piece *piece);
     /* NULL: nobody asks. fixed: a load refuses another value. */
     dtrain_status (*setting)(void *owner, const char *key, const char *value, int fixed);
-    const char *(*value)(void *owner, const char *key); /* of what was loaded; NULL: none */
+    /* dtrain__pieces_ask of what was loaded; NULL: nothing was */
+    dtrain_status (*ask)(void *owner, const char *key, uint64_t most, uint64_t *whole, double *real);
 };
 
 /* Lists a piece under the list's name. */
@@ -113,20 +114,7 @@ static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, dou
 static dtrain_status dtrain__pieces_ask(const dtrain__lister *lister, const char *key, uint64_t most, uint64_t *whole,
                                         double *real)
 {
-    const char *text = lister->value != NULL ? lister->value(lister->owner, key) : NULL;
-    dtrain__json_reader json;
-    dtrain__json_token token;
-    if (text == NULL)
-        return DTRAIN_OK;
-    dtrain__json_open(&json, text, strlen(text));
-    int good = dtrain__json_next(&json, &token) == DTRAIN__JSON_NUMBER;
-    if (good && real != NULL)
-        good = dtrain__json_double(&json, &token, real);
-    else if (good)
-        good = dtrain__json_u64(&json, &token, whole) && *whole <= most;
-    return good ? DTRAIN_OK
-                : dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: %s is \"%.40s\", no number that it can be", key,
-                               text);
+    return lister->ask != NULL ? lister->ask(lister->owner, key, most, whole, real) : DTRAIN_OK;
 }
 
 static dtrain_pieces dtrain__pieces_make(const void *object,
