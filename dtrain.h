@@ -339,28 +339,28 @@
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
 #elif defined(__GNUC__)
-#define DTRAIN__EXACT_GCC                                                                                              \
-    _Pragma("GCC push_options")                                                                                        \
+#define DTRAIN__EXACT_GCC \
+    _Pragma("GCC push_options") \
         _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
 #ifdef __CUDACC__ /* nvcc hands the pragma on, and warns that it does not know it; its macros were expanded before */
-#define DTRAIN__EXACT_BEGIN                                                                                            \
+#define DTRAIN__EXACT_BEGIN \
     _Pragma("nv_diagnostic push") _Pragma("nv_diag_suppress 1675") DTRAIN__EXACT_GCC _Pragma("nv_diagnostic pop")
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options")
 #else
 #define DTRAIN__EXACT_BEGIN DTRAIN__EXACT_MACROS(push) DTRAIN__EXACT_GCC
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
 #endif
-#define DTRAIN__EXACT_MACROS(way)                                                                                      \
-    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE__"))                                                                   \
-    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE_SIZE__"))                                                              \
-    DTRAIN__EXACT_MACRO(way##_macro("__FAST_MATH__"))                                                                  \
-    DTRAIN__EXACT_MACRO(way##_macro("__FINITE_MATH_ONLY__"))                                                           \
-    DTRAIN__EXACT_MACRO(way##_macro("__ASSOCIATIVE_MATH__"))                                                           \
-    DTRAIN__EXACT_MACRO(way##_macro("__RECIPROCAL_MATH__"))                                                            \
-    DTRAIN__EXACT_MACRO(way##_macro("__NO_SIGNED_ZEROS__"))                                                            \
-    DTRAIN__EXACT_MACRO(way##_macro("__NO_TRAPPING_MATH__"))                                                           \
-    DTRAIN__EXACT_MACRO(way##_macro("__NO_MATH_ERRNO__"))                                                              \
-    DTRAIN__EXACT_MACRO(way##_macro("__ROUNDING_MATH__"))                                                              \
+#define DTRAIN__EXACT_MACROS(way) \
+    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE_SIZE__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__FAST_MATH__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__FINITE_MATH_ONLY__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__ASSOCIATIVE_MATH__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__RECIPROCAL_MATH__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__NO_SIGNED_ZEROS__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__NO_TRAPPING_MATH__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__NO_MATH_ERRNO__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__ROUNDING_MATH__")) \
     DTRAIN__EXACT_MACRO(way##_macro("__SIGNALING_NANS__"))
 #define DTRAIN__EXACT_MACRO(pragma) _Pragma(#pragma)
 #else
@@ -374,7 +374,7 @@
 /* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END: no step waits
  * for it. Other compilers have no pragma for that. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
-#define DTRAIN__SMALL_BEGIN                                                                                            \
+#define DTRAIN__SMALL_BEGIN \
     DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
 #define DTRAIN__SMALL_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
 #define DTRAIN__FAST_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC reset_options")
@@ -452,14 +452,14 @@ DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char 
 
 /* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
  * Expands in the program's own code; the library itself never exits. */
-#define DTRAIN_CHECK(call)                                                                                             \
-    do {                                                                                                               \
-        dtrain_status dtrain_check_status_ = (call);                                                                   \
-        if (dtrain_check_status_ != DTRAIN_OK) {                                                                       \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_),           \
-                    dtrain_last_error());                                                                              \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
+#define DTRAIN_CHECK(call) \
+    do { \
+        dtrain_status dtrain_check_status_ = (call); \
+        if (dtrain_check_status_ != DTRAIN_OK) { \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_), \
+                    dtrain_last_error()); \
+            exit(1); \
+        } \
     } while (0)
 
 /* Evaluates a call and leaves its result on purpose, where a compiler warns of a result that nobody reads.
@@ -5556,7 +5556,7 @@ static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_b
 }
 
 #ifndef DTRAIN_RESIZE
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
+#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) \
     dtrain__memory_resize(pointer, old_bytes, new_bytes, align)
 #endif
 
@@ -6587,60 +6587,60 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 /* Defines name(...), which calls name_avx512, name_avx2 or name_base; and from name_body(...) those as well. */
 #if defined(DTRAIN__X86)
-#define DTRAIN__DISPATCH(name, parameters, arguments)                                                                  \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        int isa = dtrain__isa();                                                                                       \
-        if (isa == DTRAIN__ISA_AVX512)                                                                                 \
-            name##_avx512 arguments;                                                                                   \
-        else if (isa == DTRAIN__ISA_AVX2)                                                                              \
-            name##_avx2 arguments;                                                                                     \
-        else                                                                                                           \
-            name##_base arguments;                                                                                     \
+#define DTRAIN__DISPATCH(name, parameters, arguments) \
+    static void name parameters \
+    { \
+        int isa = dtrain__isa(); \
+        if (isa == DTRAIN__ISA_AVX512) \
+            name##_avx512 arguments; \
+        else if (isa == DTRAIN__ISA_AVX2) \
+            name##_avx2 arguments; \
+        else \
+            name##_base arguments; \
     }
-#define DTRAIN__KERNEL(name, parameters, arguments)                                                                    \
-    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters   \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
-    }                                                                                                                  \
-    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters                                   \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
-    }                                                                                                                  \
-    static __attribute__((noinline)) void name##_base parameters                                                       \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
-    }                                                                                                                  \
+#define DTRAIN__KERNEL(name, parameters, arguments) \
+    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters \
+    { \
+        name##_body arguments; \
+    } \
+    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters \
+    { \
+        name##_body arguments; \
+    } \
+    static __attribute__((noinline)) void name##_base parameters \
+    { \
+        name##_body arguments; \
+    } \
     DTRAIN__DISPATCH(name, parameters, arguments)
 #else
-#define DTRAIN__DISPATCH(name, parameters, arguments)                                                                  \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        name##_base arguments;                                                                                         \
+#define DTRAIN__DISPATCH(name, parameters, arguments) \
+    static void name parameters \
+    { \
+        name##_base arguments; \
     }
-#define DTRAIN__KERNEL(name, parameters, arguments)                                                                    \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
+#define DTRAIN__KERNEL(name, parameters, arguments) \
+    static void name parameters \
+    { \
+        name##_body arguments; \
     }
 #endif
 
 /* Defines name(...), whose parameters have a count: a loop of `statement` over i, whose turns do not depend on each
  * other, after `opening`. Blocks go by the instruction set, and what is left of one follows one by one. */
-#define DTRAIN__LOOP(name, parameters, arguments, opening, statement)                                                  \
-    DTRAIN__INLINE void name##_blocks_body parameters                                                                  \
-    {                                                                                                                  \
-        opening;                                                                                                       \
-        count -= count % DTRAIN__ISA_BLOCK;                                                                            \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) statement;                                              \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name##_blocks, parameters, arguments)                                                               \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        opening;                                                                                                       \
-        name##_blocks arguments;                                                                                       \
-        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;)                                                          \
-            statement;                                                                                                 \
+#define DTRAIN__LOOP(name, parameters, arguments, opening, statement) \
+    DTRAIN__INLINE void name##_blocks_body parameters \
+    { \
+        opening; \
+        count -= count % DTRAIN__ISA_BLOCK; \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) statement; \
+    } \
+    DTRAIN__KERNEL(name##_blocks, parameters, arguments) \
+    static void name parameters \
+    { \
+        opening; \
+        name##_blocks arguments; \
+        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;) \
+            statement; \
     }
 
 /* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
@@ -6649,21 +6649,21 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 static volatile uint32_t dtrain__isa_zero __attribute__((unused));
 
 #if defined(__clang__)
-#define DTRAIN__ISA_ROUNDED(name, type, word)                                                                          \
-    DTRAIN__INLINE type name(type x, uint32_t zero)                                                                    \
-    {                                                                                                                  \
-        word bits;                                                                                                     \
-        memcpy(&bits, &x, sizeof bits);                                                                                \
-        bits ^= zero;                                                                                                  \
-        memcpy(&x, &bits, sizeof bits);                                                                                \
-        return x;                                                                                                      \
+#define DTRAIN__ISA_ROUNDED(name, type, word) \
+    DTRAIN__INLINE type name(type x, uint32_t zero) \
+    { \
+        word bits; \
+        memcpy(&bits, &x, sizeof bits); \
+        bits ^= zero; \
+        memcpy(&x, &bits, sizeof bits); \
+        return x; \
     }
 #else
-#define DTRAIN__ISA_ROUNDED(name, type, word)                                                                          \
-    DTRAIN__INLINE type name(type x, uint32_t zero)                                                                    \
-    {                                                                                                                  \
-        (void)zero;                                                                                                    \
-        return x;                                                                                                      \
+#define DTRAIN__ISA_ROUNDED(name, type, word) \
+    DTRAIN__INLINE type name(type x, uint32_t zero) \
+    { \
+        (void)zero; \
+        return x; \
     }
 #endif
 DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f32, float, uint32_t)
@@ -6873,9 +6873,9 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
 }
 
 /* to[i] = expression of from[i]; the buffers are apart. */
-#define DTRAIN__DTYPE_CONVERT(name, input, output, expression)                                                         \
-    DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count),                                    \
-                 const input *from = (const input *)in;                                                                \
+#define DTRAIN__DTYPE_CONVERT(name, input, output, expression) \
+    DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count), \
+                 const input *from = (const input *)in; \
                  output *to = (output *)out, to[i] = expression)
 
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_bf16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_bf16(from[i]))
@@ -7087,28 +7087,28 @@ static int dtrain__fold_left(int n)
 DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
-#define DTRAIN__FOLD_PAIR(name, type, expression)                                                                      \
-    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count),                            \
+#define DTRAIN__FOLD_PAIR(name, type, expression) \
+    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), \
                  type *a = (type *)left; const type *b = (const type *)right, a[i] = expression)
 
 /* The same for integers, whose loops the base instruction set runs fast enough. */
-#define DTRAIN__FOLD_PAIR_INT(name, type, expression)                                                                  \
-    static void name(void *left, const void *right, size_t count)                                                      \
-    {                                                                                                                  \
-        type *a = (type *)left;                                                                                        \
-        const type *b = (const type *)right;                                                                           \
-        size_t whole = count - count % DTRAIN__ISA_BLOCK;                                                              \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < whole; i++) a[i] = (type)(expression);                              \
-        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;)                                                          \
-            a[i] = (type)(expression);                                                                                 \
+#define DTRAIN__FOLD_PAIR_INT(name, type, expression) \
+    static void name(void *left, const void *right, size_t count) \
+    { \
+        type *a = (type *)left; \
+        const type *b = (const type *)right; \
+        size_t whole = count - count % DTRAIN__ISA_BLOCK; \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < whole; i++) a[i] = (type)(expression); \
+        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;) \
+            a[i] = (type)(expression); \
     }
 
 /* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
 #define DTRAIN__FOLD_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
-#define DTRAIN__FOLD_PICK(type, top, infinity, relation)                                                               \
-    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i]                             \
-     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                         ? b[i]                             \
-     : DTRAIN__FOLD_KEY(a[i], type, top) relation DTRAIN__FOLD_KEY(b[i], type, top) ? a[i]                             \
+#define DTRAIN__FOLD_PICK(type, top, infinity, relation) \
+    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i] \
+     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                         ? b[i] \
+     : DTRAIN__FOLD_KEY(a[i], type, top) relation DTRAIN__FOLD_KEY(b[i], type, top) ? a[i] \
                                                                                     : b[i])
 
 DTRAIN__FOLD_PAIR(dtrain__fold_sum_f32, dtrain__f32, a[i] + b[i])
@@ -7142,99 +7142,99 @@ DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[
 DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 
 /* x[i] = x[i] / divisor */
-#define DTRAIN__FOLD_DIVIDE(name, type)                                                                                \
-    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count),                             \
+#define DTRAIN__FOLD_DIVIDE(name, type) \
+    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count), \
                  type *x = (type *)data; type by = (type)divisor, x[i] = x[i] / by)
 
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f32, dtrain__f32)
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 
 /* y[i] = x[i] * factor; y may be x */
-#define DTRAIN__FOLD_WEIGH(name, type)                                                                                 \
-    DTRAIN__LOOP(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count),             \
+#define DTRAIN__FOLD_WEIGH(name, type) \
+    DTRAIN__LOOP(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count), \
                  const type *x = (const type *)in; type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
 
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
 
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
-#define DTRAIN__FOLD_DIRECT(name, type)                                                                                \
+#define DTRAIN__FOLD_DIRECT(name, type) \
     DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
-                                    double divisor, int mean)                                                          \
-    {                                                                                                                  \
-        const type *x0 = (const type *)in[0] + begin, *x1 = (const type *)in[n > 1 ? 1 : 0] + begin;                   \
-        const type *x2 = (const type *)in[n > 2 ? 2 : 0] + begin, *x3 = (const type *)in[n > 2 ? 3 : 0] + begin;       \
-        const type *x4 = (const type *)in[n > 4 ? 4 : 0] + begin, *x5 = (const type *)in[n > 4 ? 5 : 0] + begin;       \
-        const type *x6 = (const type *)in[n > 4 ? 6 : 0] + begin, *x7 = (const type *)in[n > 4 ? 7 : 0] + begin;       \
-        type *y0 = (type *)out[0] + begin, *y1 = (type *)out[m > 1 ? 1 : 0] + begin;                                   \
-        type *y2 = (type *)out[m > 2 ? 2 : 0] + begin, *y3 = (type *)out[m > 2 ? 3 : 0] + begin;                       \
-        type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin;                       \
-        type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin;                       \
-        type by = (type)divisor;                                                                                       \
-        count -= count % DTRAIN__ISA_BLOCK;                                                                            \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                         \
-        {                                                                                                              \
-            type s = x0[i];                                                                                            \
-            if (n > 1)                                                                                                 \
-                s = s + x1[i];                                                                                         \
-            if (n > 2)                                                                                                 \
-                s = s + (x2[i] + x3[i]);                                                                               \
-            if (n > 4)                                                                                                 \
-                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i]));                                                           \
-            if (mean)                                                                                                  \
-                s = s / by;                                                                                            \
-            y0[i] = s;                                                                                                 \
-            if (m > 1)                                                                                                 \
-                y1[i] = s;                                                                                             \
-            if (m > 2) {                                                                                               \
-                y2[i] = s;                                                                                             \
-                y3[i] = s;                                                                                             \
-            }                                                                                                          \
-            if (m > 4) {                                                                                               \
-                y4[i] = s;                                                                                             \
-                y5[i] = s;                                                                                             \
-                y6[i] = s;                                                                                             \
-                y7[i] = s;                                                                                             \
-            }                                                                                                          \
-        }                                                                                                              \
-    }                                                                                                                  \
-    /* What is left of a block. */                                                                                     \
-    static void name##_rest(const void *const *in, int n, void *const *out, int m, size_t begin, size_t end,           \
-                            double divisor, int mean)                                                                  \
-    {                                                                                                                  \
-        for (size_t i = begin; i < end; i++) {                                                                         \
-            const type *const *x = (const type *const *)in;                                                            \
-            type s = x[0][i] + x[1][i];                                                                                \
-            if (n > 2)                                                                                                 \
-                s = s + (x[2][i] + x[3][i]);                                                                           \
-            if (n > 4)                                                                                                 \
-                s = s + ((x[4][i] + x[5][i]) + (x[6][i] + x[7][i]));                                                   \
-            if (mean)                                                                                                  \
-                s = s / (type)divisor;                                                                                 \
-            for (int k = 0; k < m; k++)                                                                                \
-                ((type *)out[k])[i] = s;                                                                               \
-        }                                                                                                              \
-    }                                                                                                                  \
+                                    double divisor, int mean) \
+    { \
+        const type *x0 = (const type *)in[0] + begin, *x1 = (const type *)in[n > 1 ? 1 : 0] + begin; \
+        const type *x2 = (const type *)in[n > 2 ? 2 : 0] + begin, *x3 = (const type *)in[n > 2 ? 3 : 0] + begin; \
+        const type *x4 = (const type *)in[n > 4 ? 4 : 0] + begin, *x5 = (const type *)in[n > 4 ? 5 : 0] + begin; \
+        const type *x6 = (const type *)in[n > 4 ? 6 : 0] + begin, *x7 = (const type *)in[n > 4 ? 7 : 0] + begin; \
+        type *y0 = (type *)out[0] + begin, *y1 = (type *)out[m > 1 ? 1 : 0] + begin; \
+        type *y2 = (type *)out[m > 2 ? 2 : 0] + begin, *y3 = (type *)out[m > 2 ? 3 : 0] + begin; \
+        type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin; \
+        type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin; \
+        type by = (type)divisor; \
+        count -= count % DTRAIN__ISA_BLOCK; \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) \
+        { \
+            type s = x0[i]; \
+            if (n > 1) \
+                s = s + x1[i]; \
+            if (n > 2) \
+                s = s + (x2[i] + x3[i]); \
+            if (n > 4) \
+                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i])); \
+            if (mean) \
+                s = s / by; \
+            y0[i] = s; \
+            if (m > 1) \
+                y1[i] = s; \
+            if (m > 2) { \
+                y2[i] = s; \
+                y3[i] = s; \
+            } \
+            if (m > 4) { \
+                y4[i] = s; \
+                y5[i] = s; \
+                y6[i] = s; \
+                y7[i] = s; \
+            } \
+        } \
+    } \
+    /* What is left of a block. */ \
+    static void name##_rest(const void *const *in, int n, void *const *out, int m, size_t begin, size_t end, \
+                            double divisor, int mean) \
+    { \
+        for (size_t i = begin; i < end; i++) { \
+            const type *const *x = (const type *const *)in; \
+            type s = x[0][i] + x[1][i]; \
+            if (n > 2) \
+                s = s + (x[2][i] + x[3][i]); \
+            if (n > 4) \
+                s = s + ((x[4][i] + x[5][i]) + (x[6][i] + x[7][i])); \
+            if (mean) \
+                s = s / (type)divisor; \
+            for (int k = 0; k < m; k++) \
+                ((type *)out[k])[i] = s; \
+        } \
+    } \
     DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
-                                    double divisor, int mean)                                                          \
-    {                                                                                                                  \
-        if (n == 2 && m == n && !mean)                                                                                 \
-            name##_loop(in, 2, out, 2, begin, count, divisor, 0);                                                      \
-        else if (n == 2 && m == n)                                                                                     \
-            name##_loop(in, 2, out, 2, begin, count, divisor, 1);                                                      \
-        else if (n == 2)                                                                                               \
-            name##_loop(in, 2, out, 1, begin, count, divisor, mean);                                                   \
-        else if (n == 4 && m == n)                                                                                     \
-            name##_loop(in, 4, out, 4, begin, count, divisor, mean);                                                   \
-        else if (n == 4)                                                                                               \
-            name##_loop(in, 4, out, 1, begin, count, divisor, mean);                                                   \
-        else if (m == n)                                                                                               \
-            name##_loop(in, 8, out, 8, begin, count, divisor, mean);                                                   \
-        else                                                                                                           \
-            name##_loop(in, 8, out, 1, begin, count, divisor, mean);                                                   \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(                                                                                                    \
-        name,                                                                                                          \
+                                    double divisor, int mean) \
+    { \
+        if (n == 2 && m == n && !mean) \
+            name##_loop(in, 2, out, 2, begin, count, divisor, 0); \
+        else if (n == 2 && m == n) \
+            name##_loop(in, 2, out, 2, begin, count, divisor, 1); \
+        else if (n == 2) \
+            name##_loop(in, 2, out, 1, begin, count, divisor, mean); \
+        else if (n == 4 && m == n) \
+            name##_loop(in, 4, out, 4, begin, count, divisor, mean); \
+        else if (n == 4) \
+            name##_loop(in, 4, out, 1, begin, count, divisor, mean); \
+        else if (m == n) \
+            name##_loop(in, 8, out, 8, begin, count, divisor, mean); \
+        else \
+            name##_loop(in, 8, out, 1, begin, count, divisor, mean); \
+    } \
+    DTRAIN__KERNEL( \
+        name, \
         (const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, double divisor, int mean), \
         (in, n, out, m, begin, count, divisor, mean))
 
@@ -7382,9 +7382,9 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
 DTRAIN__EXACT_BEGIN
 
 /* y[i] = y[i] + factor * x[i] */
-#define DTRAIN__VECTOR_AXPY(name, type, rounded)                                                                       \
-    DTRAIN__LOOP(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count),           \
-                 type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor;                     \
+#define DTRAIN__VECTOR_AXPY(name, type, rounded) \
+    DTRAIN__LOOP(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count), \
+                 type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor; \
                  uint32_t zero = dtrain__isa_zero, y[i] = y[i] + rounded(by * x[i], zero))
 
 /* Lane i % 8 takes element i. A float32's square is exact in float64. */
@@ -7639,8 +7639,8 @@ static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *
 }
 
 /* Calls a function of a device's table. */
-#define DTRAIN__DEVICE_CALL(device, call, function, arguments)                                                         \
-    ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments                      \
+#define DTRAIN__DEVICE_CALL(device, call, function, arguments) \
+    ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments \
                                                               : dtrain__device_lacks(device, call))
 
 /* Checks one pointer of a call on count elements: there must be memory where there are elements, and no more of these
@@ -8654,20 +8654,20 @@ DTRAIN__FAST_END
 #endif
 #endif
 
-#define DTRAIN__FILE_MOST                                                                                              \
-    ((size_t)1 << 30) /* bytes of one read or write: systems stop at 2 GiB, some with an error                         \
+#define DTRAIN__FILE_MOST \
+    ((size_t)1 << 30) /* bytes of one read or write: systems stop at 2 GiB, some with an error \
                        */
 #define DTRAIN__FILE_HERE AT_FDCWD
 
 /* ---- the system's calls ---- */
 
-#define DTRAIN__FILE_TRY(call)                                                                                         \
-    do {                                                                                                               \
-        int dtrain__fault_ = DTRAIN__FILE_FAULT(call);                                                                 \
-        if (dtrain__fault_ != 0) {                                                                                     \
-            errno = dtrain__fault_;                                                                                    \
-            return -1;                                                                                                 \
-        }                                                                                                              \
+#define DTRAIN__FILE_TRY(call) \
+    do { \
+        int dtrain__fault_ = DTRAIN__FILE_FAULT(call); \
+        if (dtrain__fault_ != 0) { \
+            errno = dtrain__fault_; \
+            return -1; \
+        } \
     } while (0)
 
 static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *name, int flags)
@@ -9504,7 +9504,7 @@ static dtrain__json_kind dtrain__safetensors_next(dtrain__safetensors_parser *pa
 
 /* Makes room for one more element of a growing array. Headers are even: how much room there will be need of is told by
  * how much of the header has made how many, once that is many. Three in a hundred more spare the copy at the end. */
-#define DTRAIN__SAFETENSORS_ROOM(allocator, json, array, count)                                                        \
+#define DTRAIN__SAFETENSORS_ROOM(allocator, json, array, count) \
     dtrain__safetensors_room((allocator), (json), (void *)&(array), (count), sizeof *(array))
 
 static int dtrain__safetensors_room(dtrain_allocator *allocator, const dtrain__json_reader *json, void *array,
@@ -14867,43 +14867,43 @@ static void dtrain__store_le32(unsigned char *out, uint32_t value)
 
 #define DTRAIN__CHACHA_ROTATE(x, n) ((x) << (n) | (x) >> (32 - (n)))
 
-#define DTRAIN__CHACHA_QUARTER(turn16, turn8, a, b, c, d)                                                              \
-    a += b, d ^= a, d = turn16(d);                                                                                     \
-    c += d, b ^= c, b = DTRAIN__CHACHA_ROTATE(b, 12);                                                                  \
-    a += b, d ^= a, d = turn8(d);                                                                                      \
+#define DTRAIN__CHACHA_QUARTER(turn16, turn8, a, b, c, d) \
+    a += b, d ^= a, d = turn16(d); \
+    c += d, b ^= c, b = DTRAIN__CHACHA_ROTATE(b, 12); \
+    a += b, d ^= a, d = turn8(d); \
     c += d, b ^= c, b = DTRAIN__CHACHA_ROTATE(b, 7)
 
-#define DTRAIN__CHACHA_EACH(one)                                                                                       \
-    one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11) one(12) one(13) one(14)      \
+#define DTRAIN__CHACHA_EACH(one) \
+    one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11) one(12) one(13) one(14) \
         one(15)
 
 /* Adds the key stream to whole groups of blocks, a block a lane, and moves the counter on. `v` has only constant
  * indices, which lets it stay in registers. */
-#define DTRAIN__CHACHA_KERNEL(name, target, vec, lanes, turn16, turn8, write)                                          \
-    static target void name(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups)            \
-    {                                                                                                                  \
-        static const uint32_t counting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};                   \
-        vec first, zero = {0};                                                                                         \
-        memcpy(&first, counting, sizeof first);                                                                        \
-        for (; groups > 0; groups--, state[12] += (lanes), in += (lanes)*64, out += (lanes)*64) {                      \
-            vec v[16], counters = first + state[12];                                                                   \
-            DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_SPREAD)                                                                 \
-            v[12] = counters;                                                                                          \
-            for (int round = 0; round < 10; round++) {                                                                 \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[0], v[4], v[8], v[12]);                                        \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[1], v[5], v[9], v[13]);                                        \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[2], v[6], v[10], v[14]);                                       \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[3], v[7], v[11], v[15]);                                       \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[0], v[5], v[10], v[15]);                                       \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[1], v[6], v[11], v[12]);                                       \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[2], v[7], v[8], v[13]);                                        \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[3], v[4], v[9], v[14]);                                        \
-            }                                                                                                          \
-            counters -= state[12]; /* EACH adds it, as it adds the other words */                                      \
-            v[12] += counters;                                                                                         \
-            DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_ADD)                                                                    \
-            write                                                                                                      \
-        }                                                                                                              \
+#define DTRAIN__CHACHA_KERNEL(name, target, vec, lanes, turn16, turn8, write) \
+    static target void name(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups) \
+    { \
+        static const uint32_t counting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; \
+        vec first, zero = {0}; \
+        memcpy(&first, counting, sizeof first); \
+        for (; groups > 0; groups--, state[12] += (lanes), in += (lanes)*64, out += (lanes)*64) { \
+            vec v[16], counters = first + state[12]; \
+            DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_SPREAD) \
+            v[12] = counters; \
+            for (int round = 0; round < 10; round++) { \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[0], v[4], v[8], v[12]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[1], v[5], v[9], v[13]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[2], v[6], v[10], v[14]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[3], v[7], v[11], v[15]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[0], v[5], v[10], v[15]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[1], v[6], v[11], v[12]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[2], v[7], v[8], v[13]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[3], v[4], v[9], v[14]); \
+            } \
+            counters -= state[12]; /* EACH adds it, as it adds the other words */ \
+            v[12] += counters; \
+            DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_ADD) \
+            write \
+        } \
     }
 
 #define DTRAIN__CHACHA_SPREAD(i) v[i] = zero + state[i];
@@ -14913,11 +14913,11 @@ static void dtrain__store_le32(unsigned char *out, uint32_t value)
 
 /* Word by word: for vectors of any machine. */
 #define DTRAIN__CHACHA_KEEP(i) memcpy(words[i], &v[i], sizeof v[i]);
-#define DTRAIN__CHACHA_WRITE_WORDS                                                                                     \
-    uint32_t words[16][4];                                                                                             \
-    DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_KEEP)                                                                           \
-    for (size_t lane = 0; lane < 4; lane++)                                                                            \
-        for (size_t i = 0; i < 16; i++)                                                                                \
+#define DTRAIN__CHACHA_WRITE_WORDS \
+    uint32_t words[16][4]; \
+    DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_KEEP) \
+    for (size_t lane = 0; lane < 4; lane++) \
+        for (size_t i = 0; i < 16; i++) \
             dtrain__store_le32(out + 64 * lane + 4 * i, dtrain__load_le32(in + 64 * lane + 4 * i) ^ words[i][lane]);
 
 DTRAIN__EXACT_BEGIN
@@ -14929,41 +14929,41 @@ typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
 typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
 
 /* Turns four rows of words in four columns, within each 128 bits. */
-#define DTRAIN__CHACHA_COLUMNS(wide, vec, integer, i)                                                                  \
-    {                                                                                                                  \
-        integer a = wide##_unpacklo_epi32((integer)v[i], (integer)v[(i) + 1]);                                         \
-        integer b = wide##_unpackhi_epi32((integer)v[i], (integer)v[(i) + 1]);                                         \
-        integer c = wide##_unpacklo_epi32((integer)v[(i) + 2], (integer)v[(i) + 3]);                                   \
-        integer d = wide##_unpackhi_epi32((integer)v[(i) + 2], (integer)v[(i) + 3]);                                   \
-        v[i] = (vec)wide##_unpacklo_epi64(a, c);                                                                       \
-        v[(i) + 1] = (vec)wide##_unpackhi_epi64(a, c);                                                                 \
-        v[(i) + 2] = (vec)wide##_unpacklo_epi64(b, d);                                                                 \
-        v[(i) + 3] = (vec)wide##_unpackhi_epi64(b, d);                                                                 \
+#define DTRAIN__CHACHA_COLUMNS(wide, vec, integer, i) \
+    { \
+        integer a = wide##_unpacklo_epi32((integer)v[i], (integer)v[(i) + 1]); \
+        integer b = wide##_unpackhi_epi32((integer)v[i], (integer)v[(i) + 1]); \
+        integer c = wide##_unpacklo_epi32((integer)v[(i) + 2], (integer)v[(i) + 3]); \
+        integer d = wide##_unpackhi_epi32((integer)v[(i) + 2], (integer)v[(i) + 3]); \
+        v[i] = (vec)wide##_unpacklo_epi64(a, c); \
+        v[(i) + 1] = (vec)wide##_unpackhi_epi64(a, c); \
+        v[(i) + 2] = (vec)wide##_unpacklo_epi64(b, d); \
+        v[(i) + 3] = (vec)wide##_unpackhi_epi64(b, d); \
     }
 
 /* Adds the key stream to the blocks that have the same place in their 128 bits. */
-#define DTRAIN__CHACHA_WRITE(wide, vec, integer, blocks)                                                               \
-    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 0)                                                                      \
-    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 4)                                                                      \
-    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 8)                                                                      \
-    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 12)                                                                     \
+#define DTRAIN__CHACHA_WRITE(wide, vec, integer, blocks) \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 0) \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 4) \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 8) \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 12) \
     blocks(0) blocks(1) blocks(2) blocks(3)
 
-#define DTRAIN__CHACHA_PUT_AVX2(at, x)                                                                                 \
-    _mm256_storeu_si256((__m256i *)(void *)(out + (at)),                                                               \
+#define DTRAIN__CHACHA_PUT_AVX2(at, x) \
+    _mm256_storeu_si256((__m256i *)(void *)(out + (at)), \
                         _mm256_xor_si256(x, _mm256_loadu_si256((const __m256i *)(const void *)(in + (at)))));
 
 /* Blocks j and j + 4. */
-#define DTRAIN__CHACHA_BLOCKS_AVX2(j)                                                                                  \
-    {                                                                                                                  \
-        __m256i a = (__m256i)v[j], b = (__m256i)v[(j) + 4], c = (__m256i)v[(j) + 8], d = (__m256i)v[(j) + 12];         \
-        DTRAIN__CHACHA_PUT_AVX2((j)*64, _mm256_permute2x128_si256(a, b, 0x20))                                         \
-        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 32, _mm256_permute2x128_si256(c, d, 0x20))                                    \
-        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 256, _mm256_permute2x128_si256(a, b, 0x31))                                   \
-        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 288, _mm256_permute2x128_si256(c, d, 0x31))                                   \
+#define DTRAIN__CHACHA_BLOCKS_AVX2(j) \
+    { \
+        __m256i a = (__m256i)v[j], b = (__m256i)v[(j) + 4], c = (__m256i)v[(j) + 8], d = (__m256i)v[(j) + 12]; \
+        DTRAIN__CHACHA_PUT_AVX2((j)*64, _mm256_permute2x128_si256(a, b, 0x20)) \
+        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 32, _mm256_permute2x128_si256(c, d, 0x20)) \
+        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 256, _mm256_permute2x128_si256(a, b, 0x31)) \
+        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 288, _mm256_permute2x128_si256(c, d, 0x31)) \
     }
 #define DTRAIN__CHACHA_WRITE_AVX2 DTRAIN__CHACHA_WRITE(_mm256, dtrain__u32x8, __m256i, DTRAIN__CHACHA_BLOCKS_AVX2)
-#define DTRAIN__CHACHA_BYTES_AVX2(x, a, b, c, d)                                                                       \
+#define DTRAIN__CHACHA_BYTES_AVX2(x, a, b, c, d) \
     (dtrain__u32x8) _mm256_shuffle_epi8((__m256i)(x), _mm256_set_epi32(d, c, b, a, d, c, b, a))
 #define DTRAIN__CHACHA_TURN16_AVX2(x) DTRAIN__CHACHA_BYTES_AVX2(x, 0x01000302, 0x05040706, 0x09080b0a, 0x0d0c0f0e)
 #define DTRAIN__CHACHA_TURN8_AVX2(x) DTRAIN__CHACHA_BYTES_AVX2(x, 0x02010003, 0x06050407, 0x0a09080b, 0x0e0d0c0f)
@@ -14978,22 +14978,22 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx2, __attribute__((target("avx2"), noinli
 #define DTRAIN__CHACHA_512_unpackhi_epi64(a, b) _mm512_maskz_unpackhi_epi64(0xff, a, b)
 #define DTRAIN__CHACHA_512_shuffle(a, b, order) _mm512_maskz_shuffle_i32x4(0xffff, a, b, order)
 
-#define DTRAIN__CHACHA_PUT_AVX512(at, x)                                                                               \
+#define DTRAIN__CHACHA_PUT_AVX512(at, x) \
     _mm512_storeu_si512((void *)(out + (at)), _mm512_xor_si512(x, _mm512_loadu_si512((const void *)(in + (at)))));
 
 /* Blocks j, j + 4, j + 8 and j + 12. */
-#define DTRAIN__CHACHA_BLOCKS_AVX512(j)                                                                                \
-    {                                                                                                                  \
-        __m512i a = DTRAIN__CHACHA_512_shuffle((__m512i)v[j], (__m512i)v[(j) + 4], 0x44);                              \
-        __m512i b = DTRAIN__CHACHA_512_shuffle((__m512i)v[j], (__m512i)v[(j) + 4], 0xee);                              \
-        __m512i c = DTRAIN__CHACHA_512_shuffle((__m512i)v[(j) + 8], (__m512i)v[(j) + 12], 0x44);                       \
-        __m512i d = DTRAIN__CHACHA_512_shuffle((__m512i)v[(j) + 8], (__m512i)v[(j) + 12], 0xee);                       \
-        DTRAIN__CHACHA_PUT_AVX512((j)*64, DTRAIN__CHACHA_512_shuffle(a, c, 0x88))                                      \
-        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 256, DTRAIN__CHACHA_512_shuffle(a, c, 0xdd))                                \
-        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 512, DTRAIN__CHACHA_512_shuffle(b, d, 0x88))                                \
-        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 768, DTRAIN__CHACHA_512_shuffle(b, d, 0xdd))                                \
+#define DTRAIN__CHACHA_BLOCKS_AVX512(j) \
+    { \
+        __m512i a = DTRAIN__CHACHA_512_shuffle((__m512i)v[j], (__m512i)v[(j) + 4], 0x44); \
+        __m512i b = DTRAIN__CHACHA_512_shuffle((__m512i)v[j], (__m512i)v[(j) + 4], 0xee); \
+        __m512i c = DTRAIN__CHACHA_512_shuffle((__m512i)v[(j) + 8], (__m512i)v[(j) + 12], 0x44); \
+        __m512i d = DTRAIN__CHACHA_512_shuffle((__m512i)v[(j) + 8], (__m512i)v[(j) + 12], 0xee); \
+        DTRAIN__CHACHA_PUT_AVX512((j)*64, DTRAIN__CHACHA_512_shuffle(a, c, 0x88)) \
+        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 256, DTRAIN__CHACHA_512_shuffle(a, c, 0xdd)) \
+        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 512, DTRAIN__CHACHA_512_shuffle(b, d, 0x88)) \
+        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 768, DTRAIN__CHACHA_512_shuffle(b, d, 0xdd)) \
     }
-#define DTRAIN__CHACHA_WRITE_AVX512                                                                                    \
+#define DTRAIN__CHACHA_WRITE_AVX512 \
     DTRAIN__CHACHA_WRITE(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, DTRAIN__CHACHA_BLOCKS_AVX512)
 
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)),
@@ -15004,20 +15004,20 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
 #define DTRAIN__POLY_MASK 0x3ffffffu
 
 /* h times r, modulo 2^130 - 5: limbs of h below 2^28 come in, below 2^27 go out. */
-#define DTRAIN__POLY_TIMES(vec, mul, h, r)                                                                             \
-    {                                                                                                                  \
-        vec d0 = mul(h[0], r[0]) + mul(h[1], r[8]) + mul(h[2], r[7]) + mul(h[3], r[6]) + mul(h[4], r[5]);              \
-        vec d1 = mul(h[0], r[1]) + mul(h[1], r[0]) + mul(h[2], r[8]) + mul(h[3], r[7]) + mul(h[4], r[6]);              \
-        vec d2 = mul(h[0], r[2]) + mul(h[1], r[1]) + mul(h[2], r[0]) + mul(h[3], r[8]) + mul(h[4], r[7]);              \
-        vec d3 = mul(h[0], r[3]) + mul(h[1], r[2]) + mul(h[2], r[1]) + mul(h[3], r[0]) + mul(h[4], r[8]);              \
-        vec d4 = mul(h[0], r[4]) + mul(h[1], r[3]) + mul(h[2], r[2]) + mul(h[3], r[1]) + mul(h[4], r[0]);              \
-        d1 += d0 >> 26, d4 += d3 >> 26;                                                                                \
-        d0 &= DTRAIN__POLY_MASK, d3 &= DTRAIN__POLY_MASK;                                                              \
-        d2 += d1 >> 26, d0 += (d4 >> 26) + (d4 >> 26 << 2);                                                            \
-        h[4] = d4 & DTRAIN__POLY_MASK, d1 &= DTRAIN__POLY_MASK;                                                        \
-        d3 += d2 >> 26, h[2] = d2 & DTRAIN__POLY_MASK;                                                                 \
-        h[1] = d1 + (d0 >> 26), h[0] = d0 & DTRAIN__POLY_MASK;                                                         \
-        h[4] += d3 >> 26, h[3] = d3 & DTRAIN__POLY_MASK;                                                               \
+#define DTRAIN__POLY_TIMES(vec, mul, h, r) \
+    { \
+        vec d0 = mul(h[0], r[0]) + mul(h[1], r[8]) + mul(h[2], r[7]) + mul(h[3], r[6]) + mul(h[4], r[5]); \
+        vec d1 = mul(h[0], r[1]) + mul(h[1], r[0]) + mul(h[2], r[8]) + mul(h[3], r[7]) + mul(h[4], r[6]); \
+        vec d2 = mul(h[0], r[2]) + mul(h[1], r[1]) + mul(h[2], r[0]) + mul(h[3], r[8]) + mul(h[4], r[7]); \
+        vec d3 = mul(h[0], r[3]) + mul(h[1], r[2]) + mul(h[2], r[1]) + mul(h[3], r[0]) + mul(h[4], r[8]); \
+        vec d4 = mul(h[0], r[4]) + mul(h[1], r[3]) + mul(h[2], r[2]) + mul(h[3], r[1]) + mul(h[4], r[0]); \
+        d1 += d0 >> 26, d4 += d3 >> 26; \
+        d0 &= DTRAIN__POLY_MASK, d3 &= DTRAIN__POLY_MASK; \
+        d2 += d1 >> 26, d0 += (d4 >> 26) + (d4 >> 26 << 2); \
+        h[4] = d4 & DTRAIN__POLY_MASK, d1 &= DTRAIN__POLY_MASK; \
+        d3 += d2 >> 26, h[2] = d2 & DTRAIN__POLY_MASK; \
+        h[1] = d1 + (d0 >> 26), h[0] = d0 & DTRAIN__POLY_MASK; \
+        h[4] += d3 >> 26, h[3] = d3 & DTRAIN__POLY_MASK; \
     }
 
 #define DTRAIN__POLY_EACH(one) one(0) one(1) one(2) one(3) one(4)
@@ -15026,41 +15026,41 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
 
 /* Adds whole groups of blocks, a block a lane, to h. All lanes are multiplied by r^lanes at each group but the last,
  * and then by the power that their block wants. Source: Goll and Gueron, "Vectorization of Poly1305", 2015. */
-#define DTRAIN__POLY_KERNEL(name, target, vec, lanes, mul, load)                                                       \
-    static target void name(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data,        \
-                            size_t groups)                                                                             \
-    {                                                                                                                  \
-        static const unsigned char order[3][8] = {{0}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}};                        \
-        const unsigned char *block = order[(lanes) == 1 ? 0 : (lanes) == 4 ? 1 : 2];                                   \
-        uint64_t spread[9][lanes];                                                                                     \
-        vec h[5], all[9], last[9], zero = {0};                                                                         \
-        for (int i = 0; i < 9; i++) {                                                                                  \
-            all[i] = zero + powers[(lanes)-1][i];                                                                      \
-            for (int lane = 0; lane < (lanes); lane++)                                                                 \
-                spread[i][lane] = powers[(lanes)-1 - block[lane]][i];                                                  \
-            memcpy(&last[i], spread[i], sizeof last[i]);                                                               \
-        }                                                                                                              \
-        memset(spread, 0, sizeof spread);                                                                              \
-        for (int i = 0; i < 5; i++)                                                                                    \
-            spread[i][0] = sum[i];                                                                                     \
-        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_IN)                                                                        \
-        for (; groups > 0; groups--, data += (lanes)*DTRAIN__POLY_BLOCK) {                                             \
-            const vec *r = groups > 1 ? all : last;                                                                    \
-            vec low, high;                                                                                             \
-            load h[0] += low & DTRAIN__POLY_MASK;                                                                      \
-            h[1] += low >> 26 & DTRAIN__POLY_MASK;                                                                     \
-            h[2] += (low >> 52 | high << 12) & DTRAIN__POLY_MASK;                                                      \
-            h[3] += high >> 14 & DTRAIN__POLY_MASK;                                                                    \
-            h[4] += high >> 40 | (uint64_t)1 << 24;                                                                    \
-            DTRAIN__POLY_TIMES(vec, mul, h, r)                                                                         \
-        }                                                                                                              \
-        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_OUT)                                                                       \
-        for (int i = 0; i < 5; i++) {                                                                                  \
-            sum[i] = 0;                                                                                                \
-            for (int lane = 0; lane < (lanes); lane++)                                                                 \
-                sum[i] += spread[i][lane];                                                                             \
-        }                                                                                                              \
-        dtrain__poly_carry(sum);                                                                                       \
+#define DTRAIN__POLY_KERNEL(name, target, vec, lanes, mul, load) \
+    static target void name(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data, \
+                            size_t groups) \
+    { \
+        static const unsigned char order[3][8] = {{0}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}}; \
+        const unsigned char *block = order[(lanes) == 1 ? 0 : (lanes) == 4 ? 1 : 2]; \
+        uint64_t spread[9][lanes]; \
+        vec h[5], all[9], last[9], zero = {0}; \
+        for (int i = 0; i < 9; i++) { \
+            all[i] = zero + powers[(lanes)-1][i]; \
+            for (int lane = 0; lane < (lanes); lane++) \
+                spread[i][lane] = powers[(lanes)-1 - block[lane]][i]; \
+            memcpy(&last[i], spread[i], sizeof last[i]); \
+        } \
+        memset(spread, 0, sizeof spread); \
+        for (int i = 0; i < 5; i++) \
+            spread[i][0] = sum[i]; \
+        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_IN) \
+        for (; groups > 0; groups--, data += (lanes)*DTRAIN__POLY_BLOCK) { \
+            const vec *r = groups > 1 ? all : last; \
+            vec low, high; \
+            load h[0] += low & DTRAIN__POLY_MASK; \
+            h[1] += low >> 26 & DTRAIN__POLY_MASK; \
+            h[2] += (low >> 52 | high << 12) & DTRAIN__POLY_MASK; \
+            h[3] += high >> 14 & DTRAIN__POLY_MASK; \
+            h[4] += high >> 40 | (uint64_t)1 << 24; \
+            DTRAIN__POLY_TIMES(vec, mul, h, r) \
+        } \
+        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_OUT) \
+        for (int i = 0; i < 5; i++) { \
+            sum[i] = 0; \
+            for (int lane = 0; lane < (lanes); lane++) \
+                sum[i] += spread[i][lane]; \
+        } \
+        dtrain__poly_carry(sum); \
     }
 
 /* Leaves every limb below 2^26 but for h[1], which may have one more. */
@@ -15077,8 +15077,8 @@ static void dtrain__poly_carry(uint64_t h[5])
 }
 
 #define DTRAIN__POLY_MUL(a, b) ((a) * (b))
-#define DTRAIN__POLY_LOAD                                                                                              \
-    low = dtrain__load_le64(data);                                                                                     \
+#define DTRAIN__POLY_LOAD \
+    low = dtrain__load_le64(data); \
     high = dtrain__load_le64(data + 8);
 
 DTRAIN__POLY_KERNEL(dtrain__poly_base, __attribute__((noinline)), uint64_t, 1, DTRAIN__POLY_MUL, DTRAIN__POLY_LOAD)
@@ -15088,15 +15088,15 @@ typedef uint64_t dtrain__u64x4 __attribute__((vector_size(32)));
 typedef uint64_t dtrain__u64x8 __attribute__((vector_size(64)));
 
 #define DTRAIN__POLY_MUL_AVX2(a, b) ((dtrain__u64x4)_mm256_mul_epu32((__m256i)(a), (__m256i)(b)))
-#define DTRAIN__POLY_LOAD_AVX2                                                                                         \
-    __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)data);                                               \
-    __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)(data + 32));                                        \
-    low = (dtrain__u64x4)_mm256_unpacklo_epi64(a, b);                                                                  \
+#define DTRAIN__POLY_LOAD_AVX2 \
+    __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)data); \
+    __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)(data + 32)); \
+    low = (dtrain__u64x4)_mm256_unpacklo_epi64(a, b); \
     high = (dtrain__u64x4)_mm256_unpackhi_epi64(a, b);
 #define DTRAIN__POLY_MUL_AVX512(a, b) ((dtrain__u64x8)_mm512_maskz_mul_epu32(0xff, (__m512i)(a), (__m512i)(b)))
-#define DTRAIN__POLY_LOAD_AVX512                                                                                       \
-    __m512i a = _mm512_loadu_si512((const void *)data), b = _mm512_loadu_si512((const void *)(data + 64));             \
-    low = (dtrain__u64x8)DTRAIN__CHACHA_512_unpacklo_epi64(a, b);                                                      \
+#define DTRAIN__POLY_LOAD_AVX512 \
+    __m512i a = _mm512_loadu_si512((const void *)data), b = _mm512_loadu_si512((const void *)(data + 64)); \
+    low = (dtrain__u64x8)DTRAIN__CHACHA_512_unpacklo_epi64(a, b); \
     high = (dtrain__u64x8)DTRAIN__CHACHA_512_unpackhi_epi64(a, b);
 
 DTRAIN__POLY_KERNEL(dtrain__poly_avx2, __attribute__((target("avx2"), noinline)), dtrain__u64x4, 4,
@@ -24931,13 +24931,13 @@ typedef struct dtrain__alike_field {
     const char *(*constant)(int value); /* of an enum: its names, NULL for what is none; NULL: no enum */
 } dtrain__alike_field;
 
-#define DTRAIN__ALIKE_CONSTANT(desc, member, constant)                                                                 \
-    {                                                                                                                  \
-#member, offsetof(desc, member), sizeof(((desc *)0)->member), DTRAIN__ALIKE_NUMBER, constant                   \
+#define DTRAIN__ALIKE_CONSTANT(desc, member, constant) \
+    { \
+#member, offsetof(desc, member), sizeof(((desc *)0)->member), DTRAIN__ALIKE_NUMBER, constant \
     }
-#define DTRAIN__ALIKE_FIELD(desc, member, kind)                                                                        \
-    {                                                                                                                  \
-#member, offsetof(desc, member), sizeof(((desc *)0)->member), DTRAIN__ALIKE_##kind, NULL                       \
+#define DTRAIN__ALIKE_FIELD(desc, member, kind) \
+    { \
+#member, offsetof(desc, member), sizeof(((desc *)0)->member), DTRAIN__ALIKE_##kind, NULL \
     }
 
 static const char *dtrain__alike_dtype(int value)
@@ -27238,7 +27238,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
 
 /* ---- whether it can be done ---- */
 
-#define DTRAIN__EVENTS_PROBE_BYTES                                                                                     \
+#define DTRAIN__EVENTS_PROBE_BYTES \
     256 /* of which each rank reads its own from every block, and writes the one after 128 */
 
 static int dtrain__events_has_all(const dtrain_device *device)
@@ -28937,49 +28937,49 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
 
 #if defined(DTRAIN__X86)
 /* Sums a vector of `width` numbers; what remains of a block is left to the scalar form. */
-#define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list)                                                            \
-    target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count,       \
-                                                  uint32_t bar, uint32_t first, uint32_t *indices, float *values)      \
-    {                                                                                                                  \
-        size_t found = 0, i = 0;                                                                                       \
-        for (; count - i >= width; i += width) {                                                                       \
-            if (sum != NULL)                                                                                           \
-                op##_storeu_ps(sum + i, op##_add_ps(op##_loadu_ps(sum + i), op##_loadu_ps(add + i)));                  \
-            list                                                                                                       \
-        }                                                                                                              \
+#define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list) \
+    target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count, \
+                                                  uint32_t bar, uint32_t first, uint32_t *indices, float *values) \
+    { \
+        size_t found = 0, i = 0; \
+        for (; count - i >= width; i += width) { \
+            if (sum != NULL) \
+                op##_storeu_ps(sum + i, op##_add_ps(op##_loadu_ps(sum + i), op##_loadu_ps(add + i))); \
+            list \
+        } \
         return found + dtrain__topk_block_scalar(data + i, sum != NULL ? sum + i : NULL, sum != NULL ? add + i : NULL, \
-                                                 count - i, bar, first + (uint32_t)i, indices + found,                 \
-                                                 values + found);                                                      \
+                                                 count - i, bar, first + (uint32_t)i, indices + found, \
+                                                 values + found); \
     }
 
 /* mask: a bit for each number that passes. */
-#define DTRAIN__TOPK_LIST(mask)                                                                                        \
-    for (unsigned left = (unsigned)(mask); left != 0; left &= left - 1) {                                              \
-        unsigned lane = (unsigned)__builtin_ctz(left);                                                                 \
-        indices[found] = first + (uint32_t)i + lane;                                                                   \
-        values[found++] = data[i + lane];                                                                              \
+#define DTRAIN__TOPK_LIST(mask) \
+    for (unsigned left = (unsigned)(mask); left != 0; left &= left - 1) { \
+        unsigned lane = (unsigned)__builtin_ctz(left); \
+        indices[found] = first + (uint32_t)i + lane; \
+        values[found++] = data[i + lane]; \
     }
 
 /* Keys and bars but DTRAIN__TOPK_NEVER are positive numbers: a signed comparison with one less will do. */
-#define DTRAIN__TOPK_PASS_sse2                                                                                         \
-    __m128i keys =                                                                                                     \
-        _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff));         \
+#define DTRAIN__TOPK_PASS_sse2 \
+    __m128i keys = \
+        _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff)); \
     DTRAIN__TOPK_LIST(_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))))
-#define DTRAIN__TOPK_PASS_avx2                                                                                         \
-    __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(data + i)),                     \
-                                    _mm256_set1_epi32(0x7fffffff));                                                    \
-    DTRAIN__TOPK_LIST(                                                                                                 \
+#define DTRAIN__TOPK_PASS_avx2 \
+    __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(data + i)), \
+                                    _mm256_set1_epi32(0x7fffffff)); \
+    DTRAIN__TOPK_LIST( \
         _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))))
-#define DTRAIN__TOPK_PASS_avx512                                                                                       \
-    __m512i bits = _mm512_loadu_si512((const void *)(data + i));                                                       \
-    __mmask16 mask =                                                                                                   \
-        _mm512_cmpge_epu32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32((int)bar));   \
-    if (mask != 0) {                                                                                                   \
-        __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);                        \
-        __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(first + (uint32_t)i)));                           \
-        _mm512_storeu_si512((void *)(indices + found), _mm512_maskz_compress_epi32(mask, at));                         \
-        _mm512_storeu_si512((void *)(values + found), _mm512_maskz_compress_epi32(mask, bits));                        \
-        found += (size_t)__builtin_popcount(mask);                                                                     \
+#define DTRAIN__TOPK_PASS_avx512 \
+    __m512i bits = _mm512_loadu_si512((const void *)(data + i)); \
+    __mmask16 mask = \
+        _mm512_cmpge_epu32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32((int)bar)); \
+    if (mask != 0) { \
+        __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); \
+        __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(first + (uint32_t)i))); \
+        _mm512_storeu_si512((void *)(indices + found), _mm512_maskz_compress_epi32(mask, at)); \
+        _mm512_storeu_si512((void *)(values + found), _mm512_maskz_compress_epi32(mask, bits)); \
+        found += (size_t)__builtin_popcount(mask); \
     }
 
 DTRAIN__TOPK_BLOCK_OF(sse2, , 4, _mm, DTRAIN__TOPK_PASS_sse2)
@@ -29572,7 +29572,7 @@ DTRAIN__FAST_END
 #define DTRAIN__QUANTISE
 
 #define DTRAIN__QUANTISE_LANES 16
-#define DTRAIN__QUANTISE_TINY                                                                                          \
+#define DTRAIN__QUANTISE_TINY \
     0x0d800000u /* 2^-100: 448 over less may be infinite, so such blocks grow by 2^100 first */
 
 static DTRAIN__NOINLINE size_t dtrain__quantise_blocks(size_t count, size_t block)
@@ -29648,38 +29648,38 @@ DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
     return x;
 }
 
-#define DTRAIN__QUANTISE_BYTES(name, top, encode, decode)                                                              \
-    DTRAIN__INLINE void name##_pack_body(const void *in, size_t count, size_t block, unsigned char *out)               \
-    {                                                                                                                  \
-        const dtrain__f32 *x = (const dtrain__f32 *)in;                                                                \
-        unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block);                                        \
-        uint32_t zero = dtrain__isa_zero;                                                                              \
-        for (size_t at = 0; at < count; at += block, out += 4) {                                                       \
-            size_t n = count - at < block ? count - at : block;                                                        \
-            dtrain__quantise_scale s =                                                                                 \
-                dtrain__quantise_scale_of(dtrain__quantise_largest((const dtrain__u32 *)in + at, n), top);             \
-            memcpy(out, &s.scale, 4);                                                                                  \
-            if (s.bad)                                                                                                 \
-                memset(codes + at, 0, n);                                                                              \
-            else                                                                                                       \
-                DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) codes[at + i] = encode(                             \
-                    dtrain__isa_rounded_f32(dtrain__isa_rounded_f32(x[at + i] * s.grow, zero) * s.inverse, zero));     \
-        }                                                                                                              \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name##_pack, (const void *in, size_t count, size_t block, unsigned char *out),                      \
-                   (in, count, block, out))                                                                            \
-    DTRAIN__INLINE void name##_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)             \
-    {                                                                                                                  \
-        const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);                                   \
-        dtrain__f32 *x = (dtrain__f32 *)out;                                                                           \
-        for (size_t at = 0; at < count; at += block, in += 4) {                                                        \
-            size_t n = count - at < block ? count - at : block;                                                        \
-            float scale;                                                                                               \
-            memcpy(&scale, in, 4);                                                                                     \
-            DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) x[at + i] = decode(codes[at + i]) * scale;              \
-        }                                                                                                              \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name##_unpack, (const unsigned char *in, void *out, size_t count, size_t block),                    \
+#define DTRAIN__QUANTISE_BYTES(name, top, encode, decode) \
+    DTRAIN__INLINE void name##_pack_body(const void *in, size_t count, size_t block, unsigned char *out) \
+    { \
+        const dtrain__f32 *x = (const dtrain__f32 *)in; \
+        unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block); \
+        uint32_t zero = dtrain__isa_zero; \
+        for (size_t at = 0; at < count; at += block, out += 4) { \
+            size_t n = count - at < block ? count - at : block; \
+            dtrain__quantise_scale s = \
+                dtrain__quantise_scale_of(dtrain__quantise_largest((const dtrain__u32 *)in + at, n), top); \
+            memcpy(out, &s.scale, 4); \
+            if (s.bad) \
+                memset(codes + at, 0, n); \
+            else \
+                DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) codes[at + i] = encode( \
+                    dtrain__isa_rounded_f32(dtrain__isa_rounded_f32(x[at + i] * s.grow, zero) * s.inverse, zero)); \
+        } \
+    } \
+    DTRAIN__KERNEL(name##_pack, (const void *in, size_t count, size_t block, unsigned char *out), \
+                   (in, count, block, out)) \
+    DTRAIN__INLINE void name##_unpack_body(const unsigned char *in, void *out, size_t count, size_t block) \
+    { \
+        const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block); \
+        dtrain__f32 *x = (dtrain__f32 *)out; \
+        for (size_t at = 0; at < count; at += block, in += 4) { \
+            size_t n = count - at < block ? count - at : block; \
+            float scale; \
+            memcpy(&scale, in, 4); \
+            DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) x[at + i] = decode(codes[at + i]) * scale; \
+        } \
+    } \
+    DTRAIN__KERNEL(name##_unpack, (const unsigned char *in, void *out, size_t count, size_t block), \
                    (in, out, count, block))
 
 #define DTRAIN__QUANTISE_FROM_INT8(code) ((float)(int32_t)(int8_t)(code))
@@ -29764,18 +29764,18 @@ static size_t dtrain__quantise_sign_bytes(const dtrain_compressor *compressor, s
 }
 
 /* The table's functions over the kernels, in the default floating-point mode. */
-#define DTRAIN__QUANTISE_TABLE(name)                                                                                   \
-    static void name##_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out)         \
-    {                                                                                                                  \
-        uint64_t mode = dtrain__fpmode_enter();                                                                        \
-        name##_pack(in, count, compressor->block, (unsigned char *)out);                                               \
-        dtrain__fpmode_restore(mode);                                                                                  \
-    }                                                                                                                  \
-    static void name##_unpack_now(const dtrain_compressor *compressor, const void *in, float *out, size_t count)       \
-    {                                                                                                                  \
-        uint64_t mode = dtrain__fpmode_enter();                                                                        \
-        name##_unpack((const unsigned char *)in, out, count, compressor->block);                                       \
-        dtrain__fpmode_restore(mode);                                                                                  \
+#define DTRAIN__QUANTISE_TABLE(name) \
+    static void name##_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out) \
+    { \
+        uint64_t mode = dtrain__fpmode_enter(); \
+        name##_pack(in, count, compressor->block, (unsigned char *)out); \
+        dtrain__fpmode_restore(mode); \
+    } \
+    static void name##_unpack_now(const dtrain_compressor *compressor, const void *in, float *out, size_t count) \
+    { \
+        uint64_t mode = dtrain__fpmode_enter(); \
+        name##_unpack((const unsigned char *)in, out, count, compressor->block); \
+        dtrain__fpmode_restore(mode); \
     }
 
 DTRAIN__QUANTISE_TABLE(dtrain__quantise_int8)
@@ -31937,8 +31937,8 @@ typedef struct dtrain__gemm_shape {
     size_t rows, width;
 } dtrain__gemm_shape;
 
-#define DTRAIN__GEMM_PARAMETERS                                                                                        \
-    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows,    \
+#define DTRAIN__GEMM_PARAMETERS \
+    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows, \
         size_t columns, int accumulate
 
 static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t ldc, size_t rows, size_t columns,
@@ -31951,41 +31951,41 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
  * and the padding of the panel give is not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op)                                        \
-    attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                               \
-    {                                                                                                                  \
-        vector sum[ROWS][VECTORS];                                                                                     \
-        const float *row[ROWS];                                                                                        \
-        for (size_t i = 0; i < ROWS; i++) {                                                                            \
-            row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                            \
-            for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                sum[i][v] = op##_set1_ps(0);                                                                           \
-        }                                                                                                              \
-        for (size_t p = 0; p < k; p++) {                                                                               \
-            vector b[VECTORS];                                                                                         \
-            for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES);                                       \
-            for (size_t i = 0; i < ROWS; i++) {                                                                        \
-                vector x = op##_set1_ps(row[i][p * a_column]);                                                         \
-                for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    sum[i][v] = op##_fmadd_ps(x, b[v], sum[i][v]);                                                     \
-            }                                                                                                          \
-        }                                                                                                              \
-        if (rows == ROWS && columns == VECTORS * LANES) {                                                              \
-            for (size_t i = 0; i < ROWS; i++)                                                                          \
-                for (size_t v = 0; v < VECTORS; v++) {                                                                 \
-                    float *to = c + i * ldc + v * LANES;                                                               \
-                    if (accumulate)                                                                                    \
-                        sum[i][v] = op##_loadu_ps(to) + sum[i][v];                                                     \
-                    op##_storeu_ps(to, sum[i][v]);                                                                     \
-                }                                                                                                      \
-        } else {                                                                                                       \
-            float tile[ROWS * VECTORS * LANES];                                                                        \
-            for (size_t i = 0; i < ROWS; i++)                                                                          \
-                for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    op##_storeu_ps(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                               \
-            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate);                               \
-        }                                                                                                              \
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op) \
+    attributes static void name(DTRAIN__GEMM_PARAMETERS) \
+    { \
+        vector sum[ROWS][VECTORS]; \
+        const float *row[ROWS]; \
+        for (size_t i = 0; i < ROWS; i++) { \
+            row[i] = a + (i < rows ? i : rows - 1) * a_row; \
+            for (size_t v = 0; v < VECTORS; v++) \
+                sum[i][v] = op##_set1_ps(0); \
+        } \
+        for (size_t p = 0; p < k; p++) { \
+            vector b[VECTORS]; \
+            for (size_t v = 0; v < VECTORS; v++) \
+                b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES); \
+            for (size_t i = 0; i < ROWS; i++) { \
+                vector x = op##_set1_ps(row[i][p * a_column]); \
+                for (size_t v = 0; v < VECTORS; v++) \
+                    sum[i][v] = op##_fmadd_ps(x, b[v], sum[i][v]); \
+            } \
+        } \
+        if (rows == ROWS && columns == VECTORS * LANES) { \
+            for (size_t i = 0; i < ROWS; i++) \
+                for (size_t v = 0; v < VECTORS; v++) { \
+                    float *to = c + i * ldc + v * LANES; \
+                    if (accumulate) \
+                        sum[i][v] = op##_loadu_ps(to) + sum[i][v]; \
+                    op##_storeu_ps(to, sum[i][v]); \
+                } \
+        } else { \
+            float tile[ROWS * VECTORS * LANES]; \
+            for (size_t i = 0; i < ROWS; i++) \
+                for (size_t v = 0; v < VECTORS; v++) \
+                    op##_storeu_ps(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]); \
+            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate); \
+        } \
     }
 
 DTRAIN__EXACT_BEGIN
@@ -32167,82 +32167,82 @@ DTRAIN__EXACT_BEGIN
 #define DTRAIN__TRAIN_ROUNDED_base(x) __asm__("" : "+w"(x))
 #define DTRAIN__TRAIN_ROOT_base(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
 #else
-#define DTRAIN__TRAIN_EACH(x, function)                                                                                \
-    for (int lane = 0; lane < 4; lane++)                                                                               \
+#define DTRAIN__TRAIN_EACH(x, function) \
+    for (int lane = 0; lane < 4; lane++) \
     (x)[lane] = function
 #define DTRAIN__TRAIN_ROUNDED_base(x) DTRAIN__TRAIN_EACH(x, dtrain__isa_rounded_f32((x)[lane], dtrain__isa_zero))
 #define DTRAIN__TRAIN_ROOT_base(x) DTRAIN__TRAIN_EACH(x, __builtin_sqrtf((x)[lane]))
 #endif
 
-#define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                            \
-    target static void dtrain__train_adamw_blocks_##isa(float *const x[4], size_t count, const void *step)             \
-    {                                                                                                                  \
-        const dtrain_device_adamw_step *c = (const dtrain_device_adamw_step *)step;                                    \
-        vector beta1 = op##_set1_ps(c->beta1), rest1 = op##_set1_ps(c->rest1), beta2 = op##_set1_ps(c->beta2);         \
-        vector rest2 = op##_set1_ps(c->rest2), root = op##_set1_ps(c->root), eps = op##_set1_ps(c->eps);               \
-        vector rate = op##_set1_ps(c->rate), keep = op##_set1_ps(c->keep);                                             \
-        float *p = x[1], *m = x[2], *v = x[3];                                                                         \
-        for (size_t i = 0; i < count; i += width) {                                                                    \
-            vector gi = op##_loadu_ps(x[0] + i), grown = gi * rest1, square = gi * gi;                                 \
-            vector mi = op##_loadu_ps(m + i) * beta1, vi = op##_loadu_ps(v + i) * beta2;                               \
-            vector kept = op##_loadu_ps(p + i) * keep, spread, change;                                                 \
-            square = square * rest2;                                                                                   \
-            DTRAIN__TRAIN_ROUNDED_##isa(grown);                                                                        \
-            DTRAIN__TRAIN_ROUNDED_##isa(square);                                                                       \
-            DTRAIN__TRAIN_ROUNDED_##isa(mi);                                                                           \
-            DTRAIN__TRAIN_ROUNDED_##isa(vi);                                                                           \
-            DTRAIN__TRAIN_ROUNDED_##isa(kept);                                                                         \
-            mi = mi + grown;                                                                                           \
-            vi = vi + square;                                                                                          \
-            spread = vi;                                                                                               \
-            DTRAIN__TRAIN_ROOT_##isa(spread);                                                                          \
-            spread = spread * root;                                                                                    \
-            DTRAIN__TRAIN_ROUNDED_##isa(spread);                                                                       \
-            change = mi / (spread + eps) * rate;                                                                       \
-            DTRAIN__TRAIN_ROUNDED_##isa(change);                                                                       \
-            op##_storeu_ps(m + i, mi);                                                                                 \
-            op##_storeu_ps(v + i, vi);                                                                                 \
-            op##_storeu_ps(p + i, kept - change);                                                                      \
-        }                                                                                                              \
+#define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
+    target static void dtrain__train_adamw_blocks_##isa(float *const x[4], size_t count, const void *step) \
+    { \
+        const dtrain_device_adamw_step *c = (const dtrain_device_adamw_step *)step; \
+        vector beta1 = op##_set1_ps(c->beta1), rest1 = op##_set1_ps(c->rest1), beta2 = op##_set1_ps(c->beta2); \
+        vector rest2 = op##_set1_ps(c->rest2), root = op##_set1_ps(c->root), eps = op##_set1_ps(c->eps); \
+        vector rate = op##_set1_ps(c->rate), keep = op##_set1_ps(c->keep); \
+        float *p = x[1], *m = x[2], *v = x[3]; \
+        for (size_t i = 0; i < count; i += width) { \
+            vector gi = op##_loadu_ps(x[0] + i), grown = gi * rest1, square = gi * gi; \
+            vector mi = op##_loadu_ps(m + i) * beta1, vi = op##_loadu_ps(v + i) * beta2; \
+            vector kept = op##_loadu_ps(p + i) * keep, spread, change; \
+            square = square * rest2; \
+            DTRAIN__TRAIN_ROUNDED_##isa(grown); \
+            DTRAIN__TRAIN_ROUNDED_##isa(square); \
+            DTRAIN__TRAIN_ROUNDED_##isa(mi); \
+            DTRAIN__TRAIN_ROUNDED_##isa(vi); \
+            DTRAIN__TRAIN_ROUNDED_##isa(kept); \
+            mi = mi + grown; \
+            vi = vi + square; \
+            spread = vi; \
+            DTRAIN__TRAIN_ROOT_##isa(spread); \
+            spread = spread * root; \
+            DTRAIN__TRAIN_ROUNDED_##isa(spread); \
+            change = mi / (spread + eps) * rate; \
+            DTRAIN__TRAIN_ROUNDED_##isa(change); \
+            op##_storeu_ps(m + i, mi); \
+            op##_storeu_ps(v + i, vi); \
+            op##_storeu_ps(p + i, kept - change); \
+        } \
     }
 
-#define DTRAIN__TRAIN_SGD(isa, target, vector, width, op)                                                              \
-    target static void dtrain__train_sgd_blocks_##isa(float *const x[4], size_t count, const void *step)               \
-    {                                                                                                                  \
-        const dtrain_device_sgd_step *c = (const dtrain_device_sgd_step *)step;                                        \
-        vector momentum = op##_set1_ps(c->momentum), lr = op##_set1_ps(c->lr), keep = op##_set1_ps(c->keep);           \
-        vector coupled = op##_set1_ps(c->coupled);                                                                     \
-        float *p = x[1], *velocity = x[2];                                                                             \
-        int decays = c->coupled != 0.0f;                                                                               \
-        for (size_t i = 0; i < count; i += width) {                                                                    \
-            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(x[0] + i), product, kept;                             \
-            if (decays) {                                                                                              \
-                product = pi * coupled;                                                                                \
-                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                  \
-                gi = gi + product;                                                                                     \
-            }                                                                                                          \
-            if (velocity != NULL) {                                                                                    \
-                product = op##_loadu_ps(velocity + i) * momentum;                                                      \
-                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                  \
-                vector vi = product + gi;                                                                              \
-                op##_storeu_ps(velocity + i, vi);                                                                      \
-                product = vi * momentum;                                                                               \
-                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                  \
-                if (c->nesterov)                                                                                       \
-                    gi = gi + product;                                                                                 \
-                else                                                                                                   \
-                    gi = vi;                                                                                           \
-            }                                                                                                          \
-            product = gi * lr;                                                                                         \
-            kept = pi * keep;                                                                                          \
-            DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                      \
-            DTRAIN__TRAIN_ROUNDED_##isa(kept);                                                                         \
-            op##_storeu_ps(p + i, kept - product);                                                                     \
-        }                                                                                                              \
+#define DTRAIN__TRAIN_SGD(isa, target, vector, width, op) \
+    target static void dtrain__train_sgd_blocks_##isa(float *const x[4], size_t count, const void *step) \
+    { \
+        const dtrain_device_sgd_step *c = (const dtrain_device_sgd_step *)step; \
+        vector momentum = op##_set1_ps(c->momentum), lr = op##_set1_ps(c->lr), keep = op##_set1_ps(c->keep); \
+        vector coupled = op##_set1_ps(c->coupled); \
+        float *p = x[1], *velocity = x[2]; \
+        int decays = c->coupled != 0.0f; \
+        for (size_t i = 0; i < count; i += width) { \
+            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(x[0] + i), product, kept; \
+            if (decays) { \
+                product = pi * coupled; \
+                DTRAIN__TRAIN_ROUNDED_##isa(product); \
+                gi = gi + product; \
+            } \
+            if (velocity != NULL) { \
+                product = op##_loadu_ps(velocity + i) * momentum; \
+                DTRAIN__TRAIN_ROUNDED_##isa(product); \
+                vector vi = product + gi; \
+                op##_storeu_ps(velocity + i, vi); \
+                product = vi * momentum; \
+                DTRAIN__TRAIN_ROUNDED_##isa(product); \
+                if (c->nesterov) \
+                    gi = gi + product; \
+                else \
+                    gi = vi; \
+            } \
+            product = gi * lr; \
+            kept = pi * keep; \
+            DTRAIN__TRAIN_ROUNDED_##isa(product); \
+            DTRAIN__TRAIN_ROUNDED_##isa(kept); \
+            op##_storeu_ps(p + i, kept - product); \
+        } \
     }
 
-#define DTRAIN__TRAIN_STEPS(isa, target, vector, width, op)                                                            \
-    DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                                \
+#define DTRAIN__TRAIN_STEPS(isa, target, vector, width, op) \
+    DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
     DTRAIN__TRAIN_SGD(isa, target, vector, width, op)
 
 DTRAIN__TRAIN_STEPS(base, , dtrain__x4, 4, dtrain__x4)
@@ -46903,11 +46903,11 @@ static void dtrain__index_clear(dtrain__index *index)
 }
 
 /* Makes room in an array that grows for `more` elements after `count`; 0: there is no memory, which is reported. */
-#define DTRAIN__INDEX_ROOM(allocator, array, count, more)                                                              \
+#define DTRAIN__INDEX_ROOM(allocator, array, count, more) \
     dtrain__index_room((allocator), (void *)&(array), sizeof *(array), (count), (more))
 
 /* Appends an item to such an array. */
-#define DTRAIN__INDEX_ADD(allocator, array, count, item)                                                               \
+#define DTRAIN__INDEX_ADD(allocator, array, count, item) \
     dtrain__index_add((allocator), (void *)&(array), sizeof *(array), &(count), &(item))
 
 static DTRAIN__NOINLINE int dtrain__index_room(dtrain_allocator *allocator, void *array, size_t size, size_t count,

@@ -772,7 +772,7 @@ static cudaError_t dtrain__cuda_emulated_allocate(int kind, void **pointer, size
 #define cudaFreeHost(pointer) dtrain__cuda_emulated_unmap(cudaMemoryTypeHost, pointer)
 
 /* What a program may have beside: memory that cannot be opened by other processes. cudaFree frees it. */
-#define cudaMallocAsync(pointer, bytes, stream)                                                                        \
+#define cudaMallocAsync(pointer, bytes, stream) \
     dtrain__cuda_emulated_allocate(DTRAIN__CUDA_EMULATED_POOL, pointer, bytes)
 
 static cudaError_t cudaFree(void *pointer)
@@ -1124,101 +1124,101 @@ typedef uint64_t dtrain__cuda_u64 __attribute__((may_alias));
 /* Defines name_launch(device, caller, blocks, args), which runs name_body(args, at, shared, own, phase) for every
  * thread of blocks, phases 0 to phases - 1, and makes an error of the caller's. own: a thread's variables, which last
  * over its phases. */
-#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
+#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases) \
     DTRAIN__CUDA_KERNEL_BY(0, (thread_count), name, args_type, shared_type, own_type, thread_count, phases)
 
 /* The same, of a kernel whose blocks all run at the same time, so that one may wait for what others, of any device, do:
  * no block begins a phase before all have ended the one before it. */
-#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
+#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases) \
     DTRAIN__CUDA_KERNEL_BY(1, (thread_count, 1), name, args_type, shared_type, own_type, thread_count, phases)
 
 #ifdef DTRAIN_CUDA_EMULATE
 /* Which way threads and blocks are walked: up and down in turn. */
 static __thread unsigned dtrain__cuda_turn;
 
-#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases)         \
-    __attribute__((unused)) static dtrain_status name##_launch(dtrain_device *device, const char *caller,              \
-                                                               size_t blocks, const args_type *args)                   \
-    {                                                                                                                  \
-        size_t some = (together) ? blocks : 1, all = some * (thread_count);                                            \
-        shared_type *shared = (shared_type *)malloc(some * sizeof *shared);                                            \
-        own_type *own = (own_type *)malloc(all * sizeof *own);                                                         \
-        unsigned turn = dtrain__cuda_turn++;                                                                           \
-        dtrain__cuda_emulated_enter();                                                                                 \
-        cudaError_t status = dtrain__cuda_emulated_launch(dtrain__cuda_queue_of(device)->stream, blocks);              \
-        if (shared == NULL || own == NULL)                                                                             \
-            status = cudaErrorMemoryAllocation;                                                                        \
-        for (size_t first = 0; status == 0 && first < blocks; first += some) {                                         \
-            memset(shared, 0xa5, some * sizeof *shared);                                                               \
-            memset(own, 0xa5, all * sizeof *own);                                                                      \
-            for (int phase = 0; phase < (phases); phase++)                                                             \
-                for (size_t i = 0; i < all; i++) {                                                                     \
-                    size_t t = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i, b = first + t / (thread_count);    \
-                    dtrain__cuda_at at = {turn % 4 < 2 ? b : blocks - 1 - b, blocks, (uint32_t)(t % (thread_count)),   \
-                                          (thread_count)};                                                             \
-                    name##_body(args, at, shared + t / (thread_count), own + t, phase);                                \
-                }                                                                                                      \
-        }                                                                                                              \
-        dtrain__cuda_emulated_leave();                                                                                 \
-        free(shared);                                                                                                  \
-        free(own);                                                                                                     \
-        return dtrain__cuda_status(device, caller, status);                                                            \
+#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases) \
+    __attribute__((unused)) static dtrain_status name##_launch(dtrain_device *device, const char *caller, \
+                                                               size_t blocks, const args_type *args) \
+    { \
+        size_t some = (together) ? blocks : 1, all = some * (thread_count); \
+        shared_type *shared = (shared_type *)malloc(some * sizeof *shared); \
+        own_type *own = (own_type *)malloc(all * sizeof *own); \
+        unsigned turn = dtrain__cuda_turn++; \
+        dtrain__cuda_emulated_enter(); \
+        cudaError_t status = dtrain__cuda_emulated_launch(dtrain__cuda_queue_of(device)->stream, blocks); \
+        if (shared == NULL || own == NULL) \
+            status = cudaErrorMemoryAllocation; \
+        for (size_t first = 0; status == 0 && first < blocks; first += some) { \
+            memset(shared, 0xa5, some * sizeof *shared); \
+            memset(own, 0xa5, all * sizeof *own); \
+            for (int phase = 0; phase < (phases); phase++) \
+                for (size_t i = 0; i < all; i++) { \
+                    size_t t = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i, b = first + t / (thread_count); \
+                    dtrain__cuda_at at = {turn % 4 < 2 ? b : blocks - 1 - b, blocks, (uint32_t)(t % (thread_count)), \
+                                          (thread_count)}; \
+                    name##_body(args, at, shared + t / (thread_count), own + t, phase); \
+                } \
+        } \
+        dtrain__cuda_emulated_leave(); \
+        free(shared); \
+        free(own); \
+        return dtrain__cuda_status(device, caller, status); \
     }
 #else
-#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases)         \
-    static __global__ void __launch_bounds__ bounds name(const __grid_constant__ args_type args)                       \
-    {                                                                                                                  \
-        __shared__ shared_type shared;                                                                                 \
-        own_type own;                                                                                                  \
-        dtrain__cuda_at at = {blockIdx.x, gridDim.x, threadIdx.x, (thread_count)};                                     \
-        _Pragma("unroll") for (int phase = 0; phase < (phases); phase++)                                               \
-        {                                                                                                              \
-            if (phase > 0)                                                                                             \
-                __syncthreads();                                                                                       \
-            name##_body(&args, at, &shared, &own, phase);                                                              \
-        }                                                                                                              \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases) \
+    static __global__ void __launch_bounds__ bounds name(const __grid_constant__ args_type args) \
+    { \
+        __shared__ shared_type shared; \
+        own_type own; \
+        dtrain__cuda_at at = {blockIdx.x, gridDim.x, threadIdx.x, (thread_count)}; \
+        _Pragma("unroll") for (int phase = 0; phase < (phases); phase++) \
+        { \
+            if (phase > 0) \
+                __syncthreads(); \
+            name##_body(&args, at, &shared, &own, phase); \
+        } \
+    } \
     static dtrain_status name##_launch(dtrain_device *device, const char *caller, size_t blocks, const args_type *args)\
-    {                                                                                                                  \
-        void *list[] = {(void *)args}; /* not <<<>>>, whose error may be that of the program's own last call */        \
-        cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;                                                   \
-        const void *kernel = (const void *)name;                                                                       \
-        dim3 grid((unsigned)blocks), block(thread_count);                                                              \
-        cudaError_t error = blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration                                       \
-                            : (together) ? cudaLaunchCooperativeKernel(kernel, grid, block, list, 0, stream)           \
-                                         : cudaLaunchKernel(kernel, grid, block, list, 0, stream);                     \
-        return dtrain__cuda_status(device, caller, error);                                                             \
+    { \
+        void *list[] = {(void *)args}; /* not <<<>>>, whose error may be that of the program's own last call */ \
+        cudaStream_t stream = dtrain__cuda_queue_of(device)->stream; \
+        const void *kernel = (const void *)name; \
+        dim3 grid((unsigned)blocks), block(thread_count); \
+        cudaError_t error = blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration \
+                            : (together) ? cudaLaunchCooperativeKernel(kernel, grid, block, list, 0, stream) \
+                                         : cudaLaunchKernel(kernel, grid, block, list, 0, stream); \
+        return dtrain__cuda_status(device, caller, error); \
     }
 #endif
 
 /* Each operation on its own, not to be joined with a neighbour, nor to flush subnormals, as the compiler's own
  * operators are under --fmad and --use_fast_math. */
 #ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign)                                                     \
-    DTRAIN__CUDA_FN type name(type a, type b)                                                                          \
-    {                                                                                                                  \
-        volatile type result = a sign b; /* no contraction */                                                          \
-        return result;                                                                                                 \
+#define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign) \
+    DTRAIN__CUDA_FN type name(type a, type b) \
+    { \
+        volatile type result = a sign b; /* no contraction */ \
+        return result; \
     }
-#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression)                            \
-    DTRAIN__CUDA_FN to name(from a)                                                                                    \
-    {                                                                                                                  \
-        return expression;                                                                                             \
+#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression) \
+    DTRAIN__CUDA_FN to name(from a) \
+    { \
+        return expression; \
     }
 #else
-#define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign)                                                     \
-    DTRAIN__CUDA_FN type name(type a, type b)                                                                          \
-    {                                                                                                                  \
-        type result;                                                                                                   \
-        asm(instruction " %0, %1, %2;" : "=" letter(result) : letter(a), letter(b));                                   \
-        return result;                                                                                                 \
+#define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign) \
+    DTRAIN__CUDA_FN type name(type a, type b) \
+    { \
+        type result; \
+        asm(instruction " %0, %1, %2;" : "=" letter(result) : letter(a), letter(b)); \
+        return result; \
     }
-#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression)                            \
-    DTRAIN__CUDA_FN to name(from a)                                                                                    \
-    {                                                                                                                  \
-        to result;                                                                                                     \
-        asm(instruction " %0, %1;" : "=" to_letter(result) : from_letter(a));                                          \
-        return result;                                                                                                 \
+#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression) \
+    DTRAIN__CUDA_FN to name(from a) \
+    { \
+        to result; \
+        asm(instruction " %0, %1;" : "=" to_letter(result) : from_letter(a)); \
+        return result; \
     }
 #endif
 DTRAIN__CUDA_BINARY(dtrain__cuda_add_f32, float, "f", "add.rn.f32", +)
@@ -1234,12 +1234,12 @@ DTRAIN__CUDA_UNARY(dtrain__cuda_sqrt_f64, double, "d", double, "d", "sqrt.rn.f64
 DTRAIN__CUDA_UNARY(dtrain__cuda_widen_f32, double, "d", float, "f", "cvt.f64.f32", (double)a)
 DTRAIN__CUDA_UNARY(dtrain__cuda_narrow_f64, float, "f", double, "d", "cvt.rn.f32.f64", (float)a)
 
-#define DTRAIN__CUDA_SAME_BITS(name, to, from)                                                                         \
-    DTRAIN__CUDA_FN to name(from x)                                                                                    \
-    {                                                                                                                  \
-        to same;                                                                                                       \
-        memcpy(&same, &x, sizeof same);                                                                                \
-        return same;                                                                                                   \
+#define DTRAIN__CUDA_SAME_BITS(name, to, from) \
+    DTRAIN__CUDA_FN to name(from x) \
+    { \
+        to same; \
+        memcpy(&same, &x, sizeof same); \
+        return same; \
     }
 
 DTRAIN__CUDA_SAME_BITS(dtrain__cuda_bits_f32, uint32_t, float)
@@ -1249,18 +1249,18 @@ DTRAIN__CUDA_SAME_BITS(dtrain__cuda_double_of, double, uint64_t)
 
 /* Integer atomics, in shared or device memory; each returns what was there before. */
 #ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after)                                                    \
-    DTRAIN__CUDA_FN type name(type *to, type value)                                                                    \
-    {                                                                                                                  \
-        type before = *to;                                                                                             \
-        *to = after;                                                                                                   \
-        return before;                                                                                                 \
+#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after) \
+    DTRAIN__CUDA_FN type name(type *to, type value) \
+    { \
+        type before = *to; \
+        *to = after; \
+        return before; \
     }
 #else
-#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after)                                                    \
-    DTRAIN__CUDA_FN type name(type *to, type value)                                                                    \
-    {                                                                                                                  \
-        return instruction((native *)to, (native)value);                                                               \
+#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after) \
+    DTRAIN__CUDA_FN type name(type *to, type value) \
+    { \
+        return instruction((native *)to, (native)value); \
     }
 #endif
 DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_add_u32, uint32_t, unsigned, atomicAdd, before + value)
@@ -1754,7 +1754,7 @@ static dtrain_status dtrain__cuda_event_done(dtrain_device *device, dtrain_devic
 #ifndef DTRAIN__CUDA_SHARE
 #define DTRAIN__CUDA_SHARE
 
-#define DTRAIN__CUDA_CURE                                                                                              \
+#define DTRAIN__CUDA_CURE \
     "allocate it with dtrain_device_alloc or cudaMalloc, or make the group with DTRAIN_DEVICE_STAGED"
 
 /* What says that processes, or GPUs, cannot share: UNSUPPORTED, but for a lost GPU and want of memory. */
@@ -2032,33 +2032,33 @@ DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole
 /* Defines name_walk(device, call, args), which queues a walk args->walk: name_load(args, element, whole) returns what a
  * thread holds of a group or an element, name_store(args, element, whole, &held) does the rest. `unroll` groups are
  * loaded before the first is stored; past the end a thread loads its first again, which takes no branch. */
-#define DTRAIN__CUDA_WALK_KERNEL(name, args_type, held_type, lanes, unroll)                                            \
-    DTRAIN__CUDA_FN void name##_body(const args_type *args, dtrain__cuda_at at, dtrain__cuda_none *shared,             \
-                                     dtrain__cuda_none *own, int phase)                                                \
-    {                                                                                                                  \
-        size_t threads = at.threads, groups = args->walk.groups, head = args->walk.head;                               \
-        (void)shared, (void)own, (void)phase;                                                                          \
-        for (size_t first = at.block * threads * (unroll) + at.thread; first < groups;                                 \
-             first += at.blocks * threads * (unroll)) {                                                                \
-            held_type held[unroll];                                                                                    \
-            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++)                                                  \
-            {                                                                                                          \
-                size_t group = first + u * threads;                                                                    \
-                held[u] = name##_load(args, head + (group < groups ? group : first) * (lanes), 1);                     \
-            }                                                                                                          \
-            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++) if (first + u * threads < groups)                \
-                name##_store(args, head + (first + u * threads) * (lanes), 1, &held[u]);                               \
-        }                                                                                                              \
-        for (size_t i = at.block * threads + at.thread; i < args->walk.singles; i += at.blocks * threads) {            \
-            size_t element = i < head ? i : i + groups * (lanes);                                                      \
-            held_type held = name##_load(args, element, 0);                                                            \
-            name##_store(args, element, 0, &held);                                                                     \
-        }                                                                                                              \
-    }                                                                                                                  \
-    DTRAIN__CUDA_KERNEL(name, args_type, dtrain__cuda_none, dtrain__cuda_none, DTRAIN__CUDA_THREADS, 1)                \
-    static dtrain_status name##_walk(dtrain_device *device, const char *call, const args_type *args)                   \
-    {                                                                                                                  \
-        return name##_launch(device, call, dtrain__cuda_walk_blocks(device, &args->walk, unroll), args);               \
+#define DTRAIN__CUDA_WALK_KERNEL(name, args_type, held_type, lanes, unroll) \
+    DTRAIN__CUDA_FN void name##_body(const args_type *args, dtrain__cuda_at at, dtrain__cuda_none *shared, \
+                                     dtrain__cuda_none *own, int phase) \
+    { \
+        size_t threads = at.threads, groups = args->walk.groups, head = args->walk.head; \
+        (void)shared, (void)own, (void)phase; \
+        for (size_t first = at.block * threads * (unroll) + at.thread; first < groups; \
+             first += at.blocks * threads * (unroll)) { \
+            held_type held[unroll]; \
+            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++) \
+            { \
+                size_t group = first + u * threads; \
+                held[u] = name##_load(args, head + (group < groups ? group : first) * (lanes), 1); \
+            } \
+            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++) if (first + u * threads < groups) \
+                name##_store(args, head + (first + u * threads) * (lanes), 1, &held[u]); \
+        } \
+        for (size_t i = at.block * threads + at.thread; i < args->walk.singles; i += at.blocks * threads) { \
+            size_t element = i < head ? i : i + groups * (lanes); \
+            held_type held = name##_load(args, element, 0); \
+            name##_store(args, element, 0, &held); \
+        } \
+    } \
+    DTRAIN__CUDA_KERNEL(name, args_type, dtrain__cuda_none, dtrain__cuda_none, DTRAIN__CUDA_THREADS, 1) \
+    static dtrain_status name##_walk(dtrain_device *device, const char *call, const args_type *args) \
+    { \
+        return name##_launch(device, call, dtrain__cuda_walk_blocks(device, &args->walk, unroll), args); \
     }
 
 #endif
@@ -2181,33 +2181,33 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_widen_f16_one(uint32_t half)
     return (half & 0x7fffu) > 0x7c00u ? nan : dtrain__cuda_bits_f32(dtrain__cuda_of_f16(half));
 }
 
-#define DTRAIN__CUDA_NARROW(name)                                                                                      \
-    DTRAIN__CUDA_FN dtrain__cuda_vector name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole)  \
-    {                                                                                                                  \
-        return dtrain__cuda_load(args->in, element, 4, whole);                                                         \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole,                \
-                                      const dtrain__cuda_vector *held)                                                 \
-    {                                                                                                                  \
-        uint64_t out = 0;                                                                                              \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out |= (uint64_t)name##_one(held->word[i]) << 16 * i;          \
-        dtrain__cuda_store_half(args->out, element, whole, out);                                                       \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_NARROW(name) \
+    DTRAIN__CUDA_FN dtrain__cuda_vector name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole) \
+    { \
+        return dtrain__cuda_load(args->in, element, 4, whole); \
+    } \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole, \
+                                      const dtrain__cuda_vector *held) \
+    { \
+        uint64_t out = 0; \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out |= (uint64_t)name##_one(held->word[i]) << 16 * i; \
+        dtrain__cuda_store_half(args->out, element, whole, out); \
+    } \
     DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_convert_args, dtrain__cuda_vector, 4, DTRAIN__CUDA_CONVERT_GROUPS)
 
-#define DTRAIN__CUDA_WIDEN(name)                                                                                       \
-    DTRAIN__CUDA_FN uint64_t name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole)             \
-    {                                                                                                                  \
-        return dtrain__cuda_load_half(args->in, element, whole);                                                       \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole,                \
-                                      const uint64_t *held)                                                            \
-    {                                                                                                                  \
-        dtrain__cuda_vector out;                                                                                       \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out.word[i] =                                                  \
-            name##_one((uint32_t)(*held >> 16 * i) & 0xffffu);                                                         \
-        dtrain__cuda_store(args->out, element, 4, whole, out);                                                         \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_WIDEN(name) \
+    DTRAIN__CUDA_FN uint64_t name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole) \
+    { \
+        return dtrain__cuda_load_half(args->in, element, whole); \
+    } \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole, \
+                                      const uint64_t *held) \
+    { \
+        dtrain__cuda_vector out; \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out.word[i] = \
+            name##_one((uint32_t)(*held >> 16 * i) & 0xffffu); \
+        dtrain__cuda_store(args->out, element, 4, whole, out); \
+    } \
     DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_convert_args, uint64_t, 4, DTRAIN__CUDA_CONVERT_GROUPS)
 
 DTRAIN__CUDA_NARROW(dtrain__cuda_narrow_bf16)
@@ -2378,26 +2378,26 @@ typedef struct dtrain__cuda_flags_block {
 /* ---- memory that several GPUs and the CPU share ---- */
 
 #ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order)                      \
-    DTRAIN__CUDA_FN type load(const type *from)                                                                        \
-    {                                                                                                                  \
-        return __atomic_load_n(from, load_order);                                                                      \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void store(type *to, type value)                                                                   \
-    {                                                                                                                  \
-        __atomic_store_n(to, value, store_order);                                                                      \
+#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order) \
+    DTRAIN__CUDA_FN type load(const type *from) \
+    { \
+        return __atomic_load_n(from, load_order); \
+    } \
+    DTRAIN__CUDA_FN void store(type *to, type value) \
+    { \
+        __atomic_store_n(to, value, store_order); \
     }
 #else
-#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order)                      \
-    DTRAIN__CUDA_FN type load(const type *from)                                                                        \
-    {                                                                                                                  \
-        type value;                                                                                                    \
-        asm volatile(acquire " %0, [%1];" : "=" letter(value) : "l"(from) : "memory");                                 \
-        return value;                                                                                                  \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void store(type *to, type value)                                                                   \
-    {                                                                                                                  \
-        asm volatile(release " [%0], %1;" : : "l"(to), letter(value) : "memory");                                      \
+#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order) \
+    DTRAIN__CUDA_FN type load(const type *from) \
+    { \
+        type value; \
+        asm volatile(acquire " %0, [%1];" : "=" letter(value) : "l"(from) : "memory"); \
+        return value; \
+    } \
+    DTRAIN__CUDA_FN void store(type *to, type value) \
+    { \
+        asm volatile(release " [%0], %1;" : : "l"(to), letter(value) : "memory"); \
     }
 #endif
 DTRAIN__CUDA_SYSTEM(dtrain__cuda_acquire_u32, dtrain__cuda_release_u32, uint32_t, "r", "ld.acquire.sys.u32",
@@ -2530,18 +2530,18 @@ DTRAIN__CUDA_FN void dtrain__cuda_lane_f64_set(dtrain__cuda_vector *v, int lane,
 /* ---- a op b, lane by lane ---- */
 
 /* r, whose words are each `expression` of a and b, words of left and right. */
-#define DTRAIN__CUDA_WORDS(expression)                                                                                 \
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                    \
-    {                                                                                                                  \
-        uint32_t a = left.word[i], b = right.word[i];                                                                  \
-        r.word[i] = expression;                                                                                        \
+#define DTRAIN__CUDA_WORDS(expression) \
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) \
+    { \
+        uint32_t a = left.word[i], b = right.word[i]; \
+        r.word[i] = expression; \
     }
 
-#define DTRAIN__CUDA_LONGS(expression)                                                                                 \
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)                                                                    \
-    {                                                                                                                  \
-        uint64_t a = dtrain__cuda_lane_u64(left, i), b = dtrain__cuda_lane_u64(right, i);                              \
-        dtrain__cuda_lane_u64_set(&r, i, expression);                                                                  \
+#define DTRAIN__CUDA_LONGS(expression) \
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++) \
+    { \
+        uint64_t a = dtrain__cuda_lane_u64(left, i), b = dtrain__cuda_lane_u64(right, i); \
+        dtrain__cuda_lane_u64_set(&r, i, expression); \
     }
 
 /* Sums and products of floats. */
@@ -2577,24 +2577,24 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_join_wide(int op, dtrain__cuda_wi
 }
 
 /* The order of bits: -0 below +0, a NaN before all. */
-#define DTRAIN__CUDA_LEAST(kind, type, int_type, top, infinity, lanes)                                                 \
-    DTRAIN__CUDA_FN type dtrain__cuda_pick_##kind(int op, type a, type b)                                              \
-    {                                                                                                                  \
-        const type size = ((type)1 << (top)) - 1;                                                                      \
-        int_type left = (int_type)(a ^ (a >> (top)) * size), right = (int_type)(b ^ (b >> (top)) * size);              \
-        if ((a & size) > (infinity))                                                                                   \
-            return a;                                                                                                  \
-        if ((b & size) > (infinity))                                                                                   \
-            return b;                                                                                                  \
-        return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;                                               \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_##kind(int op, uint32_t flip, dtrain__cuda_vector left,     \
-                                                                  dtrain__cuda_vector right)                           \
-    {                                                                                                                  \
-        dtrain__cuda_vector r;                                                                                         \
-        (void)flip;                                                                                                    \
-        lanes(dtrain__cuda_pick_##kind(op, a, b))                                                                      \
-        return r;                                                                                                      \
+#define DTRAIN__CUDA_LEAST(kind, type, int_type, top, infinity, lanes) \
+    DTRAIN__CUDA_FN type dtrain__cuda_pick_##kind(int op, type a, type b) \
+    { \
+        const type size = ((type)1 << (top)) - 1; \
+        int_type left = (int_type)(a ^ (a >> (top)) * size), right = (int_type)(b ^ (b >> (top)) * size); \
+        if ((a & size) > (infinity)) \
+            return a; \
+        if ((b & size) > (infinity)) \
+            return b; \
+        return (op == DTRAIN_MIN ? left < right : left > right) ? a : b; \
+    } \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_##kind(int op, uint32_t flip, dtrain__cuda_vector left, \
+                                                                  dtrain__cuda_vector right) \
+    { \
+        dtrain__cuda_vector r; \
+        (void)flip; \
+        lanes(dtrain__cuda_pick_##kind(op, a, b)) \
+        return r; \
     }
 
 DTRAIN__CUDA_LEAST(f32, uint32_t, int32_t, 31, 0x7f800000u, DTRAIN__CUDA_WORDS)
@@ -2610,22 +2610,22 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip,
 }
 
 /* Integers: flip turns the order of those with a sign into that of those without. */
-#define DTRAIN__CUDA_INTS(name, type, top, lanes)                                                                      \
-    DTRAIN__CUDA_FN dtrain__cuda_vector name(int op, uint32_t flip, dtrain__cuda_vector left,                          \
-                                             dtrain__cuda_vector right)                                                \
-    {                                                                                                                  \
-        dtrain__cuda_vector r;                                                                                         \
-        type sign = (type)flip << (top);                                                                               \
-        switch (op) {                                                                                                  \
-        case DTRAIN_SUM: lanes(a + b) break;                                                                           \
-        case DTRAIN_PROD: lanes(a *b) break;                                                                           \
-        case DTRAIN_MIN: lanes((a ^ sign) < (b ^ sign) ? a : b) break;                                                 \
-        case DTRAIN_MAX: lanes((a ^ sign) > (b ^ sign) ? a : b) break;                                                 \
-        case DTRAIN_AND: lanes(a &b) break;                                                                            \
-        case DTRAIN_OR: lanes(a | b) break;                                                                            \
-        default: lanes(a ^ b)                                                                                          \
-        }                                                                                                              \
-        return r;                                                                                                      \
+#define DTRAIN__CUDA_INTS(name, type, top, lanes) \
+    DTRAIN__CUDA_FN dtrain__cuda_vector name(int op, uint32_t flip, dtrain__cuda_vector left, \
+                                             dtrain__cuda_vector right) \
+    { \
+        dtrain__cuda_vector r; \
+        type sign = (type)flip << (top); \
+        switch (op) { \
+        case DTRAIN_SUM: lanes(a + b) break; \
+        case DTRAIN_PROD: lanes(a *b) break; \
+        case DTRAIN_MIN: lanes((a ^ sign) < (b ^ sign) ? a : b) break; \
+        case DTRAIN_MAX: lanes((a ^ sign) > (b ^ sign) ? a : b) break; \
+        case DTRAIN_AND: lanes(a &b) break; \
+        case DTRAIN_OR: lanes(a | b) break; \
+        default: lanes(a ^ b) \
+        } \
+        return r; \
     }
 
 DTRAIN__CUDA_INTS(dtrain__cuda_join_u32, uint32_t, 31, DTRAIN__CUDA_WORDS)
@@ -2712,29 +2712,29 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f64(const dtrain__cuda_f
 }
 
 /* Floats of 16 bits: as float32, rounded back, and finished. */
-#define DTRAIN__CUDA_HALVES(kind)                                                                                      \
-    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v)                               \
-    {                                                                                                                  \
-        dtrain__cuda_wide wide;                                                                                        \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                \
-        {                                                                                                              \
-            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i]));                              \
-            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i]));                            \
-        }                                                                                                              \
-        return wide;                                                                                                   \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_##kind(dtrain__cuda_wide w)                               \
-    {                                                                                                                  \
-        dtrain__cuda_vector v;                                                                                         \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
-            dtrain__cuda_both_##kind(dtrain__cuda_float_of(w.low.word[i]), dtrain__cuda_float_of(w.high.word[i]));     \
-        return v;                                                                                                      \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_HALVES(kind) \
+    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v) \
+    { \
+        dtrain__cuda_wide wide; \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) \
+        { \
+            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i])); \
+            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i])); \
+        } \
+        return wide; \
+    } \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_##kind(dtrain__cuda_wide w) \
+    { \
+        dtrain__cuda_vector v; \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] = \
+            dtrain__cuda_both_##kind(dtrain__cuda_float_of(w.low.word[i]), dtrain__cuda_float_of(w.high.word[i])); \
+        return v; \
+    } \
     DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_##kind(const dtrain__cuda_fold *args, dtrain__cuda_wide w) \
-    {                                                                                                                  \
-        w.low = dtrain__cuda_finish_f32(args, w.low);                                                                  \
-        w.high = dtrain__cuda_finish_f32(args, w.high);                                                                \
-        return dtrain__cuda_rounded_##kind(w);                                                                         \
+    { \
+        w.low = dtrain__cuda_finish_f32(args, w.low); \
+        w.high = dtrain__cuda_finish_f32(args, w.high); \
+        return dtrain__cuda_rounded_##kind(w); \
     }
 
 DTRAIN__CUDA_HALVES(f16)
@@ -2758,163 +2758,163 @@ typedef struct dtrain__cuda_fold_flags {
 } dtrain__cuda_fold_flags;
 
 /* The kernel `name` of a fold, and name_flags, which does it between two rounds of flags. Threads hold name_held. */
-#define DTRAIN__CUDA_FOLD_KERNELS(name, lanes, unroll)                                                                 \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, lanes, unroll)                                      \
-    typedef struct name##_kept {                                                                                       \
-        name##_held group, single;                                                                                     \
-    } name##_kept;                                                                                                     \
-    DTRAIN__CUDA_FN void name##_flags_body(const dtrain__cuda_fold_flags *args, dtrain__cuda_at at,                    \
-                                           dtrain__cuda_flags_block *shared, name##_kept *own, int phase)              \
-    {                                                                                                                  \
-        const dtrain__cuda_fold *fold = &args->fold;                                                                   \
-        size_t i = at.block * at.threads + at.thread, groups = fold->walk.groups, head = fold->walk.head;              \
-        size_t element = head + i * (lanes), alone = i < head ? i : i + groups * (lanes);                              \
-        if (phase == 0)                                                                                                \
-            dtrain__cuda_flags_begin(&args->flags, at, &shared->stop);                                                 \
-        else if (shared->stop)                                                                                         \
-            return;                                                                                                    \
-        else if (phase == 1 || phase == 4)                                                                             \
-            dtrain__cuda_flags_await(&args->flags, at, phase == 4, &shared->stop);                                     \
-        else if (phase == 3)                                                                                           \
-            dtrain__cuda_flags_signal(&args->flags, at, 1);                                                            \
-        else if (phase == 2 && !args->at_once)                                                                         \
-            name##_body(fold, at, NULL, NULL, 0);                                                                      \
-        else if (phase == 2) {                                                                                         \
-            if (i < groups)                                                                                            \
-                own->group = name##_load(fold, element, 1);                                                            \
-            if (i < fold->walk.singles)                                                                                \
-                own->single = name##_load(fold, alone, 0);                                                             \
-        } else if (args->at_once) {                                                                                    \
-            if (i < groups)                                                                                            \
-                name##_store(fold, element, 1, &own->group);                                                           \
-            if (i < fold->walk.singles)                                                                                \
-                name##_store(fold, alone, 0, &own->single);                                                            \
-        }                                                                                                              \
-    }                                                                                                                  \
-    DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_fold_flags, dtrain__cuda_flags_block, name##_kept,                \
+#define DTRAIN__CUDA_FOLD_KERNELS(name, lanes, unroll) \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, lanes, unroll) \
+    typedef struct name##_kept { \
+        name##_held group, single; \
+    } name##_kept; \
+    DTRAIN__CUDA_FN void name##_flags_body(const dtrain__cuda_fold_flags *args, dtrain__cuda_at at, \
+                                           dtrain__cuda_flags_block *shared, name##_kept *own, int phase) \
+    { \
+        const dtrain__cuda_fold *fold = &args->fold; \
+        size_t i = at.block * at.threads + at.thread, groups = fold->walk.groups, head = fold->walk.head; \
+        size_t element = head + i * (lanes), alone = i < head ? i : i + groups * (lanes); \
+        if (phase == 0) \
+            dtrain__cuda_flags_begin(&args->flags, at, &shared->stop); \
+        else if (shared->stop) \
+            return; \
+        else if (phase == 1 || phase == 4) \
+            dtrain__cuda_flags_await(&args->flags, at, phase == 4, &shared->stop); \
+        else if (phase == 3) \
+            dtrain__cuda_flags_signal(&args->flags, at, 1); \
+        else if (phase == 2 && !args->at_once) \
+            name##_body(fold, at, NULL, NULL, 0); \
+        else if (phase == 2) { \
+            if (i < groups) \
+                own->group = name##_load(fold, element, 1); \
+            if (i < fold->walk.singles) \
+                own->single = name##_load(fold, alone, 0); \
+        } else if (args->at_once) { \
+            if (i < groups) \
+                name##_store(fold, element, 1, &own->group); \
+            if (i < fold->walk.singles) \
+                name##_store(fold, alone, 0, &own->single); \
+        } \
+    } \
+    DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_fold_flags, dtrain__cuda_flags_block, name##_kept, \
                           DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FOLD_PHASES)
 
 /* The same of a fold whose threads hold its result. */
-#define DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)                                                              \
-    typedef wide name##_held;                                                                                          \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
-    {                                                                                                                  \
-        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width) \
+    typedef wide name##_held; \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held) \
+    { \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held)); \
+    } \
     DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), 1)
 
 /* Sums of `inputs` (1, 2, 4 or 8) inputs. */
-#define DTRAIN__CUDA_FOLD_FIXED(name, inputs, unroll, wide, partial, join, finish, width)                              \
-    typedef struct name##_held {                                                                                       \
-        dtrain__cuda_vector in[inputs];                                                                                \
-    } name##_held;                                                                                                     \
-    DTRAIN__CUDA_FN name##_held name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                  \
-    {                                                                                                                  \
-        name##_held held;                                                                                              \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) held.in[k] =                                            \
-            dtrain__cuda_load(args->in[k], element, width, whole);                                                     \
-        return held;                                                                                                   \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole,                        \
-                                      const name##_held *held)                                                         \
-    {                                                                                                                  \
-        wide part[inputs];                                                                                             \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) part[k] = partial(held->in[k]);                         \
-        DTRAIN__CUDA_UNROLL for (int step = 1; step < (inputs); step *= 2)                                             \
-            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < (inputs); k += 2 * step) part[k] =                          \
-                join(DTRAIN_SUM, part[k], part[k + step]);                                                             \
-        dtrain__cuda_fold_store(args, element, width, whole, finish(args, part[0]));                                   \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_FOLD_FIXED(name, inputs, unroll, wide, partial, join, finish, width) \
+    typedef struct name##_held { \
+        dtrain__cuda_vector in[inputs]; \
+    } name##_held; \
+    DTRAIN__CUDA_FN name##_held name##_load(const dtrain__cuda_fold *args, size_t element, int whole) \
+    { \
+        name##_held held; \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) held.in[k] = \
+            dtrain__cuda_load(args->in[k], element, width, whole); \
+        return held; \
+    } \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, \
+                                      const name##_held *held) \
+    { \
+        wide part[inputs]; \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) part[k] = partial(held->in[k]); \
+        DTRAIN__CUDA_UNROLL for (int step = 1; step < (inputs); step *= 2) \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < (inputs); k += 2 * step) part[k] = \
+                join(DTRAIN_SUM, part[k], part[k + step]); \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, part[0])); \
+    } \
     DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), unroll)
 
 /* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs; which of them
  * are held is said by the bits of the number of eights. At the end the smaller joins the larger before it. */
-#define DTRAIN__CUDA_FOLD_TREE(name, wide, partial, join, finish, width)                                               \
-    DTRAIN__CUDA_FN wide name##_eight(const dtrain__cuda_fold *args, int from, size_t element, int whole)              \
-    {                                                                                                                  \
-        dtrain__cuda_vector in[8];                                                                                     \
-        wide part[8];                                                                                                  \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) in[k] =                                                        \
-            dtrain__cuda_load(args->in[from + k], element, width, whole);                                              \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) part[k] = partial(in[k]);                                      \
-        DTRAIN__CUDA_UNROLL for (int step = 1; step < 8; step *= 2)                                                    \
-            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < 8; k += 2 * step) part[k] =                                 \
-                join(args->op, part[k], part[k + step]);                                                               \
-        return part[0];                                                                                                \
-    }                                                                                                                  \
-    /* 1 to 7 inputs: four, then two, then one, as many as there are. What is not there is the first again. */         \
-    DTRAIN__CUDA_FN wide name##_rest(const dtrain__cuda_fold *args, int from, int some, size_t element, int whole)     \
-    {                                                                                                                  \
-        dtrain__cuda_vector in[7];                                                                                     \
-        wide four, two, one;                                                                                           \
-        int op = args->op;                                                                                             \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < 7; k++)                                                                \
-        {                                                                                                              \
-            int has = some & (k < 4 ? 4 : k < 6 ? 2 : 1), at = k < 4 ? k : k < 6 ? (some & 4) + k - 4 : some & 6;      \
-            in[k] = dtrain__cuda_load(args->in[from + (has ? at : 0)], element, width, whole);                         \
-        }                                                                                                              \
-        four = join(op, join(op, partial(in[0]), partial(in[1])), join(op, partial(in[2]), partial(in[3])));           \
-        two = join(op, partial(in[4]), partial(in[5]));                                                                \
-        one = partial(in[6]);                                                                                          \
-        if (some & 2)                                                                                                  \
-            one = some & 1 ? join(op, two, one) : two;                                                                 \
-        if (some & 4)                                                                                                  \
-            one = some & 3 ? join(op, four, one) : four;                                                               \
-        return one;                                                                                                    \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                         \
-    {                                                                                                                  \
-        int eights = args->n / 8, some = args->n % 8, op = args->op, has = some != 0;                                  \
-        wide p, p8, p16, p32;                                                                                          \
-        memset(&p8, 0, sizeof p8);                                                                                     \
-        p = p16 = p32 = p8;                                                                                            \
-        for (int k = 0; k < eights; k++) {                                                                             \
-            p = name##_eight(args, 8 * k, element, whole);                                                             \
-            if (k & 1)                                                                                                 \
-                p = join(op, p8, p);                                                                                   \
-            if ((k & 3) == 3)                                                                                          \
-                p = join(op, p16, p);                                                                                  \
-            if ((k & 7) == 7)                                                                                          \
-                p = join(op, p32, p);                                                                                  \
-            p8 = (k & 1) == 0 ? p : p8;                                                                                \
-            p16 = (k & 3) == 1 ? p : p16;                                                                              \
-            p32 = (k & 7) == 3 ? p : p32;                                                                              \
-        }                                                                                                              \
-        if (has)                                                                                                       \
-            p = name##_rest(args, 8 * eights, some, element, whole);                                                   \
-        if (eights & 1)                                                                                                \
-            p = has ? join(op, p8, p) : p8;                                                                            \
-        has |= eights & 1;                                                                                             \
-        if (eights & 2)                                                                                                \
-            p = has ? join(op, p16, p) : p16;                                                                          \
-        has |= eights & 2;                                                                                             \
-        if (eights & 4)                                                                                                \
-            p = has ? join(op, p32, p) : p32;                                                                          \
-        return p;                                                                                                      \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_FOLD_TREE(name, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FN wide name##_eight(const dtrain__cuda_fold *args, int from, size_t element, int whole) \
+    { \
+        dtrain__cuda_vector in[8]; \
+        wide part[8]; \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) in[k] = \
+            dtrain__cuda_load(args->in[from + k], element, width, whole); \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) part[k] = partial(in[k]); \
+        DTRAIN__CUDA_UNROLL for (int step = 1; step < 8; step *= 2) \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < 8; k += 2 * step) part[k] = \
+                join(args->op, part[k], part[k + step]); \
+        return part[0]; \
+    } \
+    /* 1 to 7 inputs: four, then two, then one, as many as there are. What is not there is the first again. */ \
+    DTRAIN__CUDA_FN wide name##_rest(const dtrain__cuda_fold *args, int from, int some, size_t element, int whole) \
+    { \
+        dtrain__cuda_vector in[7]; \
+        wide four, two, one; \
+        int op = args->op; \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 7; k++) \
+        { \
+            int has = some & (k < 4 ? 4 : k < 6 ? 2 : 1), at = k < 4 ? k : k < 6 ? (some & 4) + k - 4 : some & 6; \
+            in[k] = dtrain__cuda_load(args->in[from + (has ? at : 0)], element, width, whole); \
+        } \
+        four = join(op, join(op, partial(in[0]), partial(in[1])), join(op, partial(in[2]), partial(in[3]))); \
+        two = join(op, partial(in[4]), partial(in[5])); \
+        one = partial(in[6]); \
+        if (some & 2) \
+            one = some & 1 ? join(op, two, one) : two; \
+        if (some & 4) \
+            one = some & 3 ? join(op, four, one) : four; \
+        return one; \
+    } \
+    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole) \
+    { \
+        int eights = args->n / 8, some = args->n % 8, op = args->op, has = some != 0; \
+        wide p, p8, p16, p32; \
+        memset(&p8, 0, sizeof p8); \
+        p = p16 = p32 = p8; \
+        for (int k = 0; k < eights; k++) { \
+            p = name##_eight(args, 8 * k, element, whole); \
+            if (k & 1) \
+                p = join(op, p8, p); \
+            if ((k & 3) == 3) \
+                p = join(op, p16, p); \
+            if ((k & 7) == 7) \
+                p = join(op, p32, p); \
+            p8 = (k & 1) == 0 ? p : p8; \
+            p16 = (k & 3) == 1 ? p : p16; \
+            p32 = (k & 7) == 3 ? p : p32; \
+        } \
+        if (has) \
+            p = name##_rest(args, 8 * eights, some, element, whole); \
+        if (eights & 1) \
+            p = has ? join(op, p8, p) : p8; \
+        has |= eights & 1; \
+        if (eights & 2) \
+            p = has ? join(op, p16, p) : p16; \
+        has |= eights & 2; \
+        if (eights & 4) \
+            p = has ? join(op, p32, p) : p32; \
+        return p; \
+    } \
     DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
 /* What is exact in any order: four inputs at a time, from left to right. */
-#define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width)                                                \
-    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                         \
-    {                                                                                                                  \
-        wide p = partial(dtrain__cuda_load(args->in[0], element, width, whole));                                       \
-        for (int from = 1; from < args->n; from += 4) {                                                                \
-            dtrain__cuda_vector in[4];                                                                                 \
-            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) in[k] =                                                    \
-                dtrain__cuda_load(args->in[from + k < args->n ? from + k : 0], element, width, whole);                 \
-            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) if (from + k < args->n) p =                                \
-                join(args->op, args->flip, p, partial(in[k]));                                                         \
-        }                                                                                                              \
-        return p;                                                                                                      \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole) \
+    { \
+        wide p = partial(dtrain__cuda_load(args->in[0], element, width, whole)); \
+        for (int from = 1; from < args->n; from += 4) { \
+            dtrain__cuda_vector in[4]; \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) in[k] = \
+                dtrain__cuda_load(args->in[from + k < args->n ? from + k : 0], element, width, whole); \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) if (from + k < args->n) p = \
+                join(args->op, args->flip, p, partial(in[k])); \
+        } \
+        return p; \
+    } \
     DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
 /* A thread loads so many groups before it stores the first; the number of inputs times this are in flight. */
-#define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width)                                               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, 4, wide, partial, join, finish, width)                                        \
-    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, 4, wide, partial, join, finish, width)                                        \
-    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, 2, wide, partial, join, finish, width)                                        \
+#define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, 4, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, 4, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, 2, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FOLD_FIXED(name##_8, 8, 1, wide, partial, join, finish, width)
 
 DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_f32,
@@ -2952,23 +2952,23 @@ DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_sa
 enum { DTRAIN__CUDA_FOLD_BY_TREE = -2, DTRAIN__CUDA_FOLD_IN_A_ROW = -1 };
 
 /* All folds: each(name, dtype, inputs). Integers with a sign go as those without. */
-#define DTRAIN__CUDA_FOLD_EACH(each)                                                                                   \
-    each(dtrain__cuda_sum_f32_1, DTRAIN_F32, 1) each(dtrain__cuda_sum_f32_2, DTRAIN_F32, 2)                            \
-    each(dtrain__cuda_sum_f32_4, DTRAIN_F32, 4) each(dtrain__cuda_sum_f32_8, DTRAIN_F32, 8)                            \
-    each(dtrain__cuda_sum_f16_1, DTRAIN_F16, 1) each(dtrain__cuda_sum_f16_2, DTRAIN_F16, 2)                            \
-    each(dtrain__cuda_sum_f16_4, DTRAIN_F16, 4) each(dtrain__cuda_sum_f16_8, DTRAIN_F16, 8)                            \
-    each(dtrain__cuda_sum_bf16_1, DTRAIN_BF16, 1) each(dtrain__cuda_sum_bf16_2, DTRAIN_BF16, 2)                        \
-    each(dtrain__cuda_sum_bf16_4, DTRAIN_BF16, 4) each(dtrain__cuda_sum_bf16_8, DTRAIN_BF16, 8)                        \
-    each(dtrain__cuda_tree_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
-    each(dtrain__cuda_tree_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
-    each(dtrain__cuda_tree_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
-    each(dtrain__cuda_tree_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_BY_TREE)                                               \
-    each(dtrain__cuda_row_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
-    each(dtrain__cuda_row_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
-    each(dtrain__cuda_row_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
-    each(dtrain__cuda_row_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_IN_A_ROW)                                               \
-    each(dtrain__cuda_row_u8, DTRAIN_U8, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                   \
-    each(dtrain__cuda_row_u32, DTRAIN_U32, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+#define DTRAIN__CUDA_FOLD_EACH(each) \
+    each(dtrain__cuda_sum_f32_1, DTRAIN_F32, 1) each(dtrain__cuda_sum_f32_2, DTRAIN_F32, 2) \
+    each(dtrain__cuda_sum_f32_4, DTRAIN_F32, 4) each(dtrain__cuda_sum_f32_8, DTRAIN_F32, 8) \
+    each(dtrain__cuda_sum_f16_1, DTRAIN_F16, 1) each(dtrain__cuda_sum_f16_2, DTRAIN_F16, 2) \
+    each(dtrain__cuda_sum_f16_4, DTRAIN_F16, 4) each(dtrain__cuda_sum_f16_8, DTRAIN_F16, 8) \
+    each(dtrain__cuda_sum_bf16_1, DTRAIN_BF16, 1) each(dtrain__cuda_sum_bf16_2, DTRAIN_BF16, 2) \
+    each(dtrain__cuda_sum_bf16_4, DTRAIN_BF16, 4) each(dtrain__cuda_sum_bf16_8, DTRAIN_BF16, 8) \
+    each(dtrain__cuda_tree_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_BY_TREE) \
+    each(dtrain__cuda_tree_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_BY_TREE) \
+    each(dtrain__cuda_tree_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_BY_TREE) \
+    each(dtrain__cuda_tree_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_BY_TREE) \
+    each(dtrain__cuda_row_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_u8, DTRAIN_U8, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_u32, DTRAIN_U32, DTRAIN__CUDA_FOLD_IN_A_ROW) \
     each(dtrain__cuda_row_u64, DTRAIN_U64, DTRAIN__CUDA_FOLD_IN_A_ROW)
 
 typedef dtrain_status (*dtrain__cuda_flags_launch)(dtrain_device *device, const char *call, size_t blocks,
@@ -3141,25 +3141,25 @@ typedef struct dtrain__cuda_axpy_held {
 } dtrain__cuda_axpy_held;
 
 /* Kernels scale_kind and axpy_kind. `adds` is a constant in each, so that scale does not load x. */
-#define DTRAIN__CUDA_AXPY_BY(name, adds, partial, times, by, join, rounded, width)                                     \
-    DTRAIN__CUDA_FN dtrain__cuda_axpy_held name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole)  \
-    {                                                                                                                  \
-        dtrain__cuda_axpy_held held;                                                                                   \
-        held.y = dtrain__cuda_load(args->y, element, width, whole);                                                    \
-        held.x = (adds) ? dtrain__cuda_load(args->x, element, width, whole) : held.y;                                  \
-        return held;                                                                                                   \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole,                   \
-                                      const dtrain__cuda_axpy_held *held)                                              \
-    {                                                                                                                  \
-        dtrain__cuda_store(args->y, element, width, whole,                                                             \
-                           rounded((adds) ? join(DTRAIN_SUM, partial(held->y), times(partial(held->x), args->by))      \
-                                          : times(partial(held->y), args->by)));                                       \
-    }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_axpy_held, 16 / (width),                       \
+#define DTRAIN__CUDA_AXPY_BY(name, adds, partial, times, by, join, rounded, width) \
+    DTRAIN__CUDA_FN dtrain__cuda_axpy_held name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole) \
+    { \
+        dtrain__cuda_axpy_held held; \
+        held.y = dtrain__cuda_load(args->y, element, width, whole); \
+        held.x = (adds) ? dtrain__cuda_load(args->x, element, width, whole) : held.y; \
+        return held; \
+    } \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole, \
+                                      const dtrain__cuda_axpy_held *held) \
+    { \
+        dtrain__cuda_store(args->y, element, width, whole, \
+                           rounded((adds) ? join(DTRAIN_SUM, partial(held->y), times(partial(held->x), args->by)) \
+                                          : times(partial(held->y), args->by))); \
+    } \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_axpy_held, 16 / (width), \
                              DTRAIN__CUDA_ELEMENTWISE_GROUPS)
-#define DTRAIN__CUDA_AXPY(kind, partial, times, by, join, rounded, width)                                              \
-    DTRAIN__CUDA_AXPY_BY(dtrain__cuda_scale_##kind, 0, partial, times, by, join, rounded, width)                       \
+#define DTRAIN__CUDA_AXPY(kind, partial, times, by, join, rounded, width) \
+    DTRAIN__CUDA_AXPY_BY(dtrain__cuda_scale_##kind, 0, partial, times, by, join, rounded, width) \
     DTRAIN__CUDA_AXPY_BY(dtrain__cuda_axpy_##kind, 1, partial, times, by, join, rounded, width)
 
 DTRAIN__CUDA_AXPY(f64, dtrain__cuda_same, dtrain__cuda_times_f64, by_f64, dtrain__cuda_join_f64, dtrain__cuda_same, 8)
@@ -5082,30 +5082,30 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_unpack_tile(const dtrain__cuda_quanti
 }
 
 /* fp8 is a constant in each kernel, so that neither has the other's code. */
-#define DTRAIN__CUDA_QUANTISE_KERNELS(name, fp8)                                                                       \
-    DTRAIN__CUDA_FN void name##_pack_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,                  \
-                                          dtrain__cuda_quantise_shared *shared, dtrain__cuda_quantise_own *own,        \
-                                          int phase)                                                                   \
-    {                                                                                                                  \
-        dtrain__cuda_quantise_pack_tile(args, at, shared, own, phase, fp8);                                            \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_long_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,                  \
-                                          dtrain__cuda_quantise_long_shared *shared,                                   \
-                                          dtrain__cuda_quantise_long_own *own, int phase)                              \
-    {                                                                                                                  \
-        dtrain__cuda_quantise_pack_long(args, at, shared, own, phase, fp8);                                            \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_unpack_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,                \
-                                            dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase)              \
-    {                                                                                                                  \
-        (void)shared, (void)own, (void)phase;                                                                          \
-        dtrain__cuda_quantise_unpack_tile(args, at, fp8);                                                              \
-    }                                                                                                                  \
-    DTRAIN__CUDA_KERNEL(name##_pack, dtrain__cuda_quantise_args, dtrain__cuda_quantise_shared,                         \
-                        dtrain__cuda_quantise_own, DTRAIN__CUDA_QUANTISE_THREADS, 4)                                   \
-    DTRAIN__CUDA_KERNEL(name##_long, dtrain__cuda_quantise_args, dtrain__cuda_quantise_long_shared,                    \
-                        dtrain__cuda_quantise_long_own, DTRAIN__CUDA_QUANTISE_LONG, 4)                                 \
-    DTRAIN__CUDA_KERNEL(name##_unpack, dtrain__cuda_quantise_args, dtrain__cuda_none, dtrain__cuda_none,               \
+#define DTRAIN__CUDA_QUANTISE_KERNELS(name, fp8) \
+    DTRAIN__CUDA_FN void name##_pack_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at, \
+                                          dtrain__cuda_quantise_shared *shared, dtrain__cuda_quantise_own *own, \
+                                          int phase) \
+    { \
+        dtrain__cuda_quantise_pack_tile(args, at, shared, own, phase, fp8); \
+    } \
+    DTRAIN__CUDA_FN void name##_long_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at, \
+                                          dtrain__cuda_quantise_long_shared *shared, \
+                                          dtrain__cuda_quantise_long_own *own, int phase) \
+    { \
+        dtrain__cuda_quantise_pack_long(args, at, shared, own, phase, fp8); \
+    } \
+    DTRAIN__CUDA_FN void name##_unpack_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at, \
+                                            dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase) \
+    { \
+        (void)shared, (void)own, (void)phase; \
+        dtrain__cuda_quantise_unpack_tile(args, at, fp8); \
+    } \
+    DTRAIN__CUDA_KERNEL(name##_pack, dtrain__cuda_quantise_args, dtrain__cuda_quantise_shared, \
+                        dtrain__cuda_quantise_own, DTRAIN__CUDA_QUANTISE_THREADS, 4) \
+    DTRAIN__CUDA_KERNEL(name##_long, dtrain__cuda_quantise_args, dtrain__cuda_quantise_long_shared, \
+                        dtrain__cuda_quantise_long_own, DTRAIN__CUDA_QUANTISE_LONG, 4) \
+    DTRAIN__CUDA_KERNEL(name##_unpack, dtrain__cuda_quantise_args, dtrain__cuda_none, dtrain__cuda_none, \
                         DTRAIN__CUDA_QUANTISE_THREADS, 1)
 
 DTRAIN__CUDA_QUANTISE_KERNELS(dtrain__cuda_int8, 0)
@@ -5181,25 +5181,25 @@ static dtrain_status dtrain__cuda_unpack(dtrain_device *device, dtrain_dtype cod
 #define DTRAIN__CUDA_CREATE
 
 /* A row of the table: the operation, while the queue's GPU is the calling thread's current one. */
-#define DTRAIN__CUDA_ROW(name, parameters, arguments)                                                                  \
-    static dtrain_status dtrain__cuda_row_##name parameters                                                            \
-    {                                                                                                                  \
-        int before;                                                                                                    \
-        dtrain_status status = dtrain__cuda_status(device, "device_" #name, dtrain__cuda_switch(device, &before));     \
-        if (status != DTRAIN_OK)                                                                                       \
-            return status;                                                                                             \
-        status = dtrain__cuda_##name arguments;                                                                        \
-        dtrain__cuda_leave(device, before);                                                                            \
-        return status;                                                                                                 \
+#define DTRAIN__CUDA_ROW(name, parameters, arguments) \
+    static dtrain_status dtrain__cuda_row_##name parameters \
+    { \
+        int before; \
+        dtrain_status status = dtrain__cuda_status(device, "device_" #name, dtrain__cuda_switch(device, &before)); \
+        if (status != DTRAIN_OK) \
+            return status; \
+        status = dtrain__cuda_##name arguments; \
+        dtrain__cuda_leave(device, before); \
+        return status; \
     }
-#define DTRAIN__CUDA_VOID_ROW(name, parameters, arguments)                                                             \
-    static void dtrain__cuda_row_##name parameters                                                                     \
-    {                                                                                                                  \
-        int before;                                                                                                    \
-        /* If the GPU is lost, the CPU's part is freed all the same. */                                                \
-        dtrain__cuda_drop(dtrain__cuda_switch(device, &before));                                                       \
-        dtrain__cuda_##name arguments;                                                                                 \
-        dtrain__cuda_leave(device, before);                                                                            \
+#define DTRAIN__CUDA_VOID_ROW(name, parameters, arguments) \
+    static void dtrain__cuda_row_##name parameters \
+    { \
+        int before; \
+        /* If the GPU is lost, the CPU's part is freed all the same. */ \
+        dtrain__cuda_drop(dtrain__cuda_switch(device, &before)); \
+        dtrain__cuda_##name arguments; \
+        dtrain__cuda_leave(device, before); \
     }
 
 #ifdef DTRAIN_CUDA_EMULATE
@@ -5218,64 +5218,64 @@ static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_dev
 }
 
 /* The operations, in the order of the table: up to queues, and after them. */
-#define DTRAIN__CUDA_ROWS(ROW, VOID_ROW)                                                                               \
-    ROW(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer),                        \
-        (device, memory, bytes, pointer))                                                                              \
-    VOID_ROW(release, (dtrain_device * device, dtrain_memory memory, void *pointer), (device, memory, pointer))        \
-    ROW(copy, (dtrain_device * device, void *to, const void *from, size_t bytes), (device, to, from, bytes))           \
-    ROW(fill, (dtrain_device * device, void *to, const void *element, size_t element_bytes, size_t count),             \
-        (device, to, element, element_bytes, count))                                                                   \
-    ROW(wait, (dtrain_device * device), (device))                                                                      \
-    ROW(event_create, (dtrain_device * device, dtrain_device_event * *event), (device, event))                         \
-    VOID_ROW(event_destroy, (dtrain_device * device, dtrain_device_event * event), (device, event))                    \
-    ROW(event_record, (dtrain_device * device, dtrain_device_event * event), (device, event))                          \
-    ROW(event_await, (dtrain_device * device, dtrain_device_event * event), (device, event))                           \
-    ROW(event_done, (dtrain_device * device, dtrain_device_event * event, int *done), (device, event, done))           \
-    ROW(convert,                                                                                                       \
-        (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count),         \
-        (device, in, from, out, to, count))                                                                            \
-    ROW(reduce,                                                                                                        \
-        (dtrain_device * device, dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,       \
-         void *const *out, int m, size_t begin, size_t count),                                                         \
-        (device, dtype, op, divisor, in, n, out, m, begin, count))                                                     \
-    ROW(scale, (dtrain_device * device, dtrain_dtype dtype, void *x, double factor, size_t count),                     \
-        (device, dtype, x, factor, count))                                                                             \
-    ROW(axpy, (dtrain_device * device, dtrain_dtype dtype, void *y, double alpha, const void *x, size_t count),        \
-        (device, dtype, y, alpha, x, count))                                                                           \
-    ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step *step), (device, step))                         \
-    ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step))                             \
-    ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found),          \
-        (device, dtype, x, count, found))                                                                              \
-    ROW(squares, (dtrain_device * device, const float *x, size_t count, int64_t *limbs), (device, x, count, limbs))    \
-    ROW(clip, (dtrain_device * device, const int64_t *limbs, float max_norm, double *norm, float *x, size_t count),    \
-        (device, limbs, max_norm, norm, x, count))                                                                     \
-    ROW(selection_create, (dtrain_device * device, size_t count, size_t k, dtrain_device_selection * *made),           \
-        (device, count, k, made))                                                                                      \
-    VOID_ROW(selection_destroy, (dtrain_device * device, dtrain_device_selection * selection), (device, selection))    \
-    ROW(select,                                                                                                        \
+#define DTRAIN__CUDA_ROWS(ROW, VOID_ROW) \
+    ROW(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer), \
+        (device, memory, bytes, pointer)) \
+    VOID_ROW(release, (dtrain_device * device, dtrain_memory memory, void *pointer), (device, memory, pointer)) \
+    ROW(copy, (dtrain_device * device, void *to, const void *from, size_t bytes), (device, to, from, bytes)) \
+    ROW(fill, (dtrain_device * device, void *to, const void *element, size_t element_bytes, size_t count), \
+        (device, to, element, element_bytes, count)) \
+    ROW(wait, (dtrain_device * device), (device)) \
+    ROW(event_create, (dtrain_device * device, dtrain_device_event * *event), (device, event)) \
+    VOID_ROW(event_destroy, (dtrain_device * device, dtrain_device_event * event), (device, event)) \
+    ROW(event_record, (dtrain_device * device, dtrain_device_event * event), (device, event)) \
+    ROW(event_await, (dtrain_device * device, dtrain_device_event * event), (device, event)) \
+    ROW(event_done, (dtrain_device * device, dtrain_device_event * event, int *done), (device, event, done)) \
+    ROW(convert, \
+        (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count), \
+        (device, in, from, out, to, count)) \
+    ROW(reduce, \
+        (dtrain_device * device, dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n, \
+         void *const *out, int m, size_t begin, size_t count), \
+        (device, dtype, op, divisor, in, n, out, m, begin, count)) \
+    ROW(scale, (dtrain_device * device, dtrain_dtype dtype, void *x, double factor, size_t count), \
+        (device, dtype, x, factor, count)) \
+    ROW(axpy, (dtrain_device * device, dtrain_dtype dtype, void *y, double alpha, const void *x, size_t count), \
+        (device, dtype, y, alpha, x, count)) \
+    ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step *step), (device, step)) \
+    ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step)) \
+    ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found), \
+        (device, dtype, x, count, found)) \
+    ROW(squares, (dtrain_device * device, const float *x, size_t count, int64_t *limbs), (device, x, count, limbs)) \
+    ROW(clip, (dtrain_device * device, const int64_t *limbs, float max_norm, double *norm, float *x, size_t count), \
+        (device, limbs, max_norm, norm, x, count)) \
+    ROW(selection_create, (dtrain_device * device, size_t count, size_t k, dtrain_device_selection * *made), \
+        (device, count, k, made)) \
+    VOID_ROW(selection_destroy, (dtrain_device * device, dtrain_device_selection * selection), (device, selection)) \
+    ROW(select, \
         (dtrain_device * device, dtrain_device_selection * selection, float *sum, const float *add, uint32_t *indices, \
-         float *values),                                                                                               \
-        (device, selection, sum, add, indices, values))                                                                \
-    ROW(sparse_add,                                                                                                    \
-        (dtrain_device * device, const uint32_t *indices, const float *values, size_t k, float *data, size_t count),   \
-        (device, indices, values, k, data, count))                                                                     \
-    ROW(pack, (dtrain_device * device, dtrain_dtype code, size_t block, const float *in, size_t count, void *out),     \
-        (device, code, block, in, count, out))                                                                         \
-    ROW(unpack,                                                                                                        \
-        (dtrain_device * device, dtrain_dtype code, size_t block, const void *in, float *out, size_t count, int add),  \
+         float *values), \
+        (device, selection, sum, add, indices, values)) \
+    ROW(sparse_add, \
+        (dtrain_device * device, const uint32_t *indices, const float *values, size_t k, float *data, size_t count), \
+        (device, indices, values, k, data, count)) \
+    ROW(pack, (dtrain_device * device, dtrain_dtype code, size_t block, const float *in, size_t count, void *out), \
+        (device, code, block, in, count, out)) \
+    ROW(unpack, \
+        (dtrain_device * device, dtrain_dtype code, size_t block, const void *in, float *out, size_t count, int add), \
         (device, code, block, in, out, count, add))
 
-#define DTRAIN__CUDA_SHARING_ROWS(ROW, VOID_ROW)                                                                       \
-    ROW(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared),                     \
-        (device, pointer, shared))                                                                                     \
-    ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base),                        \
-        (device, shared, base))                                                                                        \
-    VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base))                                       \
-    ROW(page_open, (dtrain_device * device, void *page, size_t bytes, void **queues), (device, page, bytes, queues))   \
-    VOID_ROW(page_close, (dtrain_device * device, void *page), (device, page))                                         \
-    ROW(word_write, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value))                  \
-    ROW(word_await, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value))                  \
-    ROW(flag_traits, (dtrain_device * device, dtrain_device_flag_traits * traits), (device, traits))                   \
+#define DTRAIN__CUDA_SHARING_ROWS(ROW, VOID_ROW) \
+    ROW(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared), \
+        (device, pointer, shared)) \
+    ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base), \
+        (device, shared, base)) \
+    VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base)) \
+    ROW(page_open, (dtrain_device * device, void *page, size_t bytes, void **queues), (device, page, bytes, queues)) \
+    VOID_ROW(page_close, (dtrain_device * device, void *page), (device, page)) \
+    ROW(word_write, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value)) \
+    ROW(word_await, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value)) \
+    ROW(flag_traits, (dtrain_device * device, dtrain_device_flag_traits * traits), (device, traits)) \
     ROW(flags_run, (dtrain_device * device, const dtrain_device_flags *part), (device, part))
 
 DTRAIN__CUDA_ROWS(DTRAIN__CUDA_ROW, DTRAIN__CUDA_VOID_ROW)

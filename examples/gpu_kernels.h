@@ -38,11 +38,11 @@ typedef struct gpu {
 #define GPU_ROWS(row, rows) for (size_t row = 0; row < (rows); row++)
 #define GPU_COLUMNS(i, n) for (size_t i = 0; i < (n); i++)
 #define GPU_SYNC_LANES() ((void)0)
-#define GPU_EACH_LAUNCH(gpu, n, name, ...)                                                                             \
-    do {                                                                                                               \
-        dtrain_cuda_emulated_open();                                                                                   \
-        name(__VA_ARGS__);                                                                                             \
-        dtrain_cuda_emulated_close();                                                                                  \
+#define GPU_EACH_LAUNCH(gpu, n, name, ...) \
+    do { \
+        dtrain_cuda_emulated_open(); \
+        name(__VA_ARGS__); \
+        dtrain_cuda_emulated_close(); \
     } while (0)
 #define GPU_ROWS_LAUNCH GPU_EACH_LAUNCH
 #define GPU_BEGIN() dtrain_cuda_emulated_open() /* around many kernels: opening takes longer than a small one does */
@@ -61,27 +61,27 @@ typedef struct gpu {
 #define GPU_BEGIN() ((void)0)
 #define GPU_END() ((void)0)
 #define GPU_BLOCK 256
-#define GPU_EACH_LAUNCH(gpu, n, name, ...)                                                                             \
-    do {                                                                                                               \
-        size_t gpu_blocks = ((n) + GPU_BLOCK - 1) / GPU_BLOCK;                                                         \
-        name<<<(unsigned)(gpu_blocks < 8192 ? gpu_blocks : 8192), GPU_BLOCK, 0, (gpu)->stream>>>(__VA_ARGS__);         \
-        gpu_note(gpu, #name, cudaGetLastError());                                                                      \
+#define GPU_EACH_LAUNCH(gpu, n, name, ...) \
+    do { \
+        size_t gpu_blocks = ((n) + GPU_BLOCK - 1) / GPU_BLOCK; \
+        name<<<(unsigned)(gpu_blocks < 8192 ? gpu_blocks : 8192), GPU_BLOCK, 0, (gpu)->stream>>>(__VA_ARGS__); \
+        gpu_note(gpu, #name, cudaGetLastError()); \
     } while (0)
 #define GPU_ROWS_LAUNCH(gpu, rows, name, ...) GPU_EACH_LAUNCH(gpu, (rows)*GPU_WARP, name, __VA_ARGS__)
 #endif
 
 /* result = start, to which `term` of every i below n is joined by the warp's fold, the same on all lanes. */
-#define GPU_ROW_FOLD(type, fold, start, result, i, n, term)                                                            \
-    do {                                                                                                               \
-        type gpu_part[GPU_LANES];                                                                                      \
-        GPU_EACH_LANE(gpu_lane, gpu_own)                                                                               \
-        {                                                                                                              \
-            type gpu_sum = start;                                                                                      \
-            for (size_t i = gpu_lane; i < (n); i += GPU_WARP)                                                          \
-                gpu_sum = fold(gpu_sum, term);                                                                         \
-            gpu_part[gpu_own] = gpu_sum;                                                                               \
-        }                                                                                                              \
-        result = fold##_warp(gpu_part);                                                                                \
+#define GPU_ROW_FOLD(type, fold, start, result, i, n, term) \
+    do { \
+        type gpu_part[GPU_LANES]; \
+        GPU_EACH_LANE(gpu_lane, gpu_own) \
+        { \
+            type gpu_sum = start; \
+            for (size_t i = gpu_lane; i < (n); i += GPU_WARP) \
+                gpu_sum = fold(gpu_sum, term); \
+            gpu_part[gpu_own] = gpu_sum; \
+        } \
+        result = fold##_warp(gpu_part); \
     } while (0)
 #define GPU_ROW_SUM(result, i, n, term) GPU_ROW_FOLD(float, gpu_add, 0.0f, result, i, n, term)
 #define GPU_ROW_SUM_F64(result, i, n, term) GPU_ROW_FOLD(double, gpu_add_f64, 0.0, result, i, n, term)
@@ -104,21 +104,21 @@ GPU_FN float gpu_max(float a, float b)
 
 /* Lane l and lane l + d, d = 16, 8, ..., 1: on a GPU both of them have the sum, as a + b is b + a. */
 #ifdef DTRAIN_CUDA_EMULATE
-#define GPU_WARP_FOLD(type, fold)                                                                                      \
-    GPU_FN type fold##_warp(type *part)                                                                                \
-    {                                                                                                                  \
-        for (size_t d = GPU_WARP / 2; d > 0; d /= 2)                                                                   \
-            for (size_t lane = 0; lane < d; lane++)                                                                    \
-                part[lane] = fold(part[lane], part[lane + d]);                                                         \
-        return part[0];                                                                                                \
+#define GPU_WARP_FOLD(type, fold) \
+    GPU_FN type fold##_warp(type *part) \
+    { \
+        for (size_t d = GPU_WARP / 2; d > 0; d /= 2) \
+            for (size_t lane = 0; lane < d; lane++) \
+                part[lane] = fold(part[lane], part[lane + d]); \
+        return part[0]; \
     }
 #else
-#define GPU_WARP_FOLD(type, fold)                                                                                      \
-    GPU_FN type fold##_warp(type *part)                                                                                \
-    {                                                                                                                  \
-        for (int d = GPU_WARP / 2; d > 0; d /= 2)                                                                      \
-            part[0] = fold(part[0], __shfl_xor_sync(0xffffffffu, part[0], d));                                         \
-        return part[0];                                                                                                \
+#define GPU_WARP_FOLD(type, fold) \
+    GPU_FN type fold##_warp(type *part) \
+    { \
+        for (int d = GPU_WARP / 2; d > 0; d /= 2) \
+            part[0] = fold(part[0], __shfl_xor_sync(0xffffffffu, part[0], d)); \
+        return part[0]; \
     }
 #endif
 GPU_WARP_FOLD(float, gpu_add)

@@ -73,29 +73,29 @@ static void bench_sgemm(int transpose_a, int transpose_b, size_t m, size_t n, si
 #if defined(__x86_64__)
 #define BENCH_AVX2 __attribute__((target("avx2")))
 /* Compiles a loop for three instruction sets and calls the best that the processor has. */
-#define BENCH_LOOP(name, parameters, arguments)                                                                        \
-    BENCH_AVX512 static void name##_avx512 parameters                                                                  \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
-    }                                                                                                                  \
-    BENCH_AVX2 static void name##_avx2 parameters                                                                      \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
-    }                                                                                                                  \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        if (__builtin_cpu_supports("avx512f"))                                                                         \
-            name##_avx512 arguments;                                                                                   \
-        else if (__builtin_cpu_supports("avx2"))                                                                       \
-            name##_avx2 arguments;                                                                                     \
-        else                                                                                                           \
-            name##_body arguments;                                                                                     \
+#define BENCH_LOOP(name, parameters, arguments) \
+    BENCH_AVX512 static void name##_avx512 parameters \
+    { \
+        name##_body arguments; \
+    } \
+    BENCH_AVX2 static void name##_avx2 parameters \
+    { \
+        name##_body arguments; \
+    } \
+    static void name parameters \
+    { \
+        if (__builtin_cpu_supports("avx512f")) \
+            name##_avx512 arguments; \
+        else if (__builtin_cpu_supports("avx2")) \
+            name##_avx2 arguments; \
+        else \
+            name##_body arguments; \
     }
 #else
-#define BENCH_LOOP(name, parameters, arguments)                                                                        \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
+#define BENCH_LOOP(name, parameters, arguments) \
+    static void name parameters \
+    { \
+        name##_body arguments; \
     }
 #endif
 #define BENCH_INLINE static inline __attribute__((always_inline))

@@ -77,13 +77,13 @@ typedef struct bench_op {
     int positive;   /* 1: the vectors hold squares */
 } bench_op;
 
-#define BENCH_CUDA(call)                                                                                               \
-    do {                                                                                                               \
-        cudaError_t bench_error_ = (call);                                                                             \
-        if (bench_error_ != cudaSuccess) {                                                                             \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(bench_error_));           \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
+#define BENCH_CUDA(call) \
+    do { \
+        cudaError_t bench_error_ = (call); \
+        if (bench_error_ != cudaSuccess) { \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(bench_error_)); \
+            exit(1); \
+        } \
     } while (0)
 
 /* Normal numbers, or their squares, drawn anew for each seed. */

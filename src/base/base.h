@@ -35,28 +35,28 @@
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
 #elif defined(__GNUC__)
-#define DTRAIN__EXACT_GCC                                                                                              \
-    _Pragma("GCC push_options")                                                                                        \
+#define DTRAIN__EXACT_GCC \
+    _Pragma("GCC push_options") \
         _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
 #ifdef __CUDACC__ /* nvcc hands the pragma on, and warns that it does not know it; its macros were expanded before */
-#define DTRAIN__EXACT_BEGIN                                                                                            \
+#define DTRAIN__EXACT_BEGIN \
     _Pragma("nv_diagnostic push") _Pragma("nv_diag_suppress 1675") DTRAIN__EXACT_GCC _Pragma("nv_diagnostic pop")
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options")
 #else
 #define DTRAIN__EXACT_BEGIN DTRAIN__EXACT_MACROS(push) DTRAIN__EXACT_GCC
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
 #endif
-#define DTRAIN__EXACT_MACROS(way)                                                                                      \
-    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE__"))                                                                   \
-    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE_SIZE__"))                                                              \
-    DTRAIN__EXACT_MACRO(way##_macro("__FAST_MATH__"))                                                                  \
-    DTRAIN__EXACT_MACRO(way##_macro("__FINITE_MATH_ONLY__"))                                                           \
-    DTRAIN__EXACT_MACRO(way##_macro("__ASSOCIATIVE_MATH__"))                                                           \
-    DTRAIN__EXACT_MACRO(way##_macro("__RECIPROCAL_MATH__"))                                                            \
-    DTRAIN__EXACT_MACRO(way##_macro("__NO_SIGNED_ZEROS__"))                                                            \
-    DTRAIN__EXACT_MACRO(way##_macro("__NO_TRAPPING_MATH__"))                                                           \
-    DTRAIN__EXACT_MACRO(way##_macro("__NO_MATH_ERRNO__"))                                                              \
-    DTRAIN__EXACT_MACRO(way##_macro("__ROUNDING_MATH__"))                                                              \
+#define DTRAIN__EXACT_MACROS(way) \
+    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__OPTIMIZE_SIZE__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__FAST_MATH__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__FINITE_MATH_ONLY__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__ASSOCIATIVE_MATH__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__RECIPROCAL_MATH__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__NO_SIGNED_ZEROS__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__NO_TRAPPING_MATH__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__NO_MATH_ERRNO__")) \
+    DTRAIN__EXACT_MACRO(way##_macro("__ROUNDING_MATH__")) \
     DTRAIN__EXACT_MACRO(way##_macro("__SIGNALING_NANS__"))
 #define DTRAIN__EXACT_MACRO(pragma) _Pragma(#pragma)
 #else
@@ -70,7 +70,7 @@
 /* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END: no step waits
  * for it. Other compilers have no pragma for that. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
-#define DTRAIN__SMALL_BEGIN                                                                                            \
+#define DTRAIN__SMALL_BEGIN \
     DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
 #define DTRAIN__SMALL_END _Pragma("GCC pop_options") DTRAIN__EXACT_MACROS(pop)
 #define DTRAIN__FAST_BEGIN DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC reset_options")
@@ -148,14 +148,14 @@ DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char 
 
 /* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
  * Expands in the program's own code; the library itself never exits. */
-#define DTRAIN_CHECK(call)                                                                                             \
-    do {                                                                                                               \
-        dtrain_status dtrain_check_status_ = (call);                                                                   \
-        if (dtrain_check_status_ != DTRAIN_OK) {                                                                       \
-            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_),           \
-                    dtrain_last_error());                                                                              \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
+#define DTRAIN_CHECK(call) \
+    do { \
+        dtrain_status dtrain_check_status_ = (call); \
+        if (dtrain_check_status_ != DTRAIN_OK) { \
+            fprintf(stderr, "%s:%d: %s: %s\n", __FILE__, __LINE__, dtrain_status_name(dtrain_check_status_), \
+                    dtrain_last_error()); \
+            exit(1); \
+        } \
     } while (0)
 
 /* Evaluates a call and leaves its result on purpose, where a compiler warns of a result that nobody reads.

@@ -64,7 +64,7 @@ static void *dtrain__memory_resize(void *pointer, size_t old_bytes, size_t new_b
 }
 
 #ifndef DTRAIN_RESIZE
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
+#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) \
     dtrain__memory_resize(pointer, old_bytes, new_bytes, align)
 #endif
 

@@ -112,11 +112,11 @@ static void dtrain__index_clear(dtrain__index *index)
 }
 
 /* Makes room in an array that grows for `more` elements after `count`; 0: there is no memory, which is reported. */
-#define DTRAIN__INDEX_ROOM(allocator, array, count, more)                                                              \
+#define DTRAIN__INDEX_ROOM(allocator, array, count, more) \
     dtrain__index_room((allocator), (void *)&(array), sizeof *(array), (count), (more))
 
 /* Appends an item to such an array. */
-#define DTRAIN__INDEX_ADD(allocator, array, count, item)                                                               \
+#define DTRAIN__INDEX_ADD(allocator, array, count, item) \
     dtrain__index_add((allocator), (void *)&(array), sizeof *(array), &(count), &(item))
 
 static DTRAIN__NOINLINE int dtrain__index_room(dtrain_allocator *allocator, void *array, size_t size, size_t count,

@@ -83,13 +83,13 @@ typedef struct dtrain__alike_field {
     const char *(*constant)(int value); /* of an enum: its names, NULL for what is none; NULL: no enum */
 } dtrain__alike_field;
 
-#define DTRAIN__ALIKE_CONSTANT(desc, member, constant)                                                                 \
-    {                                                                                                                  \
-#member, offsetof(desc, member), sizeof(((desc *)0)->member), DTRAIN__ALIKE_NUMBER, constant                   \
+#define DTRAIN__ALIKE_CONSTANT(desc, member, constant) \
+    { \
+#member, offsetof(desc, member), sizeof(((desc *)0)->member), DTRAIN__ALIKE_NUMBER, constant \
     }
-#define DTRAIN__ALIKE_FIELD(desc, member, kind)                                                                        \
-    {                                                                                                                  \
-#member, offsetof(desc, member), sizeof(((desc *)0)->member), DTRAIN__ALIKE_##kind, NULL                       \
+#define DTRAIN__ALIKE_FIELD(desc, member, kind) \
+    { \
+#member, offsetof(desc, member), sizeof(((desc *)0)->member), DTRAIN__ALIKE_##kind, NULL \
     }
 
 static const char *dtrain__alike_dtype(int value)

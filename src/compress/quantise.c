@@ -10,7 +10,7 @@
 #include "../tensor/isa.c"
 
 #define DTRAIN__QUANTISE_LANES 16
-#define DTRAIN__QUANTISE_TINY                                                                                          \
+#define DTRAIN__QUANTISE_TINY \
     0x0d800000u /* 2^-100: 448 over less may be infinite, so such blocks grow by 2^100 first */
 
 static DTRAIN__NOINLINE size_t dtrain__quantise_blocks(size_t count, size_t block)
@@ -86,38 +86,38 @@ DTRAIN__INLINE float dtrain__quantise_from_fp8(unsigned char code)
     return x;
 }
 
-#define DTRAIN__QUANTISE_BYTES(name, top, encode, decode)                                                              \
-    DTRAIN__INLINE void name##_pack_body(const void *in, size_t count, size_t block, unsigned char *out)               \
-    {                                                                                                                  \
-        const dtrain__f32 *x = (const dtrain__f32 *)in;                                                                \
-        unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block);                                        \
-        uint32_t zero = dtrain__isa_zero;                                                                              \
-        for (size_t at = 0; at < count; at += block, out += 4) {                                                       \
-            size_t n = count - at < block ? count - at : block;                                                        \
-            dtrain__quantise_scale s =                                                                                 \
-                dtrain__quantise_scale_of(dtrain__quantise_largest((const dtrain__u32 *)in + at, n), top);             \
-            memcpy(out, &s.scale, 4);                                                                                  \
-            if (s.bad)                                                                                                 \
-                memset(codes + at, 0, n);                                                                              \
-            else                                                                                                       \
-                DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) codes[at + i] = encode(                             \
-                    dtrain__isa_rounded_f32(dtrain__isa_rounded_f32(x[at + i] * s.grow, zero) * s.inverse, zero));     \
-        }                                                                                                              \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name##_pack, (const void *in, size_t count, size_t block, unsigned char *out),                      \
-                   (in, count, block, out))                                                                            \
-    DTRAIN__INLINE void name##_unpack_body(const unsigned char *in, void *out, size_t count, size_t block)             \
-    {                                                                                                                  \
-        const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block);                                   \
-        dtrain__f32 *x = (dtrain__f32 *)out;                                                                           \
-        for (size_t at = 0; at < count; at += block, in += 4) {                                                        \
-            size_t n = count - at < block ? count - at : block;                                                        \
-            float scale;                                                                                               \
-            memcpy(&scale, in, 4);                                                                                     \
-            DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) x[at + i] = decode(codes[at + i]) * scale;              \
-        }                                                                                                              \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name##_unpack, (const unsigned char *in, void *out, size_t count, size_t block),                    \
+#define DTRAIN__QUANTISE_BYTES(name, top, encode, decode) \
+    DTRAIN__INLINE void name##_pack_body(const void *in, size_t count, size_t block, unsigned char *out) \
+    { \
+        const dtrain__f32 *x = (const dtrain__f32 *)in; \
+        unsigned char *codes = out + 4 * dtrain__quantise_blocks(count, block); \
+        uint32_t zero = dtrain__isa_zero; \
+        for (size_t at = 0; at < count; at += block, out += 4) { \
+            size_t n = count - at < block ? count - at : block; \
+            dtrain__quantise_scale s = \
+                dtrain__quantise_scale_of(dtrain__quantise_largest((const dtrain__u32 *)in + at, n), top); \
+            memcpy(out, &s.scale, 4); \
+            if (s.bad) \
+                memset(codes + at, 0, n); \
+            else \
+                DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) codes[at + i] = encode( \
+                    dtrain__isa_rounded_f32(dtrain__isa_rounded_f32(x[at + i] * s.grow, zero) * s.inverse, zero)); \
+        } \
+    } \
+    DTRAIN__KERNEL(name##_pack, (const void *in, size_t count, size_t block, unsigned char *out), \
+                   (in, count, block, out)) \
+    DTRAIN__INLINE void name##_unpack_body(const unsigned char *in, void *out, size_t count, size_t block) \
+    { \
+        const unsigned char *codes = in + 4 * dtrain__quantise_blocks(count, block); \
+        dtrain__f32 *x = (dtrain__f32 *)out; \
+        for (size_t at = 0; at < count; at += block, in += 4) { \
+            size_t n = count - at < block ? count - at : block; \
+            float scale; \
+            memcpy(&scale, in, 4); \
+            DTRAIN__INDEPENDENT for (size_t i = 0; i < n; i++) x[at + i] = decode(codes[at + i]) * scale; \
+        } \
+    } \
+    DTRAIN__KERNEL(name##_unpack, (const unsigned char *in, void *out, size_t count, size_t block), \
                    (in, out, count, block))
 
 #define DTRAIN__QUANTISE_FROM_INT8(code) ((float)(int32_t)(int8_t)(code))
@@ -202,18 +202,18 @@ static size_t dtrain__quantise_sign_bytes(const dtrain_compressor *compressor, s
 }
 
 /* The table's functions over the kernels, in the default floating-point mode. */
-#define DTRAIN__QUANTISE_TABLE(name)                                                                                   \
-    static void name##_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out)         \
-    {                                                                                                                  \
-        uint64_t mode = dtrain__fpmode_enter();                                                                        \
-        name##_pack(in, count, compressor->block, (unsigned char *)out);                                               \
-        dtrain__fpmode_restore(mode);                                                                                  \
-    }                                                                                                                  \
-    static void name##_unpack_now(const dtrain_compressor *compressor, const void *in, float *out, size_t count)       \
-    {                                                                                                                  \
-        uint64_t mode = dtrain__fpmode_enter();                                                                        \
-        name##_unpack((const unsigned char *)in, out, count, compressor->block);                                       \
-        dtrain__fpmode_restore(mode);                                                                                  \
+#define DTRAIN__QUANTISE_TABLE(name) \
+    static void name##_pack_now(const dtrain_compressor *compressor, const float *in, size_t count, void *out) \
+    { \
+        uint64_t mode = dtrain__fpmode_enter(); \
+        name##_pack(in, count, compressor->block, (unsigned char *)out); \
+        dtrain__fpmode_restore(mode); \
+    } \
+    static void name##_unpack_now(const dtrain_compressor *compressor, const void *in, float *out, size_t count) \
+    { \
+        uint64_t mode = dtrain__fpmode_enter(); \
+        name##_unpack((const unsigned char *)in, out, count, compressor->block); \
+        dtrain__fpmode_restore(mode); \
     }
 
 DTRAIN__QUANTISE_TABLE(dtrain__quantise_int8)

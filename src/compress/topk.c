@@ -66,49 +66,49 @@ static size_t dtrain__topk_block_scalar(const float *data, float *sum, const flo
 
 #if defined(DTRAIN__X86)
 /* Sums a vector of `width` numbers; what remains of a block is left to the scalar form. */
-#define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list)                                                            \
-    target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count,       \
-                                                  uint32_t bar, uint32_t first, uint32_t *indices, float *values)      \
-    {                                                                                                                  \
-        size_t found = 0, i = 0;                                                                                       \
-        for (; count - i >= width; i += width) {                                                                       \
-            if (sum != NULL)                                                                                           \
-                op##_storeu_ps(sum + i, op##_add_ps(op##_loadu_ps(sum + i), op##_loadu_ps(add + i)));                  \
-            list                                                                                                       \
-        }                                                                                                              \
+#define DTRAIN__TOPK_BLOCK_OF(isa, target, width, op, list) \
+    target static size_t dtrain__topk_block_##isa(const float *data, float *sum, const float *add, size_t count, \
+                                                  uint32_t bar, uint32_t first, uint32_t *indices, float *values) \
+    { \
+        size_t found = 0, i = 0; \
+        for (; count - i >= width; i += width) { \
+            if (sum != NULL) \
+                op##_storeu_ps(sum + i, op##_add_ps(op##_loadu_ps(sum + i), op##_loadu_ps(add + i))); \
+            list \
+        } \
         return found + dtrain__topk_block_scalar(data + i, sum != NULL ? sum + i : NULL, sum != NULL ? add + i : NULL, \
-                                                 count - i, bar, first + (uint32_t)i, indices + found,                 \
-                                                 values + found);                                                      \
+                                                 count - i, bar, first + (uint32_t)i, indices + found, \
+                                                 values + found); \
     }
 
 /* mask: a bit for each number that passes. */
-#define DTRAIN__TOPK_LIST(mask)                                                                                        \
-    for (unsigned left = (unsigned)(mask); left != 0; left &= left - 1) {                                              \
-        unsigned lane = (unsigned)__builtin_ctz(left);                                                                 \
-        indices[found] = first + (uint32_t)i + lane;                                                                   \
-        values[found++] = data[i + lane];                                                                              \
+#define DTRAIN__TOPK_LIST(mask) \
+    for (unsigned left = (unsigned)(mask); left != 0; left &= left - 1) { \
+        unsigned lane = (unsigned)__builtin_ctz(left); \
+        indices[found] = first + (uint32_t)i + lane; \
+        values[found++] = data[i + lane]; \
     }
 
 /* Keys and bars but DTRAIN__TOPK_NEVER are positive numbers: a signed comparison with one less will do. */
-#define DTRAIN__TOPK_PASS_sse2                                                                                         \
-    __m128i keys =                                                                                                     \
-        _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff));         \
+#define DTRAIN__TOPK_PASS_sse2 \
+    __m128i keys = \
+        _mm_and_si128(_mm_loadu_si128((const __m128i *)(const void *)(data + i)), _mm_set1_epi32(0x7fffffff)); \
     DTRAIN__TOPK_LIST(_mm_movemask_ps(_mm_castsi128_ps(_mm_cmpgt_epi32(keys, _mm_set1_epi32((int)(bar - 1))))))
-#define DTRAIN__TOPK_PASS_avx2                                                                                         \
-    __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(data + i)),                     \
-                                    _mm256_set1_epi32(0x7fffffff));                                                    \
-    DTRAIN__TOPK_LIST(                                                                                                 \
+#define DTRAIN__TOPK_PASS_avx2 \
+    __m256i keys = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)(const void *)(data + i)), \
+                                    _mm256_set1_epi32(0x7fffffff)); \
+    DTRAIN__TOPK_LIST( \
         _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(keys, _mm256_set1_epi32((int)(bar - 1))))))
-#define DTRAIN__TOPK_PASS_avx512                                                                                       \
-    __m512i bits = _mm512_loadu_si512((const void *)(data + i));                                                       \
-    __mmask16 mask =                                                                                                   \
-        _mm512_cmpge_epu32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32((int)bar));   \
-    if (mask != 0) {                                                                                                   \
-        __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);                        \
-        __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(first + (uint32_t)i)));                           \
-        _mm512_storeu_si512((void *)(indices + found), _mm512_maskz_compress_epi32(mask, at));                         \
-        _mm512_storeu_si512((void *)(values + found), _mm512_maskz_compress_epi32(mask, bits));                        \
-        found += (size_t)__builtin_popcount(mask);                                                                     \
+#define DTRAIN__TOPK_PASS_avx512 \
+    __m512i bits = _mm512_loadu_si512((const void *)(data + i)); \
+    __mmask16 mask = \
+        _mm512_cmpge_epu32_mask(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), _mm512_set1_epi32((int)bar)); \
+    if (mask != 0) { \
+        __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); \
+        __m512i at = _mm512_add_epi32(lanes, _mm512_set1_epi32((int)(first + (uint32_t)i))); \
+        _mm512_storeu_si512((void *)(indices + found), _mm512_maskz_compress_epi32(mask, at)); \
+        _mm512_storeu_si512((void *)(values + found), _mm512_maskz_compress_epi32(mask, bits)); \
+        found += (size_t)__builtin_popcount(mask); \
     }
 
 DTRAIN__TOPK_BLOCK_OF(sse2, , 4, _mm, DTRAIN__TOPK_PASS_sse2)

@@ -55,101 +55,101 @@ typedef uint64_t dtrain__cuda_u64 __attribute__((may_alias));
 /* Defines name_launch(device, caller, blocks, args), which runs name_body(args, at, shared, own, phase) for every
  * thread of blocks, phases 0 to phases - 1, and makes an error of the caller's. own: a thread's variables, which last
  * over its phases. */
-#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases)                              \
+#define DTRAIN__CUDA_KERNEL(name, args_type, shared_type, own_type, thread_count, phases) \
     DTRAIN__CUDA_KERNEL_BY(0, (thread_count), name, args_type, shared_type, own_type, thread_count, phases)
 
 /* The same, of a kernel whose blocks all run at the same time, so that one may wait for what others, of any device, do:
  * no block begins a phase before all have ended the one before it. */
-#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases)                            \
+#define DTRAIN__CUDA_TOGETHER(name, args_type, shared_type, own_type, thread_count, phases) \
     DTRAIN__CUDA_KERNEL_BY(1, (thread_count, 1), name, args_type, shared_type, own_type, thread_count, phases)
 
 #ifdef DTRAIN_CUDA_EMULATE
 /* Which way threads and blocks are walked: up and down in turn. */
 static __thread unsigned dtrain__cuda_turn;
 
-#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases)         \
-    __attribute__((unused)) static dtrain_status name##_launch(dtrain_device *device, const char *caller,              \
-                                                               size_t blocks, const args_type *args)                   \
-    {                                                                                                                  \
-        size_t some = (together) ? blocks : 1, all = some * (thread_count);                                            \
-        shared_type *shared = (shared_type *)malloc(some * sizeof *shared);                                            \
-        own_type *own = (own_type *)malloc(all * sizeof *own);                                                         \
-        unsigned turn = dtrain__cuda_turn++;                                                                           \
-        dtrain__cuda_emulated_enter();                                                                                 \
-        cudaError_t status = dtrain__cuda_emulated_launch(dtrain__cuda_queue_of(device)->stream, blocks);              \
-        if (shared == NULL || own == NULL)                                                                             \
-            status = cudaErrorMemoryAllocation;                                                                        \
-        for (size_t first = 0; status == 0 && first < blocks; first += some) {                                         \
-            memset(shared, 0xa5, some * sizeof *shared);                                                               \
-            memset(own, 0xa5, all * sizeof *own);                                                                      \
-            for (int phase = 0; phase < (phases); phase++)                                                             \
-                for (size_t i = 0; i < all; i++) {                                                                     \
-                    size_t t = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i, b = first + t / (thread_count);    \
-                    dtrain__cuda_at at = {turn % 4 < 2 ? b : blocks - 1 - b, blocks, (uint32_t)(t % (thread_count)),   \
-                                          (thread_count)};                                                             \
-                    name##_body(args, at, shared + t / (thread_count), own + t, phase);                                \
-                }                                                                                                      \
-        }                                                                                                              \
-        dtrain__cuda_emulated_leave();                                                                                 \
-        free(shared);                                                                                                  \
-        free(own);                                                                                                     \
-        return dtrain__cuda_status(device, caller, status);                                                            \
+#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases) \
+    __attribute__((unused)) static dtrain_status name##_launch(dtrain_device *device, const char *caller, \
+                                                               size_t blocks, const args_type *args) \
+    { \
+        size_t some = (together) ? blocks : 1, all = some * (thread_count); \
+        shared_type *shared = (shared_type *)malloc(some * sizeof *shared); \
+        own_type *own = (own_type *)malloc(all * sizeof *own); \
+        unsigned turn = dtrain__cuda_turn++; \
+        dtrain__cuda_emulated_enter(); \
+        cudaError_t status = dtrain__cuda_emulated_launch(dtrain__cuda_queue_of(device)->stream, blocks); \
+        if (shared == NULL || own == NULL) \
+            status = cudaErrorMemoryAllocation; \
+        for (size_t first = 0; status == 0 && first < blocks; first += some) { \
+            memset(shared, 0xa5, some * sizeof *shared); \
+            memset(own, 0xa5, all * sizeof *own); \
+            for (int phase = 0; phase < (phases); phase++) \
+                for (size_t i = 0; i < all; i++) { \
+                    size_t t = (turn + (unsigned)phase) % 2 != 0 ? all - 1 - i : i, b = first + t / (thread_count); \
+                    dtrain__cuda_at at = {turn % 4 < 2 ? b : blocks - 1 - b, blocks, (uint32_t)(t % (thread_count)), \
+                                          (thread_count)}; \
+                    name##_body(args, at, shared + t / (thread_count), own + t, phase); \
+                } \
+        } \
+        dtrain__cuda_emulated_leave(); \
+        free(shared); \
+        free(own); \
+        return dtrain__cuda_status(device, caller, status); \
     }
 #else
-#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases)         \
-    static __global__ void __launch_bounds__ bounds name(const __grid_constant__ args_type args)                       \
-    {                                                                                                                  \
-        __shared__ shared_type shared;                                                                                 \
-        own_type own;                                                                                                  \
-        dtrain__cuda_at at = {blockIdx.x, gridDim.x, threadIdx.x, (thread_count)};                                     \
-        _Pragma("unroll") for (int phase = 0; phase < (phases); phase++)                                               \
-        {                                                                                                              \
-            if (phase > 0)                                                                                             \
-                __syncthreads();                                                                                       \
-            name##_body(&args, at, &shared, &own, phase);                                                              \
-        }                                                                                                              \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_KERNEL_BY(together, bounds, name, args_type, shared_type, own_type, thread_count, phases) \
+    static __global__ void __launch_bounds__ bounds name(const __grid_constant__ args_type args) \
+    { \
+        __shared__ shared_type shared; \
+        own_type own; \
+        dtrain__cuda_at at = {blockIdx.x, gridDim.x, threadIdx.x, (thread_count)}; \
+        _Pragma("unroll") for (int phase = 0; phase < (phases); phase++) \
+        { \
+            if (phase > 0) \
+                __syncthreads(); \
+            name##_body(&args, at, &shared, &own, phase); \
+        } \
+    } \
     static dtrain_status name##_launch(dtrain_device *device, const char *caller, size_t blocks, const args_type *args)\
-    {                                                                                                                  \
-        void *list[] = {(void *)args}; /* not <<<>>>, whose error may be that of the program's own last call */        \
-        cudaStream_t stream = dtrain__cuda_queue_of(device)->stream;                                                   \
-        const void *kernel = (const void *)name;                                                                       \
-        dim3 grid((unsigned)blocks), block(thread_count);                                                              \
-        cudaError_t error = blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration                                       \
-                            : (together) ? cudaLaunchCooperativeKernel(kernel, grid, block, list, 0, stream)           \
-                                         : cudaLaunchKernel(kernel, grid, block, list, 0, stream);                     \
-        return dtrain__cuda_status(device, caller, error);                                                             \
+    { \
+        void *list[] = {(void *)args}; /* not <<<>>>, whose error may be that of the program's own last call */ \
+        cudaStream_t stream = dtrain__cuda_queue_of(device)->stream; \
+        const void *kernel = (const void *)name; \
+        dim3 grid((unsigned)blocks), block(thread_count); \
+        cudaError_t error = blocks > 0x7fffffffu ? cudaErrorInvalidConfiguration \
+                            : (together) ? cudaLaunchCooperativeKernel(kernel, grid, block, list, 0, stream) \
+                                         : cudaLaunchKernel(kernel, grid, block, list, 0, stream); \
+        return dtrain__cuda_status(device, caller, error); \
     }
 #endif
 
 /* Each operation on its own, not to be joined with a neighbour, nor to flush subnormals, as the compiler's own
  * operators are under --fmad and --use_fast_math. */
 #ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign)                                                     \
-    DTRAIN__CUDA_FN type name(type a, type b)                                                                          \
-    {                                                                                                                  \
-        volatile type result = a sign b; /* no contraction */                                                          \
-        return result;                                                                                                 \
+#define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign) \
+    DTRAIN__CUDA_FN type name(type a, type b) \
+    { \
+        volatile type result = a sign b; /* no contraction */ \
+        return result; \
     }
-#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression)                            \
-    DTRAIN__CUDA_FN to name(from a)                                                                                    \
-    {                                                                                                                  \
-        return expression;                                                                                             \
+#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression) \
+    DTRAIN__CUDA_FN to name(from a) \
+    { \
+        return expression; \
     }
 #else
-#define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign)                                                     \
-    DTRAIN__CUDA_FN type name(type a, type b)                                                                          \
-    {                                                                                                                  \
-        type result;                                                                                                   \
-        asm(instruction " %0, %1, %2;" : "=" letter(result) : letter(a), letter(b));                                   \
-        return result;                                                                                                 \
+#define DTRAIN__CUDA_BINARY(name, type, letter, instruction, sign) \
+    DTRAIN__CUDA_FN type name(type a, type b) \
+    { \
+        type result; \
+        asm(instruction " %0, %1, %2;" : "=" letter(result) : letter(a), letter(b)); \
+        return result; \
     }
-#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression)                            \
-    DTRAIN__CUDA_FN to name(from a)                                                                                    \
-    {                                                                                                                  \
-        to result;                                                                                                     \
-        asm(instruction " %0, %1;" : "=" to_letter(result) : from_letter(a));                                          \
-        return result;                                                                                                 \
+#define DTRAIN__CUDA_UNARY(name, to, to_letter, from, from_letter, instruction, expression) \
+    DTRAIN__CUDA_FN to name(from a) \
+    { \
+        to result; \
+        asm(instruction " %0, %1;" : "=" to_letter(result) : from_letter(a)); \
+        return result; \
     }
 #endif
 DTRAIN__CUDA_BINARY(dtrain__cuda_add_f32, float, "f", "add.rn.f32", +)
@@ -165,12 +165,12 @@ DTRAIN__CUDA_UNARY(dtrain__cuda_sqrt_f64, double, "d", double, "d", "sqrt.rn.f64
 DTRAIN__CUDA_UNARY(dtrain__cuda_widen_f32, double, "d", float, "f", "cvt.f64.f32", (double)a)
 DTRAIN__CUDA_UNARY(dtrain__cuda_narrow_f64, float, "f", double, "d", "cvt.rn.f32.f64", (float)a)
 
-#define DTRAIN__CUDA_SAME_BITS(name, to, from)                                                                         \
-    DTRAIN__CUDA_FN to name(from x)                                                                                    \
-    {                                                                                                                  \
-        to same;                                                                                                       \
-        memcpy(&same, &x, sizeof same);                                                                                \
-        return same;                                                                                                   \
+#define DTRAIN__CUDA_SAME_BITS(name, to, from) \
+    DTRAIN__CUDA_FN to name(from x) \
+    { \
+        to same; \
+        memcpy(&same, &x, sizeof same); \
+        return same; \
     }
 
 DTRAIN__CUDA_SAME_BITS(dtrain__cuda_bits_f32, uint32_t, float)
@@ -180,18 +180,18 @@ DTRAIN__CUDA_SAME_BITS(dtrain__cuda_double_of, double, uint64_t)
 
 /* Integer atomics, in shared or device memory; each returns what was there before. */
 #ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after)                                                    \
-    DTRAIN__CUDA_FN type name(type *to, type value)                                                                    \
-    {                                                                                                                  \
-        type before = *to;                                                                                             \
-        *to = after;                                                                                                   \
-        return before;                                                                                                 \
+#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after) \
+    DTRAIN__CUDA_FN type name(type *to, type value) \
+    { \
+        type before = *to; \
+        *to = after; \
+        return before; \
     }
 #else
-#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after)                                                    \
-    DTRAIN__CUDA_FN type name(type *to, type value)                                                                    \
-    {                                                                                                                  \
-        return instruction((native *)to, (native)value);                                                               \
+#define DTRAIN__CUDA_ATOMIC(name, type, native, instruction, after) \
+    DTRAIN__CUDA_FN type name(type *to, type value) \
+    { \
+        return instruction((native *)to, (native)value); \
     }
 #endif
 DTRAIN__CUDA_ATOMIC(dtrain__cuda_atomic_add_u32, uint32_t, unsigned, atomicAdd, before + value)

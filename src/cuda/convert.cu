@@ -118,33 +118,33 @@ DTRAIN__CUDA_FN uint32_t dtrain__cuda_widen_f16_one(uint32_t half)
     return (half & 0x7fffu) > 0x7c00u ? nan : dtrain__cuda_bits_f32(dtrain__cuda_of_f16(half));
 }
 
-#define DTRAIN__CUDA_NARROW(name)                                                                                      \
-    DTRAIN__CUDA_FN dtrain__cuda_vector name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole)  \
-    {                                                                                                                  \
-        return dtrain__cuda_load(args->in, element, 4, whole);                                                         \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole,                \
-                                      const dtrain__cuda_vector *held)                                                 \
-    {                                                                                                                  \
-        uint64_t out = 0;                                                                                              \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out |= (uint64_t)name##_one(held->word[i]) << 16 * i;          \
-        dtrain__cuda_store_half(args->out, element, whole, out);                                                       \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_NARROW(name) \
+    DTRAIN__CUDA_FN dtrain__cuda_vector name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole) \
+    { \
+        return dtrain__cuda_load(args->in, element, 4, whole); \
+    } \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole, \
+                                      const dtrain__cuda_vector *held) \
+    { \
+        uint64_t out = 0; \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out |= (uint64_t)name##_one(held->word[i]) << 16 * i; \
+        dtrain__cuda_store_half(args->out, element, whole, out); \
+    } \
     DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_convert_args, dtrain__cuda_vector, 4, DTRAIN__CUDA_CONVERT_GROUPS)
 
-#define DTRAIN__CUDA_WIDEN(name)                                                                                       \
-    DTRAIN__CUDA_FN uint64_t name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole)             \
-    {                                                                                                                  \
-        return dtrain__cuda_load_half(args->in, element, whole);                                                       \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole,                \
-                                      const uint64_t *held)                                                            \
-    {                                                                                                                  \
-        dtrain__cuda_vector out;                                                                                       \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out.word[i] =                                                  \
-            name##_one((uint32_t)(*held >> 16 * i) & 0xffffu);                                                         \
-        dtrain__cuda_store(args->out, element, 4, whole, out);                                                         \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_WIDEN(name) \
+    DTRAIN__CUDA_FN uint64_t name##_load(const dtrain__cuda_convert_args *args, size_t element, int whole) \
+    { \
+        return dtrain__cuda_load_half(args->in, element, whole); \
+    } \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_convert_args *args, size_t element, int whole, \
+                                      const uint64_t *held) \
+    { \
+        dtrain__cuda_vector out; \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) out.word[i] = \
+            name##_one((uint32_t)(*held >> 16 * i) & 0xffffu); \
+        dtrain__cuda_store(args->out, element, 4, whole, out); \
+    } \
     DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_convert_args, uint64_t, 4, DTRAIN__CUDA_CONVERT_GROUPS)
 
 DTRAIN__CUDA_NARROW(dtrain__cuda_narrow_bf16)

@@ -16,25 +16,25 @@
 #include "quantise.cu"
 
 /* A row of the table: the operation, while the queue's GPU is the calling thread's current one. */
-#define DTRAIN__CUDA_ROW(name, parameters, arguments)                                                                  \
-    static dtrain_status dtrain__cuda_row_##name parameters                                                            \
-    {                                                                                                                  \
-        int before;                                                                                                    \
-        dtrain_status status = dtrain__cuda_status(device, "device_" #name, dtrain__cuda_switch(device, &before));     \
-        if (status != DTRAIN_OK)                                                                                       \
-            return status;                                                                                             \
-        status = dtrain__cuda_##name arguments;                                                                        \
-        dtrain__cuda_leave(device, before);                                                                            \
-        return status;                                                                                                 \
+#define DTRAIN__CUDA_ROW(name, parameters, arguments) \
+    static dtrain_status dtrain__cuda_row_##name parameters \
+    { \
+        int before; \
+        dtrain_status status = dtrain__cuda_status(device, "device_" #name, dtrain__cuda_switch(device, &before)); \
+        if (status != DTRAIN_OK) \
+            return status; \
+        status = dtrain__cuda_##name arguments; \
+        dtrain__cuda_leave(device, before); \
+        return status; \
     }
-#define DTRAIN__CUDA_VOID_ROW(name, parameters, arguments)                                                             \
-    static void dtrain__cuda_row_##name parameters                                                                     \
-    {                                                                                                                  \
-        int before;                                                                                                    \
-        /* If the GPU is lost, the CPU's part is freed all the same. */                                                \
-        dtrain__cuda_drop(dtrain__cuda_switch(device, &before));                                                       \
-        dtrain__cuda_##name arguments;                                                                                 \
-        dtrain__cuda_leave(device, before);                                                                            \
+#define DTRAIN__CUDA_VOID_ROW(name, parameters, arguments) \
+    static void dtrain__cuda_row_##name parameters \
+    { \
+        int before; \
+        /* If the GPU is lost, the CPU's part is freed all the same. */ \
+        dtrain__cuda_drop(dtrain__cuda_switch(device, &before)); \
+        dtrain__cuda_##name arguments; \
+        dtrain__cuda_leave(device, before); \
     }
 
 #ifdef DTRAIN_CUDA_EMULATE
@@ -53,64 +53,64 @@ static dtrain_status dtrain__cuda_queue_create(dtrain_device *device, dtrain_dev
 }
 
 /* The operations, in the order of the table: up to queues, and after them. */
-#define DTRAIN__CUDA_ROWS(ROW, VOID_ROW)                                                                               \
-    ROW(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer),                        \
-        (device, memory, bytes, pointer))                                                                              \
-    VOID_ROW(release, (dtrain_device * device, dtrain_memory memory, void *pointer), (device, memory, pointer))        \
-    ROW(copy, (dtrain_device * device, void *to, const void *from, size_t bytes), (device, to, from, bytes))           \
-    ROW(fill, (dtrain_device * device, void *to, const void *element, size_t element_bytes, size_t count),             \
-        (device, to, element, element_bytes, count))                                                                   \
-    ROW(wait, (dtrain_device * device), (device))                                                                      \
-    ROW(event_create, (dtrain_device * device, dtrain_device_event * *event), (device, event))                         \
-    VOID_ROW(event_destroy, (dtrain_device * device, dtrain_device_event * event), (device, event))                    \
-    ROW(event_record, (dtrain_device * device, dtrain_device_event * event), (device, event))                          \
-    ROW(event_await, (dtrain_device * device, dtrain_device_event * event), (device, event))                           \
-    ROW(event_done, (dtrain_device * device, dtrain_device_event * event, int *done), (device, event, done))           \
-    ROW(convert,                                                                                                       \
-        (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count),         \
-        (device, in, from, out, to, count))                                                                            \
-    ROW(reduce,                                                                                                        \
-        (dtrain_device * device, dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n,       \
-         void *const *out, int m, size_t begin, size_t count),                                                         \
-        (device, dtype, op, divisor, in, n, out, m, begin, count))                                                     \
-    ROW(scale, (dtrain_device * device, dtrain_dtype dtype, void *x, double factor, size_t count),                     \
-        (device, dtype, x, factor, count))                                                                             \
-    ROW(axpy, (dtrain_device * device, dtrain_dtype dtype, void *y, double alpha, const void *x, size_t count),        \
-        (device, dtype, y, alpha, x, count))                                                                           \
-    ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step *step), (device, step))                         \
-    ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step))                             \
-    ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found),          \
-        (device, dtype, x, count, found))                                                                              \
-    ROW(squares, (dtrain_device * device, const float *x, size_t count, int64_t *limbs), (device, x, count, limbs))    \
-    ROW(clip, (dtrain_device * device, const int64_t *limbs, float max_norm, double *norm, float *x, size_t count),    \
-        (device, limbs, max_norm, norm, x, count))                                                                     \
-    ROW(selection_create, (dtrain_device * device, size_t count, size_t k, dtrain_device_selection * *made),           \
-        (device, count, k, made))                                                                                      \
-    VOID_ROW(selection_destroy, (dtrain_device * device, dtrain_device_selection * selection), (device, selection))    \
-    ROW(select,                                                                                                        \
+#define DTRAIN__CUDA_ROWS(ROW, VOID_ROW) \
+    ROW(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer), \
+        (device, memory, bytes, pointer)) \
+    VOID_ROW(release, (dtrain_device * device, dtrain_memory memory, void *pointer), (device, memory, pointer)) \
+    ROW(copy, (dtrain_device * device, void *to, const void *from, size_t bytes), (device, to, from, bytes)) \
+    ROW(fill, (dtrain_device * device, void *to, const void *element, size_t element_bytes, size_t count), \
+        (device, to, element, element_bytes, count)) \
+    ROW(wait, (dtrain_device * device), (device)) \
+    ROW(event_create, (dtrain_device * device, dtrain_device_event * *event), (device, event)) \
+    VOID_ROW(event_destroy, (dtrain_device * device, dtrain_device_event * event), (device, event)) \
+    ROW(event_record, (dtrain_device * device, dtrain_device_event * event), (device, event)) \
+    ROW(event_await, (dtrain_device * device, dtrain_device_event * event), (device, event)) \
+    ROW(event_done, (dtrain_device * device, dtrain_device_event * event, int *done), (device, event, done)) \
+    ROW(convert, \
+        (dtrain_device * device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to, size_t count), \
+        (device, in, from, out, to, count)) \
+    ROW(reduce, \
+        (dtrain_device * device, dtrain_dtype dtype, dtrain_op op, double divisor, const void *const *in, int n, \
+         void *const *out, int m, size_t begin, size_t count), \
+        (device, dtype, op, divisor, in, n, out, m, begin, count)) \
+    ROW(scale, (dtrain_device * device, dtrain_dtype dtype, void *x, double factor, size_t count), \
+        (device, dtype, x, factor, count)) \
+    ROW(axpy, (dtrain_device * device, dtrain_dtype dtype, void *y, double alpha, const void *x, size_t count), \
+        (device, dtype, y, alpha, x, count)) \
+    ROW(adamw, (dtrain_device * device, const dtrain_device_adamw_step *step), (device, step)) \
+    ROW(sgd, (dtrain_device * device, const dtrain_device_sgd_step *step), (device, step)) \
+    ROW(overflow, (dtrain_device * device, dtrain_dtype dtype, const void *x, size_t count, uint32_t *found), \
+        (device, dtype, x, count, found)) \
+    ROW(squares, (dtrain_device * device, const float *x, size_t count, int64_t *limbs), (device, x, count, limbs)) \
+    ROW(clip, (dtrain_device * device, const int64_t *limbs, float max_norm, double *norm, float *x, size_t count), \
+        (device, limbs, max_norm, norm, x, count)) \
+    ROW(selection_create, (dtrain_device * device, size_t count, size_t k, dtrain_device_selection * *made), \
+        (device, count, k, made)) \
+    VOID_ROW(selection_destroy, (dtrain_device * device, dtrain_device_selection * selection), (device, selection)) \
+    ROW(select, \
         (dtrain_device * device, dtrain_device_selection * selection, float *sum, const float *add, uint32_t *indices, \
-         float *values),                                                                                               \
-        (device, selection, sum, add, indices, values))                                                                \
-    ROW(sparse_add,                                                                                                    \
-        (dtrain_device * device, const uint32_t *indices, const float *values, size_t k, float *data, size_t count),   \
-        (device, indices, values, k, data, count))                                                                     \
-    ROW(pack, (dtrain_device * device, dtrain_dtype code, size_t block, const float *in, size_t count, void *out),     \
-        (device, code, block, in, count, out))                                                                         \
-    ROW(unpack,                                                                                                        \
-        (dtrain_device * device, dtrain_dtype code, size_t block, const void *in, float *out, size_t count, int add),  \
+         float *values), \
+        (device, selection, sum, add, indices, values)) \
+    ROW(sparse_add, \
+        (dtrain_device * device, const uint32_t *indices, const float *values, size_t k, float *data, size_t count), \
+        (device, indices, values, k, data, count)) \
+    ROW(pack, (dtrain_device * device, dtrain_dtype code, size_t block, const float *in, size_t count, void *out), \
+        (device, code, block, in, count, out)) \
+    ROW(unpack, \
+        (dtrain_device * device, dtrain_dtype code, size_t block, const void *in, float *out, size_t count, int add), \
         (device, code, block, in, out, count, add))
 
-#define DTRAIN__CUDA_SHARING_ROWS(ROW, VOID_ROW)                                                                       \
-    ROW(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared),                     \
-        (device, pointer, shared))                                                                                     \
-    ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base),                        \
-        (device, shared, base))                                                                                        \
-    VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base))                                       \
-    ROW(page_open, (dtrain_device * device, void *page, size_t bytes, void **queues), (device, page, bytes, queues))   \
-    VOID_ROW(page_close, (dtrain_device * device, void *page), (device, page))                                         \
-    ROW(word_write, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value))                  \
-    ROW(word_await, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value))                  \
-    ROW(flag_traits, (dtrain_device * device, dtrain_device_flag_traits * traits), (device, traits))                   \
+#define DTRAIN__CUDA_SHARING_ROWS(ROW, VOID_ROW) \
+    ROW(memory_share, (dtrain_device * device, const void *pointer, dtrain_device_shared *shared), \
+        (device, pointer, shared)) \
+    ROW(memory_open, (dtrain_device * device, const dtrain_device_shared *shared, void **base), \
+        (device, shared, base)) \
+    VOID_ROW(memory_close, (dtrain_device * device, void *base), (device, base)) \
+    ROW(page_open, (dtrain_device * device, void *page, size_t bytes, void **queues), (device, page, bytes, queues)) \
+    VOID_ROW(page_close, (dtrain_device * device, void *page), (device, page)) \
+    ROW(word_write, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value)) \
+    ROW(word_await, (dtrain_device * device, uint32_t * word, uint32_t value), (device, word, value)) \
+    ROW(flag_traits, (dtrain_device * device, dtrain_device_flag_traits * traits), (device, traits)) \
     ROW(flags_run, (dtrain_device * device, const dtrain_device_flags *part), (device, part))
 
 DTRAIN__CUDA_ROWS(DTRAIN__CUDA_ROW, DTRAIN__CUDA_VOID_ROW)

@@ -24,25 +24,25 @@ typedef struct dtrain__cuda_axpy_held {
 } dtrain__cuda_axpy_held;
 
 /* Kernels scale_kind and axpy_kind. `adds` is a constant in each, so that scale does not load x. */
-#define DTRAIN__CUDA_AXPY_BY(name, adds, partial, times, by, join, rounded, width)                                     \
-    DTRAIN__CUDA_FN dtrain__cuda_axpy_held name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole)  \
-    {                                                                                                                  \
-        dtrain__cuda_axpy_held held;                                                                                   \
-        held.y = dtrain__cuda_load(args->y, element, width, whole);                                                    \
-        held.x = (adds) ? dtrain__cuda_load(args->x, element, width, whole) : held.y;                                  \
-        return held;                                                                                                   \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole,                   \
-                                      const dtrain__cuda_axpy_held *held)                                              \
-    {                                                                                                                  \
-        dtrain__cuda_store(args->y, element, width, whole,                                                             \
-                           rounded((adds) ? join(DTRAIN_SUM, partial(held->y), times(partial(held->x), args->by))      \
-                                          : times(partial(held->y), args->by)));                                       \
-    }                                                                                                                  \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_axpy_held, 16 / (width),                       \
+#define DTRAIN__CUDA_AXPY_BY(name, adds, partial, times, by, join, rounded, width) \
+    DTRAIN__CUDA_FN dtrain__cuda_axpy_held name##_load(const dtrain__cuda_axpy_args *args, size_t element, int whole) \
+    { \
+        dtrain__cuda_axpy_held held; \
+        held.y = dtrain__cuda_load(args->y, element, width, whole); \
+        held.x = (adds) ? dtrain__cuda_load(args->x, element, width, whole) : held.y; \
+        return held; \
+    } \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_axpy_args *args, size_t element, int whole, \
+                                      const dtrain__cuda_axpy_held *held) \
+    { \
+        dtrain__cuda_store(args->y, element, width, whole, \
+                           rounded((adds) ? join(DTRAIN_SUM, partial(held->y), times(partial(held->x), args->by)) \
+                                          : times(partial(held->y), args->by))); \
+    } \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_axpy_args, dtrain__cuda_axpy_held, 16 / (width), \
                              DTRAIN__CUDA_ELEMENTWISE_GROUPS)
-#define DTRAIN__CUDA_AXPY(kind, partial, times, by, join, rounded, width)                                              \
-    DTRAIN__CUDA_AXPY_BY(dtrain__cuda_scale_##kind, 0, partial, times, by, join, rounded, width)                       \
+#define DTRAIN__CUDA_AXPY(kind, partial, times, by, join, rounded, width) \
+    DTRAIN__CUDA_AXPY_BY(dtrain__cuda_scale_##kind, 0, partial, times, by, join, rounded, width) \
     DTRAIN__CUDA_AXPY_BY(dtrain__cuda_axpy_##kind, 1, partial, times, by, join, rounded, width)
 
 DTRAIN__CUDA_AXPY(f64, dtrain__cuda_same, dtrain__cuda_times_f64, by_f64, dtrain__cuda_join_f64, dtrain__cuda_same, 8)

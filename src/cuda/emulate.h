@@ -586,7 +586,7 @@ static cudaError_t dtrain__cuda_emulated_allocate(int kind, void **pointer, size
 #define cudaFreeHost(pointer) dtrain__cuda_emulated_unmap(cudaMemoryTypeHost, pointer)
 
 /* What a program may have beside: memory that cannot be opened by other processes. cudaFree frees it. */
-#define cudaMallocAsync(pointer, bytes, stream)                                                                        \
+#define cudaMallocAsync(pointer, bytes, stream) \
     dtrain__cuda_emulated_allocate(DTRAIN__CUDA_EMULATED_POOL, pointer, bytes)
 
 static cudaError_t cudaFree(void *pointer)

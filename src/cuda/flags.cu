@@ -29,26 +29,26 @@ typedef struct dtrain__cuda_flags_block {
 /* ---- memory that several GPUs and the CPU share ---- */
 
 #ifdef DTRAIN_CUDA_EMULATE
-#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order)                      \
-    DTRAIN__CUDA_FN type load(const type *from)                                                                        \
-    {                                                                                                                  \
-        return __atomic_load_n(from, load_order);                                                                      \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void store(type *to, type value)                                                                   \
-    {                                                                                                                  \
-        __atomic_store_n(to, value, store_order);                                                                      \
+#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order) \
+    DTRAIN__CUDA_FN type load(const type *from) \
+    { \
+        return __atomic_load_n(from, load_order); \
+    } \
+    DTRAIN__CUDA_FN void store(type *to, type value) \
+    { \
+        __atomic_store_n(to, value, store_order); \
     }
 #else
-#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order)                      \
-    DTRAIN__CUDA_FN type load(const type *from)                                                                        \
-    {                                                                                                                  \
-        type value;                                                                                                    \
-        asm volatile(acquire " %0, [%1];" : "=" letter(value) : "l"(from) : "memory");                                 \
-        return value;                                                                                                  \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void store(type *to, type value)                                                                   \
-    {                                                                                                                  \
-        asm volatile(release " [%0], %1;" : : "l"(to), letter(value) : "memory");                                      \
+#define DTRAIN__CUDA_SYSTEM(load, store, type, letter, acquire, release, load_order, store_order) \
+    DTRAIN__CUDA_FN type load(const type *from) \
+    { \
+        type value; \
+        asm volatile(acquire " %0, [%1];" : "=" letter(value) : "l"(from) : "memory"); \
+        return value; \
+    } \
+    DTRAIN__CUDA_FN void store(type *to, type value) \
+    { \
+        asm volatile(release " [%0], %1;" : : "l"(to), letter(value) : "memory"); \
     }
 #endif
 DTRAIN__CUDA_SYSTEM(dtrain__cuda_acquire_u32, dtrain__cuda_release_u32, uint32_t, "r", "ld.acquire.sys.u32",

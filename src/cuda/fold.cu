@@ -53,18 +53,18 @@ DTRAIN__CUDA_FN void dtrain__cuda_lane_f64_set(dtrain__cuda_vector *v, int lane,
 /* ---- a op b, lane by lane ---- */
 
 /* r, whose words are each `expression` of a and b, words of left and right. */
-#define DTRAIN__CUDA_WORDS(expression)                                                                                 \
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                    \
-    {                                                                                                                  \
-        uint32_t a = left.word[i], b = right.word[i];                                                                  \
-        r.word[i] = expression;                                                                                        \
+#define DTRAIN__CUDA_WORDS(expression) \
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) \
+    { \
+        uint32_t a = left.word[i], b = right.word[i]; \
+        r.word[i] = expression; \
     }
 
-#define DTRAIN__CUDA_LONGS(expression)                                                                                 \
-    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++)                                                                    \
-    {                                                                                                                  \
-        uint64_t a = dtrain__cuda_lane_u64(left, i), b = dtrain__cuda_lane_u64(right, i);                              \
-        dtrain__cuda_lane_u64_set(&r, i, expression);                                                                  \
+#define DTRAIN__CUDA_LONGS(expression) \
+    DTRAIN__CUDA_UNROLL for (int i = 0; i < 2; i++) \
+    { \
+        uint64_t a = dtrain__cuda_lane_u64(left, i), b = dtrain__cuda_lane_u64(right, i); \
+        dtrain__cuda_lane_u64_set(&r, i, expression); \
     }
 
 /* Sums and products of floats. */
@@ -100,24 +100,24 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_join_wide(int op, dtrain__cuda_wi
 }
 
 /* The order of bits: -0 below +0, a NaN before all. */
-#define DTRAIN__CUDA_LEAST(kind, type, int_type, top, infinity, lanes)                                                 \
-    DTRAIN__CUDA_FN type dtrain__cuda_pick_##kind(int op, type a, type b)                                              \
-    {                                                                                                                  \
-        const type size = ((type)1 << (top)) - 1;                                                                      \
-        int_type left = (int_type)(a ^ (a >> (top)) * size), right = (int_type)(b ^ (b >> (top)) * size);              \
-        if ((a & size) > (infinity))                                                                                   \
-            return a;                                                                                                  \
-        if ((b & size) > (infinity))                                                                                   \
-            return b;                                                                                                  \
-        return (op == DTRAIN_MIN ? left < right : left > right) ? a : b;                                               \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_##kind(int op, uint32_t flip, dtrain__cuda_vector left,     \
-                                                                  dtrain__cuda_vector right)                           \
-    {                                                                                                                  \
-        dtrain__cuda_vector r;                                                                                         \
-        (void)flip;                                                                                                    \
-        lanes(dtrain__cuda_pick_##kind(op, a, b))                                                                      \
-        return r;                                                                                                      \
+#define DTRAIN__CUDA_LEAST(kind, type, int_type, top, infinity, lanes) \
+    DTRAIN__CUDA_FN type dtrain__cuda_pick_##kind(int op, type a, type b) \
+    { \
+        const type size = ((type)1 << (top)) - 1; \
+        int_type left = (int_type)(a ^ (a >> (top)) * size), right = (int_type)(b ^ (b >> (top)) * size); \
+        if ((a & size) > (infinity)) \
+            return a; \
+        if ((b & size) > (infinity)) \
+            return b; \
+        return (op == DTRAIN_MIN ? left < right : left > right) ? a : b; \
+    } \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_least_##kind(int op, uint32_t flip, dtrain__cuda_vector left, \
+                                                                  dtrain__cuda_vector right) \
+    { \
+        dtrain__cuda_vector r; \
+        (void)flip; \
+        lanes(dtrain__cuda_pick_##kind(op, a, b)) \
+        return r; \
     }
 
 DTRAIN__CUDA_LEAST(f32, uint32_t, int32_t, 31, 0x7f800000u, DTRAIN__CUDA_WORDS)
@@ -133,22 +133,22 @@ DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_least_wide(int op, uint32_t flip,
 }
 
 /* Integers: flip turns the order of those with a sign into that of those without. */
-#define DTRAIN__CUDA_INTS(name, type, top, lanes)                                                                      \
-    DTRAIN__CUDA_FN dtrain__cuda_vector name(int op, uint32_t flip, dtrain__cuda_vector left,                          \
-                                             dtrain__cuda_vector right)                                                \
-    {                                                                                                                  \
-        dtrain__cuda_vector r;                                                                                         \
-        type sign = (type)flip << (top);                                                                               \
-        switch (op) {                                                                                                  \
-        case DTRAIN_SUM: lanes(a + b) break;                                                                           \
-        case DTRAIN_PROD: lanes(a *b) break;                                                                           \
-        case DTRAIN_MIN: lanes((a ^ sign) < (b ^ sign) ? a : b) break;                                                 \
-        case DTRAIN_MAX: lanes((a ^ sign) > (b ^ sign) ? a : b) break;                                                 \
-        case DTRAIN_AND: lanes(a &b) break;                                                                            \
-        case DTRAIN_OR: lanes(a | b) break;                                                                            \
-        default: lanes(a ^ b)                                                                                          \
-        }                                                                                                              \
-        return r;                                                                                                      \
+#define DTRAIN__CUDA_INTS(name, type, top, lanes) \
+    DTRAIN__CUDA_FN dtrain__cuda_vector name(int op, uint32_t flip, dtrain__cuda_vector left, \
+                                             dtrain__cuda_vector right) \
+    { \
+        dtrain__cuda_vector r; \
+        type sign = (type)flip << (top); \
+        switch (op) { \
+        case DTRAIN_SUM: lanes(a + b) break; \
+        case DTRAIN_PROD: lanes(a *b) break; \
+        case DTRAIN_MIN: lanes((a ^ sign) < (b ^ sign) ? a : b) break; \
+        case DTRAIN_MAX: lanes((a ^ sign) > (b ^ sign) ? a : b) break; \
+        case DTRAIN_AND: lanes(a &b) break; \
+        case DTRAIN_OR: lanes(a | b) break; \
+        default: lanes(a ^ b) \
+        } \
+        return r; \
     }
 
 DTRAIN__CUDA_INTS(dtrain__cuda_join_u32, uint32_t, 31, DTRAIN__CUDA_WORDS)
@@ -235,29 +235,29 @@ DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_f64(const dtrain__cuda_f
 }
 
 /* Floats of 16 bits: as float32, rounded back, and finished. */
-#define DTRAIN__CUDA_HALVES(kind)                                                                                      \
-    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v)                               \
-    {                                                                                                                  \
-        dtrain__cuda_wide wide;                                                                                        \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++)                                                                \
-        {                                                                                                              \
-            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i]));                              \
-            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i]));                            \
-        }                                                                                                              \
-        return wide;                                                                                                   \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_##kind(dtrain__cuda_wide w)                               \
-    {                                                                                                                  \
-        dtrain__cuda_vector v;                                                                                         \
-        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] =                                                    \
-            dtrain__cuda_both_##kind(dtrain__cuda_float_of(w.low.word[i]), dtrain__cuda_float_of(w.high.word[i]));     \
-        return v;                                                                                                      \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_HALVES(kind) \
+    DTRAIN__CUDA_FN dtrain__cuda_wide dtrain__cuda_partial_##kind(dtrain__cuda_vector v) \
+    { \
+        dtrain__cuda_wide wide; \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) \
+        { \
+            wide.low.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_low_##kind(v.word[i])); \
+            wide.high.word[i] = dtrain__cuda_bits_f32(dtrain__cuda_high_##kind(v.word[i])); \
+        } \
+        return wide; \
+    } \
+    DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_rounded_##kind(dtrain__cuda_wide w) \
+    { \
+        dtrain__cuda_vector v; \
+        DTRAIN__CUDA_UNROLL for (int i = 0; i < 4; i++) v.word[i] = \
+            dtrain__cuda_both_##kind(dtrain__cuda_float_of(w.low.word[i]), dtrain__cuda_float_of(w.high.word[i])); \
+        return v; \
+    } \
     DTRAIN__CUDA_FN dtrain__cuda_vector dtrain__cuda_finish_##kind(const dtrain__cuda_fold *args, dtrain__cuda_wide w) \
-    {                                                                                                                  \
-        w.low = dtrain__cuda_finish_f32(args, w.low);                                                                  \
-        w.high = dtrain__cuda_finish_f32(args, w.high);                                                                \
-        return dtrain__cuda_rounded_##kind(w);                                                                         \
+    { \
+        w.low = dtrain__cuda_finish_f32(args, w.low); \
+        w.high = dtrain__cuda_finish_f32(args, w.high); \
+        return dtrain__cuda_rounded_##kind(w); \
     }
 
 DTRAIN__CUDA_HALVES(f16)
@@ -281,163 +281,163 @@ typedef struct dtrain__cuda_fold_flags {
 } dtrain__cuda_fold_flags;
 
 /* The kernel `name` of a fold, and name_flags, which does it between two rounds of flags. Threads hold name_held. */
-#define DTRAIN__CUDA_FOLD_KERNELS(name, lanes, unroll)                                                                 \
-    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, lanes, unroll)                                      \
-    typedef struct name##_kept {                                                                                       \
-        name##_held group, single;                                                                                     \
-    } name##_kept;                                                                                                     \
-    DTRAIN__CUDA_FN void name##_flags_body(const dtrain__cuda_fold_flags *args, dtrain__cuda_at at,                    \
-                                           dtrain__cuda_flags_block *shared, name##_kept *own, int phase)              \
-    {                                                                                                                  \
-        const dtrain__cuda_fold *fold = &args->fold;                                                                   \
-        size_t i = at.block * at.threads + at.thread, groups = fold->walk.groups, head = fold->walk.head;              \
-        size_t element = head + i * (lanes), alone = i < head ? i : i + groups * (lanes);                              \
-        if (phase == 0)                                                                                                \
-            dtrain__cuda_flags_begin(&args->flags, at, &shared->stop);                                                 \
-        else if (shared->stop)                                                                                         \
-            return;                                                                                                    \
-        else if (phase == 1 || phase == 4)                                                                             \
-            dtrain__cuda_flags_await(&args->flags, at, phase == 4, &shared->stop);                                     \
-        else if (phase == 3)                                                                                           \
-            dtrain__cuda_flags_signal(&args->flags, at, 1);                                                            \
-        else if (phase == 2 && !args->at_once)                                                                         \
-            name##_body(fold, at, NULL, NULL, 0);                                                                      \
-        else if (phase == 2) {                                                                                         \
-            if (i < groups)                                                                                            \
-                own->group = name##_load(fold, element, 1);                                                            \
-            if (i < fold->walk.singles)                                                                                \
-                own->single = name##_load(fold, alone, 0);                                                             \
-        } else if (args->at_once) {                                                                                    \
-            if (i < groups)                                                                                            \
-                name##_store(fold, element, 1, &own->group);                                                           \
-            if (i < fold->walk.singles)                                                                                \
-                name##_store(fold, alone, 0, &own->single);                                                            \
-        }                                                                                                              \
-    }                                                                                                                  \
-    DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_fold_flags, dtrain__cuda_flags_block, name##_kept,                \
+#define DTRAIN__CUDA_FOLD_KERNELS(name, lanes, unroll) \
+    DTRAIN__CUDA_WALK_KERNEL(name, dtrain__cuda_fold, name##_held, lanes, unroll) \
+    typedef struct name##_kept { \
+        name##_held group, single; \
+    } name##_kept; \
+    DTRAIN__CUDA_FN void name##_flags_body(const dtrain__cuda_fold_flags *args, dtrain__cuda_at at, \
+                                           dtrain__cuda_flags_block *shared, name##_kept *own, int phase) \
+    { \
+        const dtrain__cuda_fold *fold = &args->fold; \
+        size_t i = at.block * at.threads + at.thread, groups = fold->walk.groups, head = fold->walk.head; \
+        size_t element = head + i * (lanes), alone = i < head ? i : i + groups * (lanes); \
+        if (phase == 0) \
+            dtrain__cuda_flags_begin(&args->flags, at, &shared->stop); \
+        else if (shared->stop) \
+            return; \
+        else if (phase == 1 || phase == 4) \
+            dtrain__cuda_flags_await(&args->flags, at, phase == 4, &shared->stop); \
+        else if (phase == 3) \
+            dtrain__cuda_flags_signal(&args->flags, at, 1); \
+        else if (phase == 2 && !args->at_once) \
+            name##_body(fold, at, NULL, NULL, 0); \
+        else if (phase == 2) { \
+            if (i < groups) \
+                own->group = name##_load(fold, element, 1); \
+            if (i < fold->walk.singles) \
+                own->single = name##_load(fold, alone, 0); \
+        } else if (args->at_once) { \
+            if (i < groups) \
+                name##_store(fold, element, 1, &own->group); \
+            if (i < fold->walk.singles) \
+                name##_store(fold, alone, 0, &own->single); \
+        } \
+    } \
+    DTRAIN__CUDA_TOGETHER(name##_flags, dtrain__cuda_fold_flags, dtrain__cuda_flags_block, name##_kept, \
                           DTRAIN__CUDA_THREADS, DTRAIN__CUDA_FOLD_PHASES)
 
 /* The same of a fold whose threads hold its result. */
-#define DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)                                                              \
-    typedef wide name##_held;                                                                                          \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held)      \
-    {                                                                                                                  \
-        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held));                                     \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width) \
+    typedef wide name##_held; \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, const wide *held) \
+    { \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, *held)); \
+    } \
     DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), 1)
 
 /* Sums of `inputs` (1, 2, 4 or 8) inputs. */
-#define DTRAIN__CUDA_FOLD_FIXED(name, inputs, unroll, wide, partial, join, finish, width)                              \
-    typedef struct name##_held {                                                                                       \
-        dtrain__cuda_vector in[inputs];                                                                                \
-    } name##_held;                                                                                                     \
-    DTRAIN__CUDA_FN name##_held name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                  \
-    {                                                                                                                  \
-        name##_held held;                                                                                              \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) held.in[k] =                                            \
-            dtrain__cuda_load(args->in[k], element, width, whole);                                                     \
-        return held;                                                                                                   \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole,                        \
-                                      const name##_held *held)                                                         \
-    {                                                                                                                  \
-        wide part[inputs];                                                                                             \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) part[k] = partial(held->in[k]);                         \
-        DTRAIN__CUDA_UNROLL for (int step = 1; step < (inputs); step *= 2)                                             \
-            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < (inputs); k += 2 * step) part[k] =                          \
-                join(DTRAIN_SUM, part[k], part[k + step]);                                                             \
-        dtrain__cuda_fold_store(args, element, width, whole, finish(args, part[0]));                                   \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_FOLD_FIXED(name, inputs, unroll, wide, partial, join, finish, width) \
+    typedef struct name##_held { \
+        dtrain__cuda_vector in[inputs]; \
+    } name##_held; \
+    DTRAIN__CUDA_FN name##_held name##_load(const dtrain__cuda_fold *args, size_t element, int whole) \
+    { \
+        name##_held held; \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) held.in[k] = \
+            dtrain__cuda_load(args->in[k], element, width, whole); \
+        return held; \
+    } \
+    DTRAIN__CUDA_FN void name##_store(const dtrain__cuda_fold *args, size_t element, int whole, \
+                                      const name##_held *held) \
+    { \
+        wide part[inputs]; \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < (inputs); k++) part[k] = partial(held->in[k]); \
+        DTRAIN__CUDA_UNROLL for (int step = 1; step < (inputs); step *= 2) \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < (inputs); k += 2 * step) part[k] = \
+                join(DTRAIN_SUM, part[k], part[k + step]); \
+        dtrain__cuda_fold_store(args, element, width, whole, finish(args, part[0])); \
+    } \
     DTRAIN__CUDA_FOLD_KERNELS(name, 16 / (width), unroll)
 
 /* Sums and products of any number of inputs. Partial results p8, p16 and p32 stand for that many inputs; which of them
  * are held is said by the bits of the number of eights. At the end the smaller joins the larger before it. */
-#define DTRAIN__CUDA_FOLD_TREE(name, wide, partial, join, finish, width)                                               \
-    DTRAIN__CUDA_FN wide name##_eight(const dtrain__cuda_fold *args, int from, size_t element, int whole)              \
-    {                                                                                                                  \
-        dtrain__cuda_vector in[8];                                                                                     \
-        wide part[8];                                                                                                  \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) in[k] =                                                        \
-            dtrain__cuda_load(args->in[from + k], element, width, whole);                                              \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) part[k] = partial(in[k]);                                      \
-        DTRAIN__CUDA_UNROLL for (int step = 1; step < 8; step *= 2)                                                    \
-            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < 8; k += 2 * step) part[k] =                                 \
-                join(args->op, part[k], part[k + step]);                                                               \
-        return part[0];                                                                                                \
-    }                                                                                                                  \
-    /* 1 to 7 inputs: four, then two, then one, as many as there are. What is not there is the first again. */         \
-    DTRAIN__CUDA_FN wide name##_rest(const dtrain__cuda_fold *args, int from, int some, size_t element, int whole)     \
-    {                                                                                                                  \
-        dtrain__cuda_vector in[7];                                                                                     \
-        wide four, two, one;                                                                                           \
-        int op = args->op;                                                                                             \
-        DTRAIN__CUDA_UNROLL for (int k = 0; k < 7; k++)                                                                \
-        {                                                                                                              \
-            int has = some & (k < 4 ? 4 : k < 6 ? 2 : 1), at = k < 4 ? k : k < 6 ? (some & 4) + k - 4 : some & 6;      \
-            in[k] = dtrain__cuda_load(args->in[from + (has ? at : 0)], element, width, whole);                         \
-        }                                                                                                              \
-        four = join(op, join(op, partial(in[0]), partial(in[1])), join(op, partial(in[2]), partial(in[3])));           \
-        two = join(op, partial(in[4]), partial(in[5]));                                                                \
-        one = partial(in[6]);                                                                                          \
-        if (some & 2)                                                                                                  \
-            one = some & 1 ? join(op, two, one) : two;                                                                 \
-        if (some & 4)                                                                                                  \
-            one = some & 3 ? join(op, four, one) : four;                                                               \
-        return one;                                                                                                    \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                         \
-    {                                                                                                                  \
-        int eights = args->n / 8, some = args->n % 8, op = args->op, has = some != 0;                                  \
-        wide p, p8, p16, p32;                                                                                          \
-        memset(&p8, 0, sizeof p8);                                                                                     \
-        p = p16 = p32 = p8;                                                                                            \
-        for (int k = 0; k < eights; k++) {                                                                             \
-            p = name##_eight(args, 8 * k, element, whole);                                                             \
-            if (k & 1)                                                                                                 \
-                p = join(op, p8, p);                                                                                   \
-            if ((k & 3) == 3)                                                                                          \
-                p = join(op, p16, p);                                                                                  \
-            if ((k & 7) == 7)                                                                                          \
-                p = join(op, p32, p);                                                                                  \
-            p8 = (k & 1) == 0 ? p : p8;                                                                                \
-            p16 = (k & 3) == 1 ? p : p16;                                                                              \
-            p32 = (k & 7) == 3 ? p : p32;                                                                              \
-        }                                                                                                              \
-        if (has)                                                                                                       \
-            p = name##_rest(args, 8 * eights, some, element, whole);                                                   \
-        if (eights & 1)                                                                                                \
-            p = has ? join(op, p8, p) : p8;                                                                            \
-        has |= eights & 1;                                                                                             \
-        if (eights & 2)                                                                                                \
-            p = has ? join(op, p16, p) : p16;                                                                          \
-        has |= eights & 2;                                                                                             \
-        if (eights & 4)                                                                                                \
-            p = has ? join(op, p32, p) : p32;                                                                          \
-        return p;                                                                                                      \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_FOLD_TREE(name, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FN wide name##_eight(const dtrain__cuda_fold *args, int from, size_t element, int whole) \
+    { \
+        dtrain__cuda_vector in[8]; \
+        wide part[8]; \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) in[k] = \
+            dtrain__cuda_load(args->in[from + k], element, width, whole); \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 8; k++) part[k] = partial(in[k]); \
+        DTRAIN__CUDA_UNROLL for (int step = 1; step < 8; step *= 2) \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k + step < 8; k += 2 * step) part[k] = \
+                join(args->op, part[k], part[k + step]); \
+        return part[0]; \
+    } \
+    /* 1 to 7 inputs: four, then two, then one, as many as there are. What is not there is the first again. */ \
+    DTRAIN__CUDA_FN wide name##_rest(const dtrain__cuda_fold *args, int from, int some, size_t element, int whole) \
+    { \
+        dtrain__cuda_vector in[7]; \
+        wide four, two, one; \
+        int op = args->op; \
+        DTRAIN__CUDA_UNROLL for (int k = 0; k < 7; k++) \
+        { \
+            int has = some & (k < 4 ? 4 : k < 6 ? 2 : 1), at = k < 4 ? k : k < 6 ? (some & 4) + k - 4 : some & 6; \
+            in[k] = dtrain__cuda_load(args->in[from + (has ? at : 0)], element, width, whole); \
+        } \
+        four = join(op, join(op, partial(in[0]), partial(in[1])), join(op, partial(in[2]), partial(in[3]))); \
+        two = join(op, partial(in[4]), partial(in[5])); \
+        one = partial(in[6]); \
+        if (some & 2) \
+            one = some & 1 ? join(op, two, one) : two; \
+        if (some & 4) \
+            one = some & 3 ? join(op, four, one) : four; \
+        return one; \
+    } \
+    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole) \
+    { \
+        int eights = args->n / 8, some = args->n % 8, op = args->op, has = some != 0; \
+        wide p, p8, p16, p32; \
+        memset(&p8, 0, sizeof p8); \
+        p = p16 = p32 = p8; \
+        for (int k = 0; k < eights; k++) { \
+            p = name##_eight(args, 8 * k, element, whole); \
+            if (k & 1) \
+                p = join(op, p8, p); \
+            if ((k & 3) == 3) \
+                p = join(op, p16, p); \
+            if ((k & 7) == 7) \
+                p = join(op, p32, p); \
+            p8 = (k & 1) == 0 ? p : p8; \
+            p16 = (k & 3) == 1 ? p : p16; \
+            p32 = (k & 7) == 3 ? p : p32; \
+        } \
+        if (has) \
+            p = name##_rest(args, 8 * eights, some, element, whole); \
+        if (eights & 1) \
+            p = has ? join(op, p8, p) : p8; \
+        has |= eights & 1; \
+        if (eights & 2) \
+            p = has ? join(op, p16, p) : p16; \
+        has |= eights & 2; \
+        if (eights & 4) \
+            p = has ? join(op, p32, p) : p32; \
+        return p; \
+    } \
     DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
 /* What is exact in any order: four inputs at a time, from left to right. */
-#define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width)                                                \
-    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole)                         \
-    {                                                                                                                  \
-        wide p = partial(dtrain__cuda_load(args->in[0], element, width, whole));                                       \
-        for (int from = 1; from < args->n; from += 4) {                                                                \
-            dtrain__cuda_vector in[4];                                                                                 \
-            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) in[k] =                                                    \
-                dtrain__cuda_load(args->in[from + k < args->n ? from + k : 0], element, width, whole);                 \
-            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) if (from + k < args->n) p =                                \
-                join(args->op, args->flip, p, partial(in[k]));                                                         \
-        }                                                                                                              \
-        return p;                                                                                                      \
-    }                                                                                                                  \
+#define DTRAIN__CUDA_FOLD_ROW(name, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FN wide name##_load(const dtrain__cuda_fold *args, size_t element, int whole) \
+    { \
+        wide p = partial(dtrain__cuda_load(args->in[0], element, width, whole)); \
+        for (int from = 1; from < args->n; from += 4) { \
+            dtrain__cuda_vector in[4]; \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) in[k] = \
+                dtrain__cuda_load(args->in[from + k < args->n ? from + k : 0], element, width, whole); \
+            DTRAIN__CUDA_UNROLL for (int k = 0; k < 4; k++) if (from + k < args->n) p = \
+                join(args->op, args->flip, p, partial(in[k])); \
+        } \
+        return p; \
+    } \
     DTRAIN__CUDA_FOLD_HELD(name, wide, finish, width)
 
 /* A thread loads so many groups before it stores the first; the number of inputs times this are in flight. */
-#define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width)                                               \
-    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, 4, wide, partial, join, finish, width)                                        \
-    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, 4, wide, partial, join, finish, width)                                        \
-    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, 2, wide, partial, join, finish, width)                                        \
+#define DTRAIN__CUDA_FOLD_SUMS(name, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FOLD_FIXED(name##_1, 1, 4, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FOLD_FIXED(name##_2, 2, 4, wide, partial, join, finish, width) \
+    DTRAIN__CUDA_FOLD_FIXED(name##_4, 4, 2, wide, partial, join, finish, width) \
     DTRAIN__CUDA_FOLD_FIXED(name##_8, 8, 1, wide, partial, join, finish, width)
 
 DTRAIN__CUDA_FOLD_SUMS(dtrain__cuda_sum_f32, dtrain__cuda_vector, dtrain__cuda_same, dtrain__cuda_join_f32,
@@ -475,23 +475,23 @@ DTRAIN__CUDA_FOLD_ROW(dtrain__cuda_row_u64, dtrain__cuda_vector, dtrain__cuda_sa
 enum { DTRAIN__CUDA_FOLD_BY_TREE = -2, DTRAIN__CUDA_FOLD_IN_A_ROW = -1 };
 
 /* All folds: each(name, dtype, inputs). Integers with a sign go as those without. */
-#define DTRAIN__CUDA_FOLD_EACH(each)                                                                                   \
-    each(dtrain__cuda_sum_f32_1, DTRAIN_F32, 1) each(dtrain__cuda_sum_f32_2, DTRAIN_F32, 2)                            \
-    each(dtrain__cuda_sum_f32_4, DTRAIN_F32, 4) each(dtrain__cuda_sum_f32_8, DTRAIN_F32, 8)                            \
-    each(dtrain__cuda_sum_f16_1, DTRAIN_F16, 1) each(dtrain__cuda_sum_f16_2, DTRAIN_F16, 2)                            \
-    each(dtrain__cuda_sum_f16_4, DTRAIN_F16, 4) each(dtrain__cuda_sum_f16_8, DTRAIN_F16, 8)                            \
-    each(dtrain__cuda_sum_bf16_1, DTRAIN_BF16, 1) each(dtrain__cuda_sum_bf16_2, DTRAIN_BF16, 2)                        \
-    each(dtrain__cuda_sum_bf16_4, DTRAIN_BF16, 4) each(dtrain__cuda_sum_bf16_8, DTRAIN_BF16, 8)                        \
-    each(dtrain__cuda_tree_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
-    each(dtrain__cuda_tree_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
-    each(dtrain__cuda_tree_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_BY_TREE)                                                 \
-    each(dtrain__cuda_tree_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_BY_TREE)                                               \
-    each(dtrain__cuda_row_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
-    each(dtrain__cuda_row_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
-    each(dtrain__cuda_row_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
-    each(dtrain__cuda_row_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_IN_A_ROW)                                               \
-    each(dtrain__cuda_row_u8, DTRAIN_U8, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                   \
-    each(dtrain__cuda_row_u32, DTRAIN_U32, DTRAIN__CUDA_FOLD_IN_A_ROW)                                                 \
+#define DTRAIN__CUDA_FOLD_EACH(each) \
+    each(dtrain__cuda_sum_f32_1, DTRAIN_F32, 1) each(dtrain__cuda_sum_f32_2, DTRAIN_F32, 2) \
+    each(dtrain__cuda_sum_f32_4, DTRAIN_F32, 4) each(dtrain__cuda_sum_f32_8, DTRAIN_F32, 8) \
+    each(dtrain__cuda_sum_f16_1, DTRAIN_F16, 1) each(dtrain__cuda_sum_f16_2, DTRAIN_F16, 2) \
+    each(dtrain__cuda_sum_f16_4, DTRAIN_F16, 4) each(dtrain__cuda_sum_f16_8, DTRAIN_F16, 8) \
+    each(dtrain__cuda_sum_bf16_1, DTRAIN_BF16, 1) each(dtrain__cuda_sum_bf16_2, DTRAIN_BF16, 2) \
+    each(dtrain__cuda_sum_bf16_4, DTRAIN_BF16, 4) each(dtrain__cuda_sum_bf16_8, DTRAIN_BF16, 8) \
+    each(dtrain__cuda_tree_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_BY_TREE) \
+    each(dtrain__cuda_tree_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_BY_TREE) \
+    each(dtrain__cuda_tree_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_BY_TREE) \
+    each(dtrain__cuda_tree_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_BY_TREE) \
+    each(dtrain__cuda_row_f64, DTRAIN_F64, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_f32, DTRAIN_F32, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_f16, DTRAIN_F16, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_bf16, DTRAIN_BF16, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_u8, DTRAIN_U8, DTRAIN__CUDA_FOLD_IN_A_ROW) \
+    each(dtrain__cuda_row_u32, DTRAIN_U32, DTRAIN__CUDA_FOLD_IN_A_ROW) \
     each(dtrain__cuda_row_u64, DTRAIN_U64, DTRAIN__CUDA_FOLD_IN_A_ROW)
 
 typedef dtrain_status (*dtrain__cuda_flags_launch)(dtrain_device *device, const char *call, size_t blocks,

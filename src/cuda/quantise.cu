@@ -318,30 +318,30 @@ DTRAIN__CUDA_FN void dtrain__cuda_quantise_unpack_tile(const dtrain__cuda_quanti
 }
 
 /* fp8 is a constant in each kernel, so that neither has the other's code. */
-#define DTRAIN__CUDA_QUANTISE_KERNELS(name, fp8)                                                                       \
-    DTRAIN__CUDA_FN void name##_pack_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,                  \
-                                          dtrain__cuda_quantise_shared *shared, dtrain__cuda_quantise_own *own,        \
-                                          int phase)                                                                   \
-    {                                                                                                                  \
-        dtrain__cuda_quantise_pack_tile(args, at, shared, own, phase, fp8);                                            \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_long_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,                  \
-                                          dtrain__cuda_quantise_long_shared *shared,                                   \
-                                          dtrain__cuda_quantise_long_own *own, int phase)                              \
-    {                                                                                                                  \
-        dtrain__cuda_quantise_pack_long(args, at, shared, own, phase, fp8);                                            \
-    }                                                                                                                  \
-    DTRAIN__CUDA_FN void name##_unpack_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at,                \
-                                            dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase)              \
-    {                                                                                                                  \
-        (void)shared, (void)own, (void)phase;                                                                          \
-        dtrain__cuda_quantise_unpack_tile(args, at, fp8);                                                              \
-    }                                                                                                                  \
-    DTRAIN__CUDA_KERNEL(name##_pack, dtrain__cuda_quantise_args, dtrain__cuda_quantise_shared,                         \
-                        dtrain__cuda_quantise_own, DTRAIN__CUDA_QUANTISE_THREADS, 4)                                   \
-    DTRAIN__CUDA_KERNEL(name##_long, dtrain__cuda_quantise_args, dtrain__cuda_quantise_long_shared,                    \
-                        dtrain__cuda_quantise_long_own, DTRAIN__CUDA_QUANTISE_LONG, 4)                                 \
-    DTRAIN__CUDA_KERNEL(name##_unpack, dtrain__cuda_quantise_args, dtrain__cuda_none, dtrain__cuda_none,               \
+#define DTRAIN__CUDA_QUANTISE_KERNELS(name, fp8) \
+    DTRAIN__CUDA_FN void name##_pack_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at, \
+                                          dtrain__cuda_quantise_shared *shared, dtrain__cuda_quantise_own *own, \
+                                          int phase) \
+    { \
+        dtrain__cuda_quantise_pack_tile(args, at, shared, own, phase, fp8); \
+    } \
+    DTRAIN__CUDA_FN void name##_long_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at, \
+                                          dtrain__cuda_quantise_long_shared *shared, \
+                                          dtrain__cuda_quantise_long_own *own, int phase) \
+    { \
+        dtrain__cuda_quantise_pack_long(args, at, shared, own, phase, fp8); \
+    } \
+    DTRAIN__CUDA_FN void name##_unpack_body(const dtrain__cuda_quantise_args *args, dtrain__cuda_at at, \
+                                            dtrain__cuda_none *shared, dtrain__cuda_none *own, int phase) \
+    { \
+        (void)shared, (void)own, (void)phase; \
+        dtrain__cuda_quantise_unpack_tile(args, at, fp8); \
+    } \
+    DTRAIN__CUDA_KERNEL(name##_pack, dtrain__cuda_quantise_args, dtrain__cuda_quantise_shared, \
+                        dtrain__cuda_quantise_own, DTRAIN__CUDA_QUANTISE_THREADS, 4) \
+    DTRAIN__CUDA_KERNEL(name##_long, dtrain__cuda_quantise_args, dtrain__cuda_quantise_long_shared, \
+                        dtrain__cuda_quantise_long_own, DTRAIN__CUDA_QUANTISE_LONG, 4) \
+    DTRAIN__CUDA_KERNEL(name##_unpack, dtrain__cuda_quantise_args, dtrain__cuda_none, dtrain__cuda_none, \
                         DTRAIN__CUDA_QUANTISE_THREADS, 1)
 
 DTRAIN__CUDA_QUANTISE_KERNELS(dtrain__cuda_int8, 0)

@@ -8,7 +8,7 @@
 #include "emulate_share.h"
 #include "queue.cu"
 
-#define DTRAIN__CUDA_CURE                                                                                              \
+#define DTRAIN__CUDA_CURE \
     "allocate it with dtrain_device_alloc or cudaMalloc, or make the group with DTRAIN_DEVICE_STAGED"
 
 /* What says that processes, or GPUs, cannot share: UNSUPPORTED, but for a lost GPU and want of memory. */

@@ -137,33 +137,33 @@ DTRAIN__CUDA_FN void dtrain__cuda_store_half(void *to, size_t element, int whole
 /* Defines name_walk(device, call, args), which queues a walk args->walk: name_load(args, element, whole) returns what a
  * thread holds of a group or an element, name_store(args, element, whole, &held) does the rest. `unroll` groups are
  * loaded before the first is stored; past the end a thread loads its first again, which takes no branch. */
-#define DTRAIN__CUDA_WALK_KERNEL(name, args_type, held_type, lanes, unroll)                                            \
-    DTRAIN__CUDA_FN void name##_body(const args_type *args, dtrain__cuda_at at, dtrain__cuda_none *shared,             \
-                                     dtrain__cuda_none *own, int phase)                                                \
-    {                                                                                                                  \
-        size_t threads = at.threads, groups = args->walk.groups, head = args->walk.head;                               \
-        (void)shared, (void)own, (void)phase;                                                                          \
-        for (size_t first = at.block * threads * (unroll) + at.thread; first < groups;                                 \
-             first += at.blocks * threads * (unroll)) {                                                                \
-            held_type held[unroll];                                                                                    \
-            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++)                                                  \
-            {                                                                                                          \
-                size_t group = first + u * threads;                                                                    \
-                held[u] = name##_load(args, head + (group < groups ? group : first) * (lanes), 1);                     \
-            }                                                                                                          \
-            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++) if (first + u * threads < groups)                \
-                name##_store(args, head + (first + u * threads) * (lanes), 1, &held[u]);                               \
-        }                                                                                                              \
-        for (size_t i = at.block * threads + at.thread; i < args->walk.singles; i += at.blocks * threads) {            \
-            size_t element = i < head ? i : i + groups * (lanes);                                                      \
-            held_type held = name##_load(args, element, 0);                                                            \
-            name##_store(args, element, 0, &held);                                                                     \
-        }                                                                                                              \
-    }                                                                                                                  \
-    DTRAIN__CUDA_KERNEL(name, args_type, dtrain__cuda_none, dtrain__cuda_none, DTRAIN__CUDA_THREADS, 1)                \
-    static dtrain_status name##_walk(dtrain_device *device, const char *call, const args_type *args)                   \
-    {                                                                                                                  \
-        return name##_launch(device, call, dtrain__cuda_walk_blocks(device, &args->walk, unroll), args);               \
+#define DTRAIN__CUDA_WALK_KERNEL(name, args_type, held_type, lanes, unroll) \
+    DTRAIN__CUDA_FN void name##_body(const args_type *args, dtrain__cuda_at at, dtrain__cuda_none *shared, \
+                                     dtrain__cuda_none *own, int phase) \
+    { \
+        size_t threads = at.threads, groups = args->walk.groups, head = args->walk.head; \
+        (void)shared, (void)own, (void)phase; \
+        for (size_t first = at.block * threads * (unroll) + at.thread; first < groups; \
+             first += at.blocks * threads * (unroll)) { \
+            held_type held[unroll]; \
+            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++) \
+            { \
+                size_t group = first + u * threads; \
+                held[u] = name##_load(args, head + (group < groups ? group : first) * (lanes), 1); \
+            } \
+            DTRAIN__CUDA_UNROLL for (size_t u = 0; u < (unroll); u++) if (first + u * threads < groups) \
+                name##_store(args, head + (first + u * threads) * (lanes), 1, &held[u]); \
+        } \
+        for (size_t i = at.block * threads + at.thread; i < args->walk.singles; i += at.blocks * threads) { \
+            size_t element = i < head ? i : i + groups * (lanes); \
+            held_type held = name##_load(args, element, 0); \
+            name##_store(args, element, 0, &held); \
+        } \
+    } \
+    DTRAIN__CUDA_KERNEL(name, args_type, dtrain__cuda_none, dtrain__cuda_none, DTRAIN__CUDA_THREADS, 1) \
+    static dtrain_status name##_walk(dtrain_device *device, const char *call, const args_type *args) \
+    { \
+        return name##_launch(device, call, dtrain__cuda_walk_blocks(device, &args->walk, unroll), args); \
     }
 
 #endif

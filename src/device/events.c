@@ -273,7 +273,7 @@ static dtrain_status dtrain__events_run(dtrain_device_group *group, const dtrain
 
 /* ---- whether it can be done ---- */
 
-#define DTRAIN__EVENTS_PROBE_BYTES                                                                                     \
+#define DTRAIN__EVENTS_PROBE_BYTES \
     256 /* of which each rank reads its own from every block, and writes the one after 128 */
 
 static int dtrain__events_has_all(const dtrain_device *device)

@@ -26,20 +26,20 @@
 #endif
 #endif
 
-#define DTRAIN__FILE_MOST                                                                                              \
-    ((size_t)1 << 30) /* bytes of one read or write: systems stop at 2 GiB, some with an error                         \
+#define DTRAIN__FILE_MOST \
+    ((size_t)1 << 30) /* bytes of one read or write: systems stop at 2 GiB, some with an error \
                        */
 #define DTRAIN__FILE_HERE AT_FDCWD
 
 /* ---- the system's calls ---- */
 
-#define DTRAIN__FILE_TRY(call)                                                                                         \
-    do {                                                                                                               \
-        int dtrain__fault_ = DTRAIN__FILE_FAULT(call);                                                                 \
-        if (dtrain__fault_ != 0) {                                                                                     \
-            errno = dtrain__fault_;                                                                                    \
-            return -1;                                                                                                 \
-        }                                                                                                              \
+#define DTRAIN__FILE_TRY(call) \
+    do { \
+        int dtrain__fault_ = DTRAIN__FILE_FAULT(call); \
+        if (dtrain__fault_ != 0) { \
+            errno = dtrain__fault_; \
+            return -1; \
+        } \
     } while (0)
 
 static DTRAIN__NOINLINE int dtrain__file_sys_open(int directory, const char *name, int flags)

@@ -144,7 +144,7 @@ static dtrain__json_kind dtrain__safetensors_next(dtrain__safetensors_parser *pa
 
 /* Makes room for one more element of a growing array. Headers are even: how much room there will be need of is told by
  * how much of the header has made how many, once that is many. Three in a hundred more spare the copy at the end. */
-#define DTRAIN__SAFETENSORS_ROOM(allocator, json, array, count)                                                        \
+#define DTRAIN__SAFETENSORS_ROOM(allocator, json, array, count) \
     dtrain__safetensors_room((allocator), (json), (void *)&(array), (count), sizeof *(array))
 
 static int dtrain__safetensors_room(dtrain_allocator *allocator, const dtrain__json_reader *json, void *array,

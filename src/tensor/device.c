@@ -32,8 +32,8 @@ static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *
 }
 
 /* Calls a function of a device's table. */
-#define DTRAIN__DEVICE_CALL(device, call, function, arguments)                                                         \
-    ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments                      \
+#define DTRAIN__DEVICE_CALL(device, call, function, arguments) \
+    ((device)->ops != NULL && (device)->ops->function != NULL ? (device)->ops->function arguments \
                                                               : dtrain__device_lacks(device, call))
 
 /* Checks one pointer of a call on count elements: there must be memory where there are elements, and no more of these

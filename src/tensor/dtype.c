@@ -181,9 +181,9 @@ DTRAIN__INLINE uint32_t dtrain__dtype_f16_to_f32(uint16_t x)
 }
 
 /* to[i] = expression of from[i]; the buffers are apart. */
-#define DTRAIN__DTYPE_CONVERT(name, input, output, expression)                                                         \
-    DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count),                                    \
-                 const input *from = (const input *)in;                                                                \
+#define DTRAIN__DTYPE_CONVERT(name, input, output, expression) \
+    DTRAIN__LOOP(name, (const void *in, void *out, size_t count), (in, out, count), \
+                 const input *from = (const input *)in; \
                  output *to = (output *)out, to[i] = expression)
 
 DTRAIN__DTYPE_CONVERT(dtrain__dtype_narrow_bf16, dtrain__u32, dtrain__u16, dtrain__dtype_f32_to_bf16(from[i]))

@@ -50,28 +50,28 @@ static int dtrain__fold_left(int n)
 DTRAIN__EXACT_BEGIN
 
 /* a[i] = a[i] op b[i] */
-#define DTRAIN__FOLD_PAIR(name, type, expression)                                                                      \
-    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count),                            \
+#define DTRAIN__FOLD_PAIR(name, type, expression) \
+    DTRAIN__LOOP(name, (void *left, const void *right, size_t count), (left, right, count), \
                  type *a = (type *)left; const type *b = (const type *)right, a[i] = expression)
 
 /* The same for integers, whose loops the base instruction set runs fast enough. */
-#define DTRAIN__FOLD_PAIR_INT(name, type, expression)                                                                  \
-    static void name(void *left, const void *right, size_t count)                                                      \
-    {                                                                                                                  \
-        type *a = (type *)left;                                                                                        \
-        const type *b = (const type *)right;                                                                           \
-        size_t whole = count - count % DTRAIN__ISA_BLOCK;                                                              \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < whole; i++) a[i] = (type)(expression);                              \
-        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;)                                                          \
-            a[i] = (type)(expression);                                                                                 \
+#define DTRAIN__FOLD_PAIR_INT(name, type, expression) \
+    static void name(void *left, const void *right, size_t count) \
+    { \
+        type *a = (type *)left; \
+        const type *b = (const type *)right; \
+        size_t whole = count - count % DTRAIN__ISA_BLOCK; \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < whole; i++) a[i] = (type)(expression); \
+        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;) \
+            a[i] = (type)(expression); \
     }
 
 /* Float minimum and maximum by the order of their bits: -0 below +0, NaN above all. */
 #define DTRAIN__FOLD_KEY(x, type, top) ((x) ^ ((x) >> top & (type)(((uint64_t)1 << top) - 1)))
-#define DTRAIN__FOLD_PICK(type, top, infinity, relation)                                                               \
-    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i]                             \
-     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                         ? b[i]                             \
-     : DTRAIN__FOLD_KEY(a[i], type, top) relation DTRAIN__FOLD_KEY(b[i], type, top) ? a[i]                             \
+#define DTRAIN__FOLD_PICK(type, top, infinity, relation) \
+    ((a[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                           ? a[i] \
+     : (b[i] & (type)(((uint64_t)1 << top) - 1)) > infinity                         ? b[i] \
+     : DTRAIN__FOLD_KEY(a[i], type, top) relation DTRAIN__FOLD_KEY(b[i], type, top) ? a[i] \
                                                                                     : b[i])
 
 DTRAIN__FOLD_PAIR(dtrain__fold_sum_f32, dtrain__f32, a[i] + b[i])
@@ -105,99 +105,99 @@ DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_i64, dtrain__i64, a[i] > b[i] ? a[i] : b[
 DTRAIN__FOLD_PAIR_INT(dtrain__fold_max_u64, dtrain__u64, a[i] > b[i] ? a[i] : b[i])
 
 /* x[i] = x[i] / divisor */
-#define DTRAIN__FOLD_DIVIDE(name, type)                                                                                \
-    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count),                             \
+#define DTRAIN__FOLD_DIVIDE(name, type) \
+    DTRAIN__LOOP(name, (void *data, double divisor, size_t count), (data, divisor, count), \
                  type *x = (type *)data; type by = (type)divisor, x[i] = x[i] / by)
 
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f32, dtrain__f32)
 DTRAIN__FOLD_DIVIDE(dtrain__fold_divide_f64, dtrain__f64)
 
 /* y[i] = x[i] * factor; y may be x */
-#define DTRAIN__FOLD_WEIGH(name, type)                                                                                 \
-    DTRAIN__LOOP(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count),             \
+#define DTRAIN__FOLD_WEIGH(name, type) \
+    DTRAIN__LOOP(name, (const void *in, double factor, void *out, size_t count), (in, factor, out, count), \
                  const type *x = (const type *)in; type *y = (type *)out; type by = (type)factor, y[i] = x[i] * by)
 
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f32, dtrain__f32)
 DTRAIN__FOLD_WEIGH(dtrain__fold_weigh_f64, dtrain__f64)
 
 /* The sum of n inputs and its copies, in registers; n, m and mean are constants where this is inlined. */
-#define DTRAIN__FOLD_DIRECT(name, type)                                                                                \
+#define DTRAIN__FOLD_DIRECT(name, type) \
     DTRAIN__INLINE void name##_loop(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
-                                    double divisor, int mean)                                                          \
-    {                                                                                                                  \
-        const type *x0 = (const type *)in[0] + begin, *x1 = (const type *)in[n > 1 ? 1 : 0] + begin;                   \
-        const type *x2 = (const type *)in[n > 2 ? 2 : 0] + begin, *x3 = (const type *)in[n > 2 ? 3 : 0] + begin;       \
-        const type *x4 = (const type *)in[n > 4 ? 4 : 0] + begin, *x5 = (const type *)in[n > 4 ? 5 : 0] + begin;       \
-        const type *x6 = (const type *)in[n > 4 ? 6 : 0] + begin, *x7 = (const type *)in[n > 4 ? 7 : 0] + begin;       \
-        type *y0 = (type *)out[0] + begin, *y1 = (type *)out[m > 1 ? 1 : 0] + begin;                                   \
-        type *y2 = (type *)out[m > 2 ? 2 : 0] + begin, *y3 = (type *)out[m > 2 ? 3 : 0] + begin;                       \
-        type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin;                       \
-        type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin;                       \
-        type by = (type)divisor;                                                                                       \
-        count -= count % DTRAIN__ISA_BLOCK;                                                                            \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++)                                                         \
-        {                                                                                                              \
-            type s = x0[i];                                                                                            \
-            if (n > 1)                                                                                                 \
-                s = s + x1[i];                                                                                         \
-            if (n > 2)                                                                                                 \
-                s = s + (x2[i] + x3[i]);                                                                               \
-            if (n > 4)                                                                                                 \
-                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i]));                                                           \
-            if (mean)                                                                                                  \
-                s = s / by;                                                                                            \
-            y0[i] = s;                                                                                                 \
-            if (m > 1)                                                                                                 \
-                y1[i] = s;                                                                                             \
-            if (m > 2) {                                                                                               \
-                y2[i] = s;                                                                                             \
-                y3[i] = s;                                                                                             \
-            }                                                                                                          \
-            if (m > 4) {                                                                                               \
-                y4[i] = s;                                                                                             \
-                y5[i] = s;                                                                                             \
-                y6[i] = s;                                                                                             \
-                y7[i] = s;                                                                                             \
-            }                                                                                                          \
-        }                                                                                                              \
-    }                                                                                                                  \
-    /* What is left of a block. */                                                                                     \
-    static void name##_rest(const void *const *in, int n, void *const *out, int m, size_t begin, size_t end,           \
-                            double divisor, int mean)                                                                  \
-    {                                                                                                                  \
-        for (size_t i = begin; i < end; i++) {                                                                         \
-            const type *const *x = (const type *const *)in;                                                            \
-            type s = x[0][i] + x[1][i];                                                                                \
-            if (n > 2)                                                                                                 \
-                s = s + (x[2][i] + x[3][i]);                                                                           \
-            if (n > 4)                                                                                                 \
-                s = s + ((x[4][i] + x[5][i]) + (x[6][i] + x[7][i]));                                                   \
-            if (mean)                                                                                                  \
-                s = s / (type)divisor;                                                                                 \
-            for (int k = 0; k < m; k++)                                                                                \
-                ((type *)out[k])[i] = s;                                                                               \
-        }                                                                                                              \
-    }                                                                                                                  \
+                                    double divisor, int mean) \
+    { \
+        const type *x0 = (const type *)in[0] + begin, *x1 = (const type *)in[n > 1 ? 1 : 0] + begin; \
+        const type *x2 = (const type *)in[n > 2 ? 2 : 0] + begin, *x3 = (const type *)in[n > 2 ? 3 : 0] + begin; \
+        const type *x4 = (const type *)in[n > 4 ? 4 : 0] + begin, *x5 = (const type *)in[n > 4 ? 5 : 0] + begin; \
+        const type *x6 = (const type *)in[n > 4 ? 6 : 0] + begin, *x7 = (const type *)in[n > 4 ? 7 : 0] + begin; \
+        type *y0 = (type *)out[0] + begin, *y1 = (type *)out[m > 1 ? 1 : 0] + begin; \
+        type *y2 = (type *)out[m > 2 ? 2 : 0] + begin, *y3 = (type *)out[m > 2 ? 3 : 0] + begin; \
+        type *y4 = (type *)out[m > 4 ? 4 : 0] + begin, *y5 = (type *)out[m > 4 ? 5 : 0] + begin; \
+        type *y6 = (type *)out[m > 4 ? 6 : 0] + begin, *y7 = (type *)out[m > 4 ? 7 : 0] + begin; \
+        type by = (type)divisor; \
+        count -= count % DTRAIN__ISA_BLOCK; \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) \
+        { \
+            type s = x0[i]; \
+            if (n > 1) \
+                s = s + x1[i]; \
+            if (n > 2) \
+                s = s + (x2[i] + x3[i]); \
+            if (n > 4) \
+                s = s + ((x4[i] + x5[i]) + (x6[i] + x7[i])); \
+            if (mean) \
+                s = s / by; \
+            y0[i] = s; \
+            if (m > 1) \
+                y1[i] = s; \
+            if (m > 2) { \
+                y2[i] = s; \
+                y3[i] = s; \
+            } \
+            if (m > 4) { \
+                y4[i] = s; \
+                y5[i] = s; \
+                y6[i] = s; \
+                y7[i] = s; \
+            } \
+        } \
+    } \
+    /* What is left of a block. */ \
+    static void name##_rest(const void *const *in, int n, void *const *out, int m, size_t begin, size_t end, \
+                            double divisor, int mean) \
+    { \
+        for (size_t i = begin; i < end; i++) { \
+            const type *const *x = (const type *const *)in; \
+            type s = x[0][i] + x[1][i]; \
+            if (n > 2) \
+                s = s + (x[2][i] + x[3][i]); \
+            if (n > 4) \
+                s = s + ((x[4][i] + x[5][i]) + (x[6][i] + x[7][i])); \
+            if (mean) \
+                s = s / (type)divisor; \
+            for (int k = 0; k < m; k++) \
+                ((type *)out[k])[i] = s; \
+        } \
+    } \
     DTRAIN__INLINE void name##_body(const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, \
-                                    double divisor, int mean)                                                          \
-    {                                                                                                                  \
-        if (n == 2 && m == n && !mean)                                                                                 \
-            name##_loop(in, 2, out, 2, begin, count, divisor, 0);                                                      \
-        else if (n == 2 && m == n)                                                                                     \
-            name##_loop(in, 2, out, 2, begin, count, divisor, 1);                                                      \
-        else if (n == 2)                                                                                               \
-            name##_loop(in, 2, out, 1, begin, count, divisor, mean);                                                   \
-        else if (n == 4 && m == n)                                                                                     \
-            name##_loop(in, 4, out, 4, begin, count, divisor, mean);                                                   \
-        else if (n == 4)                                                                                               \
-            name##_loop(in, 4, out, 1, begin, count, divisor, mean);                                                   \
-        else if (m == n)                                                                                               \
-            name##_loop(in, 8, out, 8, begin, count, divisor, mean);                                                   \
-        else                                                                                                           \
-            name##_loop(in, 8, out, 1, begin, count, divisor, mean);                                                   \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(                                                                                                    \
-        name,                                                                                                          \
+                                    double divisor, int mean) \
+    { \
+        if (n == 2 && m == n && !mean) \
+            name##_loop(in, 2, out, 2, begin, count, divisor, 0); \
+        else if (n == 2 && m == n) \
+            name##_loop(in, 2, out, 2, begin, count, divisor, 1); \
+        else if (n == 2) \
+            name##_loop(in, 2, out, 1, begin, count, divisor, mean); \
+        else if (n == 4 && m == n) \
+            name##_loop(in, 4, out, 4, begin, count, divisor, mean); \
+        else if (n == 4) \
+            name##_loop(in, 4, out, 1, begin, count, divisor, mean); \
+        else if (m == n) \
+            name##_loop(in, 8, out, 8, begin, count, divisor, mean); \
+        else \
+            name##_loop(in, 8, out, 1, begin, count, divisor, mean); \
+    } \
+    DTRAIN__KERNEL( \
+        name, \
         (const void *const *in, int n, void *const *out, int m, size_t begin, size_t count, double divisor, int mean), \
         (in, n, out, m, begin, count, divisor, mean))
 

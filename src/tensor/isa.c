@@ -121,60 +121,60 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 
 /* Defines name(...), which calls name_avx512, name_avx2 or name_base; and from name_body(...) those as well. */
 #if defined(DTRAIN__X86)
-#define DTRAIN__DISPATCH(name, parameters, arguments)                                                                  \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        int isa = dtrain__isa();                                                                                       \
-        if (isa == DTRAIN__ISA_AVX512)                                                                                 \
-            name##_avx512 arguments;                                                                                   \
-        else if (isa == DTRAIN__ISA_AVX2)                                                                              \
-            name##_avx2 arguments;                                                                                     \
-        else                                                                                                           \
-            name##_base arguments;                                                                                     \
+#define DTRAIN__DISPATCH(name, parameters, arguments) \
+    static void name parameters \
+    { \
+        int isa = dtrain__isa(); \
+        if (isa == DTRAIN__ISA_AVX512) \
+            name##_avx512 arguments; \
+        else if (isa == DTRAIN__ISA_AVX2) \
+            name##_avx2 arguments; \
+        else \
+            name##_base arguments; \
     }
-#define DTRAIN__KERNEL(name, parameters, arguments)                                                                    \
-    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters   \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
-    }                                                                                                                  \
-    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters                                   \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
-    }                                                                                                                  \
-    static __attribute__((noinline)) void name##_base parameters                                                       \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
-    }                                                                                                                  \
+#define DTRAIN__KERNEL(name, parameters, arguments) \
+    static __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), noinline)) void name##_avx512 parameters \
+    { \
+        name##_body arguments; \
+    } \
+    static __attribute__((target("avx2,fma"), noinline)) void name##_avx2 parameters \
+    { \
+        name##_body arguments; \
+    } \
+    static __attribute__((noinline)) void name##_base parameters \
+    { \
+        name##_body arguments; \
+    } \
     DTRAIN__DISPATCH(name, parameters, arguments)
 #else
-#define DTRAIN__DISPATCH(name, parameters, arguments)                                                                  \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        name##_base arguments;                                                                                         \
+#define DTRAIN__DISPATCH(name, parameters, arguments) \
+    static void name parameters \
+    { \
+        name##_base arguments; \
     }
-#define DTRAIN__KERNEL(name, parameters, arguments)                                                                    \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        name##_body arguments;                                                                                         \
+#define DTRAIN__KERNEL(name, parameters, arguments) \
+    static void name parameters \
+    { \
+        name##_body arguments; \
     }
 #endif
 
 /* Defines name(...), whose parameters have a count: a loop of `statement` over i, whose turns do not depend on each
  * other, after `opening`. Blocks go by the instruction set, and what is left of one follows one by one. */
-#define DTRAIN__LOOP(name, parameters, arguments, opening, statement)                                                  \
-    DTRAIN__INLINE void name##_blocks_body parameters                                                                  \
-    {                                                                                                                  \
-        opening;                                                                                                       \
-        count -= count % DTRAIN__ISA_BLOCK;                                                                            \
-        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) statement;                                              \
-    }                                                                                                                  \
-    DTRAIN__KERNEL(name##_blocks, parameters, arguments)                                                               \
-    static void name parameters                                                                                        \
-    {                                                                                                                  \
-        opening;                                                                                                       \
-        name##_blocks arguments;                                                                                       \
-        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;)                                                          \
-            statement;                                                                                                 \
+#define DTRAIN__LOOP(name, parameters, arguments, opening, statement) \
+    DTRAIN__INLINE void name##_blocks_body parameters \
+    { \
+        opening; \
+        count -= count % DTRAIN__ISA_BLOCK; \
+        DTRAIN__INDEPENDENT for (size_t i = 0; i < count; i++) statement; \
+    } \
+    DTRAIN__KERNEL(name##_blocks, parameters, arguments) \
+    static void name parameters \
+    { \
+        opening; \
+        name##_blocks arguments; \
+        for (size_t i = count; i-- % DTRAIN__ISA_BLOCK != 0;) \
+            statement; \
     }
 
 /* Keeps a product from being contracted with the sum that follows. clang's back end contracts whatever the
@@ -183,21 +183,21 @@ typedef uint64_t dtrain__u64 __attribute__((aligned(1), may_alias));
 static volatile uint32_t dtrain__isa_zero __attribute__((unused));
 
 #if defined(__clang__)
-#define DTRAIN__ISA_ROUNDED(name, type, word)                                                                          \
-    DTRAIN__INLINE type name(type x, uint32_t zero)                                                                    \
-    {                                                                                                                  \
-        word bits;                                                                                                     \
-        memcpy(&bits, &x, sizeof bits);                                                                                \
-        bits ^= zero;                                                                                                  \
-        memcpy(&x, &bits, sizeof bits);                                                                                \
-        return x;                                                                                                      \
+#define DTRAIN__ISA_ROUNDED(name, type, word) \
+    DTRAIN__INLINE type name(type x, uint32_t zero) \
+    { \
+        word bits; \
+        memcpy(&bits, &x, sizeof bits); \
+        bits ^= zero; \
+        memcpy(&x, &bits, sizeof bits); \
+        return x; \
     }
 #else
-#define DTRAIN__ISA_ROUNDED(name, type, word)                                                                          \
-    DTRAIN__INLINE type name(type x, uint32_t zero)                                                                    \
-    {                                                                                                                  \
-        (void)zero;                                                                                                    \
-        return x;                                                                                                      \
+#define DTRAIN__ISA_ROUNDED(name, type, word) \
+    DTRAIN__INLINE type name(type x, uint32_t zero) \
+    { \
+        (void)zero; \
+        return x; \
     }
 #endif
 DTRAIN__ISA_ROUNDED(dtrain__isa_rounded_f32, float, uint32_t)

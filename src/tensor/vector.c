@@ -11,9 +11,9 @@
 DTRAIN__EXACT_BEGIN
 
 /* y[i] = y[i] + factor * x[i] */
-#define DTRAIN__VECTOR_AXPY(name, type, rounded)                                                                       \
-    DTRAIN__LOOP(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count),           \
-                 type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor;                     \
+#define DTRAIN__VECTOR_AXPY(name, type, rounded) \
+    DTRAIN__LOOP(name, (void *to, double factor, const void *from, size_t count), (to, factor, from, count), \
+                 type *y = (type *)to; const type *x = (const type *)from; type by = (type)factor; \
                  uint32_t zero = dtrain__isa_zero, y[i] = y[i] + rounded(by * x[i], zero))
 
 /* Lane i % 8 takes element i. A float32's square is exact in float64. */

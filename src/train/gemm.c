@@ -26,8 +26,8 @@ typedef struct dtrain__gemm_shape {
     size_t rows, width;
 } dtrain__gemm_shape;
 
-#define DTRAIN__GEMM_PARAMETERS                                                                                        \
-    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows,    \
+#define DTRAIN__GEMM_PARAMETERS \
+    size_t k, const float *a, size_t a_row, size_t a_column, const float *panel, float *c, size_t ldc, size_t rows, \
         size_t columns, int accumulate
 
 static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t ldc, size_t rows, size_t columns,
@@ -40,41 +40,41 @@ static void dtrain__gemm_store(const float *tile, size_t width, float *c, size_t
 
 /* A kernel of ROWS rows by VECTORS vectors of LANES floats. Rows beyond the matrix repeat the last one; what they
  * and the padding of the panel give is not stored. */
-#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op)                                        \
-    attributes static void name(DTRAIN__GEMM_PARAMETERS)                                                               \
-    {                                                                                                                  \
-        vector sum[ROWS][VECTORS];                                                                                     \
-        const float *row[ROWS];                                                                                        \
-        for (size_t i = 0; i < ROWS; i++) {                                                                            \
-            row[i] = a + (i < rows ? i : rows - 1) * a_row;                                                            \
-            for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                sum[i][v] = op##_set1_ps(0);                                                                           \
-        }                                                                                                              \
-        for (size_t p = 0; p < k; p++) {                                                                               \
-            vector b[VECTORS];                                                                                         \
-            for (size_t v = 0; v < VECTORS; v++)                                                                       \
-                b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES);                                       \
-            for (size_t i = 0; i < ROWS; i++) {                                                                        \
-                vector x = op##_set1_ps(row[i][p * a_column]);                                                         \
-                for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    sum[i][v] = op##_fmadd_ps(x, b[v], sum[i][v]);                                                     \
-            }                                                                                                          \
-        }                                                                                                              \
-        if (rows == ROWS && columns == VECTORS * LANES) {                                                              \
-            for (size_t i = 0; i < ROWS; i++)                                                                          \
-                for (size_t v = 0; v < VECTORS; v++) {                                                                 \
-                    float *to = c + i * ldc + v * LANES;                                                               \
-                    if (accumulate)                                                                                    \
-                        sum[i][v] = op##_loadu_ps(to) + sum[i][v];                                                     \
-                    op##_storeu_ps(to, sum[i][v]);                                                                     \
-                }                                                                                                      \
-        } else {                                                                                                       \
-            float tile[ROWS * VECTORS * LANES];                                                                        \
-            for (size_t i = 0; i < ROWS; i++)                                                                          \
-                for (size_t v = 0; v < VECTORS; v++)                                                                   \
-                    op##_storeu_ps(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]);                               \
-            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate);                               \
-        }                                                                                                              \
+#define DTRAIN__GEMM_KERNEL(name, attributes, vector, LANES, ROWS, VECTORS, op) \
+    attributes static void name(DTRAIN__GEMM_PARAMETERS) \
+    { \
+        vector sum[ROWS][VECTORS]; \
+        const float *row[ROWS]; \
+        for (size_t i = 0; i < ROWS; i++) { \
+            row[i] = a + (i < rows ? i : rows - 1) * a_row; \
+            for (size_t v = 0; v < VECTORS; v++) \
+                sum[i][v] = op##_set1_ps(0); \
+        } \
+        for (size_t p = 0; p < k; p++) { \
+            vector b[VECTORS]; \
+            for (size_t v = 0; v < VECTORS; v++) \
+                b[v] = op##_loadu_ps(panel + p * (VECTORS * LANES) + v * LANES); \
+            for (size_t i = 0; i < ROWS; i++) { \
+                vector x = op##_set1_ps(row[i][p * a_column]); \
+                for (size_t v = 0; v < VECTORS; v++) \
+                    sum[i][v] = op##_fmadd_ps(x, b[v], sum[i][v]); \
+            } \
+        } \
+        if (rows == ROWS && columns == VECTORS * LANES) { \
+            for (size_t i = 0; i < ROWS; i++) \
+                for (size_t v = 0; v < VECTORS; v++) { \
+                    float *to = c + i * ldc + v * LANES; \
+                    if (accumulate) \
+                        sum[i][v] = op##_loadu_ps(to) + sum[i][v]; \
+                    op##_storeu_ps(to, sum[i][v]); \
+                } \
+        } else { \
+            float tile[ROWS * VECTORS * LANES]; \
+            for (size_t i = 0; i < ROWS; i++) \
+                for (size_t v = 0; v < VECTORS; v++) \
+                    op##_storeu_ps(tile + i * (VECTORS * LANES) + v * LANES, sum[i][v]); \
+            dtrain__gemm_store(tile, VECTORS *LANES, c, ldc, rows, columns, accumulate); \
+        } \
     }
 
 DTRAIN__EXACT_BEGIN

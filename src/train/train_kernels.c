@@ -31,82 +31,82 @@ DTRAIN__EXACT_BEGIN
 #define DTRAIN__TRAIN_ROUNDED_base(x) __asm__("" : "+w"(x))
 #define DTRAIN__TRAIN_ROOT_base(x) __asm__("fsqrt %0.4s, %0.4s" : "+w"(x))
 #else
-#define DTRAIN__TRAIN_EACH(x, function)                                                                                \
-    for (int lane = 0; lane < 4; lane++)                                                                               \
+#define DTRAIN__TRAIN_EACH(x, function) \
+    for (int lane = 0; lane < 4; lane++) \
     (x)[lane] = function
 #define DTRAIN__TRAIN_ROUNDED_base(x) DTRAIN__TRAIN_EACH(x, dtrain__isa_rounded_f32((x)[lane], dtrain__isa_zero))
 #define DTRAIN__TRAIN_ROOT_base(x) DTRAIN__TRAIN_EACH(x, __builtin_sqrtf((x)[lane]))
 #endif
 
-#define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                            \
-    target static void dtrain__train_adamw_blocks_##isa(float *const x[4], size_t count, const void *step)             \
-    {                                                                                                                  \
-        const dtrain_device_adamw_step *c = (const dtrain_device_adamw_step *)step;                                    \
-        vector beta1 = op##_set1_ps(c->beta1), rest1 = op##_set1_ps(c->rest1), beta2 = op##_set1_ps(c->beta2);         \
-        vector rest2 = op##_set1_ps(c->rest2), root = op##_set1_ps(c->root), eps = op##_set1_ps(c->eps);               \
-        vector rate = op##_set1_ps(c->rate), keep = op##_set1_ps(c->keep);                                             \
-        float *p = x[1], *m = x[2], *v = x[3];                                                                         \
-        for (size_t i = 0; i < count; i += width) {                                                                    \
-            vector gi = op##_loadu_ps(x[0] + i), grown = gi * rest1, square = gi * gi;                                 \
-            vector mi = op##_loadu_ps(m + i) * beta1, vi = op##_loadu_ps(v + i) * beta2;                               \
-            vector kept = op##_loadu_ps(p + i) * keep, spread, change;                                                 \
-            square = square * rest2;                                                                                   \
-            DTRAIN__TRAIN_ROUNDED_##isa(grown);                                                                        \
-            DTRAIN__TRAIN_ROUNDED_##isa(square);                                                                       \
-            DTRAIN__TRAIN_ROUNDED_##isa(mi);                                                                           \
-            DTRAIN__TRAIN_ROUNDED_##isa(vi);                                                                           \
-            DTRAIN__TRAIN_ROUNDED_##isa(kept);                                                                         \
-            mi = mi + grown;                                                                                           \
-            vi = vi + square;                                                                                          \
-            spread = vi;                                                                                               \
-            DTRAIN__TRAIN_ROOT_##isa(spread);                                                                          \
-            spread = spread * root;                                                                                    \
-            DTRAIN__TRAIN_ROUNDED_##isa(spread);                                                                       \
-            change = mi / (spread + eps) * rate;                                                                       \
-            DTRAIN__TRAIN_ROUNDED_##isa(change);                                                                       \
-            op##_storeu_ps(m + i, mi);                                                                                 \
-            op##_storeu_ps(v + i, vi);                                                                                 \
-            op##_storeu_ps(p + i, kept - change);                                                                      \
-        }                                                                                                              \
+#define DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
+    target static void dtrain__train_adamw_blocks_##isa(float *const x[4], size_t count, const void *step) \
+    { \
+        const dtrain_device_adamw_step *c = (const dtrain_device_adamw_step *)step; \
+        vector beta1 = op##_set1_ps(c->beta1), rest1 = op##_set1_ps(c->rest1), beta2 = op##_set1_ps(c->beta2); \
+        vector rest2 = op##_set1_ps(c->rest2), root = op##_set1_ps(c->root), eps = op##_set1_ps(c->eps); \
+        vector rate = op##_set1_ps(c->rate), keep = op##_set1_ps(c->keep); \
+        float *p = x[1], *m = x[2], *v = x[3]; \
+        for (size_t i = 0; i < count; i += width) { \
+            vector gi = op##_loadu_ps(x[0] + i), grown = gi * rest1, square = gi * gi; \
+            vector mi = op##_loadu_ps(m + i) * beta1, vi = op##_loadu_ps(v + i) * beta2; \
+            vector kept = op##_loadu_ps(p + i) * keep, spread, change; \
+            square = square * rest2; \
+            DTRAIN__TRAIN_ROUNDED_##isa(grown); \
+            DTRAIN__TRAIN_ROUNDED_##isa(square); \
+            DTRAIN__TRAIN_ROUNDED_##isa(mi); \
+            DTRAIN__TRAIN_ROUNDED_##isa(vi); \
+            DTRAIN__TRAIN_ROUNDED_##isa(kept); \
+            mi = mi + grown; \
+            vi = vi + square; \
+            spread = vi; \
+            DTRAIN__TRAIN_ROOT_##isa(spread); \
+            spread = spread * root; \
+            DTRAIN__TRAIN_ROUNDED_##isa(spread); \
+            change = mi / (spread + eps) * rate; \
+            DTRAIN__TRAIN_ROUNDED_##isa(change); \
+            op##_storeu_ps(m + i, mi); \
+            op##_storeu_ps(v + i, vi); \
+            op##_storeu_ps(p + i, kept - change); \
+        } \
     }
 
-#define DTRAIN__TRAIN_SGD(isa, target, vector, width, op)                                                              \
-    target static void dtrain__train_sgd_blocks_##isa(float *const x[4], size_t count, const void *step)               \
-    {                                                                                                                  \
-        const dtrain_device_sgd_step *c = (const dtrain_device_sgd_step *)step;                                        \
-        vector momentum = op##_set1_ps(c->momentum), lr = op##_set1_ps(c->lr), keep = op##_set1_ps(c->keep);           \
-        vector coupled = op##_set1_ps(c->coupled);                                                                     \
-        float *p = x[1], *velocity = x[2];                                                                             \
-        int decays = c->coupled != 0.0f;                                                                               \
-        for (size_t i = 0; i < count; i += width) {                                                                    \
-            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(x[0] + i), product, kept;                             \
-            if (decays) {                                                                                              \
-                product = pi * coupled;                                                                                \
-                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                  \
-                gi = gi + product;                                                                                     \
-            }                                                                                                          \
-            if (velocity != NULL) {                                                                                    \
-                product = op##_loadu_ps(velocity + i) * momentum;                                                      \
-                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                  \
-                vector vi = product + gi;                                                                              \
-                op##_storeu_ps(velocity + i, vi);                                                                      \
-                product = vi * momentum;                                                                               \
-                DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                  \
-                if (c->nesterov)                                                                                       \
-                    gi = gi + product;                                                                                 \
-                else                                                                                                   \
-                    gi = vi;                                                                                           \
-            }                                                                                                          \
-            product = gi * lr;                                                                                         \
-            kept = pi * keep;                                                                                          \
-            DTRAIN__TRAIN_ROUNDED_##isa(product);                                                                      \
-            DTRAIN__TRAIN_ROUNDED_##isa(kept);                                                                         \
-            op##_storeu_ps(p + i, kept - product);                                                                     \
-        }                                                                                                              \
+#define DTRAIN__TRAIN_SGD(isa, target, vector, width, op) \
+    target static void dtrain__train_sgd_blocks_##isa(float *const x[4], size_t count, const void *step) \
+    { \
+        const dtrain_device_sgd_step *c = (const dtrain_device_sgd_step *)step; \
+        vector momentum = op##_set1_ps(c->momentum), lr = op##_set1_ps(c->lr), keep = op##_set1_ps(c->keep); \
+        vector coupled = op##_set1_ps(c->coupled); \
+        float *p = x[1], *velocity = x[2]; \
+        int decays = c->coupled != 0.0f; \
+        for (size_t i = 0; i < count; i += width) { \
+            vector pi = op##_loadu_ps(p + i), gi = op##_loadu_ps(x[0] + i), product, kept; \
+            if (decays) { \
+                product = pi * coupled; \
+                DTRAIN__TRAIN_ROUNDED_##isa(product); \
+                gi = gi + product; \
+            } \
+            if (velocity != NULL) { \
+                product = op##_loadu_ps(velocity + i) * momentum; \
+                DTRAIN__TRAIN_ROUNDED_##isa(product); \
+                vector vi = product + gi; \
+                op##_storeu_ps(velocity + i, vi); \
+                product = vi * momentum; \
+                DTRAIN__TRAIN_ROUNDED_##isa(product); \
+                if (c->nesterov) \
+                    gi = gi + product; \
+                else \
+                    gi = vi; \
+            } \
+            product = gi * lr; \
+            kept = pi * keep; \
+            DTRAIN__TRAIN_ROUNDED_##isa(product); \
+            DTRAIN__TRAIN_ROUNDED_##isa(kept); \
+            op##_storeu_ps(p + i, kept - product); \
+        } \
     }
 
-#define DTRAIN__TRAIN_STEPS(isa, target, vector, width, op)                                                            \
-    DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op)                                                                \
+#define DTRAIN__TRAIN_STEPS(isa, target, vector, width, op) \
+    DTRAIN__TRAIN_ADAMW(isa, target, vector, width, op) \
     DTRAIN__TRAIN_SGD(isa, target, vector, width, op)
 
 DTRAIN__TRAIN_STEPS(base, , dtrain__x4, 4, dtrain__x4)

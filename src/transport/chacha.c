@@ -33,43 +33,43 @@ static void dtrain__store_le32(unsigned char *out, uint32_t value)
 
 #define DTRAIN__CHACHA_ROTATE(x, n) ((x) << (n) | (x) >> (32 - (n)))
 
-#define DTRAIN__CHACHA_QUARTER(turn16, turn8, a, b, c, d)                                                              \
-    a += b, d ^= a, d = turn16(d);                                                                                     \
-    c += d, b ^= c, b = DTRAIN__CHACHA_ROTATE(b, 12);                                                                  \
-    a += b, d ^= a, d = turn8(d);                                                                                      \
+#define DTRAIN__CHACHA_QUARTER(turn16, turn8, a, b, c, d) \
+    a += b, d ^= a, d = turn16(d); \
+    c += d, b ^= c, b = DTRAIN__CHACHA_ROTATE(b, 12); \
+    a += b, d ^= a, d = turn8(d); \
     c += d, b ^= c, b = DTRAIN__CHACHA_ROTATE(b, 7)
 
-#define DTRAIN__CHACHA_EACH(one)                                                                                       \
-    one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11) one(12) one(13) one(14)      \
+#define DTRAIN__CHACHA_EACH(one) \
+    one(0) one(1) one(2) one(3) one(4) one(5) one(6) one(7) one(8) one(9) one(10) one(11) one(12) one(13) one(14) \
         one(15)
 
 /* Adds the key stream to whole groups of blocks, a block a lane, and moves the counter on. `v` has only constant
  * indices, which lets it stay in registers. */
-#define DTRAIN__CHACHA_KERNEL(name, target, vec, lanes, turn16, turn8, write)                                          \
-    static target void name(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups)            \
-    {                                                                                                                  \
-        static const uint32_t counting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};                   \
-        vec first, zero = {0};                                                                                         \
-        memcpy(&first, counting, sizeof first);                                                                        \
-        for (; groups > 0; groups--, state[12] += (lanes), in += (lanes)*64, out += (lanes)*64) {                      \
-            vec v[16], counters = first + state[12];                                                                   \
-            DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_SPREAD)                                                                 \
-            v[12] = counters;                                                                                          \
-            for (int round = 0; round < 10; round++) {                                                                 \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[0], v[4], v[8], v[12]);                                        \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[1], v[5], v[9], v[13]);                                        \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[2], v[6], v[10], v[14]);                                       \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[3], v[7], v[11], v[15]);                                       \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[0], v[5], v[10], v[15]);                                       \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[1], v[6], v[11], v[12]);                                       \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[2], v[7], v[8], v[13]);                                        \
-                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[3], v[4], v[9], v[14]);                                        \
-            }                                                                                                          \
-            counters -= state[12]; /* EACH adds it, as it adds the other words */                                      \
-            v[12] += counters;                                                                                         \
-            DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_ADD)                                                                    \
-            write                                                                                                      \
-        }                                                                                                              \
+#define DTRAIN__CHACHA_KERNEL(name, target, vec, lanes, turn16, turn8, write) \
+    static target void name(uint32_t state[16], const unsigned char *in, unsigned char *out, size_t groups) \
+    { \
+        static const uint32_t counting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; \
+        vec first, zero = {0}; \
+        memcpy(&first, counting, sizeof first); \
+        for (; groups > 0; groups--, state[12] += (lanes), in += (lanes)*64, out += (lanes)*64) { \
+            vec v[16], counters = first + state[12]; \
+            DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_SPREAD) \
+            v[12] = counters; \
+            for (int round = 0; round < 10; round++) { \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[0], v[4], v[8], v[12]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[1], v[5], v[9], v[13]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[2], v[6], v[10], v[14]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[3], v[7], v[11], v[15]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[0], v[5], v[10], v[15]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[1], v[6], v[11], v[12]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[2], v[7], v[8], v[13]); \
+                DTRAIN__CHACHA_QUARTER(turn16, turn8, v[3], v[4], v[9], v[14]); \
+            } \
+            counters -= state[12]; /* EACH adds it, as it adds the other words */ \
+            v[12] += counters; \
+            DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_ADD) \
+            write \
+        } \
     }
 
 #define DTRAIN__CHACHA_SPREAD(i) v[i] = zero + state[i];
@@ -79,11 +79,11 @@ static void dtrain__store_le32(unsigned char *out, uint32_t value)
 
 /* Word by word: for vectors of any machine. */
 #define DTRAIN__CHACHA_KEEP(i) memcpy(words[i], &v[i], sizeof v[i]);
-#define DTRAIN__CHACHA_WRITE_WORDS                                                                                     \
-    uint32_t words[16][4];                                                                                             \
-    DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_KEEP)                                                                           \
-    for (size_t lane = 0; lane < 4; lane++)                                                                            \
-        for (size_t i = 0; i < 16; i++)                                                                                \
+#define DTRAIN__CHACHA_WRITE_WORDS \
+    uint32_t words[16][4]; \
+    DTRAIN__CHACHA_EACH(DTRAIN__CHACHA_KEEP) \
+    for (size_t lane = 0; lane < 4; lane++) \
+        for (size_t i = 0; i < 16; i++) \
             dtrain__store_le32(out + 64 * lane + 4 * i, dtrain__load_le32(in + 64 * lane + 4 * i) ^ words[i][lane]);
 
 DTRAIN__EXACT_BEGIN
@@ -95,41 +95,41 @@ typedef uint32_t dtrain__u32x8 __attribute__((vector_size(32)));
 typedef uint32_t dtrain__u32x16 __attribute__((vector_size(64)));
 
 /* Turns four rows of words in four columns, within each 128 bits. */
-#define DTRAIN__CHACHA_COLUMNS(wide, vec, integer, i)                                                                  \
-    {                                                                                                                  \
-        integer a = wide##_unpacklo_epi32((integer)v[i], (integer)v[(i) + 1]);                                         \
-        integer b = wide##_unpackhi_epi32((integer)v[i], (integer)v[(i) + 1]);                                         \
-        integer c = wide##_unpacklo_epi32((integer)v[(i) + 2], (integer)v[(i) + 3]);                                   \
-        integer d = wide##_unpackhi_epi32((integer)v[(i) + 2], (integer)v[(i) + 3]);                                   \
-        v[i] = (vec)wide##_unpacklo_epi64(a, c);                                                                       \
-        v[(i) + 1] = (vec)wide##_unpackhi_epi64(a, c);                                                                 \
-        v[(i) + 2] = (vec)wide##_unpacklo_epi64(b, d);                                                                 \
-        v[(i) + 3] = (vec)wide##_unpackhi_epi64(b, d);                                                                 \
+#define DTRAIN__CHACHA_COLUMNS(wide, vec, integer, i) \
+    { \
+        integer a = wide##_unpacklo_epi32((integer)v[i], (integer)v[(i) + 1]); \
+        integer b = wide##_unpackhi_epi32((integer)v[i], (integer)v[(i) + 1]); \
+        integer c = wide##_unpacklo_epi32((integer)v[(i) + 2], (integer)v[(i) + 3]); \
+        integer d = wide##_unpackhi_epi32((integer)v[(i) + 2], (integer)v[(i) + 3]); \
+        v[i] = (vec)wide##_unpacklo_epi64(a, c); \
+        v[(i) + 1] = (vec)wide##_unpackhi_epi64(a, c); \
+        v[(i) + 2] = (vec)wide##_unpacklo_epi64(b, d); \
+        v[(i) + 3] = (vec)wide##_unpackhi_epi64(b, d); \
     }
 
 /* Adds the key stream to the blocks that have the same place in their 128 bits. */
-#define DTRAIN__CHACHA_WRITE(wide, vec, integer, blocks)                                                               \
-    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 0)                                                                      \
-    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 4)                                                                      \
-    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 8)                                                                      \
-    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 12)                                                                     \
+#define DTRAIN__CHACHA_WRITE(wide, vec, integer, blocks) \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 0) \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 4) \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 8) \
+    DTRAIN__CHACHA_COLUMNS(wide, vec, integer, 12) \
     blocks(0) blocks(1) blocks(2) blocks(3)
 
-#define DTRAIN__CHACHA_PUT_AVX2(at, x)                                                                                 \
-    _mm256_storeu_si256((__m256i *)(void *)(out + (at)),                                                               \
+#define DTRAIN__CHACHA_PUT_AVX2(at, x) \
+    _mm256_storeu_si256((__m256i *)(void *)(out + (at)), \
                         _mm256_xor_si256(x, _mm256_loadu_si256((const __m256i *)(const void *)(in + (at)))));
 
 /* Blocks j and j + 4. */
-#define DTRAIN__CHACHA_BLOCKS_AVX2(j)                                                                                  \
-    {                                                                                                                  \
-        __m256i a = (__m256i)v[j], b = (__m256i)v[(j) + 4], c = (__m256i)v[(j) + 8], d = (__m256i)v[(j) + 12];         \
-        DTRAIN__CHACHA_PUT_AVX2((j)*64, _mm256_permute2x128_si256(a, b, 0x20))                                         \
-        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 32, _mm256_permute2x128_si256(c, d, 0x20))                                    \
-        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 256, _mm256_permute2x128_si256(a, b, 0x31))                                   \
-        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 288, _mm256_permute2x128_si256(c, d, 0x31))                                   \
+#define DTRAIN__CHACHA_BLOCKS_AVX2(j) \
+    { \
+        __m256i a = (__m256i)v[j], b = (__m256i)v[(j) + 4], c = (__m256i)v[(j) + 8], d = (__m256i)v[(j) + 12]; \
+        DTRAIN__CHACHA_PUT_AVX2((j)*64, _mm256_permute2x128_si256(a, b, 0x20)) \
+        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 32, _mm256_permute2x128_si256(c, d, 0x20)) \
+        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 256, _mm256_permute2x128_si256(a, b, 0x31)) \
+        DTRAIN__CHACHA_PUT_AVX2((j)*64 + 288, _mm256_permute2x128_si256(c, d, 0x31)) \
     }
 #define DTRAIN__CHACHA_WRITE_AVX2 DTRAIN__CHACHA_WRITE(_mm256, dtrain__u32x8, __m256i, DTRAIN__CHACHA_BLOCKS_AVX2)
-#define DTRAIN__CHACHA_BYTES_AVX2(x, a, b, c, d)                                                                       \
+#define DTRAIN__CHACHA_BYTES_AVX2(x, a, b, c, d) \
     (dtrain__u32x8) _mm256_shuffle_epi8((__m256i)(x), _mm256_set_epi32(d, c, b, a, d, c, b, a))
 #define DTRAIN__CHACHA_TURN16_AVX2(x) DTRAIN__CHACHA_BYTES_AVX2(x, 0x01000302, 0x05040706, 0x09080b0a, 0x0d0c0f0e)
 #define DTRAIN__CHACHA_TURN8_AVX2(x) DTRAIN__CHACHA_BYTES_AVX2(x, 0x02010003, 0x06050407, 0x0a09080b, 0x0e0d0c0f)
@@ -144,22 +144,22 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx2, __attribute__((target("avx2"), noinli
 #define DTRAIN__CHACHA_512_unpackhi_epi64(a, b) _mm512_maskz_unpackhi_epi64(0xff, a, b)
 #define DTRAIN__CHACHA_512_shuffle(a, b, order) _mm512_maskz_shuffle_i32x4(0xffff, a, b, order)
 
-#define DTRAIN__CHACHA_PUT_AVX512(at, x)                                                                               \
+#define DTRAIN__CHACHA_PUT_AVX512(at, x) \
     _mm512_storeu_si512((void *)(out + (at)), _mm512_xor_si512(x, _mm512_loadu_si512((const void *)(in + (at)))));
 
 /* Blocks j, j + 4, j + 8 and j + 12. */
-#define DTRAIN__CHACHA_BLOCKS_AVX512(j)                                                                                \
-    {                                                                                                                  \
-        __m512i a = DTRAIN__CHACHA_512_shuffle((__m512i)v[j], (__m512i)v[(j) + 4], 0x44);                              \
-        __m512i b = DTRAIN__CHACHA_512_shuffle((__m512i)v[j], (__m512i)v[(j) + 4], 0xee);                              \
-        __m512i c = DTRAIN__CHACHA_512_shuffle((__m512i)v[(j) + 8], (__m512i)v[(j) + 12], 0x44);                       \
-        __m512i d = DTRAIN__CHACHA_512_shuffle((__m512i)v[(j) + 8], (__m512i)v[(j) + 12], 0xee);                       \
-        DTRAIN__CHACHA_PUT_AVX512((j)*64, DTRAIN__CHACHA_512_shuffle(a, c, 0x88))                                      \
-        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 256, DTRAIN__CHACHA_512_shuffle(a, c, 0xdd))                                \
-        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 512, DTRAIN__CHACHA_512_shuffle(b, d, 0x88))                                \
-        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 768, DTRAIN__CHACHA_512_shuffle(b, d, 0xdd))                                \
+#define DTRAIN__CHACHA_BLOCKS_AVX512(j) \
+    { \
+        __m512i a = DTRAIN__CHACHA_512_shuffle((__m512i)v[j], (__m512i)v[(j) + 4], 0x44); \
+        __m512i b = DTRAIN__CHACHA_512_shuffle((__m512i)v[j], (__m512i)v[(j) + 4], 0xee); \
+        __m512i c = DTRAIN__CHACHA_512_shuffle((__m512i)v[(j) + 8], (__m512i)v[(j) + 12], 0x44); \
+        __m512i d = DTRAIN__CHACHA_512_shuffle((__m512i)v[(j) + 8], (__m512i)v[(j) + 12], 0xee); \
+        DTRAIN__CHACHA_PUT_AVX512((j)*64, DTRAIN__CHACHA_512_shuffle(a, c, 0x88)) \
+        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 256, DTRAIN__CHACHA_512_shuffle(a, c, 0xdd)) \
+        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 512, DTRAIN__CHACHA_512_shuffle(b, d, 0x88)) \
+        DTRAIN__CHACHA_PUT_AVX512((j)*64 + 768, DTRAIN__CHACHA_512_shuffle(b, d, 0xdd)) \
     }
-#define DTRAIN__CHACHA_WRITE_AVX512                                                                                    \
+#define DTRAIN__CHACHA_WRITE_AVX512 \
     DTRAIN__CHACHA_WRITE(DTRAIN__CHACHA_512, dtrain__u32x16, __m512i, DTRAIN__CHACHA_BLOCKS_AVX512)
 
 DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx512bw,avx512vl"), noinline)),
@@ -170,20 +170,20 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
 #define DTRAIN__POLY_MASK 0x3ffffffu
 
 /* h times r, modulo 2^130 - 5: limbs of h below 2^28 come in, below 2^27 go out. */
-#define DTRAIN__POLY_TIMES(vec, mul, h, r)                                                                             \
-    {                                                                                                                  \
-        vec d0 = mul(h[0], r[0]) + mul(h[1], r[8]) + mul(h[2], r[7]) + mul(h[3], r[6]) + mul(h[4], r[5]);              \
-        vec d1 = mul(h[0], r[1]) + mul(h[1], r[0]) + mul(h[2], r[8]) + mul(h[3], r[7]) + mul(h[4], r[6]);              \
-        vec d2 = mul(h[0], r[2]) + mul(h[1], r[1]) + mul(h[2], r[0]) + mul(h[3], r[8]) + mul(h[4], r[7]);              \
-        vec d3 = mul(h[0], r[3]) + mul(h[1], r[2]) + mul(h[2], r[1]) + mul(h[3], r[0]) + mul(h[4], r[8]);              \
-        vec d4 = mul(h[0], r[4]) + mul(h[1], r[3]) + mul(h[2], r[2]) + mul(h[3], r[1]) + mul(h[4], r[0]);              \
-        d1 += d0 >> 26, d4 += d3 >> 26;                                                                                \
-        d0 &= DTRAIN__POLY_MASK, d3 &= DTRAIN__POLY_MASK;                                                              \
-        d2 += d1 >> 26, d0 += (d4 >> 26) + (d4 >> 26 << 2);                                                            \
-        h[4] = d4 & DTRAIN__POLY_MASK, d1 &= DTRAIN__POLY_MASK;                                                        \
-        d3 += d2 >> 26, h[2] = d2 & DTRAIN__POLY_MASK;                                                                 \
-        h[1] = d1 + (d0 >> 26), h[0] = d0 & DTRAIN__POLY_MASK;                                                         \
-        h[4] += d3 >> 26, h[3] = d3 & DTRAIN__POLY_MASK;                                                               \
+#define DTRAIN__POLY_TIMES(vec, mul, h, r) \
+    { \
+        vec d0 = mul(h[0], r[0]) + mul(h[1], r[8]) + mul(h[2], r[7]) + mul(h[3], r[6]) + mul(h[4], r[5]); \
+        vec d1 = mul(h[0], r[1]) + mul(h[1], r[0]) + mul(h[2], r[8]) + mul(h[3], r[7]) + mul(h[4], r[6]); \
+        vec d2 = mul(h[0], r[2]) + mul(h[1], r[1]) + mul(h[2], r[0]) + mul(h[3], r[8]) + mul(h[4], r[7]); \
+        vec d3 = mul(h[0], r[3]) + mul(h[1], r[2]) + mul(h[2], r[1]) + mul(h[3], r[0]) + mul(h[4], r[8]); \
+        vec d4 = mul(h[0], r[4]) + mul(h[1], r[3]) + mul(h[2], r[2]) + mul(h[3], r[1]) + mul(h[4], r[0]); \
+        d1 += d0 >> 26, d4 += d3 >> 26; \
+        d0 &= DTRAIN__POLY_MASK, d3 &= DTRAIN__POLY_MASK; \
+        d2 += d1 >> 26, d0 += (d4 >> 26) + (d4 >> 26 << 2); \
+        h[4] = d4 & DTRAIN__POLY_MASK, d1 &= DTRAIN__POLY_MASK; \
+        d3 += d2 >> 26, h[2] = d2 & DTRAIN__POLY_MASK; \
+        h[1] = d1 + (d0 >> 26), h[0] = d0 & DTRAIN__POLY_MASK; \
+        h[4] += d3 >> 26, h[3] = d3 & DTRAIN__POLY_MASK; \
     }
 
 #define DTRAIN__POLY_EACH(one) one(0) one(1) one(2) one(3) one(4)
@@ -192,41 +192,41 @@ DTRAIN__CHACHA_KERNEL(dtrain__chacha_avx512, __attribute__((target("avx512f,avx5
 
 /* Adds whole groups of blocks, a block a lane, to h. All lanes are multiplied by r^lanes at each group but the last,
  * and then by the power that their block wants. Source: Goll and Gueron, "Vectorization of Poly1305", 2015. */
-#define DTRAIN__POLY_KERNEL(name, target, vec, lanes, mul, load)                                                       \
-    static target void name(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data,        \
-                            size_t groups)                                                                             \
-    {                                                                                                                  \
-        static const unsigned char order[3][8] = {{0}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}};                        \
-        const unsigned char *block = order[(lanes) == 1 ? 0 : (lanes) == 4 ? 1 : 2];                                   \
-        uint64_t spread[9][lanes];                                                                                     \
-        vec h[5], all[9], last[9], zero = {0};                                                                         \
-        for (int i = 0; i < 9; i++) {                                                                                  \
-            all[i] = zero + powers[(lanes)-1][i];                                                                      \
-            for (int lane = 0; lane < (lanes); lane++)                                                                 \
-                spread[i][lane] = powers[(lanes)-1 - block[lane]][i];                                                  \
-            memcpy(&last[i], spread[i], sizeof last[i]);                                                               \
-        }                                                                                                              \
-        memset(spread, 0, sizeof spread);                                                                              \
-        for (int i = 0; i < 5; i++)                                                                                    \
-            spread[i][0] = sum[i];                                                                                     \
-        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_IN)                                                                        \
-        for (; groups > 0; groups--, data += (lanes)*DTRAIN__POLY_BLOCK) {                                             \
-            const vec *r = groups > 1 ? all : last;                                                                    \
-            vec low, high;                                                                                             \
-            load h[0] += low & DTRAIN__POLY_MASK;                                                                      \
-            h[1] += low >> 26 & DTRAIN__POLY_MASK;                                                                     \
-            h[2] += (low >> 52 | high << 12) & DTRAIN__POLY_MASK;                                                      \
-            h[3] += high >> 14 & DTRAIN__POLY_MASK;                                                                    \
-            h[4] += high >> 40 | (uint64_t)1 << 24;                                                                    \
-            DTRAIN__POLY_TIMES(vec, mul, h, r)                                                                         \
-        }                                                                                                              \
-        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_OUT)                                                                       \
-        for (int i = 0; i < 5; i++) {                                                                                  \
-            sum[i] = 0;                                                                                                \
-            for (int lane = 0; lane < (lanes); lane++)                                                                 \
-                sum[i] += spread[i][lane];                                                                             \
-        }                                                                                                              \
-        dtrain__poly_carry(sum);                                                                                       \
+#define DTRAIN__POLY_KERNEL(name, target, vec, lanes, mul, load) \
+    static target void name(uint64_t sum[5], uint64_t powers[DTRAIN__POLY_LANES][9], const unsigned char *data, \
+                            size_t groups) \
+    { \
+        static const unsigned char order[3][8] = {{0}, {0, 2, 1, 3}, {0, 4, 1, 5, 2, 6, 3, 7}}; \
+        const unsigned char *block = order[(lanes) == 1 ? 0 : (lanes) == 4 ? 1 : 2]; \
+        uint64_t spread[9][lanes]; \
+        vec h[5], all[9], last[9], zero = {0}; \
+        for (int i = 0; i < 9; i++) { \
+            all[i] = zero + powers[(lanes)-1][i]; \
+            for (int lane = 0; lane < (lanes); lane++) \
+                spread[i][lane] = powers[(lanes)-1 - block[lane]][i]; \
+            memcpy(&last[i], spread[i], sizeof last[i]); \
+        } \
+        memset(spread, 0, sizeof spread); \
+        for (int i = 0; i < 5; i++) \
+            spread[i][0] = sum[i]; \
+        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_IN) \
+        for (; groups > 0; groups--, data += (lanes)*DTRAIN__POLY_BLOCK) { \
+            const vec *r = groups > 1 ? all : last; \
+            vec low, high; \
+            load h[0] += low & DTRAIN__POLY_MASK; \
+            h[1] += low >> 26 & DTRAIN__POLY_MASK; \
+            h[2] += (low >> 52 | high << 12) & DTRAIN__POLY_MASK; \
+            h[3] += high >> 14 & DTRAIN__POLY_MASK; \
+            h[4] += high >> 40 | (uint64_t)1 << 24; \
+            DTRAIN__POLY_TIMES(vec, mul, h, r) \
+        } \
+        DTRAIN__POLY_EACH(DTRAIN__POLY_LIMB_OUT) \
+        for (int i = 0; i < 5; i++) { \
+            sum[i] = 0; \
+            for (int lane = 0; lane < (lanes); lane++) \
+                sum[i] += spread[i][lane]; \
+        } \
+        dtrain__poly_carry(sum); \
     }
 
 /* Leaves every limb below 2^26 but for h[1], which may have one more. */
@@ -243,8 +243,8 @@ static void dtrain__poly_carry(uint64_t h[5])
 }
 
 #define DTRAIN__POLY_MUL(a, b) ((a) * (b))
-#define DTRAIN__POLY_LOAD                                                                                              \
-    low = dtrain__load_le64(data);                                                                                     \
+#define DTRAIN__POLY_LOAD \
+    low = dtrain__load_le64(data); \
     high = dtrain__load_le64(data + 8);
 
 DTRAIN__POLY_KERNEL(dtrain__poly_base, __attribute__((noinline)), uint64_t, 1, DTRAIN__POLY_MUL, DTRAIN__POLY_LOAD)
@@ -254,15 +254,15 @@ typedef uint64_t dtrain__u64x4 __attribute__((vector_size(32)));
 typedef uint64_t dtrain__u64x8 __attribute__((vector_size(64)));
 
 #define DTRAIN__POLY_MUL_AVX2(a, b) ((dtrain__u64x4)_mm256_mul_epu32((__m256i)(a), (__m256i)(b)))
-#define DTRAIN__POLY_LOAD_AVX2                                                                                         \
-    __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)data);                                               \
-    __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)(data + 32));                                        \
-    low = (dtrain__u64x4)_mm256_unpacklo_epi64(a, b);                                                                  \
+#define DTRAIN__POLY_LOAD_AVX2 \
+    __m256i a = _mm256_loadu_si256((const __m256i *)(const void *)data); \
+    __m256i b = _mm256_loadu_si256((const __m256i *)(const void *)(data + 32)); \
+    low = (dtrain__u64x4)_mm256_unpacklo_epi64(a, b); \
     high = (dtrain__u64x4)_mm256_unpackhi_epi64(a, b);
 #define DTRAIN__POLY_MUL_AVX512(a, b) ((dtrain__u64x8)_mm512_maskz_mul_epu32(0xff, (__m512i)(a), (__m512i)(b)))
-#define DTRAIN__POLY_LOAD_AVX512                                                                                       \
-    __m512i a = _mm512_loadu_si512((const void *)data), b = _mm512_loadu_si512((const void *)(data + 64));             \
-    low = (dtrain__u64x8)DTRAIN__CHACHA_512_unpacklo_epi64(a, b);                                                      \
+#define DTRAIN__POLY_LOAD_AVX512 \
+    __m512i a = _mm512_loadu_si512((const void *)data), b = _mm512_loadu_si512((const void *)(data + 64)); \
+    low = (dtrain__u64x8)DTRAIN__CHACHA_512_unpacklo_epi64(a, b); \
     high = (dtrain__u64x8)DTRAIN__CHACHA_512_unpackhi_epi64(a, b);
 
 DTRAIN__POLY_KERNEL(dtrain__poly_avx2, __attribute__((target("avx2"), noinline)), dtrain__u64x4, 4,

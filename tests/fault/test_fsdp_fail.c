@@ -195,11 +195,11 @@ TEST(a_bad_table_or_desc_is_refused_and_the_other_ranks_learn_it)
 
 /* ---- calls ---- */
 
-#define REFUSED(call, text_)                                                                                           \
-    do {                                                                                                               \
-        CHECK_EQ(call, DTRAIN_ERR_INVALID);                                                                            \
-        CHECK_CONTAINS(dtrain_last_error(), text_);                                                                \
-        CHECK_CONTAINS(dtrain_last_error(), text_);                                                                    \
+#define REFUSED(call, text_) \
+    do { \
+        CHECK_EQ(call, DTRAIN_ERR_INVALID); \
+        CHECK_CONTAINS(dtrain_last_error(), text_); \
+        CHECK_CONTAINS(dtrain_last_error(), text_); \
     } while (0)
 
 static void refuse_by_arguments(dtrain_fsdp *fsdp, int ranks)

@@ -23,8 +23,8 @@
 #define ERROR(number) ANSWER(SECCOMP_RET_ERRNO | (number))
 /* A call, and one whose argument has a value, or any of some bits: five steps, after which the call is loaded again. */
 #define REFUSE(call, number) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (call), 0, 1), ERROR(number)
-#define REFUSE_IF(call, test, index, value, number)                                                                    \
-    BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (call), 0, 4), LOAD(args[index]),                                              \
+#define REFUSE_IF(call, test, index, value, number) \
+    BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (call), 0, 4), LOAD(args[index]), \
         BPF_JUMP(BPF_JMP | (test) | BPF_K, (value), 0, 1), ERROR(number), LOAD(nr)
 
 #ifdef __x86_64__

@@ -80,17 +80,17 @@ __attribute__((unused)) static void cuda_numbers(float *to, int rank, size_t cou
         memcpy(to + i, to, (count - i < PERIOD ? count - i : PERIOD) * sizeof *to);
 }
 
-#define CHECK_OK(call)                                                                                                 \
-    do {                                                                                                               \
-        if ((call) != DTRAIN_OK)                                                                                       \
-            TEST_FAIL("%s: %s", #call, dtrain_last_error());                                                           \
+#define CHECK_OK(call) \
+    do { \
+        if ((call) != DTRAIN_OK) \
+            TEST_FAIL("%s: %s", #call, dtrain_last_error()); \
     } while (0)
 
 /* A call fails with a status, and its text has a part. */
-#define CHECK_ERROR(call, status, part)                                                                                \
-    do {                                                                                                               \
-        CHECK_EQ(call, status);                                                                                        \
-        CHECK_CONTAINS(dtrain_last_error(), part);                                                                     \
+#define CHECK_ERROR(call, status, part) \
+    do { \
+        CHECK_EQ(call, status); \
+        CHECK_CONTAINS(dtrain_last_error(), part); \
     } while (0)
 
 #endif

@@ -24,11 +24,11 @@ static dtrain_status asks(const char *what)
     return signal_at != 0 ? DTRAIN_OK : dtrain_error_set(DTRAIN_ERR_IO, "%s breaks", what);
 }
 
-#define COUNTED(name, parameters, arguments)                                                                           \
-    static dtrain_status counted_##name parameters                                                                     \
-    {                                                                                                                  \
-        dtrain_status status = asks(#name);                                                                            \
-        return status == DTRAIN_OK ? real.name arguments : status;                                                     \
+#define COUNTED(name, parameters, arguments) \
+    static dtrain_status counted_##name parameters \
+    { \
+        dtrain_status status = asks(#name); \
+        return status == DTRAIN_OK ? real.name arguments : status; \
     }
 
 COUNTED(allocate, (dtrain_device * device, dtrain_memory memory, size_t bytes, void **pointer),

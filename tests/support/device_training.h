@@ -11,10 +11,10 @@ static void training_device_end(dtrain_device *device);
 #endif
 
 #ifndef CHECK_OK
-#define CHECK_OK(call)                                                                                                 \
-    do {                                                                                                               \
-        if ((call) != DTRAIN_OK)                                                                                       \
-            TEST_FAIL("%s: %s", #call, dtrain_last_error());                                                           \
+#define CHECK_OK(call) \
+    do { \
+        if ((call) != DTRAIN_OK) \
+            TEST_FAIL("%s: %s", #call, dtrain_last_error()); \
     } while (0)
 #endif
 

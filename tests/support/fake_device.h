@@ -120,10 +120,10 @@ static dtrain_status fake_own(dtrain_device *device, const void *pointer, size_t
     return dtrain_error_set(DTRAIN_ERR_INVALID, "fake: %p and %zu bytes are not the device's", pointer, bytes);
 }
 
-#define FAKE_OP(call)                                                                                                  \
-    do {                                                                                                               \
-        dtrain_status fake_status_ = fake_enter(device);                                                               \
-        return fake_leave(device, fake_status_ == DTRAIN_OK ? (call) : fake_status_);                                  \
+#define FAKE_OP(call) \
+    do { \
+        dtrain_status fake_status_ = fake_enter(device); \
+        return fake_leave(device, fake_status_ == DTRAIN_OK ? (call) : fake_status_); \
     } while (0)
 
 /* `call` where all of what it touches is the device's. */

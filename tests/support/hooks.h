@@ -25,8 +25,8 @@ extern int64_t hook_handshake_ns HOOK;
 }
 #endif
 
-#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align)                                                      \
-    (hook_resize != NULL ? hook_resize(pointer, old_bytes, new_bytes, align)                                           \
+#define DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align) \
+    (hook_resize != NULL ? hook_resize(pointer, old_bytes, new_bytes, align) \
                          : dtrain__memory_resize(pointer, old_bytes, new_bytes, align))
 #define DTRAIN__FILE_FAULT(call) (hook_file_fault != NULL ? hook_file_fault(call) : 0)
 #define DTRAIN__FILE_LIMIT(call, bytes) (hook_file_limit != NULL ? hook_file_limit(call, bytes) : (bytes))

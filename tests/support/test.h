@@ -17,14 +17,14 @@ typedef struct test_case {
 static test_case *test_first, **test_last = &test_first;
 static int test_failures;
 
-#define TEST(name)                                                                                                     \
-    static void test_body_##name(void);                                                                                \
-    static test_case test_case_##name = {#name, test_body_##name, NULL};                                               \
-    __attribute__((constructor)) static void test_add_##name(void)                                                     \
-    {                                                                                                                  \
-        *test_last = &test_case_##name;                                                                                \
-        test_last = &test_case_##name.next;                                                                            \
-    }                                                                                                                  \
+#define TEST(name) \
+    static void test_body_##name(void); \
+    static test_case test_case_##name = {#name, test_body_##name, NULL}; \
+    __attribute__((constructor)) static void test_add_##name(void) \
+    { \
+        *test_last = &test_case_##name; \
+        test_last = &test_case_##name.next; \
+    } \
     static void test_body_##name(void)
 
 /* Part `part` of `parts` of count elements, as the manual of dtrain_shard says. */
@@ -36,32 +36,32 @@ static inline size_t cut_of(size_t count, int parts, int part, size_t *begin)
     return count / all + (at < longer);
 }
 
-#define TEST_FAIL(...)                                                                                                 \
-    do {                                                                                                               \
-        __atomic_add_fetch(&test_failures, 1, __ATOMIC_SEQ_CST);                                                       \
-        fprintf(stderr, "%s:%d: ", __FILE__, __LINE__);                                                                \
-        fprintf(stderr, __VA_ARGS__);                                                                                  \
-        fputc('\n', stderr);                                                                                           \
+#define TEST_FAIL(...) \
+    do { \
+        __atomic_add_fetch(&test_failures, 1, __ATOMIC_SEQ_CST); \
+        fprintf(stderr, "%s:%d: ", __FILE__, __LINE__); \
+        fprintf(stderr, __VA_ARGS__); \
+        fputc('\n', stderr); \
     } while (0)
 
-#define CHECK(fact)                                                                                                    \
-    do {                                                                                                               \
-        if (!(fact))                                                                                                   \
-            TEST_FAIL("%s is false", #fact);                                                                           \
+#define CHECK(fact) \
+    do { \
+        if (!(fact)) \
+            TEST_FAIL("%s is false", #fact); \
     } while (0)
 
-#define CHECK_EQ(got, expected)                                                                                        \
-    do {                                                                                                               \
-        long long test_got_ = (long long)(got), test_expected_ = (long long)(expected);                                \
-        if (test_got_ != test_expected_)                                                                               \
-            TEST_FAIL("%s is %lld, expected %lld", #got, test_got_, test_expected_);                                   \
+#define CHECK_EQ(got, expected) \
+    do { \
+        long long test_got_ = (long long)(got), test_expected_ = (long long)(expected); \
+        if (test_got_ != test_expected_) \
+            TEST_FAIL("%s is %lld, expected %lld", #got, test_got_, test_expected_); \
     } while (0)
 
-#define CHECK_CONTAINS(text, part)                                                                                     \
-    do {                                                                                                               \
-        const char *test_text_ = (text);                                                                               \
-        if (strstr(test_text_, (part)) == NULL)                                                                        \
-            TEST_FAIL("\"%s\" does not contain \"%s\"", test_text_, (part));                                           \
+#define CHECK_CONTAINS(text, part) \
+    do { \
+        const char *test_text_ = (text); \
+        if (strstr(test_text_, (part)) == NULL) \
+            TEST_FAIL("\"%s\" does not contain \"%s\"", test_text_, (part)); \
     } while (0)
 
 /* What a counting allocator of a test's passes on to. */

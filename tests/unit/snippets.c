@@ -80,13 +80,13 @@ static dtrain_status optimizer_state_sharded(dtrain_comm *world, void *user)
 }
 
 #ifdef __cplusplus
-#define ZERO                                                                                                           \
-    {                                                                                                                  \
+#define ZERO \
+    { \
     }
 #else
-#define ZERO                                                                                                           \
-    {                                                                                                                  \
-        0                                                                                                              \
+#define ZERO \
+    { \
+        0 \
     }
 #endif
 

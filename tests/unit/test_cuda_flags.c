@@ -147,21 +147,21 @@ typedef struct grid {
     size_t blocks;
 } grid;
 
-#define GRID_KERNEL(name, dtype, inputs)                                                                               \
-    DTRAIN__CUDA_FN void grid_##name##_body(const grid *g, dtrain__cuda_at at, dtrain__cuda_flags_block *shared,       \
-                                            name##_kept *own, int phase)                                               \
-    {                                                                                                                  \
-        dtrain__cuda_at mine = {at.block % g->blocks, g->blocks, at.thread, at.threads};                               \
-        name##_flags_body(g->rank + at.block / g->blocks, mine, shared, own, phase);                                   \
-    }                                                                                                                  \
+#define GRID_KERNEL(name, dtype, inputs) \
+    DTRAIN__CUDA_FN void grid_##name##_body(const grid *g, dtrain__cuda_at at, dtrain__cuda_flags_block *shared, \
+                                            name##_kept *own, int phase) \
+    { \
+        dtrain__cuda_at mine = {at.block % g->blocks, g->blocks, at.thread, at.threads}; \
+        name##_flags_body(g->rank + at.block / g->blocks, mine, shared, own, phase); \
+    } \
     DTRAIN__CUDA_TOGETHER(grid_##name, grid, dtrain__cuda_flags_block, name##_kept, THREADS, DTRAIN__CUDA_FOLD_PHASES)
 
 DTRAIN__CUDA_FOLD_EACH(GRID_KERNEL)
 
 static dtrain_status grid_launch(dtrain__cuda_flags_launch which, dtrain_device *device, size_t blocks, const grid *g)
 {
-#define GRID_FIND(name, dtype, inputs)                                                                                 \
-    if (which == name##_flags_launch)                                                                                  \
+#define GRID_FIND(name, dtype, inputs) \
+    if (which == name##_flags_launch) \
         return grid_##name##_launch(device, "grid", blocks, g);
     DTRAIN__CUDA_FOLD_EACH(GRID_FIND)
     return DTRAIN_ERR_INVALID;

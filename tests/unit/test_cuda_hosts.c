@@ -38,11 +38,11 @@ static dtrain_status asks(const char *name)
     return what == BREAKS ? dtrain_error_set(DTRAIN_ERR_IO, "%s breaks", name) : DTRAIN_OK;
 }
 
-#define COUNTED(name, parameters, arguments)                                                                           \
-    static dtrain_status counted_##name parameters                                                                     \
-    {                                                                                                                  \
-        dtrain_status status = asks(#name);                                                                            \
-        return status == DTRAIN_OK ? real.name arguments : status;                                                     \
+#define COUNTED(name, parameters, arguments) \
+    static dtrain_status counted_##name parameters \
+    { \
+        dtrain_status status = asks(#name); \
+        return status == DTRAIN_OK ? real.name arguments : status; \
     }
 
 COUNTED(copy, (dtrain_device * device, void *to, const void *from, size_t bytes), (device, to, from, bytes))

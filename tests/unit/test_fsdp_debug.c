@@ -314,12 +314,12 @@ static int is_fault(int end)
     return end == -SIGSEGV || end == -SIGBUS;
 }
 
-#define LINE_OF(rank, verb, unit)                                                                                      \
-    "dtrain: rank " #rank " " verb " parameter layers (unit " #unit                                                    \
+#define LINE_OF(rank, verb, unit) \
+    "dtrain: rank " #rank " " verb " parameter layers (unit " #unit \
     "), which is not gathered: call dtrain_fsdp_gather(fsdp, " #unit ") before\n"
-#define GRAD_OF(rank, unit)                                                                                            \
-    "dtrain: rank " #rank " wrote the gradient of parameter layers (unit " #unit                                       \
-    ") after the unit was reduced, so the sum would miss it: write it before dtrain_fsdp_reduce(fsdp, " #unit          \
+#define GRAD_OF(rank, unit) \
+    "dtrain: rank " #rank " wrote the gradient of parameter layers (unit " #unit \
+    ") after the unit was reduced, so the sum would miss it: write it before dtrain_fsdp_reduce(fsdp, " #unit \
     "), or for the next micro-batch call dtrain_fsdp_gather(fsdp, " #unit ") before\n"
 
 /* Where the system does not tell a read from a write, a parameter was "used". */

@@ -7,10 +7,10 @@
 #include "async_device.h"
 
 #ifndef CHECK_OK
-#define CHECK_OK(call)                                                                                                 \
-    do {                                                                                                               \
-        if ((call) != DTRAIN_OK)                                                                                       \
-            TEST_FAIL("seed %lu: %s: %s", (unsigned long)drawn_seed, #call, dtrain_last_error());                      \
+#define CHECK_OK(call) \
+    do { \
+        if ((call) != DTRAIN_OK) \
+            TEST_FAIL("seed %lu: %s: %s", (unsigned long)drawn_seed, #call, dtrain_last_error()); \
     } while (0)
 #endif
 

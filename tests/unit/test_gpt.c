@@ -485,8 +485,8 @@ static char *read_text(const char *dir, const char *name, char *into, size_t roo
 }
 
 /* A run that would succeed but for what is added to it. */
-#define SMALL                                                                                                          \
-    "--layers 1 --heads 2 --width 16 --context 12 --batch 1 --micro 4 --steps 40 --text %/text --csv %/csv --svg "     \
+#define SMALL \
+    "--layers 1 --heads 2 --width 16 --context 12 --batch 1 --micro 4 --steps 40 --text %/text --csv %/csv --svg " \
     "%/svg "
 
 static const char *const bad_lines[][2] = {

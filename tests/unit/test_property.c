@@ -579,11 +579,11 @@ static void run_worlds(const stage *s, int calls)
         run_stage(s, worlds[i], worlds[i] > 9 ? calls / 3 : calls);
 }
 
-#define STAGE(name, ...)                                                                                               \
-    TEST(name)                                                                                                         \
-    {                                                                                                                  \
-        const stage one = {#name, __VA_ARGS__};                                                                        \
-        run_worlds(&one, 100);                                                                                         \
+#define STAGE(name, ...) \
+    TEST(name) \
+    { \
+        const stage one = {#name, __VA_ARGS__}; \
+        run_worlds(&one, 100); \
     }
 
 STAGE(threads, ON_THREADS, DTRAIN_ALGORITHM_AUTO, DTRAIN_ORDER_TREE, 0, 0)

@@ -23,7 +23,7 @@ static void written_is(int line, const dtrain_safetensors_source *sources, size_
     CHECK_EQ(size, expected_bytes);
 }
 
-#define WRITTEN(sources, count, desc, expected)                                                                        \
+#define WRITTEN(sources, count, desc, expected) \
     written_is(__LINE__, sources, count, desc, expected, sizeof(expected) - 1)
 
 TEST(the_widest_dtype_is_first_then_the_name_that_sorts_first)

@@ -55,10 +55,10 @@ TEST(a_bad_table_is_refused_by_name)
     CHECK_EQ(dtrain__params_check(good, 2), DTRAIN_OK);
     CHECK_EQ(dtrain__params_check(NULL, 0), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "empty");
-#define REFUSED(change, text)                                                                                          \
-    memcpy(bad, good, sizeof bad);                                                                                     \
-    change;                                                                                                            \
-    CHECK_EQ(dtrain__params_check(bad, 2), DTRAIN_ERR_INVALID);                                                        \
+#define REFUSED(change, text) \
+    memcpy(bad, good, sizeof bad); \
+    change; \
+    CHECK_EQ(dtrain__params_check(bad, 2), DTRAIN_ERR_INVALID); \
     CHECK_CONTAINS(dtrain_last_error(), text)
     REFUSED(bad[1].name = NULL, "parameter 1 of the table has no name");
     REFUSED(bad[1].name = "", "has no name");
@@ -116,9 +116,9 @@ TEST(ranks_compare_all_of_a_table_but_its_addresses)
     dtrain_param good[2], other[2];
     good[0] = param("a", 0, 10, memory, memory + 10);
     good[1] = param("b", 1, 10, memory + 20, memory + 30);
-#define DIFFERS(change)                                                                                                \
-    memcpy(other, good, sizeof other);                                                                                 \
-    change;                                                                                                            \
+#define DIFFERS(change) \
+    memcpy(other, good, sizeof other); \
+    change; \
     CHECK(!same_lines(good, other))
     memcpy(other, good, sizeof other);
     other[0].data = memory + 50;
@@ -518,11 +518,11 @@ TEST(an_optimizer_refuses_bad_constants_and_tables)
     dtrain_optimizer *optimizer;
     dtrain_optimizer_desc desc;
     dtrain_param table = param("p", 0, 8, memory, memory + 8);
-#define REFUSED(change, text)                                                                                          \
-    memset(&desc, 0, sizeof desc);                                                                                     \
-    change;                                                                                                            \
-    CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, &desc, NULL), DTRAIN_ERR_INVALID);                         \
-    CHECK_CONTAINS(dtrain_last_error(), text);                                                                         \
+#define REFUSED(change, text) \
+    memset(&desc, 0, sizeof desc); \
+    change; \
+    CHECK_EQ(dtrain_optimizer_create(&optimizer, &table, 1, &desc, NULL), DTRAIN_ERR_INVALID); \
+    CHECK_CONTAINS(dtrain_last_error(), text); \
     CHECK(optimizer == NULL)
     REFUSED(desc.beta1 = 1.0f, "beta1");
     REFUSED(desc.beta2 = -0.5f, "beta2");
