@@ -148,16 +148,18 @@ DTRAIN_API dtrain_status dtrain_device_copy(dtrain_device *device, void *to, con
     return DTRAIN_OK;
 }
 
-static void dtrain__device_fill_cpu(unsigned char *to, const void *element, size_t bytes, size_t count)
+static void dtrain__device_fill_cpu(unsigned char *to, const void *element, size_t bytes, size_t all)
 {
-    unsigned char one[8];
-    memcpy(one, element, bytes);
-    if (bytes == 1) {
-        memset(to, one[0], count);
+    size_t done = bytes;
+    if (memcmp(element, (const unsigned char *)element + 1, bytes - 1) == 0) { /* one byte over and over */
+        memset(to, *(const unsigned char *)element, all);
         return;
     }
-    for (size_t i = 0; i < count; i++)
-        memcpy(to + i * bytes, one, bytes);
+    for (memcpy(to, element, bytes); done < all;) {
+        size_t most = done < ((size_t)16 << 10) ? done : (size_t)16 << 10, n = all - done < most ? all - done : most;
+        memcpy(to + done, to, n);
+        done += n;
+    }
 }
 
 DTRAIN_API dtrain_status dtrain_device_fill(dtrain_device *device, void *to, const void *element, size_t element_bytes,
@@ -176,7 +178,7 @@ DTRAIN_API dtrain_status dtrain_device_fill(dtrain_device *device, void *to, con
         return status;
     if (device != NULL)
         return DTRAIN__DEVICE_CALL(device, "device_fill", fill, (device, to, element, element_bytes, count));
-    dtrain__device_fill_cpu((unsigned char *)to, element, element_bytes, count);
+    dtrain__device_fill_cpu((unsigned char *)to, element, element_bytes, all);
     return DTRAIN_OK;
 }
 
