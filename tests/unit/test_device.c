@@ -41,6 +41,24 @@ static void draw(float *x, size_t count, uint64_t seed)
 
 static fake main_fake;
 
+TEST(a_fill_repeats_its_element_and_touches_nothing_behind)
+{
+    static const unsigned char element[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+    static const size_t counts[] = {0, 1, 2, 3, 1000, 20001};
+    unsigned char *to = (unsigned char *)malloc(8 * 20001 + 1);
+    for (size_t bytes = 1; bytes <= 8; bytes *= 2)
+        for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+            size_t all = bytes * counts[c], wrong = 0;
+            memset(to, 99, all + 1);
+            CHECK_EQ(dtrain_device_fill(NULL, to, element, bytes, counts[c]), DTRAIN_OK);
+            for (size_t i = 0; i < all; i++)
+                wrong += to[i] != element[i % bytes];
+            CHECK_EQ(wrong, 0);
+            CHECK_EQ(to[all], 99);
+        }
+    free(to);
+}
+
 TEST(memory_of_a_null_device_is_the_cpus)
 {
     void *pointer = &main_fake;
