@@ -11506,10 +11506,11 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 #endif
 
 /* ---- >>control_plane ----
- * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
- * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
- * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be
- * called by any thread of the rank that is in a call of the group, except where they say more. */
+ * What a group asks of its transport beside moving bytes. Who is there, votes and the store are the council's, the same
+ * for all (see >>council). Making groups of its ranks, where they are, and what is known of a rank that others wait for
+ * differ: each transport of this library has a table of these functions; nobody above asks which transport a group runs
+ * on. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a call of the
+ * group, except where they say more. */
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
 
@@ -11638,6 +11639,7 @@ typedef struct dtrain__plane dtrain__plane;
 typedef struct dtrain__end {
     dtrain_transport transport;
     const dtrain__plane *plane;
+    struct dtrain__seat *seat; /* transport.self */
     dtrain__origin *origin;
     dtrain__membership *members;
     struct dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
@@ -11712,29 +11714,16 @@ struct dtrain__plane {
     int in_process; /* ranks are threads of one process, which owns what was given to publish: a peer may read it */
     int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
-    int (*world)(void *self, int rank);                                                   /* the rank in the world */
+    /* From here on NULL: the transport has nothing to say or to do. */
     uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
-    /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
-     * many there may be at most. */
-    int (*bound)(void *self, int *worlds);
-    int (*bind)(void *self, const int *worlds, int count); /* sets them; 0: no memory */
-    void (*follow)(void *self, void *leader);              /* what ends the group of `leader` ends this one */
-    /* Whether all ranks have come; wait: until they have, or deadline_ns. */
+    /* Whether all ranks have come to a world that is forming; wait: until they have, or deadline_ns. */
     dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
-    /* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
-    dtrain_status (*lost)(void *self, int rank);
-    void (*skipped)(void *self, int rank, uint64_t calls); /* a peer says that it left after so many collectives */
-    /* Votes until a decision or deadline_ns; returns whether there is one. */
-    int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
-    dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns);
     /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
     void (*publish)(void *self, dtrain__tell tell, void *record);
     /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
     size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
     void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
     void (*rest)(void *self); /* the service thread is about to look at this group's work */
-    /* The end is about to leave, having ended so many collectives; forked: it is a child's copy. */
-    void (*leaving)(void *self, int forked, uint64_t calls);
 };
 
 /* A number that this process gives to no other group. */
@@ -11760,6 +11749,8 @@ static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
 static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int size)
 {
     int n = 1;
+    if (plane->host == NULL)
+        return 0;
     while (n < size && plane->host(self, n) == plane->host(self, 0))
         n++;
     for (int rank = 0; rank < size; rank++) {
@@ -11769,42 +11760,6 @@ static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int 
             return 0;
     }
     return n;
-}
-
-/* ---- for a transport that has none of it ---- */
-
-static uint64_t dtrain__plane_host(void *self, int rank)
-{
-    (void)self, (void)rank;
-    return 0;
-}
-
-static dtrain_status dtrain__plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait)
-{
-    (void)self, (void)started_ns, (void)deadline_ns, (void)wait;
-    *formed = 1;
-    return DTRAIN_OK;
-}
-
-static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record)
-{
-    (void)self, (void)tell, (void)record;
-}
-
-static size_t dtrain__plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
-{
-    (void)self, (void)rank, (void)after_ns, (void)out, (void)capacity, (void)age_ns;
-    return 0;
-}
-
-static void dtrain__plane_suspect(void *self, int awaited, char *text, size_t capacity)
-{
-    (void)self, (void)awaited, (void)text, (void)capacity;
-}
-
-static void dtrain__plane_rest(void *self)
-{
-    (void)self;
 }
 
 #endif
@@ -12114,19 +12069,22 @@ static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
     end->transport.recv = dtrain__seat_recv;
     end->transport.exchange = seat->council->exchange;
     end->plane = seat->council->plane;
+    end->seat = seat;
     end->origin = seat->council->origin;
     end->members = seat->members;
     end->allocator = seat->council->allocator;
 }
 
-static int dtrain__seat_world(void *self, int rank)
+/* The rank in the world. */
+static int dtrain__seat_world(const dtrain__seat *seat, int rank)
 {
-    return ((dtrain__seat *)self)->worlds[rank];
+    return seat->worlds[rank];
 }
 
-static int dtrain__seat_bound(void *self, int *worlds)
+/* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how many
+ * there may be at most. */
+static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
 {
-    const dtrain__seat *seat = (dtrain__seat *)self;
     int count = 0;
     if (worlds == NULL)
         return seat->council->size;
@@ -12136,9 +12094,9 @@ static int dtrain__seat_bound(void *self, int *worlds)
     return count;
 }
 
-static int dtrain__seat_bind(void *self, const int *worlds, int count)
+/* Sets them; returns 0 when there is no memory. */
+static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
 {
-    dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__council *council = seat->council;
     unsigned char *bound = (unsigned char *)dtrain__alloc(council->allocator, (size_t)council->size);
     if (bound == NULL)
@@ -12154,36 +12112,38 @@ static int dtrain__seat_bind(void *self, const int *worlds, int count)
     return 1;
 }
 
-static void dtrain__seat_follow(void *self, void *leader)
+/* What ends the group of `leader` ends this one. */
+static void dtrain__seat_follow(dtrain__seat *seat, const dtrain__seat *leader)
 {
-    dtrain__seat *seat = (dtrain__seat *)self;
-    const dtrain__seat *first = (const dtrain__seat *)leader;
     dtrain__seat_lock(seat, 1);
-    __atomic_store_n(&seat->leader, first->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
-    if (dtrain__membership_broken(first->members))
-        dtrain__seat_break(seat, dtrain__membership_cause(first->members));
+    __atomic_store_n(&seat->leader, leader->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
+    if (dtrain__membership_broken(leader->members))
+        dtrain__seat_break(seat, dtrain__membership_cause(leader->members));
     dtrain__seat_lock(seat, 0);
 }
 
-static dtrain_status dtrain__seat_needed(void *self, int rank)
+/* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
+static dtrain_status dtrain__seat_needed(dtrain__seat *seat, int rank)
 {
-    dtrain__seat_lock((dtrain__seat *)self, 1);
-    dtrain_status status = dtrain__seat_needs((dtrain__seat *)self, rank);
-    dtrain__seat_lock((dtrain__seat *)self, 0);
+    dtrain__seat_lock(seat, 1);
+    dtrain_status status = dtrain__seat_needs(seat, rank);
+    dtrain__seat_lock(seat, 0);
     return status;
 }
 
-static void dtrain__seat_skipped(void *self, int rank, uint64_t calls)
+/* A peer says that `rank` left after so many collectives. */
+static void dtrain__seat_skipped(dtrain__seat *seat, int rank, uint64_t calls)
 {
-    dtrain__seat_lock((dtrain__seat *)self, 1);
-    dtrain__seat_left((dtrain__seat *)self, rank, "", calls);
-    dtrain__seat_lock((dtrain__seat *)self, 0);
+    dtrain__seat_lock(seat, 1);
+    dtrain__seat_left(seat, rank, "", calls);
+    dtrain__seat_lock(seat, 0);
 }
 
-static void dtrain__seat_leaving(void *self, int forked, uint64_t calls)
+/* The end is about to leave, having ended so many collectives; forked: it is a child's copy. */
+static void dtrain__seat_leaving(dtrain__seat *seat, int forked, uint64_t calls)
 {
-    ((dtrain__seat *)self)->forked = forked;
-    ((dtrain__seat *)self)->calls = calls;
+    seat->forked = forked;
+    seat->calls = calls;
 }
 
 /* Reads a list of ranks of the world: begin, then add each. */
@@ -12925,18 +12885,17 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     }
 }
 
-static int dtrain__seat_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
+/* Votes until a decision or deadline_ns; returns whether there is one. */
+static int dtrain__seat_agree(dtrain__seat *seat, dtrain__agreement *agreement, int64_t deadline_ns)
 {
-    dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__seat_lock(seat, 1);
     agreement->starved = !agreement->voted && !dtrain__consent_vote(seat, agreement);
     dtrain__seat_lock(seat, 0);
     return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, deadline_ns);
 }
 
-static dtrain_status dtrain__seat_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
+static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *call, int64_t deadline_ns)
 {
-    dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__seat_lock(seat, 1);
     dtrain_status status = dtrain__council_ask(seat, call);
     dtrain__seat_lock(seat, 0);
@@ -13408,25 +13367,7 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 }
 
 static const dtrain__plane dtrain__threads_plane = {
-    1,
-    0,
-    dtrain__threads_join,
-    dtrain__seat_world,
-    dtrain__plane_host,
-    dtrain__seat_bound,
-    dtrain__seat_bind,
-    dtrain__seat_follow,
-    dtrain__plane_form,
-    dtrain__seat_needed,
-    dtrain__seat_skipped,
-    dtrain__seat_agree,
-    dtrain__seat_store,
-    dtrain__threads_publish,
-    dtrain__threads_last,
-    dtrain__plane_suspect,
-    dtrain__plane_rest,
-    dtrain__seat_leaving,
-};
+    1, 0, dtrain__threads_join, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
 
 /* Makes a new world, to whose group `size` ranks have come. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
@@ -14789,26 +14730,7 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     return status;
 }
 
-static const dtrain__plane dtrain__mux_plane = {
-    0,
-    1,
-    dtrain__mux_plane_group,
-    dtrain__seat_world,
-    dtrain__plane_host,
-    dtrain__seat_bound,
-    dtrain__seat_bind,
-    dtrain__seat_follow,
-    dtrain__plane_form,
-    dtrain__seat_needed,
-    dtrain__seat_skipped,
-    dtrain__seat_agree,
-    dtrain__seat_store,
-    dtrain__plane_publish,
-    dtrain__plane_last,
-    dtrain__plane_suspect,
-    dtrain__plane_rest,
-    dtrain__seat_leaving,
-};
+static const dtrain__plane dtrain__mux_plane = {0, 1, dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL, NULL};
 
 /* Makes the end of the world over a user's table, which stays the user's on an error. */
 static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,
@@ -19216,26 +19138,15 @@ static void dtrain__socket_plane_rest(void *self)
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
-static const dtrain__plane dtrain__socket_plane = {
-    0,
-    0,
-    dtrain__socket_plane_group,
-    dtrain__seat_world,
-    dtrain__socket_plane_host,
-    dtrain__seat_bound,
-    dtrain__seat_bind,
-    dtrain__seat_follow,
-    dtrain__socket_plane_form,
-    dtrain__seat_needed,
-    dtrain__seat_skipped,
-    dtrain__seat_agree,
-    dtrain__seat_store,
-    dtrain__socket_plane_publish,
-    dtrain__socket_plane_last,
-    dtrain__socket_plane_suspect,
-    dtrain__socket_plane_rest,
-    dtrain__seat_leaving,
-};
+static const dtrain__plane dtrain__socket_plane = {0,
+                                                   0,
+                                                   dtrain__socket_plane_group,
+                                                   dtrain__socket_plane_host,
+                                                   dtrain__socket_plane_form,
+                                                   dtrain__socket_plane_publish,
+                                                   dtrain__socket_plane_last,
+                                                   dtrain__socket_plane_suspect,
+                                                   dtrain__socket_plane_rest};
 
 /* Makes this process's end of a new world, which is still to form. */
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
@@ -19450,6 +19361,7 @@ struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
     const dtrain__plane *plane;
+    dtrain__seat *seat;
     dtrain__origin *origin;
     dtrain__membership *members;
     dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
@@ -19619,11 +19531,6 @@ static void dtrain__group_break(dtrain_comm *comm, const dtrain__error *cause)
     if (comm->transport.wake != NULL)
         comm->transport.wake(comm->transport.self);
     dtrain__bell_ring(comm->bell);
-}
-
-static int dtrain__group_world(const dtrain_comm *comm, int rank)
-{
-    return comm->plane->world(comm->transport.self, rank);
 }
 
 DTRAIN__FAST_END
@@ -19899,7 +19806,7 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
 static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *op, int rank)
 {
     dtrain__error cause;
-    comm->plane->lost(comm->transport.self, rank);
+    dtrain__seat_needed(comm->seat, rank);
     cause = dtrain__thread_error;
     return dtrain__op_blame(comm, op, &cause);
 }
@@ -20328,7 +20235,8 @@ static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capac
 static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t since_ns, dtrain__last *out)
 {
     int64_t age_ns = 0;
-    if (comm->plane->last(comm->transport.self, rank, since_ns, out, sizeof *out, &age_ns) != sizeof *out)
+    if (comm->plane->last == NULL ||
+        comm->plane->last(comm->transport.self, rank, since_ns, out, sizeof *out, &age_ns) != sizeof *out)
         return 0;
     out->since_ms += (uint64_t)(age_ns / 1000000);
     return out->state <= DTRAIN__LAST_ENDED && out->awaited <= (uint64_t)comm->size;
@@ -20407,7 +20315,8 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
     int culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
-    comm->plane->suspect(comm->transport.self, op->awaited, reason, sizeof reason);
+    if (comm->plane->suspect != NULL)
+        comm->plane->suspect(comm->transport.self, op->awaited, reason, sizeof reason);
     return dtrain__fail(
         &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s%s", mine.text, comm->rank,
         seconds, op->awaited, does, reason,
@@ -21536,7 +21445,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
         op->awaited = peer;
         if (left) { /* in the middle of it */
             dtrain__error lost;
-            comm->plane->lost(comm->transport.self, peer);
+            dtrain__seat_needed(comm->seat, peer);
             lost = dtrain__thread_error;
             dtrain__group_break(comm, &lost);
         }
@@ -22864,7 +22773,7 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     int rank = (int)(came.tag & 0xffff);
     if (came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
         return 0;
-    comm->plane->skipped(comm->transport.self, rank, op->number - 1);
+    dtrain__seat_skipped(comm->seat, rank, op->number - 1);
     if (dtrain__membership_misses(comm->members, op->number) < 0)
         return 0;
     memcpy(comm->held, dtrain__message_buffer(comm, op, 0), op->received);
@@ -23410,7 +23319,8 @@ static int64_t dtrain__service_drive(dtrain__service *service)
     pthread_mutex_lock(&service->mutex);
     for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
         int64_t most = 50000000; /* deadlines are looked at */
-        comm->plane->rest(comm->transport.self);
+        if (comm->plane->rest != NULL)
+            comm->plane->rest(comm->transport.self);
         if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
             continue;
         if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {
@@ -23949,6 +23859,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->size = transport->size;
     comm->transport = *transport;
     comm->plane = end->plane;
+    comm->seat = end->seat;
     comm->origin = end->origin;
     comm->members = end->members;
     comm->shared = end->shared;
@@ -24028,7 +23939,8 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
         end->transport.destroy(end->transport.self);
         return dtrain__report(&kept);
     }
-    comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder);
+    if (comm->plane->publish != NULL)
+        comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder);
     comm->published = comm->plane->in_process;
     *out = comm;
     return DTRAIN_OK;
@@ -24151,7 +24063,8 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     int forked = comm->process != getpid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
-        comm->plane->publish(transport.self, NULL, NULL);
+        if (comm->plane->publish != NULL)
+            comm->plane->publish(transport.self, NULL, NULL);
         work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
     }
     if (work != NULL) { /* peers hear of it, and use no buffer after the handles are gone */
@@ -24160,7 +24073,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
         dtrain__group_break(comm, &cause);
         dtrain__shared_revoke(comm->shared, comm->rank);
     }
-    comm->plane->leaving(transport.self, forked, comm->number);
+    dtrain__seat_leaving(comm->seat, forked, comm->number);
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__create_free(comm); /* the transport owns its allocator */
@@ -24667,7 +24580,7 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
     int64_t deadline_ns = dtrain__group_deadline(comm, dtrain__os_now_ns());
     if (!comm->plane->in_process)
         status = dtrain__work_usable(comm, dtrain__store_names[what]);
-    return status == DTRAIN_OK ? comm->plane->store(comm->transport.self, &call, deadline_ns) : status;
+    return status == DTRAIN_OK ? dtrain__seat_store(comm->seat, &call, deadline_ns) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes)
@@ -25243,18 +25156,18 @@ static void dtrain__split_end(dtrain__split_state *split)
 static dtrain_status dtrain__split_meet(dtrain__split_state *split, uint64_t color, int64_t key)
 {
     dtrain_comm *parent = split->parent;
-    dtrain__split_entry mine = {color, key, (uint64_t)dtrain__group_world(parent, parent->rank), 0};
+    dtrain__split_entry mine = {color, key, (uint64_t)dtrain__seat_world(parent->seat, parent->rank), 0};
     mine.serial = dtrain__origin_serial(parent->origin);
     dtrain_status status =
         dtrain_all_gather(parent, &mine, split->entries, DTRAIN__SPLIT_WORDS * (size_t)parent->size, DTRAIN_U64);
     if (status != DTRAIN_OK)
         return dtrain__fail(&parent->error, status, "%s: %.560s", split->call, dtrain__thread_error.text);
     for (int rank = 0; rank < parent->size && status == DTRAIN_OK; rank++)
-        if (split->entries[rank].origin != (uint64_t)dtrain__group_world(parent, rank))
+        if (split->entries[rank].origin != (uint64_t)dtrain__seat_world(parent->seat, rank))
             status = dtrain__fail(&parent->error, DTRAIN_ERR_CORRUPT,
                                   "%s on rank %d: rank %d says that it is rank %llu of the world, and it is rank %d",
                                   split->call, parent->rank, rank, (unsigned long long)split->entries[rank].origin,
-                                  dtrain__group_world(parent, rank));
+                                  dtrain__seat_world(parent->seat, rank));
     return status;
 }
 
@@ -25296,15 +25209,15 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
 {
     const dtrain_comm *parent = split->parent;
     dtrain_allocator *allocator = parent->allocator;
-    int most = parent->plane->bound(parent->transport.self, NULL);
+    int most = dtrain__seat_bound(parent->seat, NULL);
     size_t bytes = (size_t)(most > parent->size ? most : parent->size) * sizeof(int);
     int *bound = (int *)dtrain__alloc(allocator, bytes); /* ranks of the world */
-    int count = bound != NULL ? parent->plane->bound(parent->transport.self, bound) : 0, good = bound != NULL;
+    int count = bound != NULL ? dtrain__seat_bound(parent->seat, bound) : 0, good = bound != NULL;
     if (good && count == 0 && split->bound)
         for (; count < parent->size; count++)
-            bound[count] = dtrain__group_world(parent, count);
+            bound[count] = dtrain__seat_world(parent->seat, count);
     if (count > 0)
-        good = group->plane->bind(group->transport.self, bound, count);
+        good = dtrain__seat_bind(group->seat, bound, count);
     dtrain__free(allocator, bound);
     return good ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", split->call);
@@ -25681,10 +25594,10 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     part->vote.voted = began != now;
     until_ns = until_ns < deadline_ns ? until_ns : deadline_ns;
     part->vote.goes_on = part->split.states;
-    done = comm->plane->agree(comm->transport.self, &part->vote, until_ns);
+    done = dtrain__seat_agree(comm->seat, &part->vote, until_ns);
     for (int rank = 0; done && rank < comm->size; rank++)
         if (part->vote.goes_on[rank])
-            dtrain__split_add(&part->split, rank, dtrain__group_world(comm, rank));
+            dtrain__split_add(&part->split, rank, dtrain__seat_world(comm->seat, rank));
     dtrain__work_blocked_in(comm, now);
     if (part->vote.starved) /* nothing is pending; the next call votes */
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
@@ -27700,8 +27613,9 @@ struct dtrain__hosts {
 
 static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
 {
-    return DTRAIN__DEVICE_HOST(dtrain__group_world(comm, comm->rank),
-                               comm->plane->host(comm->transport.self, comm->rank));
+    uint64_t (*host)(void *self, int rank) = comm->plane->host;
+    return DTRAIN__DEVICE_HOST(dtrain__seat_world(comm->seat, comm->rank),
+                               host != NULL ? host(comm->transport.self, comm->rank) : 0);
 }
 
 /* Ranks of the first host, up to one of another. */
@@ -27771,7 +27685,7 @@ static dtrain_status dtrain__hosts_part(dtrain_comm *whole, int color, dtrain_co
 {
     dtrain_status status = dtrain__split_by_color(whole, color, whole->rank, 1, part, "device_group_create");
     if (status == DTRAIN_OK)
-        whole->plane->follow((*part)->transport.self, whole->transport.self);
+        dtrain__seat_follow((*part)->seat, whole->seat);
     return status;
 }
 
@@ -44952,7 +44866,7 @@ static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
 static int dtrain__rounds_find_server(const dtrain_local_sgd *local, const dtrain_comm *group)
 {
     int server = local->desc.through_server && group != NULL ? dtrain_comm_size(group) - 1 : -1;
-    while (server >= 0 && dtrain__group_world(group, server) != local->server_origin)
+    while (server >= 0 && dtrain__seat_world(group->seat, server) != local->server_origin)
         server--;
     return server;
 }
@@ -45842,7 +45756,7 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
     if (status != DTRAIN_OK)
         return status;
     if (local->desc.through_server)
-        local->server_origin = dtrain__group_world(comm, local->desc.server);
+        local->server_origin = dtrain__seat_world(comm->seat, local->desc.server);
     if (local->ranks > 1 && comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "dtrain_local_sgd_create: the group's progress is DTRAIN_PROGRESS_POLL; rounds need a "

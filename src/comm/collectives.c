@@ -333,7 +333,7 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
     int64_t deadline_ns = dtrain__group_deadline(comm, dtrain__os_now_ns());
     if (!comm->plane->in_process)
         status = dtrain__work_usable(comm, dtrain__store_names[what]);
-    return status == DTRAIN_OK ? comm->plane->store(comm->transport.self, &call, deadline_ns) : status;
+    return status == DTRAIN_OK ? dtrain__seat_store(comm->seat, &call, deadline_ns) : status;
 }
 
 DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes)

@@ -63,6 +63,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     comm->size = transport->size;
     comm->transport = *transport;
     comm->plane = end->plane;
+    comm->seat = end->seat;
     comm->origin = end->origin;
     comm->members = end->members;
     comm->shared = end->shared;
@@ -142,7 +143,8 @@ static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *en
         end->transport.destroy(end->transport.self);
         return dtrain__report(&kept);
     }
-    comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder);
+    if (comm->plane->publish != NULL)
+        comm->plane->publish(comm->transport.self, dtrain__recorder_tell, comm->recorder);
     comm->published = comm->plane->in_process;
     *out = comm;
     return DTRAIN_OK;
@@ -265,7 +267,8 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     int forked = comm->process != getpid();
     dtrain__service_leave(comm, forked);
     if (!forked) { /* a child has no right to the locks */
-        comm->plane->publish(transport.self, NULL, NULL);
+        if (comm->plane->publish != NULL)
+            comm->plane->publish(transport.self, NULL, NULL);
         work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
     }
     if (work != NULL) { /* peers hear of it, and use no buffer after the handles are gone */
@@ -274,7 +277,7 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
         dtrain__group_break(comm, &cause);
         dtrain__shared_revoke(comm->shared, comm->rank);
     }
-    comm->plane->leaving(transport.self, forked, comm->number);
+    dtrain__seat_leaving(comm->seat, forked, comm->number);
     if (transport.leave != NULL)
         transport.leave(transport.self, why != NULL ? why->text : "");
     dtrain__create_free(comm); /* the transport owns its allocator */

@@ -382,7 +382,7 @@ static int dtrain__fused_finish(dtrain_comm *comm, dtrain__op *op)
         op->awaited = peer;
         if (left) { /* in the middle of it */
             dtrain__error lost;
-            comm->plane->lost(comm->transport.self, peer);
+            dtrain__seat_needed(comm->seat, peer);
             lost = dtrain__thread_error;
             dtrain__group_break(comm, &lost);
         }

@@ -155,6 +155,7 @@ struct dtrain_comm {
     int rank, size;
     dtrain_transport transport;
     const dtrain__plane *plane;
+    dtrain__seat *seat;
     dtrain__origin *origin;
     dtrain__membership *members;
     dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
@@ -324,11 +325,6 @@ static void dtrain__group_break(dtrain_comm *comm, const dtrain__error *cause)
     if (comm->transport.wake != NULL)
         comm->transport.wake(comm->transport.self);
     dtrain__bell_ring(comm->bell);
-}
-
-static int dtrain__group_world(const dtrain_comm *comm, int rank)
-{
-    return comm->plane->world(comm->transport.self, rank);
 }
 
 DTRAIN__FAST_END

@@ -337,7 +337,7 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     int rank = (int)(came.tag & 0xffff);
     if (came.tag >> 16 != op->number || rank >= comm->size || rank == comm->rank || rank == step->from)
         return 0;
-    comm->plane->skipped(comm->transport.self, rank, op->number - 1);
+    dtrain__seat_skipped(comm->seat, rank, op->number - 1);
     if (dtrain__membership_misses(comm->members, op->number) < 0)
         return 0;
     memcpy(comm->held, dtrain__message_buffer(comm, op, 0), op->received);

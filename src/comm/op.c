@@ -269,7 +269,7 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
 static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *op, int rank)
 {
     dtrain__error cause;
-    comm->plane->lost(comm->transport.self, rank);
+    dtrain__seat_needed(comm->seat, rank);
     cause = dtrain__thread_error;
     return dtrain__op_blame(comm, op, &cause);
 }

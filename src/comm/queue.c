@@ -309,7 +309,8 @@ static int64_t dtrain__service_drive(dtrain__service *service)
     pthread_mutex_lock(&service->mutex);
     for (dtrain_comm *comm = service->comms; comm != NULL; comm = comm->next_served) {
         int64_t most = 50000000; /* deadlines are looked at */
-        comm->plane->rest(comm->transport.self);
+        if (comm->plane->rest != NULL)
+            comm->plane->rest(comm->transport.self);
         if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) == 0)
             continue;
         if (pthread_mutex_trylock(&comm->drive_mutex) != 0) {

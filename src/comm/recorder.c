@@ -218,7 +218,8 @@ static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capac
 static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t since_ns, dtrain__last *out)
 {
     int64_t age_ns = 0;
-    if (comm->plane->last(comm->transport.self, rank, since_ns, out, sizeof *out, &age_ns) != sizeof *out)
+    if (comm->plane->last == NULL ||
+        comm->plane->last(comm->transport.self, rank, since_ns, out, sizeof *out, &age_ns) != sizeof *out)
         return 0;
     out->since_ms += (uint64_t)(age_ns / 1000000);
     return out->state <= DTRAIN__LAST_ENDED && out->awaited <= (uint64_t)comm->size;
@@ -297,7 +298,8 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
     int culprit = dtrain__recorder_chain(comm, op, does, sizeof does, &last);
     if (culprit >= 0)
         return dtrain__op_mismatch(comm, op, culprit, &last.call);
-    comm->plane->suspect(comm->transport.self, op->awaited, reason, sizeof reason);
+    if (comm->plane->suspect != NULL)
+        comm->plane->suspect(comm->transport.self, op->awaited, reason, sizeof reason);
     return dtrain__fail(
         &op->error, DTRAIN_ERR_TIMEOUT, "%s: rank %d waited %.3f s for rank %d%s%s; %s%s", mine.text, comm->rank,
         seconds, op->awaited, does, reason,

@@ -67,18 +67,18 @@ static void dtrain__split_end(dtrain__split_state *split)
 static dtrain_status dtrain__split_meet(dtrain__split_state *split, uint64_t color, int64_t key)
 {
     dtrain_comm *parent = split->parent;
-    dtrain__split_entry mine = {color, key, (uint64_t)dtrain__group_world(parent, parent->rank), 0};
+    dtrain__split_entry mine = {color, key, (uint64_t)dtrain__seat_world(parent->seat, parent->rank), 0};
     mine.serial = dtrain__origin_serial(parent->origin);
     dtrain_status status =
         dtrain_all_gather(parent, &mine, split->entries, DTRAIN__SPLIT_WORDS * (size_t)parent->size, DTRAIN_U64);
     if (status != DTRAIN_OK)
         return dtrain__fail(&parent->error, status, "%s: %.560s", split->call, dtrain__thread_error.text);
     for (int rank = 0; rank < parent->size && status == DTRAIN_OK; rank++)
-        if (split->entries[rank].origin != (uint64_t)dtrain__group_world(parent, rank))
+        if (split->entries[rank].origin != (uint64_t)dtrain__seat_world(parent->seat, rank))
             status = dtrain__fail(&parent->error, DTRAIN_ERR_CORRUPT,
                                   "%s on rank %d: rank %d says that it is rank %llu of the world, and it is rank %d",
                                   split->call, parent->rank, rank, (unsigned long long)split->entries[rank].origin,
-                                  dtrain__group_world(parent, rank));
+                                  dtrain__seat_world(parent->seat, rank));
     return status;
 }
 
@@ -120,15 +120,15 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
 {
     const dtrain_comm *parent = split->parent;
     dtrain_allocator *allocator = parent->allocator;
-    int most = parent->plane->bound(parent->transport.self, NULL);
+    int most = dtrain__seat_bound(parent->seat, NULL);
     size_t bytes = (size_t)(most > parent->size ? most : parent->size) * sizeof(int);
     int *bound = (int *)dtrain__alloc(allocator, bytes); /* ranks of the world */
-    int count = bound != NULL ? parent->plane->bound(parent->transport.self, bound) : 0, good = bound != NULL;
+    int count = bound != NULL ? dtrain__seat_bound(parent->seat, bound) : 0, good = bound != NULL;
     if (good && count == 0 && split->bound)
         for (; count < parent->size; count++)
-            bound[count] = dtrain__group_world(parent, count);
+            bound[count] = dtrain__seat_world(parent->seat, count);
     if (count > 0)
-        good = group->plane->bind(group->transport.self, bound, count);
+        good = dtrain__seat_bind(group->seat, bound, count);
     dtrain__free(allocator, bound);
     return good ? DTRAIN_OK
                 : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", split->call);

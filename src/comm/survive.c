@@ -53,10 +53,10 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
     part->vote.voted = began != now;
     until_ns = until_ns < deadline_ns ? until_ns : deadline_ns;
     part->vote.goes_on = part->split.states;
-    done = comm->plane->agree(comm->transport.self, &part->vote, until_ns);
+    done = dtrain__seat_agree(comm->seat, &part->vote, until_ns);
     for (int rank = 0; done && rank < comm->size; rank++)
         if (part->vote.goes_on[rank])
-            dtrain__split_add(&part->split, rank, dtrain__group_world(comm, rank));
+            dtrain__split_add(&part->split, rank, dtrain__seat_world(comm->seat, rank));
     dtrain__work_blocked_in(comm, now);
     if (part->vote.starved) /* nothing is pending; the next call votes */
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,

@@ -463,18 +463,17 @@ static int dtrain__seat_await(dtrain__seat *seat, dtrain__agreement *agreement, 
     }
 }
 
-static int dtrain__seat_agree(void *self, dtrain__agreement *agreement, int64_t deadline_ns)
+/* Votes until a decision or deadline_ns; returns whether there is one. */
+static int dtrain__seat_agree(dtrain__seat *seat, dtrain__agreement *agreement, int64_t deadline_ns)
 {
-    dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__seat_lock(seat, 1);
     agreement->starved = !agreement->voted && !dtrain__consent_vote(seat, agreement);
     dtrain__seat_lock(seat, 0);
     return !agreement->starved && dtrain__seat_await(seat, agreement, NULL, deadline_ns);
 }
 
-static dtrain_status dtrain__seat_store(void *self, dtrain__store_call *call, int64_t deadline_ns)
+static dtrain_status dtrain__seat_store(dtrain__seat *seat, dtrain__store_call *call, int64_t deadline_ns)
 {
-    dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__seat_lock(seat, 1);
     dtrain_status status = dtrain__council_ask(seat, call);
     dtrain__seat_lock(seat, 0);

@@ -304,19 +304,22 @@ static void dtrain__seat_give(dtrain__seat *seat, dtrain__end *end)
     end->transport.recv = dtrain__seat_recv;
     end->transport.exchange = seat->council->exchange;
     end->plane = seat->council->plane;
+    end->seat = seat;
     end->origin = seat->council->origin;
     end->members = seat->members;
     end->allocator = seat->council->allocator;
 }
 
-static int dtrain__seat_world(void *self, int rank)
+/* The rank in the world. */
+static int dtrain__seat_world(const dtrain__seat *seat, int rank)
 {
-    return ((dtrain__seat *)self)->worlds[rank];
+    return seat->worlds[rank];
 }
 
-static int dtrain__seat_bound(void *self, int *worlds)
+/* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how many
+ * there may be at most. */
+static int dtrain__seat_bound(const dtrain__seat *seat, int *worlds)
 {
-    const dtrain__seat *seat = (dtrain__seat *)self;
     int count = 0;
     if (worlds == NULL)
         return seat->council->size;
@@ -326,9 +329,9 @@ static int dtrain__seat_bound(void *self, int *worlds)
     return count;
 }
 
-static int dtrain__seat_bind(void *self, const int *worlds, int count)
+/* Sets them; returns 0 when there is no memory. */
+static int dtrain__seat_bind(dtrain__seat *seat, const int *worlds, int count)
 {
-    dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__council *council = seat->council;
     unsigned char *bound = (unsigned char *)dtrain__alloc(council->allocator, (size_t)council->size);
     if (bound == NULL)
@@ -344,36 +347,38 @@ static int dtrain__seat_bind(void *self, const int *worlds, int count)
     return 1;
 }
 
-static void dtrain__seat_follow(void *self, void *leader)
+/* What ends the group of `leader` ends this one. */
+static void dtrain__seat_follow(dtrain__seat *seat, const dtrain__seat *leader)
 {
-    dtrain__seat *seat = (dtrain__seat *)self;
-    const dtrain__seat *first = (const dtrain__seat *)leader;
     dtrain__seat_lock(seat, 1);
-    __atomic_store_n(&seat->leader, first->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
-    if (dtrain__membership_broken(first->members))
-        dtrain__seat_break(seat, dtrain__membership_cause(first->members));
+    __atomic_store_n(&seat->leader, leader->id + 1, __ATOMIC_SEQ_CST); /* before it looks, as who breaks it does */
+    if (dtrain__membership_broken(leader->members))
+        dtrain__seat_break(seat, dtrain__membership_cause(leader->members));
     dtrain__seat_lock(seat, 0);
 }
 
-static dtrain_status dtrain__seat_needed(void *self, int rank)
+/* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
+static dtrain_status dtrain__seat_needed(dtrain__seat *seat, int rank)
 {
-    dtrain__seat_lock((dtrain__seat *)self, 1);
-    dtrain_status status = dtrain__seat_needs((dtrain__seat *)self, rank);
-    dtrain__seat_lock((dtrain__seat *)self, 0);
+    dtrain__seat_lock(seat, 1);
+    dtrain_status status = dtrain__seat_needs(seat, rank);
+    dtrain__seat_lock(seat, 0);
     return status;
 }
 
-static void dtrain__seat_skipped(void *self, int rank, uint64_t calls)
+/* A peer says that `rank` left after so many collectives. */
+static void dtrain__seat_skipped(dtrain__seat *seat, int rank, uint64_t calls)
 {
-    dtrain__seat_lock((dtrain__seat *)self, 1);
-    dtrain__seat_left((dtrain__seat *)self, rank, "", calls);
-    dtrain__seat_lock((dtrain__seat *)self, 0);
+    dtrain__seat_lock(seat, 1);
+    dtrain__seat_left(seat, rank, "", calls);
+    dtrain__seat_lock(seat, 0);
 }
 
-static void dtrain__seat_leaving(void *self, int forked, uint64_t calls)
+/* The end is about to leave, having ended so many collectives; forked: it is a child's copy. */
+static void dtrain__seat_leaving(dtrain__seat *seat, int forked, uint64_t calls)
 {
-    ((dtrain__seat *)self)->forked = forked;
-    ((dtrain__seat *)self)->calls = calls;
+    seat->forked = forked;
+    seat->calls = calls;
 }
 
 /* Reads a list of ranks of the world: begin, then add each. */

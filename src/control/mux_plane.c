@@ -168,26 +168,7 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
     return status;
 }
 
-static const dtrain__plane dtrain__mux_plane = {
-    0,
-    1,
-    dtrain__mux_plane_group,
-    dtrain__seat_world,
-    dtrain__plane_host,
-    dtrain__seat_bound,
-    dtrain__seat_bind,
-    dtrain__seat_follow,
-    dtrain__plane_form,
-    dtrain__seat_needed,
-    dtrain__seat_skipped,
-    dtrain__seat_agree,
-    dtrain__seat_store,
-    dtrain__plane_publish,
-    dtrain__plane_last,
-    dtrain__plane_suspect,
-    dtrain__plane_rest,
-    dtrain__seat_leaving,
-};
+static const dtrain__plane dtrain__mux_plane = {0, 1, dtrain__mux_plane_group, NULL, NULL, NULL, NULL, NULL, NULL};
 
 /* Makes the end of the world over a user's table, which stays the user's on an error. */
 static dtrain_status dtrain__mux_plane_create(dtrain__end *end, const dtrain_transport *table,

@@ -1,10 +1,12 @@
 /* ---- >>control_plane ----
- * What a group asks of its transport beside moving bytes: who is there and where, making groups of its ranks, votes,
- * the store, and what is known of a rank that others wait for. Each transport of this library has a table of these
- * functions; nobody above asks which transport a group runs on. Functions are given the transport's `self`, and may be
- * called by any thread of the rank that is in a call of the group, except where they say more. */
+ * What a group asks of its transport beside moving bytes. Who is there, votes and the store are the council's, the same
+ * for all (see >>council). Making groups of its ranks, where they are, and what is known of a rank that others wait for
+ * differ: each transport of this library has a table of these functions; nobody above asks which transport a group runs
+ * on. Functions are given the transport's `self`, and may be called by any thread of the rank that is in a call of the
+ * group, except where they say more. */
 #ifndef DTRAIN__PLANE
 #define DTRAIN__PLANE
+#include "../base/memory.c"
 #include "../base/worker.c"
 #include "../transport/transport.h"
 #include "../comm/groups.h"
@@ -134,6 +136,7 @@ typedef struct dtrain__plane dtrain__plane;
 typedef struct dtrain__end {
     dtrain_transport transport;
     const dtrain__plane *plane;
+    struct dtrain__seat *seat; /* transport.self */
     dtrain__origin *origin;
     dtrain__membership *members;
     struct dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
@@ -208,29 +211,16 @@ struct dtrain__plane {
     int in_process; /* ranks are threads of one process, which owns what was given to publish: a peer may read it */
     int checks;     /* messages carry a checksum of their data, unless the desc says that they do not */
     dtrain_status (*group)(void *self, const dtrain__group_desc *desc, dtrain__end *end); /* makes this rank's end */
-    int (*world)(void *self, int rank);                                                   /* the rank in the world */
+    /* From here on NULL: the transport has nothing to say or to do. */
     uint64_t (*host)(void *self, int rank); /* equal where ranks share a host; 0: that is unknown */
-    /* The ranks of the world, members or not, whose loss ends the group, into `worlds`; returns how many. NULL: how
-     * many there may be at most. */
-    int (*bound)(void *self, int *worlds);
-    int (*bind)(void *self, const int *worlds, int count); /* sets them; 0: no memory */
-    void (*follow)(void *self, void *leader);              /* what ends the group of `leader` ends this one */
-    /* Whether all ranks have come; wait: until they have, or deadline_ns. */
+    /* Whether all ranks have come to a world that is forming; wait: until they have, or deadline_ns. */
     dtrain_status (*form)(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait);
-    /* Says that `rank` has left, which an operation needs; breaks the group if it did so with an error. */
-    dtrain_status (*lost)(void *self, int rank);
-    void (*skipped)(void *self, int rank, uint64_t calls); /* a peer says that it left after so many collectives */
-    /* Votes until a decision or deadline_ns; returns whether there is one. */
-    int (*agree)(void *self, dtrain__agreement *agreement, int64_t deadline_ns);
-    dtrain_status (*store)(void *self, dtrain__store_call *call, int64_t deadline_ns);
     /* Lets peers know what this rank does, as `tell` writes it from the record; tell NULL: no more. */
     void (*publish)(void *self, dtrain__tell tell, void *record);
     /* Copies what `rank` was last heard to do, when that was after after_ns; returns its bytes, and how old it is. */
     size_t (*last)(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns);
     void (*suspect)(void *self, int awaited, char *text, size_t capacity); /* why it may not answer, as far as known */
     void (*rest)(void *self); /* the service thread is about to look at this group's work */
-    /* The end is about to leave, having ended so many collectives; forked: it is a child's copy. */
-    void (*leaving)(void *self, int forked, uint64_t calls);
 };
 
 /* A number that this process gives to no other group. */
@@ -256,6 +246,8 @@ static uint64_t dtrain__plane_group_id(uint64_t serial, int rank)
 static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int size)
 {
     int n = 1;
+    if (plane->host == NULL)
+        return 0;
     while (n < size && plane->host(self, n) == plane->host(self, 0))
         n++;
     for (int rank = 0; rank < size; rank++) {
@@ -265,42 +257,6 @@ static int dtrain__plane_node_ranks(const dtrain__plane *plane, void *self, int 
             return 0;
     }
     return n;
-}
-
-/* ---- for a transport that has none of it ---- */
-
-static uint64_t dtrain__plane_host(void *self, int rank)
-{
-    (void)self, (void)rank;
-    return 0;
-}
-
-static dtrain_status dtrain__plane_form(void *self, int *formed, int64_t started_ns, int64_t deadline_ns, int wait)
-{
-    (void)self, (void)started_ns, (void)deadline_ns, (void)wait;
-    *formed = 1;
-    return DTRAIN_OK;
-}
-
-static void dtrain__plane_publish(void *self, dtrain__tell tell, void *record)
-{
-    (void)self, (void)tell, (void)record;
-}
-
-static size_t dtrain__plane_last(void *self, int rank, int64_t after_ns, void *out, size_t capacity, int64_t *age_ns)
-{
-    (void)self, (void)rank, (void)after_ns, (void)out, (void)capacity, (void)age_ns;
-    return 0;
-}
-
-static void dtrain__plane_suspect(void *self, int awaited, char *text, size_t capacity)
-{
-    (void)self, (void)awaited, (void)text, (void)capacity;
-}
-
-static void dtrain__plane_rest(void *self)
-{
-    (void)self;
 }
 
 #endif

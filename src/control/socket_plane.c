@@ -99,26 +99,15 @@ static void dtrain__socket_plane_rest(void *self)
     pthread_mutex_unlock(&channel->hub->mutex);
 }
 
-static const dtrain__plane dtrain__socket_plane = {
-    0,
-    0,
-    dtrain__socket_plane_group,
-    dtrain__seat_world,
-    dtrain__socket_plane_host,
-    dtrain__seat_bound,
-    dtrain__seat_bind,
-    dtrain__seat_follow,
-    dtrain__socket_plane_form,
-    dtrain__seat_needed,
-    dtrain__seat_skipped,
-    dtrain__seat_agree,
-    dtrain__seat_store,
-    dtrain__socket_plane_publish,
-    dtrain__socket_plane_last,
-    dtrain__socket_plane_suspect,
-    dtrain__socket_plane_rest,
-    dtrain__seat_leaving,
-};
+static const dtrain__plane dtrain__socket_plane = {0,
+                                                   0,
+                                                   dtrain__socket_plane_group,
+                                                   dtrain__socket_plane_host,
+                                                   dtrain__socket_plane_form,
+                                                   dtrain__socket_plane_publish,
+                                                   dtrain__socket_plane_last,
+                                                   dtrain__socket_plane_suspect,
+                                                   dtrain__socket_plane_rest};
 
 /* Makes this process's end of a new world, which is still to form. */
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,

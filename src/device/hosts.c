@@ -33,8 +33,9 @@ struct dtrain__hosts {
 
 static uint64_t dtrain__hosts_own(const dtrain_comm *comm)
 {
-    return DTRAIN__DEVICE_HOST(dtrain__group_world(comm, comm->rank),
-                               comm->plane->host(comm->transport.self, comm->rank));
+    uint64_t (*host)(void *self, int rank) = comm->plane->host;
+    return DTRAIN__DEVICE_HOST(dtrain__seat_world(comm->seat, comm->rank),
+                               host != NULL ? host(comm->transport.self, comm->rank) : 0);
 }
 
 /* Ranks of the first host, up to one of another. */
@@ -104,7 +105,7 @@ static dtrain_status dtrain__hosts_part(dtrain_comm *whole, int color, dtrain_co
 {
     dtrain_status status = dtrain__split_by_color(whole, color, whole->rank, 1, part, "device_group_create");
     if (status == DTRAIN_OK)
-        whole->plane->follow((*part)->transport.self, whole->transport.self);
+        dtrain__seat_follow((*part)->seat, whole->seat);
     return status;
 }
 

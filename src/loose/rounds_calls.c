@@ -68,7 +68,7 @@ static dtrain_status dtrain__rounds_init(dtrain_local_sgd *local, dtrain_comm *c
     if (status != DTRAIN_OK)
         return status;
     if (local->desc.through_server)
-        local->server_origin = dtrain__group_world(comm, local->desc.server);
+        local->server_origin = dtrain__seat_world(comm->seat, local->desc.server);
     if (local->ranks > 1 && comm->desc.progress == DTRAIN_PROGRESS_POLL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "dtrain_local_sgd_create: the group's progress is DTRAIN_PROGRESS_POLL; rounds need a "

@@ -67,7 +67,7 @@ static int dtrain__rounds_agree(dtrain_local_sgd *local, int can)
 static int dtrain__rounds_find_server(const dtrain_local_sgd *local, const dtrain_comm *group)
 {
     int server = local->desc.through_server && group != NULL ? dtrain_comm_size(group) - 1 : -1;
-    while (server >= 0 && dtrain__group_world(group, server) != local->server_origin)
+    while (server >= 0 && dtrain__seat_world(group->seat, server) != local->server_origin)
         server--;
     return server;
 }

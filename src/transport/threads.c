@@ -444,25 +444,7 @@ static size_t dtrain__threads_last(void *self, int rank, int64_t after_ns, void 
 }
 
 static const dtrain__plane dtrain__threads_plane = {
-    1,
-    0,
-    dtrain__threads_join,
-    dtrain__seat_world,
-    dtrain__plane_host,
-    dtrain__seat_bound,
-    dtrain__seat_bind,
-    dtrain__seat_follow,
-    dtrain__plane_form,
-    dtrain__seat_needed,
-    dtrain__seat_skipped,
-    dtrain__seat_agree,
-    dtrain__seat_store,
-    dtrain__threads_publish,
-    dtrain__threads_last,
-    dtrain__plane_suspect,
-    dtrain__plane_rest,
-    dtrain__seat_leaving,
-};
+    1, 0, dtrain__threads_join, NULL, NULL, dtrain__threads_publish, dtrain__threads_last, NULL, NULL};
 
 /* Makes a new world, to whose group `size` ranks have come. */
 static dtrain_status dtrain__threads_create(dtrain__threads_group **out, int size, dtrain_allocator *allocator)
