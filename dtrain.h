@@ -12503,23 +12503,37 @@ static int dtrain__consent_sole(const dtrain__consent *consent)
     return sole;
 }
 
-/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes. So a rank
- * that votes in groups which do not exist drives out its own votes first. */
+/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes, the decided
+ * first. So a rank that votes in groups which do not exist drives out its own votes first, and a vote under way stays.
+ * Where all ranks are here the council keeps what it has until the last end of the group leaves. */
 static void dtrain__consent_evict(dtrain__council *council)
 {
     dtrain__consent **worst = NULL;
     int kept = 0, most = 0, limit = council->size > DTRAIN__CONSENTS ? council->size : DTRAIN__CONSENTS;
+    if (council->send == NULL)
+        return;
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next, kept++)
         consent->sole = dtrain__consent_sole(consent);
     for (dtrain__consent **at = &council->consents; kept >= limit && *at != NULL; at = &(*at)->next) {
         int alike = 0;
         for (dtrain__consent *other = council->consents; other != NULL; other = other->next)
             alike += other->sole == (*at)->sole;
-        worst = alike >= most ? at : worst;
+        if (alike > most || (alike == most && ((*at)->decided || !(*worst)->decided)))
+            worst = at;
         most = alike > most ? alike : most;
     }
     if (worst != NULL)
         dtrain__consent_drop(council, worst);
+}
+
+/* The last end of a group that is all here has left. */
+static void dtrain__consent_forget(dtrain__council *council, uint64_t group)
+{
+    for (dtrain__consent **at = &council->consents; *at != NULL;)
+        if ((*at)->group == group)
+            dtrain__consent_drop(council, at);
+        else
+            at = &(*at)->next;
 }
 
 /* Keeps for the next ones what nobody asks for again: whoever votes in the number'th of a group knows that the one
@@ -13202,6 +13216,8 @@ static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, 
 static void dtrain__threads_leave(void *self, const char *why)
 {
     dtrain__seat *seat = (dtrain__seat *)self;
+    if (seat->forked)
+        return;
     dtrain__seat_lock(seat, 1);
     dtrain__threads_mark(seat, seat->rank, why, seat->calls);
     dtrain__seat_lock(seat, 0);
@@ -13226,20 +13242,26 @@ static void dtrain__threads_give_up(void *self, const dtrain__error *why)
     dtrain__seat_lock(of, 0);
 }
 
-/* The rank's end leaves; the last of a group frees it, the last of a world the world. */
+/* The rank's end leaves; the last of a group frees it, the last of a world the world, which no group outlives. A forked
+ * child touches no lock: its parent's threads may have held it. */
 static void dtrain__threads_destroy(void *self)
 {
     dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__threads_group *group = ((dtrain__threads_rank *)self)->group;
     dtrain__threads_world *world = group->world;
+    int forked = seat->forked;
     dtrain__threads_leave(self, "");
-    pthread_mutex_lock(&world->mutex);
+    if (!forked)
+        pthread_mutex_lock(&world->mutex);
     dtrain__seat_unlink(seat);
     dtrain__seat_free(seat);
-    int ends = --group->ends, last = world->council.seats == NULL;
-    pthread_mutex_unlock(&world->mutex);
-    if (ends == 0)
+    int last = world->council.seats == NULL;
+    if (--group->ends == 0) {
+        dtrain__consent_forget(&world->council, seat->id);
         dtrain__threads_free(group);
+    }
+    if (!forked)
+        pthread_mutex_unlock(&world->mutex);
     if (last)
         dtrain__threads_world_free(world);
 }

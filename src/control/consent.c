@@ -81,23 +81,37 @@ static int dtrain__consent_sole(const dtrain__consent *consent)
     return sole;
 }
 
-/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes. So a rank
- * that votes in groups which do not exist drives out its own votes first. */
+/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes, the decided
+ * first. So a rank that votes in groups which do not exist drives out its own votes first, and a vote under way stays.
+ * Where all ranks are here the council keeps what it has until the last end of the group leaves. */
 static void dtrain__consent_evict(dtrain__council *council)
 {
     dtrain__consent **worst = NULL;
     int kept = 0, most = 0, limit = council->size > DTRAIN__CONSENTS ? council->size : DTRAIN__CONSENTS;
+    if (council->send == NULL)
+        return;
     for (dtrain__consent *consent = council->consents; consent != NULL; consent = consent->next, kept++)
         consent->sole = dtrain__consent_sole(consent);
     for (dtrain__consent **at = &council->consents; kept >= limit && *at != NULL; at = &(*at)->next) {
         int alike = 0;
         for (dtrain__consent *other = council->consents; other != NULL; other = other->next)
             alike += other->sole == (*at)->sole;
-        worst = alike >= most ? at : worst;
+        if (alike > most || (alike == most && ((*at)->decided || !(*worst)->decided)))
+            worst = at;
         most = alike > most ? alike : most;
     }
     if (worst != NULL)
         dtrain__consent_drop(council, worst);
+}
+
+/* The last end of a group that is all here has left. */
+static void dtrain__consent_forget(dtrain__council *council, uint64_t group)
+{
+    for (dtrain__consent **at = &council->consents; *at != NULL;)
+        if ((*at)->group == group)
+            dtrain__consent_drop(council, at);
+        else
+            at = &(*at)->next;
 }
 
 /* Keeps for the next ones what nobody asks for again: whoever votes in the number'th of a group knows that the one

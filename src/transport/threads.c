@@ -279,6 +279,8 @@ static void dtrain__threads_mark(dtrain__seat *seat, int rank, const char *why, 
 static void dtrain__threads_leave(void *self, const char *why)
 {
     dtrain__seat *seat = (dtrain__seat *)self;
+    if (seat->forked)
+        return;
     dtrain__seat_lock(seat, 1);
     dtrain__threads_mark(seat, seat->rank, why, seat->calls);
     dtrain__seat_lock(seat, 0);
@@ -303,20 +305,26 @@ static void dtrain__threads_give_up(void *self, const dtrain__error *why)
     dtrain__seat_lock(of, 0);
 }
 
-/* The rank's end leaves; the last of a group frees it, the last of a world the world. */
+/* The rank's end leaves; the last of a group frees it, the last of a world the world, which no group outlives. A forked
+ * child touches no lock: its parent's threads may have held it. */
 static void dtrain__threads_destroy(void *self)
 {
     dtrain__seat *seat = (dtrain__seat *)self;
     dtrain__threads_group *group = ((dtrain__threads_rank *)self)->group;
     dtrain__threads_world *world = group->world;
+    int forked = seat->forked;
     dtrain__threads_leave(self, "");
-    pthread_mutex_lock(&world->mutex);
+    if (!forked)
+        pthread_mutex_lock(&world->mutex);
     dtrain__seat_unlink(seat);
     dtrain__seat_free(seat);
-    int ends = --group->ends, last = world->council.seats == NULL;
-    pthread_mutex_unlock(&world->mutex);
-    if (ends == 0)
+    int last = world->council.seats == NULL;
+    if (--group->ends == 0) {
+        dtrain__consent_forget(&world->council, seat->id);
         dtrain__threads_free(group);
+    }
+    if (!forked)
+        pthread_mutex_unlock(&world->mutex);
     if (last)
         dtrain__threads_world_free(world);
 }

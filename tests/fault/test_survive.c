@@ -96,6 +96,48 @@ TEST(whole_groups_agree_and_shrink_to_themselves)
     }
 }
 
+/* Two ranks of the first group vote; the second group agrees in 150 groups of its own before the third rank votes. */
+static int agrees_late(dtrain_comm *world, scene *s)
+{
+    int rank = dtrain_comm_rank(world);
+    uint64_t flags = 7;
+    size_t bytes;
+    dtrain_comm *group, *pair;
+    (void)s;
+    CHECK_EQ(dtrain_comm_split(world, rank / 3, rank, &group), DTRAIN_OK);
+    if (rank == 2)
+        CHECK_EQ(dtrain_store_wait(world, "late", NULL, 0, &bytes), DTRAIN_OK);
+    for (int i = 0; rank > 2 && i < 150; i++) {
+        usleep(i == 0 ? 200000 : 0);
+        CHECK_EQ(dtrain_comm_split(group, 0, 0, &pair), DTRAIN_OK);
+        CHECK_EQ(dtrain_comm_agree(pair, &flags), DTRAIN_OK);
+        dtrain_comm_destroy(pair);
+    }
+    if (rank == 3)
+        CHECK_EQ(dtrain_store_set(world, "late", NULL, 0), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_agree(group, &flags), DTRAIN_OK);
+    dtrain_comm_destroy(group);
+    return 0;
+}
+
+static dtrain_status agrees_late_on_threads(dtrain_comm *world, void *user)
+{
+    (void)user;
+    agrees_late(world, NULL);
+    return DTRAIN_OK;
+}
+
+TEST(votes_of_other_groups_drive_out_none_that_is_under_way)
+{
+    scene s;
+    dtrain_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.timeout_ms = 20000;
+    CHECK_EQ(dtrain_run_threads(5, agrees_late_on_threads, NULL, &desc), DTRAIN_OK);
+    scene_begin_by(&s, 5, TCP);
+    run_ranks(&s, agrees_late);
+}
+
 static int in_step(dtrain_comm *world, scene *s)
 {
     int rank = dtrain_comm_rank(world);
