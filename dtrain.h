@@ -12220,13 +12220,6 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
     return DTRAIN_OK;
 }
 
-static void dtrain__store_copy(const dtrain__store_call *call, const void *data, size_t bytes)
-{
-    if (bytes > 0 && call->capacity > 0)
-        memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);
-    *call->bytes = bytes;
-}
-
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {
@@ -12241,8 +12234,11 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
     else if (call->what == DTRAIN__STORE_GET && !found)
         *call->bytes = DTRAIN_STORE_ABSENT;
-    else if (call->what != DTRAIN__STORE_SET)
-        dtrain__store_copy(call, data, bytes);
+    else if (call->what != DTRAIN__STORE_SET) {
+        if (bytes > 0 && call->capacity > 0)
+            memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);
+        *call->bytes = bytes;
+    }
     call->answered = 1;
     council->tell(council->self);
 }
@@ -17464,10 +17460,13 @@ static void dtrain__hub_flush_all(dtrain__hub *hub, int tries)
 #ifndef DTRAIN__ADMIT
 #define DTRAIN__ADMIT
 
-static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake *handshake)
+/* Ends a handshake, if there is one. */
+static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake **handshake)
 {
-    dtrain__handshake_close(handshake);
-    dtrain__free(hub->allocator, handshake);
+    if (*handshake != NULL)
+        dtrain__handshake_close(*handshake);
+    dtrain__free(hub->allocator, *handshake);
+    *handshake = NULL;
 }
 
 static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtrain__address *peer)
@@ -17531,8 +17530,7 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     if (handshake != NULL)
         error = dtrain__hub_allows(hub, address) ? dtrain__net_connect(address, &handshake->fd) : EACCES;
     if (error != 0) {
-        if (handshake != NULL)
-            dtrain__hub_free_handshake(hub, handshake);
+        dtrain__hub_free_handshake(hub, &handshake);
         errno = error;
         return NULL;
     }
@@ -17540,6 +17538,8 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     handshake->initiator = 1;
     handshake->peer = peer;
     handshake->purpose = purpose;
+    if (purpose == DTRAIN__PURPOSE_CONTROL)
+        handshake->received = hub->members[peer].control.received;
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
         dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
                      "%s belongs to another user, and there is no token: give every rank the same DTRAIN_TOKEN",
@@ -17661,9 +17661,7 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
-    if (member->handshake != NULL)
-        dtrain__hub_free_handshake(hub, member->handshake);
-    member->handshake = NULL;
+    dtrain__hub_free_handshake(hub, &member->handshake);
     dtrain__stream_cut(&member->control);
     handshake->received = member->control.received;
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
@@ -17690,9 +17688,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     dtrain__handshake *before = dtrain__channel_admitted(channel, handshake->peer, handshake->lane);
     if (before != NULL) /* the peer has given up on it */
         dtrain__handshake_close(before);
-    if (lane->handshake != NULL)
-        dtrain__hub_free_handshake(hub, lane->handshake);
-    lane->handshake = NULL;
+    dtrain__hub_free_handshake(hub, &lane->handshake);
     if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
         lane->down_ns = dtrain__os_now_ns();
     lane->wanted |= lane->links > 0;
@@ -17808,7 +17804,7 @@ static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
         }
         *at = handshake->next;
         hub->inbound--;
-        dtrain__hub_free_handshake(hub, handshake);
+        dtrain__hub_free_handshake(hub, &handshake);
     }
 }
 
@@ -17850,7 +17846,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             handshake = hub->handshakes;
             hub->handshakes = handshake->next;
             hub->inbound--;
-            dtrain__hub_free_handshake(hub, handshake);
+            dtrain__hub_free_handshake(hub, &handshake);
         }
     }
 }
@@ -17972,7 +17968,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
                          strerror(errno));
         else
-            handshake->received = root->control.received, hub->reached = *address;
+            hub->reached = *address;
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
@@ -17991,8 +17987,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
                  handshake->error.status != DTRAIN_ERR_ABORTED)
             dtrain__seat_break(world, &handshake->error);
     }
-    dtrain__hub_free_handshake(hub, handshake);
-    root->handshake = NULL;
+    dtrain__hub_free_handshake(hub, &root->handshake);
     dtrain__hub_tell(hub);
 }
 
@@ -18033,15 +18028,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         lane->links = handshake->peer_received;
     else
         snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
-    lane->handshake = NULL;
-    dtrain__hub_free_handshake(hub, handshake);
+    dtrain__hub_free_handshake(hub, &lane->handshake);
     dtrain__hub_tell(hub);
-}
-
-static int dtrain__lane_busy(const dtrain__lane *lane)
-{
-    return lane->handshake != NULL || (lane->wanted && lane->stream.fd < 0) ||
-           (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream));
 }
 
 /* Calls a rank to which this one has no control connection, after rank 0 is gone. */
@@ -18056,8 +18044,6 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
         member->call_ns = now + DTRAIN__CALL_NS / 3;
         member->handshake = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
         error = member->handshake == NULL ? errno : 0;
-        if (member->handshake != NULL)
-            member->handshake->received = member->control.received;
     }
     dtrain__handshake *handshake = member->handshake;
     if (handshake != NULL) {
@@ -18069,8 +18055,7 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
         error = handshake->system_error;
         if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
             dtrain__hub_given_up(hub, handshake->error.text);
-        dtrain__hub_free_handshake(hub, handshake);
-        member->handshake = NULL;
+        dtrain__hub_free_handshake(hub, &member->handshake);
     }
     if (error == ECONNREFUSED || error == ENOENT)
         dtrain__hub_refused(hub, rank);
@@ -18169,7 +18154,8 @@ static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
             dtrain__lane *lane = &channel->peers[rank].lanes[i];
             dtrain__hub_step_lane(channel, rank, i, now);
             dtrain__hub_step_again(lane, now);
-            busy |= dtrain__lane_busy(lane);
+            busy |=
+                lane->handshake != NULL || (lane->stream.fd < 0 ? lane->wanted : dtrain__stream_owes(&lane->stream));
         }
     channel->attend = busy;
 }
@@ -18361,13 +18347,11 @@ static void dtrain__hub_step(dtrain__hub *hub, const struct pollfd *extra, int e
 static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
 {
     unsigned char waste[4096];
-    if (stream->fd < 0 || forked) {
-        dtrain__stream_cut(stream);
-        return;
+    if (stream->fd >= 0 && !forked) {
+        dtrain__stream_end(stream);
+        for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
+            continue;
     }
-    dtrain__stream_end(stream);
-    for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
-        continue;
     dtrain__stream_cut(stream);
 }
 
@@ -18378,8 +18362,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     for (int i = 0; i < count; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         dtrain__channel_hang_up(&lane->stream, channel->seat.forked);
-        if (lane->handshake != NULL)
-            dtrain__hub_free_handshake(hub, lane->handshake);
+        dtrain__hub_free_handshake(hub, &lane->handshake);
         dtrain__stream_free(hub->allocator, &lane->stream);
     }
     dtrain__free(hub->allocator, channel->lanes);
@@ -18434,8 +18417,7 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
     for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         dtrain__channel_hang_up(&member->control, forked);
-        if (member->handshake != NULL)
-            dtrain__hub_free_handshake(hub, member->handshake);
+        dtrain__hub_free_handshake(hub, &member->handshake);
         dtrain__stream_free(hub->allocator, &member->control);
         dtrain__bytes_free(hub->allocator, &member->in);
         dtrain__bytes_free(hub->allocator, &member->out);
@@ -18454,7 +18436,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     while (hub->handshakes != NULL) {
         dtrain__handshake *handshake = hub->handshakes;
         hub->handshakes = handshake->next;
-        dtrain__hub_free_handshake(hub, handshake);
+        dtrain__hub_free_handshake(hub, &handshake);
     }
     dtrain__hub_free_members(hub, forked);
     for (int i = 0; i < 2; i++)
@@ -19827,10 +19809,8 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
 /* Ends an operation that needs a rank which has left. */
 static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *op, int rank)
 {
-    dtrain__error cause;
     dtrain__seat_needed(comm->seat, rank);
-    cause = dtrain__thread_error;
-    return dtrain__op_blame(comm, op, &cause);
+    return dtrain__op_blame(comm, op, &dtrain__thread_error);
 }
 
 /* Makes a buffer of the group large enough for an operation; it is kept for the next ones. */
@@ -20413,8 +20393,7 @@ static void dtrain__trace_end(dtrain__trace *trace, const char *after)
     dtrain__json_end(&trace->json);
     if (!dtrain__json_write_finish(&trace->json) && trace->error == 0)
         trace->error = EOVERFLOW;
-    if (trace->error == 0)
-        dtrain__trace_put(trace, trace->comm->recorder->text, trace->json.bytes);
+    dtrain__trace_put(trace, trace->comm->recorder->text, trace->json.bytes);
     dtrain__trace_put(trace, after, strlen(after));
 }
 
@@ -21549,12 +21528,6 @@ static int dtrain__line_rank(const dtrain__line *line, int index)
     return line->first + index * line->stride;
 }
 
-static dtrain__line dtrain__line_of(const dtrain_comm *comm)
-{
-    dtrain__line line = {comm->rank, comm->size, 0, 1};
-    return line;
-}
-
 /* The number of bits that ranks below size have. */
 static int dtrain__step_levels(int size)
 {
@@ -21694,7 +21667,7 @@ static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, c
  * rank 0 to its root unless any order will do. */
 static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    dtrain__line line = dtrain__line_of(comm);
+    dtrain__line line = {comm->rank, comm->size, 0, 1};
     int levels = dtrain__step_levels(comm->size), any = comm->desc.order == DTRAIN_ORDER_ANY;
     if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING) {
         if (k < levels)
@@ -22494,14 +22467,6 @@ static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int f
         dtrain__message_direction(comm, op->from, 0)->number = op->in_number;
 }
 
-/* Whether an exchange of which a rank has left has cut the other one's message off; a direction that is complete
- * counts. */
-static int dtrain__message_torn(dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain__message_count(comm, op, op->sent == SIZE_MAX || op->send_at > 0, op->received == SIZE_MAX || op->at > 0);
-    return dtrain__message_stuck(comm, op->root, op->sent) || dtrain__message_stuck(comm, op->from, op->received);
-}
-
 /* Where header and small payload of one direction are; messages of a queue move together and have their own. */
 static unsigned char *dtrain__message_buffer(dtrain_comm *comm, const dtrain__op *op, int sending)
 {
@@ -22530,9 +22495,12 @@ static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
 static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
 {
     if (dtrain__op_is_one_way(op))
-        return 1; /* nobody else has any of it */
-    if (op->kind == DTRAIN__EXCHANGE)
-        return !dtrain__message_torn(comm, op);
+        return 1;                       /* nobody else has any of it */
+    if (op->kind == DTRAIN__EXCHANGE) { /* unless it has cut the other one's message off; a whole direction counts */
+        dtrain__message_count(comm, op, op->sent == SIZE_MAX || op->send_at > 0,
+                              op->received == SIZE_MAX || op->at > 0);
+        return !dtrain__message_stuck(comm, op->root, op->sent) && !dtrain__message_stuck(comm, op->from, op->received);
+    }
     comm->missed = op->number << 16 | (uint64_t)dtrain__membership_misses(comm->members, op->number);
     return dtrain__message_owe(comm, op);
 }
@@ -22894,12 +22862,6 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
-{
-    if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
-        dtrain__fold_pair(dtrain__step_dtype(op), op->op, step->fold, step->recv, step->fold_count);
-}
-
 /* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
  * two pieces under way. Returns 0 when both are past the last step. */
 static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__step *out, dtrain__step *in, int *sends,
@@ -22922,7 +22884,8 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
             op->send_at++;
         } else if (*receives && (in->from < 0 || op->received == SIZE_MAX) &&
                    (in->fold == NULL || in->fold_early || ahead)) {
-            dtrain__message_fold(op, in);
+            if (in->fold != NULL && in->fold_count > 0 && !(in->fold_early && in->recv_bytes > DTRAIN__MESSAGE_SMALL))
+                dtrain__fold_pair(dtrain__step_dtype(op), op->op, in->fold, in->recv, in->fold_count);
             op->received = 0;
             op->at++;
         } else {

@@ -36,14 +36,6 @@ static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int f
         dtrain__message_direction(comm, op->from, 0)->number = op->in_number;
 }
 
-/* Whether an exchange of which a rank has left has cut the other one's message off; a direction that is complete
- * counts. */
-static int dtrain__message_torn(dtrain_comm *comm, const dtrain__op *op)
-{
-    dtrain__message_count(comm, op, op->sent == SIZE_MAX || op->send_at > 0, op->received == SIZE_MAX || op->at > 0);
-    return dtrain__message_stuck(comm, op->root, op->sent) || dtrain__message_stuck(comm, op->from, op->received);
-}
-
 /* Where header and small payload of one direction are; messages of a queue move together and have their own. */
 static unsigned char *dtrain__message_buffer(dtrain_comm *comm, const dtrain__op *op, int sending)
 {
@@ -72,9 +64,12 @@ static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
 static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
 {
     if (dtrain__op_is_one_way(op))
-        return 1; /* nobody else has any of it */
-    if (op->kind == DTRAIN__EXCHANGE)
-        return !dtrain__message_torn(comm, op);
+        return 1;                       /* nobody else has any of it */
+    if (op->kind == DTRAIN__EXCHANGE) { /* unless it has cut the other one's message off; a whole direction counts */
+        dtrain__message_count(comm, op, op->sent == SIZE_MAX || op->send_at > 0,
+                              op->received == SIZE_MAX || op->at > 0);
+        return !dtrain__message_stuck(comm, op->root, op->sent) && !dtrain__message_stuck(comm, op->from, op->received);
+    }
     comm->missed = op->number << 16 | (uint64_t)dtrain__membership_misses(comm->members, op->number);
     return dtrain__message_owe(comm, op);
 }
@@ -436,12 +431,6 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-static void dtrain__message_fold(dtrain__op *op, const dtrain__step *step)
-{
-    if (step->fold != NULL && step->fold_count > 0 && !(step->fold_early && step->recv_bytes > DTRAIN__MESSAGE_SMALL))
-        dtrain__fold_pair(dtrain__step_dtype(op), op->op, step->fold, step->recv, step->fold_count);
-}
-
 /* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
  * two pieces under way. Returns 0 when both are past the last step. */
 static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__step *out, dtrain__step *in, int *sends,
@@ -464,7 +453,8 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
             op->send_at++;
         } else if (*receives && (in->from < 0 || op->received == SIZE_MAX) &&
                    (in->fold == NULL || in->fold_early || ahead)) {
-            dtrain__message_fold(op, in);
+            if (in->fold != NULL && in->fold_count > 0 && !(in->fold_early && in->recv_bytes > DTRAIN__MESSAGE_SMALL))
+                dtrain__fold_pair(dtrain__step_dtype(op), op->op, in->fold, in->recv, in->fold_count);
             op->received = 0;
             op->at++;
         } else {

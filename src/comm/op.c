@@ -268,10 +268,8 @@ static dtrain_status dtrain__op_blame(const dtrain_comm *comm, dtrain__op *op, c
 /* Ends an operation that needs a rank which has left. */
 static dtrain_status dtrain__op_needs_left(const dtrain_comm *comm, dtrain__op *op, int rank)
 {
-    dtrain__error cause;
     dtrain__seat_needed(comm->seat, rank);
-    cause = dtrain__thread_error;
-    return dtrain__op_blame(comm, op, &cause);
+    return dtrain__op_blame(comm, op, &dtrain__thread_error);
 }
 
 /* Makes a buffer of the group large enough for an operation; it is kept for the next ones. */

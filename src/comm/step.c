@@ -39,12 +39,6 @@ static int dtrain__line_rank(const dtrain__line *line, int index)
     return line->first + index * line->stride;
 }
 
-static dtrain__line dtrain__line_of(const dtrain_comm *comm)
-{
-    dtrain__line line = {comm->rank, comm->size, 0, 1};
-    return line;
-}
-
 /* The number of bits that ranks below size have. */
 static int dtrain__step_levels(int size)
 {

@@ -43,8 +43,7 @@ static void dtrain__trace_end(dtrain__trace *trace, const char *after)
     dtrain__json_end(&trace->json);
     if (!dtrain__json_write_finish(&trace->json) && trace->error == 0)
         trace->error = EOVERFLOW;
-    if (trace->error == 0)
-        dtrain__trace_put(trace, trace->comm->recorder->text, trace->json.bytes);
+    dtrain__trace_put(trace, trace->comm->recorder->text, trace->json.bytes);
     dtrain__trace_put(trace, after, strlen(after));
 }
 

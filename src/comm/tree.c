@@ -40,7 +40,7 @@ static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, c
  * rank 0 to its root unless any order will do. */
 static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
-    dtrain__line line = dtrain__line_of(comm);
+    dtrain__line line = {comm->rank, comm->size, 0, 1};
     int levels = dtrain__step_levels(comm->size), any = comm->desc.order == DTRAIN_ORDER_ANY;
     if (op->algorithm == DTRAIN_ALGORITHM_RECURSIVE_DOUBLING) {
         if (k < levels)

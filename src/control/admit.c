@@ -6,10 +6,13 @@
 #define DTRAIN__ADMIT
 #include "control.c"
 
-static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake *handshake)
+/* Ends a handshake, if there is one. */
+static DTRAIN__NOINLINE void dtrain__hub_free_handshake(dtrain__hub *hub, dtrain__handshake **handshake)
 {
-    dtrain__handshake_close(handshake);
-    dtrain__free(hub->allocator, handshake);
+    if (*handshake != NULL)
+        dtrain__handshake_close(*handshake);
+    dtrain__free(hub->allocator, *handshake);
+    *handshake = NULL;
 }
 
 static dtrain__handshake *dtrain__hub_new_handshake(dtrain__hub *hub, const dtrain__address *peer)
@@ -73,8 +76,7 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     if (handshake != NULL)
         error = dtrain__hub_allows(hub, address) ? dtrain__net_connect(address, &handshake->fd) : EACCES;
     if (error != 0) {
-        if (handshake != NULL)
-            dtrain__hub_free_handshake(hub, handshake);
+        dtrain__hub_free_handshake(hub, &handshake);
         errno = error;
         return NULL;
     }
@@ -82,6 +84,8 @@ static dtrain__handshake *dtrain__hub_connect(dtrain__hub *hub, int peer, int pu
     handshake->initiator = 1;
     handshake->peer = peer;
     handshake->purpose = purpose;
+    if (purpose == DTRAIN__PURPOSE_CONTROL)
+        handshake->received = hub->members[peer].control.received;
     if (!dtrain__hub_trusts(hub, handshake->fd, address)) {
         dtrain__fail(&handshake->error, DTRAIN_ERR_DENIED,
                      "%s belongs to another user, and there is no token: give every rank the same DTRAIN_TOKEN",
@@ -203,9 +207,7 @@ static void dtrain__hub_admit_call(dtrain__hub *hub, dtrain__handshake *handshak
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "the connection is there already");
         return;
     }
-    if (member->handshake != NULL)
-        dtrain__hub_free_handshake(hub, member->handshake);
-    member->handshake = NULL;
+    dtrain__hub_free_handshake(hub, &member->handshake);
     dtrain__stream_cut(&member->control);
     handshake->received = member->control.received;
     dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
@@ -232,9 +234,7 @@ static void dtrain__hub_admit_data(dtrain__hub *hub, dtrain__handshake *handshak
     dtrain__handshake *before = dtrain__channel_admitted(channel, handshake->peer, handshake->lane);
     if (before != NULL) /* the peer has given up on it */
         dtrain__handshake_close(before);
-    if (lane->handshake != NULL)
-        dtrain__hub_free_handshake(hub, lane->handshake);
-    lane->handshake = NULL;
+    dtrain__hub_free_handshake(hub, &lane->handshake);
     if (lane->stream.fd >= 0) /* the peer saw the reset first; from here on the position is what it is told */
         lane->down_ns = dtrain__os_now_ns();
     lane->wanted |= lane->links > 0;
@@ -350,7 +350,7 @@ static void dtrain__hub_step_handshakes(dtrain__hub *hub, int64_t now)
         }
         *at = handshake->next;
         hub->inbound--;
-        dtrain__hub_free_handshake(hub, handshake);
+        dtrain__hub_free_handshake(hub, &handshake);
     }
 }
 
@@ -392,7 +392,7 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
             handshake = hub->handshakes;
             hub->handshakes = handshake->next;
             hub->inbound--;
-            dtrain__hub_free_handshake(hub, handshake);
+            dtrain__hub_free_handshake(hub, &handshake);
         }
     }
 }

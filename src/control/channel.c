@@ -10,13 +10,11 @@
 static void dtrain__channel_hang_up(dtrain__stream *stream, int forked)
 {
     unsigned char waste[4096];
-    if (stream->fd < 0 || forked) {
-        dtrain__stream_cut(stream);
-        return;
+    if (stream->fd >= 0 && !forked) {
+        dtrain__stream_end(stream);
+        for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
+            continue;
     }
-    dtrain__stream_end(stream);
-    for (int i = 0; i < 256 && dtrain__net_recv(stream->fd, waste, sizeof waste) > 0; i++)
-        continue;
     dtrain__stream_cut(stream);
 }
 
@@ -27,8 +25,7 @@ static void dtrain__channel_free(dtrain__channel *channel)
     for (int i = 0; i < count; i++) {
         dtrain__lane *lane = &channel->lanes[i];
         dtrain__channel_hang_up(&lane->stream, channel->seat.forked);
-        if (lane->handshake != NULL)
-            dtrain__hub_free_handshake(hub, lane->handshake);
+        dtrain__hub_free_handshake(hub, &lane->handshake);
         dtrain__stream_free(hub->allocator, &lane->stream);
     }
     dtrain__free(hub->allocator, channel->lanes);
@@ -83,8 +80,7 @@ static void dtrain__hub_free_members(dtrain__hub *hub, int forked)
     for (int rank = 0; hub->members != NULL && rank < hub->size; rank++) {
         dtrain__member *member = &hub->members[rank];
         dtrain__channel_hang_up(&member->control, forked);
-        if (member->handshake != NULL)
-            dtrain__hub_free_handshake(hub, member->handshake);
+        dtrain__hub_free_handshake(hub, &member->handshake);
         dtrain__stream_free(hub->allocator, &member->control);
         dtrain__bytes_free(hub->allocator, &member->in);
         dtrain__bytes_free(hub->allocator, &member->out);
@@ -103,7 +99,7 @@ static void dtrain__hub_free(dtrain__hub *hub, int forked)
     while (hub->handshakes != NULL) {
         dtrain__handshake *handshake = hub->handshakes;
         hub->handshakes = handshake->next;
-        dtrain__hub_free_handshake(hub, handshake);
+        dtrain__hub_free_handshake(hub, &handshake);
     }
     dtrain__hub_free_members(hub, forked);
     for (int i = 0; i < 2; i++)

@@ -455,13 +455,6 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
     return DTRAIN_OK;
 }
 
-static void dtrain__store_copy(const dtrain__store_call *call, const void *data, size_t bytes)
-{
-    if (bytes > 0 && call->capacity > 0)
-        memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);
-    *call->bytes = bytes;
-}
-
 static void dtrain__council_answered(dtrain__council *council, uint64_t group, uint32_t id, dtrain_status status,
                                      int found, const void *data, size_t bytes)
 {
@@ -476,8 +469,11 @@ static void dtrain__council_answered(dtrain__council *council, uint64_t group, u
         snprintf(call->why, sizeof call->why, "%.*s", (int)(bytes < 300 ? bytes : 300), (const char *)data);
     else if (call->what == DTRAIN__STORE_GET && !found)
         *call->bytes = DTRAIN_STORE_ABSENT;
-    else if (call->what != DTRAIN__STORE_SET)
-        dtrain__store_copy(call, data, bytes);
+    else if (call->what != DTRAIN__STORE_SET) {
+        if (bytes > 0 && call->capacity > 0)
+            memcpy(call->value, data, bytes < call->capacity ? bytes : call->capacity);
+        *call->bytes = bytes;
+    }
     call->answered = 1;
     council->tell(council->self);
 }

@@ -114,7 +114,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
             dtrain__fail(&hub->root_error, DTRAIN_ERR_PEER_LOST, "%s: %s", dtrain__net_text(address).text,
                          strerror(errno));
         else
-            handshake->received = root->control.received, hub->reached = *address;
+            hub->reached = *address;
     }
     int open = handshake != NULL ? dtrain__hub_advance(hub, handshake, now) : 0;
     if (open == 0)
@@ -133,8 +133,7 @@ static void dtrain__hub_step_root(dtrain__hub *hub, int64_t now)
                  handshake->error.status != DTRAIN_ERR_ABORTED)
             dtrain__seat_break(world, &handshake->error);
     }
-    dtrain__hub_free_handshake(hub, handshake);
-    root->handshake = NULL;
+    dtrain__hub_free_handshake(hub, &root->handshake);
     dtrain__hub_tell(hub);
 }
 
@@ -175,15 +174,8 @@ static void dtrain__hub_step_lane(dtrain__channel *channel, int rank, int index,
         lane->links = handshake->peer_received;
     else
         snprintf(member->trouble, sizeof member->trouble, "%.150s", handshake->error.text);
-    lane->handshake = NULL;
-    dtrain__hub_free_handshake(hub, handshake);
+    dtrain__hub_free_handshake(hub, &lane->handshake);
     dtrain__hub_tell(hub);
-}
-
-static int dtrain__lane_busy(const dtrain__lane *lane)
-{
-    return lane->handshake != NULL || (lane->wanted && lane->stream.fd < 0) ||
-           (lane->stream.fd >= 0 && dtrain__stream_owes(&lane->stream));
 }
 
 /* Calls a rank to which this one has no control connection, after rank 0 is gone. */
@@ -198,8 +190,6 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
         member->call_ns = now + DTRAIN__CALL_NS / 3;
         member->handshake = dtrain__hub_connect(hub, rank, DTRAIN__PURPOSE_CONTROL, &address);
         error = member->handshake == NULL ? errno : 0;
-        if (member->handshake != NULL)
-            member->handshake->received = member->control.received;
     }
     dtrain__handshake *handshake = member->handshake;
     if (handshake != NULL) {
@@ -211,8 +201,7 @@ static void dtrain__hub_call(dtrain__hub *hub, int rank, int64_t now)
         error = handshake->system_error;
         if (handshake->verdict == DTRAIN_ERR_PEER_LOST)
             dtrain__hub_given_up(hub, handshake->error.text);
-        dtrain__hub_free_handshake(hub, handshake);
-        member->handshake = NULL;
+        dtrain__hub_free_handshake(hub, &member->handshake);
     }
     if (error == ECONNREFUSED || error == ENOENT)
         dtrain__hub_refused(hub, rank);
@@ -311,7 +300,8 @@ static void dtrain__hub_step_channel(dtrain__channel *channel, int64_t now)
             dtrain__lane *lane = &channel->peers[rank].lanes[i];
             dtrain__hub_step_lane(channel, rank, i, now);
             dtrain__hub_step_again(lane, now);
-            busy |= dtrain__lane_busy(lane);
+            busy |=
+                lane->handshake != NULL || (lane->stream.fd < 0 ? lane->wanted : dtrain__stream_owes(&lane->stream));
         }
     channel->attend = busy;
 }

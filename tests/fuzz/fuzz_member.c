@@ -126,7 +126,7 @@ static void open_handshake(world *w, int from, const uint8_t *data, size_t bytes
         if (handshake->state == DTRAIN__HANDSHAKE_OPEN && handshake->error.status == DTRAIN_OK)
             dtrain__hub_adopt(&w->hub, handshake);
     }
-    dtrain__hub_free_handshake(&w->hub, handshake);
+    dtrain__hub_free_handshake(&w->hub, &handshake);
 }
 
 /* Makes the count of a list that ends a frame that of what is there, so that more is reached; returns the frame's
