@@ -9039,7 +9039,7 @@ static dtrain_status dtrain__file_place(int directory, const char *name, const c
                               "the name of a file");
 }
 
-/* Makes an empty file beside `name` in a directory; both must last until commit or abandon. */
+/* Makes an empty file beside `name` in a directory; both must last until the end. */
 static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int directory, const char *name, const char *what)
 {
     temp->directory = directory;
@@ -9053,38 +9053,29 @@ static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int direct
     return dtrain__file_temp_fail(temp, "making a file beside", errno);
 }
 
-static dtrain_status dtrain__file_temp_write(dtrain__file_temp *temp, const void *data, size_t bytes)
+/* A sink of dtrain_safetensors_write, whose user is a dtrain__file_temp. */
+static dtrain_status dtrain__file_temp_write(void *user, const void *data, size_t bytes)
 {
+    dtrain__file_temp *temp = (dtrain__file_temp *)user;
     int error = dtrain__file_write_all(temp->fd, data, bytes);
     return error == 0 ? DTRAIN_OK : dtrain__file_temp_fail(temp, "writing", error);
 }
 
-/* Removes the temporary file; keeps the thread's last error. */
-static void dtrain__file_temp_abandon(dtrain__file_temp *temp)
+/* Ends a file whose writing went as `status` says: brings it to the disk (unless no_sync) and puts it in its place, or
+ * after an error removes it. An error of the last sync is that of the directory: the new file is then in place, and may
+ * be gone after a power failure. */
+static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_status status, int no_sync)
 {
-    if (temp->fd < 0)
-        return;
-    dtrain__file_close(temp->fd);
-    temp->fd = -1;
-    dtrain__file_sys_unlink(temp->directory, temp->temporary, 0);
-}
-
-/* Brings it to the disk (unless no_sync) and puts it in its place; on an error it is removed. An error of the
- * last sync is that of the directory: the new file is then in place, and may be gone after a power failure. */
-static dtrain_status dtrain__file_temp_commit(dtrain__file_temp *temp, int no_sync)
-{
-    int error = no_sync ? 0 : dtrain__file_sync(temp->fd), fd = temp->fd;
-    if (error != 0) {
-        dtrain_status status = dtrain__file_temp_fail(temp, "bringing to the disk", error);
-        dtrain__file_temp_abandon(temp);
-        return status;
-    }
-    temp->fd = -1;
-    if (dtrain__file_sys_close(fd) != 0 ||
-        dtrain__file_sys_rename(temp->directory, temp->temporary, temp->directory, temp->name) != 0) {
-        error = errno;
+    int error = status == DTRAIN_OK && !no_sync ? dtrain__file_sync(temp->fd) : 0;
+    if (error != 0)
+        status = dtrain__file_temp_fail(temp, "bringing to the disk", error);
+    int closed = dtrain__file_sys_close(temp->fd);
+    if (status == DTRAIN_OK &&
+        (closed != 0 || dtrain__file_sys_rename(temp->directory, temp->temporary, temp->directory, temp->name) != 0))
+        status = dtrain__file_temp_fail(temp, "putting in place", errno);
+    if (status != DTRAIN_OK) {
         dtrain__file_sys_unlink(temp->directory, temp->temporary, 0);
-        return dtrain__file_temp_fail(temp, "putting in place", error);
+        return status;
     }
     error = no_sync ? 0 : dtrain__file_sync_directory(temp->directory);
     if (error != 0)
@@ -9093,19 +9084,14 @@ static dtrain_status dtrain__file_temp_commit(dtrain__file_temp *temp, int no_sy
     return DTRAIN_OK;
 }
 
-/* Writes a small file whole: begin, write and commit. */
+/* Writes a small file whole. */
 static dtrain_status dtrain__file_put(int directory, const char *name, const void *data, size_t bytes, int no_sync,
                                       const char *what)
 {
     dtrain__file_temp temp;
     dtrain_status status = dtrain__file_temp_begin(&temp, directory, name, what);
-    if (status != DTRAIN_OK)
-        return status;
-    status = dtrain__file_temp_write(&temp, data, bytes);
-    if (status == DTRAIN_OK)
-        return dtrain__file_temp_commit(&temp, no_sync);
-    dtrain__file_temp_abandon(&temp);
-    return status;
+    return status == DTRAIN_OK ? dtrain__file_temp_end(&temp, dtrain__file_temp_write(&temp, data, bytes), no_sync)
+                               : status;
 }
 
 /* Calls visit with every name of a directory but . and .., until it returns nonzero; nothing is sorted. Returns 0 or an
@@ -10613,11 +10599,6 @@ DTRAIN_API dtrain_status dtrain_safetensors_size(uint64_t *bytes, const dtrain_s
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__safetensors_to_temp(void *user, const void *data, size_t bytes)
-{
-    return dtrain__file_temp_write((dtrain__file_temp *)user, data, bytes);
-}
-
 /* Saves a file in an open directory. */
 static dtrain_status dtrain__safetensors_save_at(int directory, const char *name,
                                                  const dtrain_safetensors_source *sources, size_t count,
@@ -10631,13 +10612,9 @@ static dtrain_status dtrain__safetensors_save_at(int directory, const char *name
     status = dtrain__file_place(directory, name, "safetensors_save");
     if (status == DTRAIN_OK)
         status = dtrain__file_temp_begin(&temp, directory, name, "safetensors_save");
-    if (status == DTRAIN_OK) {
-        status = dtrain__safetensors_emit(&plan, dtrain__safetensors_to_temp, &temp);
-        if (status == DTRAIN_OK)
-            status = dtrain__file_temp_commit(&temp, desc != NULL && desc->no_sync);
-        else
-            dtrain__file_temp_abandon(&temp);
-    }
+    if (status == DTRAIN_OK)
+        status = dtrain__file_temp_end(&temp, dtrain__safetensors_emit(&plan, dtrain__file_temp_write, &temp),
+                                       desc != NULL && desc->no_sync);
     dtrain__safetensors_plan_end(&plan);
     return status;
 }
@@ -48177,12 +48154,7 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->index.facts.seed = state->seed;
     part->index.facts.random_index = state->random_index;
     part->index.facts.world_size = (uint64_t)ranks;
-    dtrain__lister lister;
-    memset(&lister, 0, sizeof lister);
-    lister.ranks = ranks;
-    lister.rank = part->rank;
-    lister.owner = part;
-    lister.setting = dtrain__part_set;
+    const dtrain__lister lister = {ranks, part->rank, NULL, 0, DTRAIN_OK, NULL, part, NULL, dtrain__part_set, NULL};
     dtrain_status status = dtrain__piece_collect(&part->list, lister, state, state->step, part->allocator);
     for (size_t i = 0; i < part->list.count && status == DTRAIN_OK; i++)
         status = dtrain__part_take(part, &part->list.pieces[i]);
@@ -48313,27 +48285,21 @@ static dtrain_status dtrain__part_to_file(void *user, const void *data, size_t b
 static dtrain_status dtrain__part_put(dtrain__part_writer *part, int directory, const char *name, size_t count,
                                       dtrain__index_hashed *file, uint64_t *blocks)
 {
-    dtrain_safetensors_write_desc desc;
+    dtrain_safetensors_write_desc desc = {NULL, 0, 0, part->allocator};
     dtrain__part_sink sink;
-    memset(&desc, 0, sizeof desc);
     memset(&sink, 0, sizeof sink);
-    desc.allocator = part->allocator;
     sink.blocks = blocks;
     dtrain__xxh64_begin(&sink.hash, 0);
     dtrain_status status = dtrain__file_temp_begin(&sink.temp, directory, name, "checkpoint");
     if (status != DTRAIN_OK)
         return status;
     status = dtrain_safetensors_write(dtrain__part_to_file, &sink, part->sources, count, &desc);
-    if (status != DTRAIN_OK) {
-        dtrain__file_temp_abandon(&sink.temp);
-        return status;
-    }
     if (sink.seen > sink.header_bytes && (sink.seen - sink.header_bytes) % DTRAIN__INDEX_BLOCK != 0)
         sink.blocks[sink.block_count++] = dtrain__xxh64_end(&sink.hash);
     file->header_bytes = sink.header_bytes;
     file->header_hash = sink.header_hash;
     file->data_bytes = sink.seen - sink.header_bytes;
-    return dtrain__file_temp_commit(&sink.temp, part->no_sync);
+    return dtrain__file_temp_end(&sink.temp, status, part->no_sync);
 }
 
 /* Supplies a range of an item on a device. */
@@ -48347,13 +48313,11 @@ static dtrain_status dtrain__part_fill(void *user, uint64_t offset, void *out, s
 static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int directory, const char *name,
                                            dtrain__index_hashed *file)
 {
-    dtrain_safetensors_write_desc desc;
+    dtrain_safetensors_write_desc desc = {NULL, 0, 0, part->allocator};
     dtrain__staging way = {NULL, NULL, 0};
     uint64_t bytes = 0;
     if (!DTRAIN__INDEX_ROOM(part->allocator, part->sources, 0, part->item_count + 1))
         return DTRAIN_ERR_MEMORY;
-    memset(&desc, 0, sizeof desc);
-    desc.allocator = part->allocator;
     for (size_t i = 0; i < part->item_count; i++) {
         dtrain_safetensors_source *source = &part->sources[i];
         memset(source, 0, sizeof *source);

@@ -297,12 +297,7 @@ static dtrain_status dtrain__part_prepare(dtrain__part_writer *part, const dtrai
     part->index.facts.seed = state->seed;
     part->index.facts.random_index = state->random_index;
     part->index.facts.world_size = (uint64_t)ranks;
-    dtrain__lister lister;
-    memset(&lister, 0, sizeof lister);
-    lister.ranks = ranks;
-    lister.rank = part->rank;
-    lister.owner = part;
-    lister.setting = dtrain__part_set;
+    const dtrain__lister lister = {ranks, part->rank, NULL, 0, DTRAIN_OK, NULL, part, NULL, dtrain__part_set, NULL};
     dtrain_status status = dtrain__piece_collect(&part->list, lister, state, state->step, part->allocator);
     for (size_t i = 0; i < part->list.count && status == DTRAIN_OK; i++)
         status = dtrain__part_take(part, &part->list.pieces[i]);
@@ -433,27 +428,21 @@ static dtrain_status dtrain__part_to_file(void *user, const void *data, size_t b
 static dtrain_status dtrain__part_put(dtrain__part_writer *part, int directory, const char *name, size_t count,
                                       dtrain__index_hashed *file, uint64_t *blocks)
 {
-    dtrain_safetensors_write_desc desc;
+    dtrain_safetensors_write_desc desc = {NULL, 0, 0, part->allocator};
     dtrain__part_sink sink;
-    memset(&desc, 0, sizeof desc);
     memset(&sink, 0, sizeof sink);
-    desc.allocator = part->allocator;
     sink.blocks = blocks;
     dtrain__xxh64_begin(&sink.hash, 0);
     dtrain_status status = dtrain__file_temp_begin(&sink.temp, directory, name, "checkpoint");
     if (status != DTRAIN_OK)
         return status;
     status = dtrain_safetensors_write(dtrain__part_to_file, &sink, part->sources, count, &desc);
-    if (status != DTRAIN_OK) {
-        dtrain__file_temp_abandon(&sink.temp);
-        return status;
-    }
     if (sink.seen > sink.header_bytes && (sink.seen - sink.header_bytes) % DTRAIN__INDEX_BLOCK != 0)
         sink.blocks[sink.block_count++] = dtrain__xxh64_end(&sink.hash);
     file->header_bytes = sink.header_bytes;
     file->header_hash = sink.header_hash;
     file->data_bytes = sink.seen - sink.header_bytes;
-    return dtrain__file_temp_commit(&sink.temp, part->no_sync);
+    return dtrain__file_temp_end(&sink.temp, status, part->no_sync);
 }
 
 /* Supplies a range of an item on a device. */
@@ -467,13 +456,11 @@ static dtrain_status dtrain__part_fill(void *user, uint64_t offset, void *out, s
 static dtrain_status dtrain__part_put_data(dtrain__part_writer *part, int directory, const char *name,
                                            dtrain__index_hashed *file)
 {
-    dtrain_safetensors_write_desc desc;
+    dtrain_safetensors_write_desc desc = {NULL, 0, 0, part->allocator};
     dtrain__staging way = {NULL, NULL, 0};
     uint64_t bytes = 0;
     if (!DTRAIN__INDEX_ROOM(part->allocator, part->sources, 0, part->item_count + 1))
         return DTRAIN_ERR_MEMORY;
-    memset(&desc, 0, sizeof desc);
-    desc.allocator = part->allocator;
     for (size_t i = 0; i < part->item_count; i++) {
         dtrain_safetensors_source *source = &part->sources[i];
         memset(source, 0, sizeof *source);

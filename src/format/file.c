@@ -409,7 +409,7 @@ static dtrain_status dtrain__file_place(int directory, const char *name, const c
                               "the name of a file");
 }
 
-/* Makes an empty file beside `name` in a directory; both must last until commit or abandon. */
+/* Makes an empty file beside `name` in a directory; both must last until the end. */
 static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int directory, const char *name, const char *what)
 {
     temp->directory = directory;
@@ -423,38 +423,29 @@ static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int direct
     return dtrain__file_temp_fail(temp, "making a file beside", errno);
 }
 
-static dtrain_status dtrain__file_temp_write(dtrain__file_temp *temp, const void *data, size_t bytes)
+/* A sink of dtrain_safetensors_write, whose user is a dtrain__file_temp. */
+static dtrain_status dtrain__file_temp_write(void *user, const void *data, size_t bytes)
 {
+    dtrain__file_temp *temp = (dtrain__file_temp *)user;
     int error = dtrain__file_write_all(temp->fd, data, bytes);
     return error == 0 ? DTRAIN_OK : dtrain__file_temp_fail(temp, "writing", error);
 }
 
-/* Removes the temporary file; keeps the thread's last error. */
-static void dtrain__file_temp_abandon(dtrain__file_temp *temp)
+/* Ends a file whose writing went as `status` says: brings it to the disk (unless no_sync) and puts it in its place, or
+ * after an error removes it. An error of the last sync is that of the directory: the new file is then in place, and may
+ * be gone after a power failure. */
+static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_status status, int no_sync)
 {
-    if (temp->fd < 0)
-        return;
-    dtrain__file_close(temp->fd);
-    temp->fd = -1;
-    dtrain__file_sys_unlink(temp->directory, temp->temporary, 0);
-}
-
-/* Brings it to the disk (unless no_sync) and puts it in its place; on an error it is removed. An error of the
- * last sync is that of the directory: the new file is then in place, and may be gone after a power failure. */
-static dtrain_status dtrain__file_temp_commit(dtrain__file_temp *temp, int no_sync)
-{
-    int error = no_sync ? 0 : dtrain__file_sync(temp->fd), fd = temp->fd;
-    if (error != 0) {
-        dtrain_status status = dtrain__file_temp_fail(temp, "bringing to the disk", error);
-        dtrain__file_temp_abandon(temp);
-        return status;
-    }
-    temp->fd = -1;
-    if (dtrain__file_sys_close(fd) != 0 ||
-        dtrain__file_sys_rename(temp->directory, temp->temporary, temp->directory, temp->name) != 0) {
-        error = errno;
+    int error = status == DTRAIN_OK && !no_sync ? dtrain__file_sync(temp->fd) : 0;
+    if (error != 0)
+        status = dtrain__file_temp_fail(temp, "bringing to the disk", error);
+    int closed = dtrain__file_sys_close(temp->fd);
+    if (status == DTRAIN_OK &&
+        (closed != 0 || dtrain__file_sys_rename(temp->directory, temp->temporary, temp->directory, temp->name) != 0))
+        status = dtrain__file_temp_fail(temp, "putting in place", errno);
+    if (status != DTRAIN_OK) {
         dtrain__file_sys_unlink(temp->directory, temp->temporary, 0);
-        return dtrain__file_temp_fail(temp, "putting in place", error);
+        return status;
     }
     error = no_sync ? 0 : dtrain__file_sync_directory(temp->directory);
     if (error != 0)
@@ -463,19 +454,14 @@ static dtrain_status dtrain__file_temp_commit(dtrain__file_temp *temp, int no_sy
     return DTRAIN_OK;
 }
 
-/* Writes a small file whole: begin, write and commit. */
+/* Writes a small file whole. */
 static dtrain_status dtrain__file_put(int directory, const char *name, const void *data, size_t bytes, int no_sync,
                                       const char *what)
 {
     dtrain__file_temp temp;
     dtrain_status status = dtrain__file_temp_begin(&temp, directory, name, what);
-    if (status != DTRAIN_OK)
-        return status;
-    status = dtrain__file_temp_write(&temp, data, bytes);
-    if (status == DTRAIN_OK)
-        return dtrain__file_temp_commit(&temp, no_sync);
-    dtrain__file_temp_abandon(&temp);
-    return status;
+    return status == DTRAIN_OK ? dtrain__file_temp_end(&temp, dtrain__file_temp_write(&temp, data, bytes), no_sync)
+                               : status;
 }
 
 /* Calls visit with every name of a directory but . and .., until it returns nonzero; nothing is sorted. Returns 0 or an

@@ -355,11 +355,6 @@ DTRAIN_API dtrain_status dtrain_safetensors_size(uint64_t *bytes, const dtrain_s
     return DTRAIN_OK;
 }
 
-static dtrain_status dtrain__safetensors_to_temp(void *user, const void *data, size_t bytes)
-{
-    return dtrain__file_temp_write((dtrain__file_temp *)user, data, bytes);
-}
-
 /* Saves a file in an open directory. */
 static dtrain_status dtrain__safetensors_save_at(int directory, const char *name,
                                                  const dtrain_safetensors_source *sources, size_t count,
@@ -373,13 +368,9 @@ static dtrain_status dtrain__safetensors_save_at(int directory, const char *name
     status = dtrain__file_place(directory, name, "safetensors_save");
     if (status == DTRAIN_OK)
         status = dtrain__file_temp_begin(&temp, directory, name, "safetensors_save");
-    if (status == DTRAIN_OK) {
-        status = dtrain__safetensors_emit(&plan, dtrain__safetensors_to_temp, &temp);
-        if (status == DTRAIN_OK)
-            status = dtrain__file_temp_commit(&temp, desc != NULL && desc->no_sync);
-        else
-            dtrain__file_temp_abandon(&temp);
-    }
+    if (status == DTRAIN_OK)
+        status = dtrain__file_temp_end(&temp, dtrain__safetensors_emit(&plan, dtrain__file_temp_write, &temp),
+                                       desc != NULL && desc->no_sync);
     dtrain__safetensors_plan_end(&plan);
     return status;
 }
