@@ -28,31 +28,24 @@ typedef struct dtrain__lock {
 } dtrain__lock;
 
 /* A lock of `bytes` bytes, 0 for all that follow. Returns 0 or an errno; EAGAIN where another holds it, also of
- * commands that only look: *begin is then where that begins. */
-static int dtrain__lock_fcntl(int fd, int command, short type, off_t *begin, off_t bytes)
+ * commands that only look: *found, unless that is NULL, is then the other's. */
+static int dtrain__lock_fcntl(int fd, int command, short type, off_t begin, off_t bytes, struct flock *found)
 {
     struct flock range;
     int result;
     memset(&range, 0, sizeof range);
     range.l_type = type;
     range.l_whence = SEEK_SET;
-    range.l_start = *begin;
+    range.l_start = begin;
     range.l_len = bytes;
     do
         result = dtrain__file_sys_lock(fd, command, &range);
     while (result != 0 && errno == EINTR);
-    int looks = command == F_GETLK || command == DTRAIN__LOCK_OTHER;
-    if (result != 0 || !looks || range.l_type == F_UNLCK)
-        return result != 0 ? errno : 0;
-    *begin = range.l_start;
-    return EAGAIN;
-}
-
-/* The lock of a process, which this process' other descriptors share. */
-static int dtrain__lock_process(int fd, int command, short type)
-{
-    off_t begin = 0;
-    return dtrain__lock_fcntl(fd, command, type, &begin, 1);
+    if (found != NULL)
+        *found = range;
+    if (result != 0)
+        return errno;
+    return (command == F_GETLK || command == DTRAIN__LOCK_OTHER) && range.l_type != F_UNLCK ? EAGAIN : 0;
 }
 
 /* Opens the file to be locked, or where another user's may not be written, to be looked at. Returns 0 or an errno. */
@@ -70,16 +63,15 @@ static int dtrain__lock_open(dtrain__lock *lock, int directory)
 }
 
 /* Locks of the open file, which this process' other descriptors do not share. */
-static int dtrain__lock_own(int fd, int command, short type, off_t *begin, off_t bytes)
+static int dtrain__lock_own(int fd, int command, short type, off_t begin, off_t bytes, struct flock *found)
 {
-    return command > 0 && sizeof(off_t) == 8 ? dtrain__lock_fcntl(fd, command, type, begin, bytes) : ENOTSUP;
+    return command > 0 && sizeof(off_t) == 8 ? dtrain__lock_fcntl(fd, command, type, begin, bytes, found) : ENOTSUP;
 }
 
 static void dtrain__lock_release(dtrain__lock *lock)
 {
-    off_t begin = 1;
     if (lock->fd >= 0)
-        dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_UNLCK, &begin, 0); /* a forked child may hold it too */
+        dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_UNLCK, 1, 0, NULL); /* a forked child may hold it too */
     dtrain__file_close(lock->fd);
     lock->fd = -1;
 }
@@ -99,16 +91,16 @@ static void dtrain__lock_read(int fd, char name[DTRAIN__LOCK_TEXT + 1])
  * is passed over; of several such one counts, which costs time and no files. Returns 0, EAGAIN or another errno. */
 static int dtrain__lock_others(int fd, int64_t host)
 {
-    off_t found = 1, begin = 1;
-    int error = dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, &found, 0);
-    int64_t holder = (int64_t)found - 1;
+    struct flock found;
+    memset(&found, 0, sizeof found);
+    int error = dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, 1, 0, &found);
+    int64_t holder = (int64_t)found.l_start - 1;
     pid_t pid = (pid_t)(holder & (((int64_t)1 << DTRAIN__LOCK_PID_BITS) - 1));
     if (error != EAGAIN || holder < 0 || holder >> DTRAIN__LOCK_PID_BITS != host || pid <= 0 || kill(pid, 0) == 0 ||
         errno != ESRCH)
         return error;
-    error = dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, &begin, found - begin);
-    begin = found + 1;
-    return error != 0 ? error : dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, &begin, 0);
+    error = dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, 1, found.l_start - 1, NULL);
+    return error != 0 ? error : dtrain__lock_own(fd, DTRAIN__LOCK_OTHER, F_WRLCK, found.l_start + 1, 0, NULL);
 }
 
 /* Writes who holds it, and finds out who else may save: of this process, where there are no locks of open files, the
@@ -120,7 +112,7 @@ static void dtrain__lock_sign(dtrain__lock *lock)
     snprintf(name, sizeof name, "pid %ld on %.60s", (long)getpid(), host);
     int64_t number = (int64_t)(dtrain__xxh64_of(host, strlen(host), 0) >> 33);
     off_t own = (off_t)(1 + (number << DTRAIN__LOCK_PID_BITS | (int64_t)getpid()));
-    dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_RDLCK, &own, 1); /* others of this process have the same */
+    dtrain__lock_own(lock->fd, DTRAIN__LOCK_OWN, F_RDLCK, own, 1, NULL); /* others of this process have the same */
     int others = dtrain__lock_others(lock->fd, number);
     dtrain__lock_read(lock->fd, before);
     int differs = strcmp(before, name) != 0;
@@ -135,12 +127,8 @@ static dtrain_status dtrain__lock_refused(dtrain__lock *lock, const char *path)
 {
     char holder[DTRAIN__LOCK_TEXT + 1], pid[32];
     struct flock range;
-    memset(&range, 0, sizeof range);
-    range.l_type = F_WRLCK;
-    range.l_whence = SEEK_SET;
-    range.l_len = 1;
     dtrain__lock_read(lock->fd, holder);
-    if (dtrain__file_sys_lock(lock->fd, F_GETLK, &range) == 0 && range.l_type != F_UNLCK && range.l_pid > 0) {
+    if (dtrain__lock_fcntl(lock->fd, F_GETLK, F_WRLCK, 0, 1, &range) == EAGAIN && range.l_pid > 0) {
         snprintf(pid, sizeof pid, "pid %ld", (long)range.l_pid); /* who could not sign, and is of this host */
         size_t length = strlen(pid);
         if (strncmp(holder, pid, length) != 0 || holder[length] != ' ')
@@ -171,10 +159,10 @@ static dtrain_status dtrain__lock_take(dtrain__lock *lock, int directory, const 
                             "save",
                             path, DTRAIN__LOCK_NAME);
     }
-    error = dtrain__lock_process(lock->fd, F_SETLK, F_WRLCK);
+    error = dtrain__lock_fcntl(lock->fd, F_SETLK, F_WRLCK, 0, 1, NULL); /* the process', for all its descriptors */
     if (error == EBADF) { /* it is open to be looked at: a lock for readers keeps writers out */
-        error = dtrain__lock_process(lock->fd, F_GETLK, F_WRLCK);
-        error = error == 0 ? dtrain__lock_process(lock->fd, F_SETLK, F_RDLCK) : error;
+        error = dtrain__lock_fcntl(lock->fd, F_GETLK, F_WRLCK, 0, 1, NULL);
+        error = error == 0 ? dtrain__lock_fcntl(lock->fd, F_SETLK, F_RDLCK, 0, 1, NULL) : error;
     }
     if (error == EACCES || error == EAGAIN)
         return dtrain__lock_refused(lock, path);
