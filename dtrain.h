@@ -48392,13 +48392,6 @@ static dtrain_status dtrain__part_write(dtrain__part_writer *part, int directory
 #define DTRAIN__SAVE_LEFT_NS DTRAIN__TUNED(save_left_ns, 10000000000)
 #define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
 
-/* A save that is whole. */
-typedef struct dtrain__save_whole {
-    int known; /* 0: there is none */
-    uint64_t step;
-    dtrain__index_save_id id;
-} dtrain__save_whole;
-
 struct dtrain_checkpoint {
     dtrain_allocator own; /* used when the caller gives none */
     dtrain_allocator *allocator;
@@ -48414,14 +48407,13 @@ struct dtrain_checkpoint {
     dtrain__index_save_id id; /* of the last call; that of the save under way is among the facts of the part */
     dtrain__index_save_id replaced;
     int replaces;
-    dtrain__save_whole last;   /* the part that this rank has brought to its disk last */
-    dtrain__save_whole common; /* local: the newest save whose part every rank is known to have */
+    dtrain__index_facts last;   /* of the save whose part this rank has brought to its disk last; counter 0: none */
+    dtrain__index_facts common; /* local: of the newest save whose part every rank is known to have; counter 0: none */
     dtrain__part_writer part;
     dtrain__index whole; /* rank 0: of all parts */
     char *text;
-    uint64_t most;       /* the highest counter of calls that a rank has told at the last agreement */
-    int same_last;       /* there all told the same last save */
-    int unheard;         /* the last agreement broke off: other ranks may have come to one */
+    int same_last;       /* at the last agreement all told the same last save */
+    int unheard;         /* it broke off: other ranks may have come to one */
     unsigned char *seen; /* ranks whose mark is there */
     uint64_t *steps;     /* found in the directory */
     size_t step_count;
@@ -48434,11 +48426,6 @@ struct dtrain_checkpoint {
     dtrain__index loaded; /* the index that was loaded last */
 };
 
-static int dtrain__save_alone(const dtrain_checkpoint *ckpt)
-{
-    return ckpt->ranks == 1;
-}
-
 /* The number of the save under way. */
 static DTRAIN__NOINLINE const dtrain__index_save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
 {
@@ -48446,20 +48433,20 @@ static DTRAIN__NOINLINE const dtrain__index_save_id *dtrain__save_current(const 
 }
 
 /* Gives all ranks the status of the first that failed, and its text, and tells them which calls and saves this rank has
- * made. */
+ * made. Whoever is behind in the count of calls goes on from the highest. */
 static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status status, dtrain__alike *alike)
 {
-    uint64_t last = ckpt->last.known ? ckpt->last.id.counter : 0;
+    uint64_t last = ckpt->last.id.counter;
     int failed = status != DTRAIN_OK;
     char who[24] = "";
     alike->told = 1;
     alike->most[0] = ckpt->id.counter;
     alike->most[1] = last;
     alike->most[2] = ~last;
-    if (!dtrain__save_alone(ckpt))
+    if (ckpt->ranks > 1)
         status = dtrain__alike_meet(ckpt->comm, alike, status);
     ckpt->unheard = alike->unheard;
-    ckpt->most = alike->most[0];
+    ckpt->id.counter = alike->most[0];
     ckpt->same_last = alike->most[1] == last && alike->most[2] == ~last;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
@@ -48468,28 +48455,24 @@ static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status st
     return dtrain__fail(&ckpt->error, status, "%s%s", who, dtrain__thread_error.text);
 }
 
-/* A number that is the same on all ranks; what NULL: none is. */
-typedef struct dtrain__save_number {
-    const char *what;
-    uint64_t value;
-} dtrain__save_number;
-
-static int dtrain__save_line(const void *pointer, size_t index, dtrain__alike_line *line)
+/* The one line that is compared, or NULL: none is. */
+static int dtrain__save_line(const void *given, size_t index, dtrain__alike_line *line)
 {
-    const dtrain__save_number *number = (const dtrain__save_number *)pointer;
-    if (index > 0 || number->what == NULL)
+    if (index > 0 || given == NULL)
         return 0;
-    dtrain__alike_text(line, number->what, "");
-    snprintf(line->value, sizeof line->value, "%llu", (unsigned long long)number->value);
+    *line = *(const dtrain__alike_line *)given;
     return 1;
 }
 
-/* The same, where a number must be the same on all ranks, too. */
+/* The same, where a number must be the same on all ranks, too; compared NULL: none must. */
 static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
                                                          const char *compared)
 {
-    dtrain__save_number given = {compared, number};
-    dtrain__alike alike = {"checkpoint", &given, dtrain__save_line, "give every rank the same", 1, {0}, 0};
+    dtrain__alike_line given;
+    dtrain__alike alike = {
+        "checkpoint", compared != NULL ? &given : NULL, dtrain__save_line, "give every rank the same", 1, {0}, 0};
+    dtrain__alike_text(&given, compared != NULL ? compared : "", "");
+    snprintf(given.value, sizeof given.value, "%llu", (unsigned long long)number);
     return dtrain__save_meet(ckpt, status, &alike);
 }
 
@@ -48499,25 +48482,10 @@ static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt
  * newest keep_last of this rank. A save of the same step replaces the index of a common one: the old index is kept,
  * under another name, until a later save is common. */
 
-/* This rank's part of the save under way is on its disk. */
-static void dtrain__save_ended(dtrain_checkpoint *ckpt)
-{
-    ckpt->last.known = 1;
-    ckpt->last.step = ckpt->part.index.facts.step;
-    ckpt->last.id = *dtrain__save_current(ckpt);
-}
-
-/* After an agreement at which no rank had a save under way: what each has ended last is common if all say the same. */
-static void dtrain__save_learn(dtrain_checkpoint *ckpt)
-{
-    if (ckpt->last.known && ckpt->same_last)
-        ckpt->common = ckpt->last;
-}
-
 /* Whether a save may be the only one that all ranks have. */
 static int dtrain__save_is_common(const dtrain_checkpoint *ckpt, const dtrain__index_save_id *id)
 {
-    return !ckpt->common.known || dtrain__index_same_save(id, &ckpt->common.id);
+    return ckpt->common.id.counter == 0 || dtrain__index_same_save(id, &ckpt->common.id);
 }
 
 /* ---- directories ---- */
@@ -48536,15 +48504,12 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
 
-static dtrain_status dtrain__save_open_step(dtrain_checkpoint *ckpt, int *fd)
+/* Whether a file is there and can be read. */
+static int dtrain__save_opens(int directory, const char *name)
 {
-    char name[32];
-    dtrain__part_step_name(name, ckpt->part.index.facts.step);
-    if (ckpt->refused != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "checkpoint: the directory could not be written when the checkpointer was made: %s",
-                            strerror(ckpt->refused));
-    return dtrain__save_open(fd, ckpt->directory, name, ckpt->no_sync);
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    dtrain__file_close(fd);
+    return fd >= 0;
 }
 
 /* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say, or a time that
@@ -48617,17 +48582,26 @@ static dtrain_status dtrain__save_keep_before(dtrain_checkpoint *ckpt, int direc
     return status;
 }
 
-/* Writes this rank's files, and the mark last; with local, an index of this rank's own. A mark that is there, though
- * its directory did not reach the disk, may have been seen: the files stay. */
-static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int directory)
+/* Opens the step's directory, and writes this rank's files, and the mark last; with local, an index of this rank's own.
+ * A mark that is there, though its directory did not reach the disk, may have been seen: the files stay. */
+static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
 {
     dtrain__part_writer *part = &ckpt->part;
-    char mark[DTRAIN__PART_NAME];
+    char step[32], mark[DTRAIN__PART_NAME];
     size_t bytes = 0;
+    if (ckpt->refused != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "checkpoint: the directory could not be written when the checkpointer was made: %s",
+                            strerror(ckpt->refused));
+    dtrain__part_step_name(step, part->index.facts.step);
+    dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
+    if (status != DTRAIN_OK)
+        return status;
+    int directory = *opened;
     dtrain__part_name(mark, ckpt->rank, dtrain__save_current(ckpt), "done");
     ckpt->replaces =
         (ckpt->local || ckpt->rank == 0) && dtrain__save_read_id(ckpt, directory, DTRAIN__SAVE_INDEX, &ckpt->replaced);
-    dtrain_status status = dtrain__part_write(part, directory, &bytes);
+    status = dtrain__part_write(part, directory, &bytes);
     if (status == DTRAIN_OK)
         status = dtrain__save_keep_before(ckpt, directory);
     if (status == DTRAIN_OK)
@@ -48693,15 +48667,21 @@ static int dtrain__save_left(const dtrain_checkpoint *ckpt, int for_index)
     return -1;
 }
 
+/* Says which ranks were not seen. */
+static void dtrain__save_unseen(const dtrain_checkpoint *ckpt, dtrain__alike_ranks *ranks)
+{
+    memset(ranks, 0, sizeof *ranks);
+    for (int rank = 0; rank < ckpt->ranks; rank++)
+        if (!ckpt->seen[rank])
+            dtrain__alike_add(ranks, rank);
+    dtrain__alike_flush(ranks);
+}
+
 static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index, int left)
 {
     unsigned long long step = ckpt->part.index.facts.step;
-    char ranks[200];
-    size_t used = 0;
-    ranks[0] = '\0';
-    for (int rank = 0; rank < ckpt->ranks && used < sizeof ranks - 16; rank++)
-        if (!ckpt->seen[rank])
-            used += (size_t)snprintf(ranks + used, sizeof ranks - used, "%s%d", used > 0 ? ", " : "", rank);
+    dtrain__alike_ranks ranks;
+    dtrain__save_unseen(ckpt, &ranks);
     if (left >= 0)
         return dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST,
                             "checkpoint of step %llu: rank %d has left the group before %s: the checkpoint before this "
@@ -48714,7 +48694,7 @@ static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index, i
                : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                               "checkpoint of step %llu: nothing has come from rank %s for %lld ms: see that every "
                               "rank saves, or give a longer timeout_ms",
-                              step, ranks, (long long)ckpt->timeout_ms);
+                              step, ranks.text, (long long)ckpt->timeout_ms);
 }
 
 /* Waits until all marks are there; for_index: until rank 0 says that the index is. Every turn lists the directory anew,
@@ -48757,7 +48737,7 @@ static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, con
     dtrain__error kept = dtrain__thread_error;
     char name[DTRAIN__PART_NAME], directory[32];
     int fd = -1;
-    if (ckpt->local || dtrain__save_alone(ckpt) || ckpt->refused != 0)
+    if (ckpt->local || ckpt->ranks == 1 || ckpt->refused != 0)
         return;
     dtrain__part_name(name, ckpt->rank, id, "failed");
     dtrain__part_step_name(directory, step);
@@ -48823,7 +48803,8 @@ typedef struct dtrain__save_tidy {
     int alone;                       /* nobody else saves: what is not of this checkpointer needs not be old */
     int has_index, has_files, mixed; /* of more than one save */
     int has_before;
-    dtrain__index_save_id first, visible, before;
+    dtrain__index_save_id visible; /* of the index; without one, or where they are all of one save, of the first file */
+    dtrain__index_save_id before;
     int prunes;
 } dtrain__save_tidy;
 
@@ -48838,8 +48819,8 @@ static int dtrain__save_look(void *user, const char *name)
     if (dtrain__part_parse(name, &rank, &id) == NULL)
         return 0;
     if (!tidy->has_files)
-        tidy->first = id;
-    tidy->mixed |= !dtrain__index_same_save(&id, &tidy->first);
+        tidy->visible = id;
+    tidy->mixed |= !dtrain__index_same_save(&id, &tidy->visible);
     tidy->has_files = 1;
     return 0;
 }
@@ -48909,7 +48890,6 @@ static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step,
         return;
     int old = dtrain__save_old(&tidy, ckpt->directory, name);
     dtrain__file_list(tidy.directory, dtrain__save_look, &tidy);
-    tidy.visible = tidy.first;
     if (tidy.has_index && tidy.mixed &&
         !dtrain__save_read_id(ckpt, tidy.directory, DTRAIN__SAVE_INDEX, &tidy.visible)) {
         dtrain__file_close(tidy.directory); /* not to be told apart: left to somebody who looks */
@@ -48954,9 +48934,7 @@ static int dtrain__save_has_index(int directory, uint64_t step)
 {
     char name[64];
     snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
-    dtrain__file_close(fd);
-    return fd >= 0;
+    return dtrain__save_opens(directory, name);
 }
 
 /* What a save or a create that was killed has left beside the steps. */
@@ -48974,7 +48952,7 @@ static int dtrain__save_sweep_base(void *user, const char *name)
 static int dtrain__save_prunes(const dtrain_checkpoint *ckpt, uint64_t step, int kept)
 {
     return ckpt->keep_last > 0 && kept > ckpt->keep_last &&
-           (!ckpt->local || (ckpt->common.known && step != ckpt->common.step));
+           (!ckpt->local || (ckpt->common.id.counter > 0 && step != ckpt->common.step));
 }
 
 /* Removes what is old. What goes wrong costs room on the disk, no checkpoint, and is tried again by the next save.
@@ -49043,14 +49021,11 @@ static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory,
 /* All of an asynchronous save but the copy. */
 static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
 {
-    int directory = -1, visible = 0, marked = 0;
+    int directory = -1, visible = 0, marked;
     dtrain_status status = dtrain__save_lock(ckpt);
     if (status == DTRAIN_OK)
-        status = dtrain__save_open_step(ckpt, &directory);
-    if (status == DTRAIN_OK) {
-        status = dtrain__save_write(ckpt, directory);
-        marked = status == DTRAIN_OK;
-    }
+        status = dtrain__save_write(ckpt, &directory);
+    marked = status == DTRAIN_OK;
     if (status == DTRAIN_OK && ckpt->rank == 0 && !ckpt->local)
         status = dtrain__save_await(ckpt, directory, 0);
     if (status == DTRAIN_OK && (ckpt->rank == 0 || ckpt->local))
@@ -49596,7 +49571,7 @@ static dtrain_status dtrain__load_choose(dtrain__load *load)
     else if (ckpt->rank == 0)
         status = dtrain__load_newest(ckpt, ckpt->directory, ckpt->path, load->step_name);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
-    if (status == DTRAIN_OK && !dtrain__save_alone(ckpt)) {
+    if (status == DTRAIN_OK && ckpt->ranks > 1) {
         status = dtrain_broadcast(ckpt->comm, load->step_name, sizeof load->step_name, DTRAIN_U8, 0);
         if (status != DTRAIN_OK)
             return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
@@ -49837,13 +49812,16 @@ static dtrain_status dtrain__load_ask(void *owner, const char *key, uint64_t mos
 /* Who asks a state's lists. */
 static dtrain__lister dtrain__load_lister(dtrain__load *load)
 {
-    dtrain__lister lister;
-    memset(&lister, 0, sizeof lister);
-    lister.ranks = load->ckpt->ranks;
-    lister.rank = load->ckpt->rank;
-    lister.owner = load;
-    lister.setting = dtrain__load_compare_setting;
-    lister.ask = load->model == NULL ? dtrain__load_ask : NULL;
+    dtrain__lister lister = {load->ckpt->ranks,
+                             load->ckpt->rank,
+                             NULL,
+                             0,
+                             DTRAIN_OK,
+                             NULL,
+                             load,
+                             NULL,
+                             dtrain__load_compare_setting,
+                             load->model == NULL ? dtrain__load_ask : NULL};
     return lister;
 }
 
@@ -49861,7 +49839,7 @@ static dtrain_status dtrain__load_compare(dtrain__load *load)
     if ((status = dtrain__save_agree(ckpt, status, 0, NULL)) != DTRAIN_OK)
         return status;
     dtrain__load_match(load);
-    if (!dtrain__save_alone(ckpt)) {
+    if (ckpt->ranks > 1) {
         status = dtrain_all_reduce(ckpt->comm, load->flags, load->flags, tensors + 1, DTRAIN_U8, DTRAIN_OR);
         if (status != DTRAIN_OK)
             return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
@@ -50028,7 +50006,9 @@ static dtrain_status dtrain__load_finish(dtrain__load *load, dtrain_checkpoint_s
 
 /* A part that a rank can see. */
 typedef struct dtrain__local_part {
-    uint64_t step, nonce, counter, world_size;
+    uint64_t step;
+    dtrain__index_save_id id;
+    uint64_t world_size;
     uint64_t rank;   /* that wrote it */
     uint64_t holder; /* that sees it */
     uint64_t before; /* 1: a later save of the step has replaced its index */
@@ -50049,27 +50029,20 @@ typedef struct dtrain__local_list {
 } dtrain__local_list;
 
 /* Adds the part that an index of one step of a rank lists. A damaged index is no part. */
-static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, uint64_t step, uint64_t before)
+static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, const char *name, uint64_t before)
 {
     dtrain_checkpoint *ckpt = list->ckpt;
-    char name[32];
     dtrain__index index;
     uint64_t ignored = 0;
-    dtrain__part_step_name(name, step);
     dtrain__index_begin(&index, ckpt->allocator);
     dtrain_status status =
         dtrain__index_read_file(&index, directory, dtrain__local_index(before), DTRAIN__LOCAL_INDEX, &ignored);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(&index, name);
     if (status == DTRAIN_OK && index.file_count == 1 && index.files[0].rank == list->rank) {
-        dtrain__local_part part = {step,
-                                   index.facts.id.nonce,
-                                   index.facts.id.counter,
-                                   index.facts.world_size,
-                                   (uint64_t)list->rank,
-                                   (uint64_t)ckpt->rank,
-                                   before,
-                                   0};
+        const dtrain__index_facts *facts = &index.facts;
+        dtrain__local_part part = {
+            facts->step, facts->id, facts->world_size, (uint64_t)list->rank, (uint64_t)ckpt->rank, before, 0};
         status = DTRAIN__INDEX_ADD(ckpt->allocator, list->parts, list->count, part);
     } else if (status == DTRAIN_ERR_CORRUPT) {
         dtrain__log(DTRAIN_LOG_WARN, "%.600s", dtrain__thread_error.text);
@@ -50088,7 +50061,7 @@ static dtrain_status dtrain__local_add_step(dtrain__local_list *list, int direct
     if (dtrain__file_open_directory(&fd, directory, name, "checkpoint") != DTRAIN_OK)
         return DTRAIN_OK;
     for (uint64_t before = 0; before < 2 && status == DTRAIN_OK; before++)
-        status = dtrain__local_add(list, fd, step, before);
+        status = dtrain__local_add(list, fd, name, before);
     dtrain__file_close(fd);
     return status;
 }
@@ -50188,8 +50161,8 @@ static dtrain_status dtrain__local_check_parts(const dtrain_checkpoint *ckpt, co
 static int dtrain__local_newer(const void *left, const void *right)
 {
     const dtrain__local_part *a = (const dtrain__local_part *)left, *b = (const dtrain__local_part *)right;
-    const uint64_t x[] = {b->step, a->age, b->nonce, b->counter, a->rank, a->holder};
-    const uint64_t y[] = {a->step, b->age, a->nonce, a->counter, b->rank, b->holder};
+    const uint64_t x[] = {b->step, a->age, b->id.nonce, b->id.counter, a->rank, a->holder};
+    const uint64_t y[] = {a->step, b->age, a->id.nonce, a->id.counter, b->rank, b->holder};
     for (int i = 0; i < 6; i++)
         if (x[i] != y[i])
             return x[i] < y[i] ? -1 : 1;
@@ -50220,8 +50193,7 @@ static int dtrain__local_take_index(dtrain__load *load, const dtrain__local_part
     size_t before = index->file_count;
     *status = dtrain__index_read(index, DTRAIN__SAVE_INDEX, (const char *)told->data, told->bytes);
     if (*status != DTRAIN_OK || index->file_count != before + 1 || index->facts.step != part->step ||
-        index->facts.id.nonce != part->nonce || index->facts.id.counter != part->counter ||
-        (uint64_t)index->files[before].rank != part->rank)
+        !dtrain__index_same_save(&index->facts.id, &part->id) || (uint64_t)index->files[before].rank != part->rank)
         return 0;
     index->files[before].holder = (int)part->holder;
     return 1;
@@ -50269,8 +50241,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
 static size_t dtrain__local_end(const dtrain__local_part *parts, size_t i, size_t count)
 {
     size_t end = i;
-    while (end < count && parts[end].step == parts[i].step && parts[end].nonce == parts[i].nonce &&
-           parts[end].counter == parts[i].counter)
+    while (end < count && parts[end].step == parts[i].step && dtrain__index_same_save(&parts[end].id, &parts[i].id))
         end++;
     return end;
 }
@@ -50367,10 +50338,13 @@ typedef struct dtrain__local_turn {
     size_t job, done; /* of which this many elements of the wanted piece were asked for */
 } dtrain__local_turn;
 
-/* The region that a request is about. */
-static void dtrain__local_region(const dtrain__load *load, const dtrain__local_request *request, dtrain__region *region)
+/* The region that a request is about, and that of the stored piece. */
+static void dtrain__local_regions(const dtrain__load *load, const dtrain__local_request *request,
+                                  dtrain__region *region, dtrain__region *have)
 {
-    const dtrain__index_tensor *tensor = &load->index.tensors[load->index.pieces[request->piece].tensor];
+    const dtrain__index_piece *piece = &load->index.pieces[request->piece];
+    const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+    dtrain__index_region(&load->index, tensor, piece, have);
     dtrain__index_region(&load->index, tensor, NULL, region);
     for (int d = 0; d < tensor->ndim; d++) {
         region->begin[d] = (size_t)request->begin[d];
@@ -50433,8 +50407,7 @@ static int dtrain__local_is_request(const dtrain__load *load, const dtrain__loca
 static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_request *request, dtrain__region *have,
                                dtrain__region *region, dtrain__region_overlap *overlap)
 {
-    const dtrain__index_piece *piece = &load->index.pieces[request->piece];
-    const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+    const dtrain__index_tensor *tensor = &load->index.tensors[load->index.pieces[request->piece].tensor];
     size_t elements = 1;
     for (int d = 0; d < tensor->ndim; d++) {
         if (request->begin[d] > tensor->shape[d] || request->size[d] > tensor->shape[d] - request->begin[d])
@@ -50443,8 +50416,7 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
     }
     if (request->at > elements || request->count > elements - request->at)
         return 0;
-    dtrain__local_region(load, request, region);
-    dtrain__index_region(&load->index, tensor, piece, have);
+    dtrain__local_regions(load, request, region, have);
     return dtrain__region_overlap_begin(overlap, have, region) &&
            dtrain__region_overlap_count(overlap) == request->bytes / (dtrain_dtype_bits(tensor->dtype) / 8) &&
            request->bytes % (dtrain_dtype_bits(tensor->dtype) / 8) == 0;
@@ -50492,8 +50464,7 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     const dtrain__local_request *request = &turn->requests[load->ckpt->rank];
     const dtrain__load_job *job = &load->jobs[turn->job];
     const dtrain_piece *want = &load->list.pieces[job->want];
-    const dtrain__index_piece *piece = &load->index.pieces[job->have];
-    const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+    const dtrain__index_tensor *tensor = &load->index.tensors[load->index.pieces[job->have].tensor];
     size_t before = (size_t)request->at - want->begin;
     dtrain__verify_target to = {(unsigned char *)want->data + before * (dtrain_dtype_bits(want->dtype) / 8),
                                 want->dtype, want->device, &load->reader.way};
@@ -50505,8 +50476,7 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     memset(&reply, 0, sizeof reply);
     reply.window = turn->in + 1;
     reply.end = request->bytes;
-    dtrain__local_region(load, request, &region);
-    dtrain__index_region(&load->index, tensor, piece, &have);
+    dtrain__local_regions(load, request, &region, &have);
     dtrain_status status = dtrain__verify_share(&reply, 0, 1, &have, tensor->dtype, &region, &to, &load->report.bytes);
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }
@@ -50641,16 +50611,9 @@ static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
     return dtrain__save_open(&ckpt->directory, ckpt->base, name, ckpt->no_sync);
 }
 
-static void dtrain__checkpoint_shared_name(const dtrain_checkpoint *ckpt, char name[40])
-{
-    snprintf(name, 40, ".shared-%016llx", (unsigned long long)ckpt->id.nonce);
-}
-
 /* Rank 0 leaves a file that the others are to find. */
-static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt)
+static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt, const char *name)
 {
-    char name[40];
-    dtrain__checkpoint_shared_name(ckpt, name);
     int fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
     if (fd < 0 && !dtrain__checkpoint_refuses(errno))
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: writing to the directory: %s",
@@ -50661,15 +50624,11 @@ static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt)
 }
 
 /* Whether this rank sees rank 0's file, given a moment: a network file system may not look at once. */
-static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt)
+static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt, const char *name)
 {
-    char name[40];
     struct timespec turn = dtrain__os_timespec(50000000);
-    dtrain__checkpoint_shared_name(ckpt, name);
     for (int attempt = 0; attempt < 60; attempt++) {
-        int fd = dtrain__file_sys_open(ckpt->base, name, O_RDONLY | O_NONBLOCK);
-        dtrain__file_close(fd);
-        if (fd >= 0)
+        if (dtrain__save_opens(ckpt->base, name))
             return 1;
         nanosleep(&turn, NULL);
     }
@@ -50682,29 +50641,26 @@ static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
     dtrain__alike_ranks strangers;
     unsigned char sees;
     char name[40];
-    dtrain_status status =
-        ckpt->rank == 0 && !ckpt->local && !dtrain__save_alone(ckpt) ? dtrain__checkpoint_leave(ckpt) : DTRAIN_OK;
+    int compares = ckpt->ranks > 1 && !ckpt->local;
+    snprintf(name, sizeof name, ".shared-%016llx", (unsigned long long)ckpt->id.nonce);
+    dtrain_status status = ckpt->rank == 0 && compares ? dtrain__checkpoint_leave(ckpt, name) : DTRAIN_OK;
     status = dtrain__save_agree(ckpt, status, 0, NULL);
-    if (status != DTRAIN_OK || dtrain__save_alone(ckpt) || ckpt->local)
+    if (status != DTRAIN_OK || !compares)
         return status;
     int32_t refused = ckpt->refused;
     status = dtrain_broadcast(ckpt->comm, &refused, 1, DTRAIN_I32, 0);
     ckpt->refused = refused;
     if (status != DTRAIN_OK || refused != 0)
         return status;
-    sees = ckpt->rank == 0 || dtrain__checkpoint_sees(ckpt);
+    sees = ckpt->rank == 0 || dtrain__checkpoint_sees(ckpt, name);
     status = dtrain_all_gather(ckpt->comm, &sees, ckpt->seen, (size_t)ckpt->ranks, DTRAIN_U8);
-    if (ckpt->rank == 0) {
-        dtrain__checkpoint_shared_name(ckpt, name);
+    if (ckpt->rank == 0)
         dtrain__file_sys_unlink(ckpt->base, name, 0);
-    }
-    memset(&strangers, 0, sizeof strangers);
-    for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++)
-        if (!ckpt->seen[rank])
-            dtrain__alike_add(&strangers, rank);
-    dtrain__alike_flush(&strangers);
-    if (strangers.count == 0)
+    if (status != DTRAIN_OK)
         return status;
+    dtrain__save_unseen(ckpt, &strangers);
+    if (strangers.count == 0)
+        return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "dtrain_checkpoint_create: rank %s sees in its directory no file that rank 0 makes there: give a "
@@ -50719,7 +50675,7 @@ static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
     dtrain_status status = error == 0 ? DTRAIN_OK
                                       : dtrain__fail(NULL, DTRAIN_ERR_IO,
                                                      "dtrain_checkpoint_create: no random number: %s", strerror(error));
-    if (!dtrain__save_alone(ckpt)) {
+    if (ckpt->ranks > 1) {
         dtrain_status sent = dtrain_broadcast(ckpt->comm, &nonce, 1, DTRAIN_U64, 0);
         status = status == DTRAIN_OK ? sent : status;
     }
@@ -50818,7 +50774,7 @@ static void dtrain__checkpoint_join(dtrain_checkpoint *ckpt)
     dtrain__worker_end(&ckpt->worker);
     ckpt->untold = ckpt->result.status != DTRAIN_OK;
     if (!ckpt->untold)
-        dtrain__save_ended(ckpt);
+        ckpt->last = ckpt->part.index.facts;
 }
 
 DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
@@ -50846,8 +50802,9 @@ static int dtrain__checkpoint_done(dtrain_checkpoint *ckpt)
     return dtrain__worker_is_done(&ckpt->worker, ckpt->worker.posted);
 }
 
-/* Begins a save: whether one may begin now, and what this rank writes. */
-static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
+/* Begins a save: whether one may begin now, and what this rank writes; stages: of a copy, that the program may go on.
+ */
+static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state, int stages)
 {
     ckpt->id.counter++;
     if (dtrain__checkpoint_done(ckpt))
@@ -50867,6 +50824,8 @@ static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtr
     if (state == NULL)
         return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL: say what to save");
     dtrain_status status = dtrain__part_prepare(&ckpt->part, state, &ckpt->id, ckpt->ranks);
+    if (status == DTRAIN_OK && stages)
+        status = dtrain__part_stage(&ckpt->part);
     return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
 }
 
@@ -50876,11 +50835,10 @@ static dtrain_status dtrain__checkpoint_agree(dtrain_checkpoint *ckpt, dtrain_st
                                               const dtrain_checkpoint_state *state)
 {
     status = dtrain__save_agree(ckpt, status, state != NULL ? state->step : 0, "step");
-    ckpt->id.counter = ckpt->most;
     if (!ckpt->worker.threaded)
         ckpt->part.index.facts.id.counter = ckpt->id.counter;
-    if (status == DTRAIN_OK)
-        dtrain__save_learn(ckpt);
+    if (status == DTRAIN_OK && ckpt->last.id.counter > 0 && ckpt->same_last) /* no rank has a save under way */
+        ckpt->common = ckpt->last;
     return status;
 }
 
@@ -50890,15 +50848,13 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
     if (ckpt == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_save: the checkpointer is NULL: create it first");
-    dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
+    dtrain_status status = dtrain__checkpoint_begin(ckpt, state, 0);
     if (status == DTRAIN_OK)
         status = dtrain__save_lock(ckpt);
     status = dtrain__checkpoint_agree(ckpt, status, state);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__save_open_step(ckpt, &directory);
-    if (status == DTRAIN_OK)
-        status = dtrain__save_write(ckpt, directory);
+    status = dtrain__save_write(ckpt, &directory);
     if (status != DTRAIN_OK)
         dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
     else if (!ckpt->local) /* by files, as one disk may take longer than the group's deadline */
@@ -50915,7 +50871,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
         dtrain__file_close(directory);
         return status;
     }
-    dtrain__save_ended(ckpt);
+    ckpt->last = ckpt->part.index.facts;
     ckpt->common = ckpt->last; /* all have brought their part to the disk */
     if (ckpt->rank == 0 || ckpt->local)
         status = dtrain__save_commit(ckpt, directory, 0, &visible);
@@ -50930,10 +50886,8 @@ static void dtrain__checkpoint_work(void *owner, dtrain__worker_job *job)
     dtrain_checkpoint *ckpt = (dtrain_checkpoint *)owner;
     (void)job;
     dtrain_status status = dtrain__save_alone_now(ckpt);
-    if (status != DTRAIN_OK) {
+    if (status != DTRAIN_OK)
         dtrain__fail(&ckpt->result, status, "rank %d: %.600s", ckpt->rank, dtrain__thread_error.text);
-        ckpt->result.status = status;
-    }
 }
 
 DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
@@ -50941,9 +50895,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
     if (ckpt == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_save_async: the checkpointer is NULL: create it first");
-    dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
-    if (status == DTRAIN_OK && (status = dtrain__part_stage(&ckpt->part)) != DTRAIN_OK)
-        status = dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
+    dtrain_status status = dtrain__checkpoint_begin(ckpt, state, 1);
     if (ckpt->local)
         status = dtrain__checkpoint_agree(ckpt, status, state);
     if (status == DTRAIN_OK) {
@@ -51052,10 +51004,8 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
         dtrain__index kept = ckpt->loaded;
         ckpt->loaded = load.index;
         load.index = kept;
-        ckpt->last.known = 0; /* what is loaded is whole, whoever has its parts */
-        ckpt->common.known = 1;
-        ckpt->common.step = ckpt->loaded.facts.step;
-        ckpt->common.id = ckpt->loaded.facts.id;
+        ckpt->last.id.counter = 0; /* what is loaded is whole, whoever has its parts */
+        ckpt->common = ckpt->loaded.facts;
     }
     dtrain__load_end(&load);
     return status == DTRAIN_OK ? status : dtrain__report(&cause);
@@ -51162,12 +51112,10 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
     if (path == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: path is NULL, expected a directory");
     dtrain_status status = dtrain__file_open_directory(&all->directory, DTRAIN__FILE_HERE, path, "checkpoint");
-    if (status == DTRAIN_OK)
-        dtrain__export_name(path, name);
-    int fd =
-        status == DTRAIN_OK ? dtrain__file_sys_open(all->directory, DTRAIN__SAVE_INDEX, O_RDONLY | O_NONBLOCK) : -1;
-    dtrain__file_close(fd);
-    if (status == DTRAIN_OK && fd < 0) {
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__export_name(path, name);
+    if (!dtrain__save_opens(all->directory, DTRAIN__SAVE_INDEX)) {
         base = all->directory;
         all->directory = -1;
         status = dtrain__load_newest(&finder, base, path, name);
@@ -51176,9 +51124,8 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
         dtrain__file_close(base);
         dtrain__free(&all->memory, finder.steps);
     }
-    if (status == DTRAIN_OK)
-        status = dtrain__load_index(&all->index, all->directory, name, &all->reader.bytes_read);
-    return status;
+    return status == DTRAIN_OK ? dtrain__load_index(&all->index, all->directory, name, &all->reader.bytes_read)
+                               : status;
 }
 
 /* Checks every block of one file, and that its pieces are there. */
@@ -51204,20 +51151,12 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
     return status;
 }
 
-static dtrain_status dtrain__export_check(dtrain__export *all)
-{
-    dtrain_status status = DTRAIN_OK;
-    for (size_t file = 0; status == DTRAIN_OK && file < all->index.file_count; file++)
-        status = dtrain__export_check_file(all, file);
-    return status;
-}
-
 DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path)
 {
     dtrain__export all;
     dtrain_status status = dtrain__export_begin(&all, path);
-    if (status == DTRAIN_OK)
-        status = dtrain__export_check(&all);
+    for (size_t file = 0; status == DTRAIN_OK && file < all.index.file_count; file++)
+        status = dtrain__export_check_file(&all, file);
     dtrain__export_end(&all);
     return status;
 }

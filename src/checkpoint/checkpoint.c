@@ -56,16 +56,9 @@ static dtrain_status dtrain__checkpoint_open_own(dtrain_checkpoint *ckpt)
     return dtrain__save_open(&ckpt->directory, ckpt->base, name, ckpt->no_sync);
 }
 
-static void dtrain__checkpoint_shared_name(const dtrain_checkpoint *ckpt, char name[40])
-{
-    snprintf(name, 40, ".shared-%016llx", (unsigned long long)ckpt->id.nonce);
-}
-
 /* Rank 0 leaves a file that the others are to find. */
-static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt)
+static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt, const char *name)
 {
-    char name[40];
-    dtrain__checkpoint_shared_name(ckpt, name);
     int fd = dtrain__file_sys_open(ckpt->base, name, O_WRONLY | O_CREAT | O_EXCL);
     if (fd < 0 && !dtrain__checkpoint_refuses(errno))
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "dtrain_checkpoint_create: writing to the directory: %s",
@@ -76,15 +69,11 @@ static dtrain_status dtrain__checkpoint_leave(dtrain_checkpoint *ckpt)
 }
 
 /* Whether this rank sees rank 0's file, given a moment: a network file system may not look at once. */
-static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt)
+static int dtrain__checkpoint_sees(dtrain_checkpoint *ckpt, const char *name)
 {
-    char name[40];
     struct timespec turn = dtrain__os_timespec(50000000);
-    dtrain__checkpoint_shared_name(ckpt, name);
     for (int attempt = 0; attempt < 60; attempt++) {
-        int fd = dtrain__file_sys_open(ckpt->base, name, O_RDONLY | O_NONBLOCK);
-        dtrain__file_close(fd);
-        if (fd >= 0)
+        if (dtrain__save_opens(ckpt->base, name))
             return 1;
         nanosleep(&turn, NULL);
     }
@@ -97,29 +86,26 @@ static dtrain_status dtrain__checkpoint_compare(dtrain_checkpoint *ckpt)
     dtrain__alike_ranks strangers;
     unsigned char sees;
     char name[40];
-    dtrain_status status =
-        ckpt->rank == 0 && !ckpt->local && !dtrain__save_alone(ckpt) ? dtrain__checkpoint_leave(ckpt) : DTRAIN_OK;
+    int compares = ckpt->ranks > 1 && !ckpt->local;
+    snprintf(name, sizeof name, ".shared-%016llx", (unsigned long long)ckpt->id.nonce);
+    dtrain_status status = ckpt->rank == 0 && compares ? dtrain__checkpoint_leave(ckpt, name) : DTRAIN_OK;
     status = dtrain__save_agree(ckpt, status, 0, NULL);
-    if (status != DTRAIN_OK || dtrain__save_alone(ckpt) || ckpt->local)
+    if (status != DTRAIN_OK || !compares)
         return status;
     int32_t refused = ckpt->refused;
     status = dtrain_broadcast(ckpt->comm, &refused, 1, DTRAIN_I32, 0);
     ckpt->refused = refused;
     if (status != DTRAIN_OK || refused != 0)
         return status;
-    sees = ckpt->rank == 0 || dtrain__checkpoint_sees(ckpt);
+    sees = ckpt->rank == 0 || dtrain__checkpoint_sees(ckpt, name);
     status = dtrain_all_gather(ckpt->comm, &sees, ckpt->seen, (size_t)ckpt->ranks, DTRAIN_U8);
-    if (ckpt->rank == 0) {
-        dtrain__checkpoint_shared_name(ckpt, name);
+    if (ckpt->rank == 0)
         dtrain__file_sys_unlink(ckpt->base, name, 0);
-    }
-    memset(&strangers, 0, sizeof strangers);
-    for (int rank = 0; rank < ckpt->ranks && status == DTRAIN_OK; rank++)
-        if (!ckpt->seen[rank])
-            dtrain__alike_add(&strangers, rank);
-    dtrain__alike_flush(&strangers);
-    if (strangers.count == 0)
+    if (status != DTRAIN_OK)
         return status;
+    dtrain__save_unseen(ckpt, &strangers);
+    if (strangers.count == 0)
+        return DTRAIN_OK;
     return dtrain__fail(
         NULL, DTRAIN_ERR_IO,
         "dtrain_checkpoint_create: rank %s sees in its directory no file that rank 0 makes there: give a "
@@ -134,7 +120,7 @@ static dtrain_status dtrain__checkpoint_number(dtrain_checkpoint *ckpt)
     dtrain_status status = error == 0 ? DTRAIN_OK
                                       : dtrain__fail(NULL, DTRAIN_ERR_IO,
                                                      "dtrain_checkpoint_create: no random number: %s", strerror(error));
-    if (!dtrain__save_alone(ckpt)) {
+    if (ckpt->ranks > 1) {
         dtrain_status sent = dtrain_broadcast(ckpt->comm, &nonce, 1, DTRAIN_U64, 0);
         status = status == DTRAIN_OK ? sent : status;
     }
@@ -233,7 +219,7 @@ static void dtrain__checkpoint_join(dtrain_checkpoint *ckpt)
     dtrain__worker_end(&ckpt->worker);
     ckpt->untold = ckpt->result.status != DTRAIN_OK;
     if (!ckpt->untold)
-        dtrain__save_ended(ckpt);
+        ckpt->last = ckpt->part.index.facts;
 }
 
 DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt)
@@ -261,8 +247,9 @@ static int dtrain__checkpoint_done(dtrain_checkpoint *ckpt)
     return dtrain__worker_is_done(&ckpt->worker, ckpt->worker.posted);
 }
 
-/* Begins a save: whether one may begin now, and what this rank writes. */
-static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
+/* Begins a save: whether one may begin now, and what this rank writes; stages: of a copy, that the program may go on.
+ */
+static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state, int stages)
 {
     ckpt->id.counter++;
     if (dtrain__checkpoint_done(ckpt))
@@ -282,6 +269,8 @@ static dtrain_status dtrain__checkpoint_begin(dtrain_checkpoint *ckpt, const dtr
     if (state == NULL)
         return dtrain__fail(&ckpt->error, DTRAIN_ERR_INVALID, "checkpoint: state is NULL: say what to save");
     dtrain_status status = dtrain__part_prepare(&ckpt->part, state, &ckpt->id, ckpt->ranks);
+    if (status == DTRAIN_OK && stages)
+        status = dtrain__part_stage(&ckpt->part);
     return status == DTRAIN_OK ? status : dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
 }
 
@@ -291,11 +280,10 @@ static dtrain_status dtrain__checkpoint_agree(dtrain_checkpoint *ckpt, dtrain_st
                                               const dtrain_checkpoint_state *state)
 {
     status = dtrain__save_agree(ckpt, status, state != NULL ? state->step : 0, "step");
-    ckpt->id.counter = ckpt->most;
     if (!ckpt->worker.threaded)
         ckpt->part.index.facts.id.counter = ckpt->id.counter;
-    if (status == DTRAIN_OK)
-        dtrain__save_learn(ckpt);
+    if (status == DTRAIN_OK && ckpt->last.id.counter > 0 && ckpt->same_last) /* no rank has a save under way */
+        ckpt->common = ckpt->last;
     return status;
 }
 
@@ -305,15 +293,13 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
     if (ckpt == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_save: the checkpointer is NULL: create it first");
-    dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
+    dtrain_status status = dtrain__checkpoint_begin(ckpt, state, 0);
     if (status == DTRAIN_OK)
         status = dtrain__save_lock(ckpt);
     status = dtrain__checkpoint_agree(ckpt, status, state);
     if (status != DTRAIN_OK)
         return status;
-    status = dtrain__save_open_step(ckpt, &directory);
-    if (status == DTRAIN_OK)
-        status = dtrain__save_write(ckpt, directory);
+    status = dtrain__save_write(ckpt, &directory);
     if (status != DTRAIN_OK)
         dtrain__save_tell_failed(ckpt, state->step, dtrain__save_current(ckpt));
     else if (!ckpt->local) /* by files, as one disk may take longer than the group's deadline */
@@ -330,7 +316,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const d
         dtrain__file_close(directory);
         return status;
     }
-    dtrain__save_ended(ckpt);
+    ckpt->last = ckpt->part.index.facts;
     ckpt->common = ckpt->last; /* all have brought their part to the disk */
     if (ckpt->rank == 0 || ckpt->local)
         status = dtrain__save_commit(ckpt, directory, 0, &visible);
@@ -345,10 +331,8 @@ static void dtrain__checkpoint_work(void *owner, dtrain__worker_job *job)
     dtrain_checkpoint *ckpt = (dtrain_checkpoint *)owner;
     (void)job;
     dtrain_status status = dtrain__save_alone_now(ckpt);
-    if (status != DTRAIN_OK) {
+    if (status != DTRAIN_OK)
         dtrain__fail(&ckpt->result, status, "rank %d: %.600s", ckpt->rank, dtrain__thread_error.text);
-        ckpt->result.status = status;
-    }
 }
 
 DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state)
@@ -356,9 +340,7 @@ DTRAIN_API dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt, c
     if (ckpt == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_checkpoint_save_async: the checkpointer is NULL: create it first");
-    dtrain_status status = dtrain__checkpoint_begin(ckpt, state);
-    if (status == DTRAIN_OK && (status = dtrain__part_stage(&ckpt->part)) != DTRAIN_OK)
-        status = dtrain__fail(&ckpt->error, status, "%s", dtrain__thread_error.text);
+    dtrain_status status = dtrain__checkpoint_begin(ckpt, state, 1);
     if (ckpt->local)
         status = dtrain__checkpoint_agree(ckpt, status, state);
     if (status == DTRAIN_OK) {
@@ -467,10 +449,8 @@ static dtrain_status dtrain__checkpoint_attempt(dtrain_checkpoint *ckpt, dtrain_
         dtrain__index kept = ckpt->loaded;
         ckpt->loaded = load.index;
         load.index = kept;
-        ckpt->last.known = 0; /* what is loaded is whole, whoever has its parts */
-        ckpt->common.known = 1;
-        ckpt->common.step = ckpt->loaded.facts.step;
-        ckpt->common.id = ckpt->loaded.facts.id;
+        ckpt->last.id.counter = 0; /* what is loaded is whole, whoever has its parts */
+        ckpt->common = ckpt->loaded.facts;
     }
     dtrain__load_end(&load);
     return status == DTRAIN_OK ? status : dtrain__report(&cause);

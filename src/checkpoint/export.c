@@ -63,12 +63,10 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
     if (path == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "checkpoint: path is NULL, expected a directory");
     dtrain_status status = dtrain__file_open_directory(&all->directory, DTRAIN__FILE_HERE, path, "checkpoint");
-    if (status == DTRAIN_OK)
-        dtrain__export_name(path, name);
-    int fd =
-        status == DTRAIN_OK ? dtrain__file_sys_open(all->directory, DTRAIN__SAVE_INDEX, O_RDONLY | O_NONBLOCK) : -1;
-    dtrain__file_close(fd);
-    if (status == DTRAIN_OK && fd < 0) {
+    if (status != DTRAIN_OK)
+        return status;
+    dtrain__export_name(path, name);
+    if (!dtrain__save_opens(all->directory, DTRAIN__SAVE_INDEX)) {
         base = all->directory;
         all->directory = -1;
         status = dtrain__load_newest(&finder, base, path, name);
@@ -77,9 +75,8 @@ static dtrain_status dtrain__export_begin(dtrain__export *all, const char *path)
         dtrain__file_close(base);
         dtrain__free(&all->memory, finder.steps);
     }
-    if (status == DTRAIN_OK)
-        status = dtrain__load_index(&all->index, all->directory, name, &all->reader.bytes_read);
-    return status;
+    return status == DTRAIN_OK ? dtrain__load_index(&all->index, all->directory, name, &all->reader.bytes_read)
+                               : status;
 }
 
 /* Checks every block of one file, and that its pieces are there. */
@@ -105,20 +102,12 @@ static dtrain_status dtrain__export_check_file(dtrain__export *all, size_t file)
     return status;
 }
 
-static dtrain_status dtrain__export_check(dtrain__export *all)
-{
-    dtrain_status status = DTRAIN_OK;
-    for (size_t file = 0; status == DTRAIN_OK && file < all->index.file_count; file++)
-        status = dtrain__export_check_file(all, file);
-    return status;
-}
-
 DTRAIN_API dtrain_status dtrain_checkpoint_verify(const char *path)
 {
     dtrain__export all;
     dtrain_status status = dtrain__export_begin(&all, path);
-    if (status == DTRAIN_OK)
-        status = dtrain__export_check(&all);
+    for (size_t file = 0; status == DTRAIN_OK && file < all.index.file_count; file++)
+        status = dtrain__export_check_file(&all, file);
     dtrain__export_end(&all);
     return status;
 }

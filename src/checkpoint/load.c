@@ -132,7 +132,7 @@ static dtrain_status dtrain__load_choose(dtrain__load *load)
     else if (ckpt->rank == 0)
         status = dtrain__load_newest(ckpt, ckpt->directory, ckpt->path, load->step_name);
     status = dtrain__save_agree(ckpt, status, 0, NULL);
-    if (status == DTRAIN_OK && !dtrain__save_alone(ckpt)) {
+    if (status == DTRAIN_OK && ckpt->ranks > 1) {
         status = dtrain_broadcast(ckpt->comm, load->step_name, sizeof load->step_name, DTRAIN_U8, 0);
         if (status != DTRAIN_OK)
             return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);
@@ -373,13 +373,16 @@ static dtrain_status dtrain__load_ask(void *owner, const char *key, uint64_t mos
 /* Who asks a state's lists. */
 static dtrain__lister dtrain__load_lister(dtrain__load *load)
 {
-    dtrain__lister lister;
-    memset(&lister, 0, sizeof lister);
-    lister.ranks = load->ckpt->ranks;
-    lister.rank = load->ckpt->rank;
-    lister.owner = load;
-    lister.setting = dtrain__load_compare_setting;
-    lister.ask = load->model == NULL ? dtrain__load_ask : NULL;
+    dtrain__lister lister = {load->ckpt->ranks,
+                             load->ckpt->rank,
+                             NULL,
+                             0,
+                             DTRAIN_OK,
+                             NULL,
+                             load,
+                             NULL,
+                             dtrain__load_compare_setting,
+                             load->model == NULL ? dtrain__load_ask : NULL};
     return lister;
 }
 
@@ -397,7 +400,7 @@ static dtrain_status dtrain__load_compare(dtrain__load *load)
     if ((status = dtrain__save_agree(ckpt, status, 0, NULL)) != DTRAIN_OK)
         return status;
     dtrain__load_match(load);
-    if (!dtrain__save_alone(ckpt)) {
+    if (ckpt->ranks > 1) {
         status = dtrain_all_reduce(ckpt->comm, load->flags, load->flags, tensors + 1, DTRAIN_U8, DTRAIN_OR);
         if (status != DTRAIN_OK)
             return dtrain__fail(&ckpt->error, status, "checkpoint: %.600s", dtrain__thread_error.text);

@@ -13,7 +13,9 @@
 
 /* A part that a rank can see. */
 typedef struct dtrain__local_part {
-    uint64_t step, nonce, counter, world_size;
+    uint64_t step;
+    dtrain__index_save_id id;
+    uint64_t world_size;
     uint64_t rank;   /* that wrote it */
     uint64_t holder; /* that sees it */
     uint64_t before; /* 1: a later save of the step has replaced its index */
@@ -34,27 +36,20 @@ typedef struct dtrain__local_list {
 } dtrain__local_list;
 
 /* Adds the part that an index of one step of a rank lists. A damaged index is no part. */
-static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, uint64_t step, uint64_t before)
+static dtrain_status dtrain__local_add(dtrain__local_list *list, int directory, const char *name, uint64_t before)
 {
     dtrain_checkpoint *ckpt = list->ckpt;
-    char name[32];
     dtrain__index index;
     uint64_t ignored = 0;
-    dtrain__part_step_name(name, step);
     dtrain__index_begin(&index, ckpt->allocator);
     dtrain_status status =
         dtrain__index_read_file(&index, directory, dtrain__local_index(before), DTRAIN__LOCAL_INDEX, &ignored);
     if (status == DTRAIN_OK)
         status = dtrain__load_of_step(&index, name);
     if (status == DTRAIN_OK && index.file_count == 1 && index.files[0].rank == list->rank) {
-        dtrain__local_part part = {step,
-                                   index.facts.id.nonce,
-                                   index.facts.id.counter,
-                                   index.facts.world_size,
-                                   (uint64_t)list->rank,
-                                   (uint64_t)ckpt->rank,
-                                   before,
-                                   0};
+        const dtrain__index_facts *facts = &index.facts;
+        dtrain__local_part part = {
+            facts->step, facts->id, facts->world_size, (uint64_t)list->rank, (uint64_t)ckpt->rank, before, 0};
         status = DTRAIN__INDEX_ADD(ckpt->allocator, list->parts, list->count, part);
     } else if (status == DTRAIN_ERR_CORRUPT) {
         dtrain__log(DTRAIN_LOG_WARN, "%.600s", dtrain__thread_error.text);
@@ -73,7 +68,7 @@ static dtrain_status dtrain__local_add_step(dtrain__local_list *list, int direct
     if (dtrain__file_open_directory(&fd, directory, name, "checkpoint") != DTRAIN_OK)
         return DTRAIN_OK;
     for (uint64_t before = 0; before < 2 && status == DTRAIN_OK; before++)
-        status = dtrain__local_add(list, fd, step, before);
+        status = dtrain__local_add(list, fd, name, before);
     dtrain__file_close(fd);
     return status;
 }
@@ -173,8 +168,8 @@ static dtrain_status dtrain__local_check_parts(const dtrain_checkpoint *ckpt, co
 static int dtrain__local_newer(const void *left, const void *right)
 {
     const dtrain__local_part *a = (const dtrain__local_part *)left, *b = (const dtrain__local_part *)right;
-    const uint64_t x[] = {b->step, a->age, b->nonce, b->counter, a->rank, a->holder};
-    const uint64_t y[] = {a->step, b->age, a->nonce, a->counter, b->rank, b->holder};
+    const uint64_t x[] = {b->step, a->age, b->id.nonce, b->id.counter, a->rank, a->holder};
+    const uint64_t y[] = {a->step, b->age, a->id.nonce, a->id.counter, b->rank, b->holder};
     for (int i = 0; i < 6; i++)
         if (x[i] != y[i])
             return x[i] < y[i] ? -1 : 1;
@@ -205,8 +200,7 @@ static int dtrain__local_take_index(dtrain__load *load, const dtrain__local_part
     size_t before = index->file_count;
     *status = dtrain__index_read(index, DTRAIN__SAVE_INDEX, (const char *)told->data, told->bytes);
     if (*status != DTRAIN_OK || index->file_count != before + 1 || index->facts.step != part->step ||
-        index->facts.id.nonce != part->nonce || index->facts.id.counter != part->counter ||
-        (uint64_t)index->files[before].rank != part->rank)
+        !dtrain__index_same_save(&index->facts.id, &part->id) || (uint64_t)index->files[before].rank != part->rank)
         return 0;
     index->files[before].holder = (int)part->holder;
     return 1;
@@ -254,8 +248,7 @@ static dtrain_status dtrain__local_try(dtrain__load *load, const dtrain__local_p
 static size_t dtrain__local_end(const dtrain__local_part *parts, size_t i, size_t count)
 {
     size_t end = i;
-    while (end < count && parts[end].step == parts[i].step && parts[end].nonce == parts[i].nonce &&
-           parts[end].counter == parts[i].counter)
+    while (end < count && parts[end].step == parts[i].step && dtrain__index_same_save(&parts[end].id, &parts[i].id))
         end++;
     return end;
 }
@@ -352,10 +345,13 @@ typedef struct dtrain__local_turn {
     size_t job, done; /* of which this many elements of the wanted piece were asked for */
 } dtrain__local_turn;
 
-/* The region that a request is about. */
-static void dtrain__local_region(const dtrain__load *load, const dtrain__local_request *request, dtrain__region *region)
+/* The region that a request is about, and that of the stored piece. */
+static void dtrain__local_regions(const dtrain__load *load, const dtrain__local_request *request,
+                                  dtrain__region *region, dtrain__region *have)
 {
-    const dtrain__index_tensor *tensor = &load->index.tensors[load->index.pieces[request->piece].tensor];
+    const dtrain__index_piece *piece = &load->index.pieces[request->piece];
+    const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+    dtrain__index_region(&load->index, tensor, piece, have);
     dtrain__index_region(&load->index, tensor, NULL, region);
     for (int d = 0; d < tensor->ndim; d++) {
         region->begin[d] = (size_t)request->begin[d];
@@ -418,8 +414,7 @@ static int dtrain__local_is_request(const dtrain__load *load, const dtrain__loca
 static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_request *request, dtrain__region *have,
                                dtrain__region *region, dtrain__region_overlap *overlap)
 {
-    const dtrain__index_piece *piece = &load->index.pieces[request->piece];
-    const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+    const dtrain__index_tensor *tensor = &load->index.tensors[load->index.pieces[request->piece].tensor];
     size_t elements = 1;
     for (int d = 0; d < tensor->ndim; d++) {
         if (request->begin[d] > tensor->shape[d] || request->size[d] > tensor->shape[d] - request->begin[d])
@@ -428,8 +423,7 @@ static int dtrain__local_begin(const dtrain__load *load, const dtrain__local_req
     }
     if (request->at > elements || request->count > elements - request->at)
         return 0;
-    dtrain__local_region(load, request, region);
-    dtrain__index_region(&load->index, tensor, piece, have);
+    dtrain__local_regions(load, request, region, have);
     return dtrain__region_overlap_begin(overlap, have, region) &&
            dtrain__region_overlap_count(overlap) == request->bytes / (dtrain_dtype_bits(tensor->dtype) / 8) &&
            request->bytes % (dtrain_dtype_bits(tensor->dtype) / 8) == 0;
@@ -477,8 +471,7 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     const dtrain__local_request *request = &turn->requests[load->ckpt->rank];
     const dtrain__load_job *job = &load->jobs[turn->job];
     const dtrain_piece *want = &load->list.pieces[job->want];
-    const dtrain__index_piece *piece = &load->index.pieces[job->have];
-    const dtrain__index_tensor *tensor = &load->index.tensors[piece->tensor];
+    const dtrain__index_tensor *tensor = &load->index.tensors[load->index.pieces[job->have].tensor];
     size_t before = (size_t)request->at - want->begin;
     dtrain__verify_target to = {(unsigned char *)want->data + before * (dtrain_dtype_bits(want->dtype) / 8),
                                 want->dtype, want->device, &load->reader.way};
@@ -490,8 +483,7 @@ static dtrain_status dtrain__local_take(dtrain__local_turn *turn)
     memset(&reply, 0, sizeof reply);
     reply.window = turn->in + 1;
     reply.end = request->bytes;
-    dtrain__local_region(load, request, &region);
-    dtrain__index_region(&load->index, tensor, piece, &have);
+    dtrain__local_regions(load, request, &region, &have);
     dtrain_status status = dtrain__verify_share(&reply, 0, 1, &have, tensor->dtype, &region, &to, &load->report.bytes);
     return status == DTRAIN_OK ? dtrain__staging_wait(&load->reader.way) : status;
 }

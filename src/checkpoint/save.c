@@ -19,13 +19,6 @@
 #define DTRAIN__SAVE_LEFT_NS DTRAIN__TUNED(save_left_ns, 10000000000)
 #define DTRAIN__SAVE_WHY 400 /* bytes of what a rank that failed tells */
 
-/* A save that is whole. */
-typedef struct dtrain__save_whole {
-    int known; /* 0: there is none */
-    uint64_t step;
-    dtrain__index_save_id id;
-} dtrain__save_whole;
-
 struct dtrain_checkpoint {
     dtrain_allocator own; /* used when the caller gives none */
     dtrain_allocator *allocator;
@@ -41,14 +34,13 @@ struct dtrain_checkpoint {
     dtrain__index_save_id id; /* of the last call; that of the save under way is among the facts of the part */
     dtrain__index_save_id replaced;
     int replaces;
-    dtrain__save_whole last;   /* the part that this rank has brought to its disk last */
-    dtrain__save_whole common; /* local: the newest save whose part every rank is known to have */
+    dtrain__index_facts last;   /* of the save whose part this rank has brought to its disk last; counter 0: none */
+    dtrain__index_facts common; /* local: of the newest save whose part every rank is known to have; counter 0: none */
     dtrain__part_writer part;
     dtrain__index whole; /* rank 0: of all parts */
     char *text;
-    uint64_t most;       /* the highest counter of calls that a rank has told at the last agreement */
-    int same_last;       /* there all told the same last save */
-    int unheard;         /* the last agreement broke off: other ranks may have come to one */
+    int same_last;       /* at the last agreement all told the same last save */
+    int unheard;         /* it broke off: other ranks may have come to one */
     unsigned char *seen; /* ranks whose mark is there */
     uint64_t *steps;     /* found in the directory */
     size_t step_count;
@@ -61,11 +53,6 @@ struct dtrain_checkpoint {
     dtrain__index loaded; /* the index that was loaded last */
 };
 
-static int dtrain__save_alone(const dtrain_checkpoint *ckpt)
-{
-    return ckpt->ranks == 1;
-}
-
 /* The number of the save under way. */
 static DTRAIN__NOINLINE const dtrain__index_save_id *dtrain__save_current(const dtrain_checkpoint *ckpt)
 {
@@ -73,20 +60,20 @@ static DTRAIN__NOINLINE const dtrain__index_save_id *dtrain__save_current(const 
 }
 
 /* Gives all ranks the status of the first that failed, and its text, and tells them which calls and saves this rank has
- * made. */
+ * made. Whoever is behind in the count of calls goes on from the highest. */
 static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status status, dtrain__alike *alike)
 {
-    uint64_t last = ckpt->last.known ? ckpt->last.id.counter : 0;
+    uint64_t last = ckpt->last.id.counter;
     int failed = status != DTRAIN_OK;
     char who[24] = "";
     alike->told = 1;
     alike->most[0] = ckpt->id.counter;
     alike->most[1] = last;
     alike->most[2] = ~last;
-    if (!dtrain__save_alone(ckpt))
+    if (ckpt->ranks > 1)
         status = dtrain__alike_meet(ckpt->comm, alike, status);
     ckpt->unheard = alike->unheard;
-    ckpt->most = alike->most[0];
+    ckpt->id.counter = alike->most[0];
     ckpt->same_last = alike->most[1] == last && alike->most[2] == ~last;
     if (status == DTRAIN_OK)
         return DTRAIN_OK;
@@ -95,28 +82,24 @@ static dtrain_status dtrain__save_meet(dtrain_checkpoint *ckpt, dtrain_status st
     return dtrain__fail(&ckpt->error, status, "%s%s", who, dtrain__thread_error.text);
 }
 
-/* A number that is the same on all ranks; what NULL: none is. */
-typedef struct dtrain__save_number {
-    const char *what;
-    uint64_t value;
-} dtrain__save_number;
-
-static int dtrain__save_line(const void *pointer, size_t index, dtrain__alike_line *line)
+/* The one line that is compared, or NULL: none is. */
+static int dtrain__save_line(const void *given, size_t index, dtrain__alike_line *line)
 {
-    const dtrain__save_number *number = (const dtrain__save_number *)pointer;
-    if (index > 0 || number->what == NULL)
+    if (index > 0 || given == NULL)
         return 0;
-    dtrain__alike_text(line, number->what, "");
-    snprintf(line->value, sizeof line->value, "%llu", (unsigned long long)number->value);
+    *line = *(const dtrain__alike_line *)given;
     return 1;
 }
 
-/* The same, where a number must be the same on all ranks, too. */
+/* The same, where a number must be the same on all ranks, too; compared NULL: none must. */
 static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt, dtrain_status status, uint64_t number,
                                                          const char *compared)
 {
-    dtrain__save_number given = {compared, number};
-    dtrain__alike alike = {"checkpoint", &given, dtrain__save_line, "give every rank the same", 1, {0}, 0};
+    dtrain__alike_line given;
+    dtrain__alike alike = {
+        "checkpoint", compared != NULL ? &given : NULL, dtrain__save_line, "give every rank the same", 1, {0}, 0};
+    dtrain__alike_text(&given, compared != NULL ? compared : "", "");
+    snprintf(given.value, sizeof given.value, "%llu", (unsigned long long)number);
     return dtrain__save_meet(ckpt, status, &alike);
 }
 
@@ -126,25 +109,10 @@ static DTRAIN__NOINLINE dtrain_status dtrain__save_agree(dtrain_checkpoint *ckpt
  * newest keep_last of this rank. A save of the same step replaces the index of a common one: the old index is kept,
  * under another name, until a later save is common. */
 
-/* This rank's part of the save under way is on its disk. */
-static void dtrain__save_ended(dtrain_checkpoint *ckpt)
-{
-    ckpt->last.known = 1;
-    ckpt->last.step = ckpt->part.index.facts.step;
-    ckpt->last.id = *dtrain__save_current(ckpt);
-}
-
-/* After an agreement at which no rank had a save under way: what each has ended last is common if all say the same. */
-static void dtrain__save_learn(dtrain_checkpoint *ckpt)
-{
-    if (ckpt->last.known && ckpt->same_last)
-        ckpt->common = ckpt->last;
-}
-
 /* Whether a save may be the only one that all ranks have. */
 static int dtrain__save_is_common(const dtrain_checkpoint *ckpt, const dtrain__index_save_id *id)
 {
-    return !ckpt->common.known || dtrain__index_same_save(id, &ckpt->common.id);
+    return ckpt->common.id.counter == 0 || dtrain__index_same_save(id, &ckpt->common.id);
 }
 
 /* ---- directories ---- */
@@ -163,15 +131,12 @@ static dtrain_status dtrain__save_open(int *fd, int parent, const char *name, in
     return dtrain__file_open_directory(fd, parent, name, "checkpoint");
 }
 
-static dtrain_status dtrain__save_open_step(dtrain_checkpoint *ckpt, int *fd)
+/* Whether a file is there and can be read. */
+static int dtrain__save_opens(int directory, const char *name)
 {
-    char name[32];
-    dtrain__part_step_name(name, ckpt->part.index.facts.step);
-    if (ckpt->refused != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO,
-                            "checkpoint: the directory could not be written when the checkpointer was made: %s",
-                            strerror(ckpt->refused));
-    return dtrain__save_open(fd, ckpt->directory, name, ckpt->no_sync);
+    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
+    dtrain__file_close(fd);
+    return fd >= 0;
 }
 
 /* When a file changed last, in nanoseconds; INT64_MAX, newer than all, where the system does not say, or a time that
@@ -244,17 +209,26 @@ static dtrain_status dtrain__save_keep_before(dtrain_checkpoint *ckpt, int direc
     return status;
 }
 
-/* Writes this rank's files, and the mark last; with local, an index of this rank's own. A mark that is there, though
- * its directory did not reach the disk, may have been seen: the files stay. */
-static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int directory)
+/* Opens the step's directory, and writes this rank's files, and the mark last; with local, an index of this rank's own.
+ * A mark that is there, though its directory did not reach the disk, may have been seen: the files stay. */
+static dtrain_status dtrain__save_write(dtrain_checkpoint *ckpt, int *opened)
 {
     dtrain__part_writer *part = &ckpt->part;
-    char mark[DTRAIN__PART_NAME];
+    char step[32], mark[DTRAIN__PART_NAME];
     size_t bytes = 0;
+    if (ckpt->refused != 0)
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "checkpoint: the directory could not be written when the checkpointer was made: %s",
+                            strerror(ckpt->refused));
+    dtrain__part_step_name(step, part->index.facts.step);
+    dtrain_status status = dtrain__save_open(opened, ckpt->directory, step, ckpt->no_sync);
+    if (status != DTRAIN_OK)
+        return status;
+    int directory = *opened;
     dtrain__part_name(mark, ckpt->rank, dtrain__save_current(ckpt), "done");
     ckpt->replaces =
         (ckpt->local || ckpt->rank == 0) && dtrain__save_read_id(ckpt, directory, DTRAIN__SAVE_INDEX, &ckpt->replaced);
-    dtrain_status status = dtrain__part_write(part, directory, &bytes);
+    status = dtrain__part_write(part, directory, &bytes);
     if (status == DTRAIN_OK)
         status = dtrain__save_keep_before(ckpt, directory);
     if (status == DTRAIN_OK)
@@ -320,15 +294,21 @@ static int dtrain__save_left(const dtrain_checkpoint *ckpt, int for_index)
     return -1;
 }
 
+/* Says which ranks were not seen. */
+static void dtrain__save_unseen(const dtrain_checkpoint *ckpt, dtrain__alike_ranks *ranks)
+{
+    memset(ranks, 0, sizeof *ranks);
+    for (int rank = 0; rank < ckpt->ranks; rank++)
+        if (!ckpt->seen[rank])
+            dtrain__alike_add(ranks, rank);
+    dtrain__alike_flush(ranks);
+}
+
 static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index, int left)
 {
     unsigned long long step = ckpt->part.index.facts.step;
-    char ranks[200];
-    size_t used = 0;
-    ranks[0] = '\0';
-    for (int rank = 0; rank < ckpt->ranks && used < sizeof ranks - 16; rank++)
-        if (!ckpt->seen[rank])
-            used += (size_t)snprintf(ranks + used, sizeof ranks - used, "%s%d", used > 0 ? ", " : "", rank);
+    dtrain__alike_ranks ranks;
+    dtrain__save_unseen(ckpt, &ranks);
     if (left >= 0)
         return dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST,
                             "checkpoint of step %llu: rank %d has left the group before %s: the checkpoint before this "
@@ -341,7 +321,7 @@ static dtrain_status dtrain__save_late(dtrain_checkpoint *ckpt, int for_index, i
                : dtrain__fail(NULL, DTRAIN_ERR_TIMEOUT,
                               "checkpoint of step %llu: nothing has come from rank %s for %lld ms: see that every "
                               "rank saves, or give a longer timeout_ms",
-                              step, ranks, (long long)ckpt->timeout_ms);
+                              step, ranks.text, (long long)ckpt->timeout_ms);
 }
 
 /* Waits until all marks are there; for_index: until rank 0 says that the index is. Every turn lists the directory anew,
@@ -384,7 +364,7 @@ static void dtrain__save_tell_failed(dtrain_checkpoint *ckpt, uint64_t step, con
     dtrain__error kept = dtrain__thread_error;
     char name[DTRAIN__PART_NAME], directory[32];
     int fd = -1;
-    if (ckpt->local || dtrain__save_alone(ckpt) || ckpt->refused != 0)
+    if (ckpt->local || ckpt->ranks == 1 || ckpt->refused != 0)
         return;
     dtrain__part_name(name, ckpt->rank, id, "failed");
     dtrain__part_step_name(directory, step);
@@ -450,7 +430,8 @@ typedef struct dtrain__save_tidy {
     int alone;                       /* nobody else saves: what is not of this checkpointer needs not be old */
     int has_index, has_files, mixed; /* of more than one save */
     int has_before;
-    dtrain__index_save_id first, visible, before;
+    dtrain__index_save_id visible; /* of the index; without one, or where they are all of one save, of the first file */
+    dtrain__index_save_id before;
     int prunes;
 } dtrain__save_tidy;
 
@@ -465,8 +446,8 @@ static int dtrain__save_look(void *user, const char *name)
     if (dtrain__part_parse(name, &rank, &id) == NULL)
         return 0;
     if (!tidy->has_files)
-        tidy->first = id;
-    tidy->mixed |= !dtrain__index_same_save(&id, &tidy->first);
+        tidy->visible = id;
+    tidy->mixed |= !dtrain__index_same_save(&id, &tidy->visible);
     tidy->has_files = 1;
     return 0;
 }
@@ -536,7 +517,6 @@ static void dtrain__save_tidy_step(const dtrain__save_tidy *base, uint64_t step,
         return;
     int old = dtrain__save_old(&tidy, ckpt->directory, name);
     dtrain__file_list(tidy.directory, dtrain__save_look, &tidy);
-    tidy.visible = tidy.first;
     if (tidy.has_index && tidy.mixed &&
         !dtrain__save_read_id(ckpt, tidy.directory, DTRAIN__SAVE_INDEX, &tidy.visible)) {
         dtrain__file_close(tidy.directory); /* not to be told apart: left to somebody who looks */
@@ -581,9 +561,7 @@ static int dtrain__save_has_index(int directory, uint64_t step)
 {
     char name[64];
     snprintf(name, sizeof name, "step-%llu/" DTRAIN__SAVE_INDEX, (unsigned long long)step);
-    int fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
-    dtrain__file_close(fd);
-    return fd >= 0;
+    return dtrain__save_opens(directory, name);
 }
 
 /* What a save or a create that was killed has left beside the steps. */
@@ -601,7 +579,7 @@ static int dtrain__save_sweep_base(void *user, const char *name)
 static int dtrain__save_prunes(const dtrain_checkpoint *ckpt, uint64_t step, int kept)
 {
     return ckpt->keep_last > 0 && kept > ckpt->keep_last &&
-           (!ckpt->local || (ckpt->common.known && step != ckpt->common.step));
+           (!ckpt->local || (ckpt->common.id.counter > 0 && step != ckpt->common.step));
 }
 
 /* Removes what is old. What goes wrong costs room on the disk, no checkpoint, and is tried again by the next save.
@@ -670,14 +648,11 @@ static dtrain_status dtrain__save_commit(dtrain_checkpoint *ckpt, int directory,
 /* All of an asynchronous save but the copy. */
 static dtrain_status dtrain__save_alone_now(dtrain_checkpoint *ckpt)
 {
-    int directory = -1, visible = 0, marked = 0;
+    int directory = -1, visible = 0, marked;
     dtrain_status status = dtrain__save_lock(ckpt);
     if (status == DTRAIN_OK)
-        status = dtrain__save_open_step(ckpt, &directory);
-    if (status == DTRAIN_OK) {
-        status = dtrain__save_write(ckpt, directory);
-        marked = status == DTRAIN_OK;
-    }
+        status = dtrain__save_write(ckpt, &directory);
+    marked = status == DTRAIN_OK;
     if (status == DTRAIN_OK && ckpt->rank == 0 && !ckpt->local)
         status = dtrain__save_await(ckpt, directory, 0);
     if (status == DTRAIN_OK && (ckpt->rank == 0 || ckpt->local))
