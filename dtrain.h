@@ -6464,6 +6464,33 @@ static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
     dtrain__json_write_word(writer, text);
 }
 
+static void dtrain__json_write_sizes(dtrain__json_writer *writer, const size_t *sizes, size_t count)
+{
+    dtrain__json_begin(writer, 0);
+    for (size_t i = 0; i < count; i++)
+        dtrain__json_write_u64(writer, sizes[i]);
+    dtrain__json_end(writer);
+}
+
+/* ---- members of an object, whose keys and texts end with a zero byte ---- */
+
+static DTRAIN__NOINLINE void dtrain__json_member(dtrain__json_writer *writer, const char *key)
+{
+    dtrain__json_write_key(writer, key, strlen(key));
+}
+
+static DTRAIN__NOINLINE void dtrain__json_member_u64(dtrain__json_writer *writer, const char *key, uint64_t value)
+{
+    dtrain__json_member(writer, key);
+    dtrain__json_write_u64(writer, value);
+}
+
+static DTRAIN__NOINLINE void dtrain__json_member_text(dtrain__json_writer *writer, const char *key, const char *text)
+{
+    dtrain__json_member(writer, key);
+    dtrain__json_write_string(writer, text, strlen(text));
+}
+
 #endif
 
 /* ---- >>isa ----
@@ -9094,8 +9121,8 @@ static dtrain_status dtrain__file_put(int directory, const char *name, const voi
                                : status;
 }
 
-/* Calls visit with every name of a directory but . and .., until it returns nonzero; nothing is sorted. Returns 0 or an
- * errno. */
+/* Calls visit with every name of a directory but . and .., unsorted, until it returns what is not 0. Returns that, 0 or
+ * an errno. */
 static int dtrain__file_list(int directory, int (*visit)(void *user, const char *name), void *user)
 {
     int fd = dtrain__file_sys_open(directory, ".", O_RDONLY | O_DIRECTORY), error;
@@ -9106,16 +9133,13 @@ static int dtrain__file_list(int directory, int (*visit)(void *user, const char 
         dtrain__file_close(fd);
         return error;
     }
-    for (;;) {
+    do {
         errno = 0;
         entry = readdir(list);
-        error = errno;
-        if (entry == NULL)
-            break;
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 && visit(user, entry->d_name) != 0)
-            break;
-    }
-    error = entry == NULL ? error : 0;
+        error = entry == NULL ? errno : 0;
+        if (entry != NULL && strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            error = visit(user, entry->d_name);
+    } while (entry != NULL && error == 0);
     closedir(list);
     return error;
 }
@@ -10399,15 +10423,10 @@ static void dtrain__safetensors_print_item(dtrain__json_writer *json, const dtra
 {
     dtrain__json_write_key(json, item->name.text, item->name.length);
     dtrain__json_begin(json, 1);
-    dtrain__json_write_key(json, "dtype", 5);
-    dtrain__json_write_string(json, dtrain_dtype_name(item->source->dtype),
-                              strlen(dtrain_dtype_name(item->source->dtype)));
-    dtrain__json_write_key(json, "shape", 5);
-    dtrain__json_begin(json, 0);
-    for (int d = 0; d < item->source->ndim; d++)
-        dtrain__json_write_u64(json, item->source->shape[d]);
-    dtrain__json_end(json);
-    dtrain__json_write_key(json, "data_offsets", 12);
+    dtrain__json_member_text(json, "dtype", dtrain_dtype_name(item->source->dtype));
+    dtrain__json_member(json, "shape");
+    dtrain__json_write_sizes(json, item->source->shape, (size_t)item->source->ndim);
+    dtrain__json_member(json, "data_offsets");
     dtrain__json_begin(json, 0);
     dtrain__json_write_u64(json, begin);
     dtrain__json_write_u64(json, begin + item->bytes);
@@ -10423,7 +10442,7 @@ static size_t dtrain__safetensors_print(const dtrain__safetensors_plan *plan, vo
     dtrain__json_write_start(&json, out, capacity);
     dtrain__json_begin(&json, 1);
     if (plan->has_metadata) {
-        dtrain__json_write_key(&json, DTRAIN__SAFETENSORS_METADATA, strlen(DTRAIN__SAFETENSORS_METADATA));
+        dtrain__json_member(&json, DTRAIN__SAFETENSORS_METADATA);
         dtrain__json_begin(&json, 1);
         for (size_t i = 0; i < plan->pair_count; i++) {
             dtrain__json_write_key(&json, plan->pairs[i].key, plan->pairs[i].key_length);
@@ -11316,7 +11335,7 @@ static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
     dtrain__json_write_start(&json, out, capacity);
     json.indent = 2;
     dtrain__json_begin(&json, 1);
-    dtrain__json_write_key(&json, "metadata", 8);
+    dtrain__json_member(&json, "metadata");
     dtrain__json_begin(&json, 1);
     for (size_t i = 0; i < plan->pair_count; i++) {
         const dtrain_safetensors_pair *pair = &plan->pairs[i];
@@ -11325,10 +11344,9 @@ static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
         dtrain__json_write_key(&json, pair->key, pair->key_length);
         dtrain__json_write_string(&json, pair->value, pair->value_length);
     }
-    dtrain__json_write_key(&json, "total_size", 10);
-    dtrain__json_write_u64(&json, plan->total);
+    dtrain__json_member_u64(&json, "total_size", plan->total);
     dtrain__json_end(&json);
-    dtrain__json_write_key(&json, "weight_map", 10);
+    dtrain__json_member(&json, "weight_map");
     dtrain__json_begin(&json, 1);
     for (size_t i = 0; i < plan->kept; i++) {
         size_t index = (size_t)(names[i] - plan->sources), low = 0;
@@ -11374,14 +11392,11 @@ static dtrain_status dtrain__huggingface_write_files(const dtrain__huggingface_p
                                                      const dtrain_safetensors_write_desc *desc)
 {
     static const dtrain_safetensors_pair format = {"format", 6, "pt", 2};
-    dtrain_safetensors_write_desc each;
+    const dtrain_safetensors_write_desc each = {plan->files == 1 ? plan->pairs : &format,
+                                                plan->files == 1 ? plan->pair_count : 1, desc != NULL && desc->no_sync,
+                                                desc != NULL ? desc->allocator : NULL};
     dtrain_status status = DTRAIN_OK;
     char name[64];
-    memset(&each, 0, sizeof each);
-    each.metadata = plan->files == 1 ? plan->pairs : &format;
-    each.metadata_count = plan->files == 1 ? plan->pair_count : 1;
-    each.no_sync = desc != NULL && desc->no_sync;
-    each.allocator = desc != NULL ? desc->allocator : NULL;
     for (size_t i = 0; i < plan->files && status == DTRAIN_OK; i++) {
         dtrain__huggingface_file_name(name, i, plan->files);
         status = dtrain__safetensors_save_at(directory, name, plan->sources + plan->first[i],
@@ -11394,25 +11409,24 @@ static dtrain_status dtrain__huggingface_write_files(const dtrain__huggingface_p
 
 static int dtrain__huggingface_not_empty(void *user, const char *name)
 {
-    (void)name;
-    *(int *)user = 1;
-    return 1;
+    (void)user, (void)name;
+    return ENOTEMPTY;
 }
 
 /* Refuses a place that is taken, before gigabytes are written. */
 static dtrain_status dtrain__huggingface_free_place(int parent, const char *name)
 {
-    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), taken = 0;
+    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
     int error = fd < 0 ? errno : 0;
     if (fd < 0 && error == ENOENT)
         return DTRAIN_OK;
     if (fd >= 0)
-        error = dtrain__file_list(fd, dtrain__huggingface_not_empty, &taken);
+        error = dtrain__file_list(fd, dtrain__huggingface_not_empty, NULL);
     dtrain__file_close(fd);
-    if (error == ENOTDIR || error == ELOOP || taken) /* a link would not be followed by the rename */
+    if (error == ENOTDIR || error == ELOOP || error == ENOTEMPTY) /* a link would not be followed by the rename */
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "safetensors_model_save: \"%s\" is there and %s: choose another name, or move it away",
-                            name, taken ? "not empty" : "no directory");
+                            name, error == ENOTEMPTY ? "not empty" : "no directory");
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: \"%s\": %s", name, strerror(error));
     return DTRAIN_OK;
@@ -20374,30 +20388,14 @@ static void dtrain__trace_end(dtrain__trace *trace, const char *after)
     dtrain__trace_put(trace, after, strlen(after));
 }
 
-static void dtrain__trace_key(dtrain__trace *trace, const char *key)
-{
-    dtrain__json_write_key(&trace->json, key, strlen(key));
-}
-
-static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char *text)
-{
-    dtrain__trace_key(trace, key);
-    dtrain__json_write_string(&trace->json, text, strlen(text));
-}
-
 /* A value that may be missing. */
 static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, uint64_t value)
 {
-    dtrain__trace_key(trace, key);
+    dtrain__json_member(&trace->json, key);
     if (is)
         dtrain__json_write_u64(&trace->json, value);
     else
         dtrain__json_write_word(&trace->json, "null");
-}
-
-static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
-{
-    dtrain__trace_maybe(trace, key, 1, value);
 }
 
 /* Nanoseconds as microseconds, exactly. */
@@ -20405,7 +20403,7 @@ static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
 {
     char text[32];
     snprintf(text, sizeof text, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
-    dtrain__trace_key(trace, key);
+    dtrain__json_member(&trace->json, key);
     dtrain__json_write_word(&trace->json, text);
 }
 
@@ -20413,15 +20411,15 @@ static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
 static void dtrain__trace_event(dtrain__trace *trace, const char *name, const char *phase)
 {
     dtrain__trace_begin(trace);
-    dtrain__trace_text(trace, "name", name);
-    dtrain__trace_text(trace, "ph", phase);
-    dtrain__trace_u64(trace, "pid", (uint64_t)trace->comm->rank);
-    dtrain__trace_u64(trace, "tid", trace->comm->group);
+    dtrain__json_member_text(&trace->json, "name", name);
+    dtrain__json_member_text(&trace->json, "ph", phase);
+    dtrain__json_member_u64(&trace->json, "pid", (uint64_t)trace->comm->rank);
+    dtrain__json_member_u64(&trace->json, "tid", trace->comm->group);
 }
 
 static void dtrain__trace_args(dtrain__trace *trace)
 {
-    dtrain__trace_key(trace, "args");
+    dtrain__json_member(&trace->json, "args");
     dtrain__json_begin(&trace->json, 1);
 }
 
@@ -20429,7 +20427,7 @@ static void dtrain__trace_title(dtrain__trace *trace, const char *what, const ch
 {
     dtrain__trace_event(trace, what, "M");
     dtrain__trace_args(trace);
-    dtrain__trace_text(trace, "name", title);
+    dtrain__json_member_text(&trace->json, "name", title);
     dtrain__json_end(&trace->json);
     dtrain__trace_end(trace, ",\n");
 }
@@ -20444,17 +20442,17 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__status_clean(host);
     dtrain__trace_put(trace, open, sizeof open - 1);
     dtrain__trace_begin(trace);
-    dtrain__trace_u64(trace, "dtrain_trace", DTRAIN__TRACE_FORMAT);
-    dtrain__trace_u64(trace, "rank", (uint64_t)comm->rank);
-    dtrain__trace_u64(trace, "world_size", (uint64_t)comm->size);
-    dtrain__trace_u64(trace, "group", comm->group);
-    dtrain__trace_text(trace, "host", host);
-    dtrain__trace_u64(trace, "process", (uint64_t)comm->process);
-    dtrain__trace_u64(trace, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
-    dtrain__trace_u64(trace, "realtime_ns", (uint64_t)recorder->realtime_ns);
-    dtrain__trace_u64(trace, "written_ns", (uint64_t)trace->now);
-    dtrain__trace_u64(trace, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
-    dtrain__trace_u64(trace, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
+    dtrain__json_member_u64(&trace->json, "dtrain_trace", DTRAIN__TRACE_FORMAT);
+    dtrain__json_member_u64(&trace->json, "rank", (uint64_t)comm->rank);
+    dtrain__json_member_u64(&trace->json, "world_size", (uint64_t)comm->size);
+    dtrain__json_member_u64(&trace->json, "group", comm->group);
+    dtrain__json_member_text(&trace->json, "host", host);
+    dtrain__json_member_u64(&trace->json, "process", (uint64_t)comm->process);
+    dtrain__json_member_u64(&trace->json, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
+    dtrain__json_member_u64(&trace->json, "realtime_ns", (uint64_t)recorder->realtime_ns);
+    dtrain__json_member_u64(&trace->json, "written_ns", (uint64_t)trace->now);
+    dtrain__json_member_u64(&trace->json, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
+    dtrain__json_member_u64(&trace->json, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
     dtrain__trace_end(trace, events);
     snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, (long)comm->process, host);
     dtrain__trace_title(trace, "process_name", title);
@@ -20469,28 +20467,28 @@ static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtra
     int message = dtrain__op_kind_is_message(call->kind), typed = call->kind != DTRAIN__BARRIER;
     unsigned bits = dtrain_dtype_bits((dtrain_dtype)call->dtype);
     dtrain__trace_args(trace);
-    dtrain__trace_text(trace, "call", dtrain__op_kind_name(call->kind));
-    dtrain__trace_u64(trace, "number", call->number);
-    dtrain__trace_text(trace, "text", dtrain__op_call_text(call).text);
-    dtrain__trace_text(trace, "dtype", typed ? dtrain_dtype_name((dtrain_dtype)call->dtype) : "");
-    dtrain__trace_u64(trace, "count", call->count);
-    dtrain__trace_u64(trace, "bytes", call->count * (bits / 8));
-    dtrain__trace_text(trace, "op", call->op != 0 ? dtrain__op_name(call->op) : "");
+    dtrain__json_member_text(&trace->json, "call", dtrain__op_kind_name(call->kind));
+    dtrain__json_member_u64(&trace->json, "number", call->number);
+    dtrain__json_member_text(&trace->json, "text", dtrain__op_call_text(call).text);
+    dtrain__json_member_text(&trace->json, "dtype", typed ? dtrain_dtype_name((dtrain_dtype)call->dtype) : "");
+    dtrain__json_member_u64(&trace->json, "count", call->count);
+    dtrain__json_member_u64(&trace->json, "bytes", call->count * (bits / 8));
+    dtrain__json_member_text(&trace->json, "op", call->op != 0 ? dtrain__op_name(call->op) : "");
     dtrain__trace_maybe(trace, "root", !message, call->root);
     dtrain__trace_maybe(trace, "peer", message, call->root);
-    dtrain__trace_text(trace, "algorithm", dtrain__op_algorithm_name(call->algorithm));
-    dtrain__trace_key(trace, "async");
+    dtrain__json_member_text(&trace->json, "algorithm", dtrain__op_algorithm_name(call->algorithm));
+    dtrain__json_member(&trace->json, "async");
     dtrain__json_write_word(&trace->json, record->async != 0 ? "true" : "false");
     dtrain__trace_maybe(trace, "awaited", record->awaited > 0, record->awaited - 1);
-    dtrain__trace_u64(trace, "serial", serial);
-    dtrain__trace_u64(trace, "called_ns", record->called_ns);
-    dtrain__trace_u64(trace, "started_ns", record->started_ns);
+    dtrain__json_member_u64(&trace->json, "serial", serial);
+    dtrain__json_member_u64(&trace->json, "called_ns", record->called_ns);
+    dtrain__json_member_u64(&trace->json, "started_ns", record->started_ns);
     dtrain__trace_maybe(trace, "moved_ns", record->moved_ns != 0, record->moved_ns);
     dtrain__trace_maybe(trace, "ended_ns", record->ended_ns != 0, record->ended_ns);
-    dtrain__trace_text(trace, "status",
-                       record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
+    dtrain__json_member_text(&trace->json, "status",
+                             record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
     if (serial == trace->comm->recorder->shown_failed)
-        dtrain__trace_text(trace, "error", trace->comm->recorder->shown.text);
+        dtrain__json_member_text(&trace->json, "error", trace->comm->recorder->shown.text);
     dtrain__json_end(&trace->json);
 }
 
@@ -20510,7 +20508,8 @@ static void dtrain__trace_operations(dtrain__trace *trace)
         snprintf(name, sizeof name, "%s #%llu", dtrain__op_kind_name(record.call.kind),
                  (unsigned long long)record.call.number);
         dtrain__trace_event(trace, name, "X");
-        dtrain__trace_text(trace, "cat", dtrain__op_kind_is_message(record.call.kind) ? "message" : "collective");
+        dtrain__json_member_text(&trace->json, "cat",
+                                 dtrain__op_kind_is_message(record.call.kind) ? "message" : "collective");
         dtrain__trace_us(trace, "ts", record.started_ns);
         dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
         dtrain__trace_call(trace, serial, &record);
@@ -47091,31 +47090,6 @@ static dtrain__index_tensor *dtrain__index_find(const dtrain__index *index, cons
 
 /* ---- writing ---- */
 
-static void dtrain__index_key(dtrain__json_writer *json, const char *key)
-{
-    dtrain__json_write_key(json, key, strlen(key));
-}
-
-static DTRAIN__NOINLINE void dtrain__index_put(dtrain__json_writer *json, const char *key, uint64_t value)
-{
-    dtrain__index_key(json, key);
-    dtrain__json_write_u64(json, value);
-}
-
-static void dtrain__index_put_text(dtrain__json_writer *json, const char *key, const char *text)
-{
-    dtrain__index_key(json, key);
-    dtrain__json_write_string(json, text, strlen(text));
-}
-
-static void dtrain__index_put_sizes(dtrain__json_writer *json, const size_t *sizes, size_t count)
-{
-    dtrain__json_begin(json, 0);
-    for (size_t i = 0; i < count; i++)
-        dtrain__json_write_u64(json, sizes[i]);
-    dtrain__json_end(json);
-}
-
 /* Prints settings: those of a group, which are told one after the other, as members of an object of its name. */
 static void dtrain__index_print_settings(dtrain__json_writer *json, const dtrain__index *index)
 {
@@ -47146,38 +47120,38 @@ static void dtrain__index_print_settings(dtrain__json_writer *json, const dtrain
 
 static void dtrain__index_print_facts(dtrain__json_writer *json, const dtrain__index_facts *facts)
 {
-    dtrain__index_put_text(json, "format", DTRAIN__INDEX_FORMAT);
-    dtrain__index_put(json, "version", DTRAIN__INDEX_VERSION);
-    dtrain__index_put(json, "nonce", facts->id.nonce);
-    dtrain__index_put(json, "counter", facts->id.counter);
-    dtrain__index_put(json, "step", facts->step);
-    dtrain__index_put(json, "world_size", facts->world_size);
-    dtrain__index_put(json, "seed", facts->seed);
-    dtrain__index_put(json, "random_index", facts->random_index);
+    dtrain__json_member_text(json, "format", DTRAIN__INDEX_FORMAT);
+    dtrain__json_member_u64(json, "version", DTRAIN__INDEX_VERSION);
+    dtrain__json_member_u64(json, "nonce", facts->id.nonce);
+    dtrain__json_member_u64(json, "counter", facts->id.counter);
+    dtrain__json_member_u64(json, "step", facts->step);
+    dtrain__json_member_u64(json, "world_size", facts->world_size);
+    dtrain__json_member_u64(json, "seed", facts->seed);
+    dtrain__json_member_u64(json, "random_index", facts->random_index);
 }
 
 static void dtrain__index_print_hashed(dtrain__json_writer *json, const dtrain__index *index,
                                        const dtrain__index_hashed *file)
 {
-    dtrain__index_put_text(json, "name", index->texts + file->name);
-    dtrain__index_put(json, "header_bytes", file->header_bytes);
-    dtrain__index_put(json, "header_hash", file->header_hash);
-    dtrain__index_put(json, "data_bytes", file->data_bytes);
+    dtrain__json_member_text(json, "name", index->texts + file->name);
+    dtrain__json_member_u64(json, "header_bytes", file->header_bytes);
+    dtrain__json_member_u64(json, "header_hash", file->header_hash);
+    dtrain__json_member_u64(json, "data_bytes", file->data_bytes);
 }
 
 static void dtrain__index_print_files(dtrain__json_writer *json, const dtrain__index *index)
 {
-    dtrain__index_key(json, "files");
+    dtrain__json_member(json, "files");
     dtrain__json_begin(json, 0);
     for (size_t i = 0; i < index->file_count; i++) {
         const dtrain__index_file *file = &index->files[i];
         dtrain__json_begin(json, 1);
-        dtrain__index_put(json, "rank", (uint64_t)file->rank);
+        dtrain__json_member_u64(json, "rank", (uint64_t)file->rank);
         dtrain__index_print_hashed(json, index, &file->data);
-        dtrain__index_key(json, "hashes");
+        dtrain__json_member(json, "hashes");
         dtrain__json_begin(json, 1);
         dtrain__index_print_hashed(json, index, &file->hashes);
-        dtrain__index_key(json, "blocks");
+        dtrain__json_member(json, "blocks");
         dtrain__json_begin(json, 0);
         for (size_t k = 0; k < file->block_count; k++)
             dtrain__json_write_u64(json, index->numbers[file->blocks + k]);
@@ -47195,36 +47169,36 @@ static void dtrain__index_print_piece(dtrain__json_writer *json, const dtrain__i
     dtrain__region region;
     dtrain__index_region(index, tensor, piece, &region);
     dtrain__json_begin(json, 1);
-    dtrain__index_put(json, "file", piece->file);
+    dtrain__json_member_u64(json, "file", piece->file);
     if (piece->number != DTRAIN__INDEX_NONE)
-        dtrain__index_put(json, "number", piece->number);
+        dtrain__json_member_u64(json, "number", piece->number);
     if (piece->box != DTRAIN__INDEX_NONE) {
-        dtrain__index_key(json, "begin");
-        dtrain__index_put_sizes(json, region.begin, ndim);
-        dtrain__index_key(json, "size");
-        dtrain__index_put_sizes(json, region.size, ndim);
+        dtrain__json_member(json, "begin");
+        dtrain__json_write_sizes(json, region.begin, ndim);
+        dtrain__json_member(json, "size");
+        dtrain__json_write_sizes(json, region.size, ndim);
     }
     if (piece->at > 0 || piece->count < dtrain__pieces_product(region.size, 0, region.ndim)) {
-        dtrain__index_put(json, "at", piece->at);
-        dtrain__index_put(json, "count", piece->count);
+        dtrain__json_member_u64(json, "at", piece->at);
+        dtrain__json_member_u64(json, "count", piece->count);
     }
     if (piece->copy > 0)
-        dtrain__index_put(json, "copy", piece->copy);
+        dtrain__json_member_u64(json, "copy", piece->copy);
     dtrain__json_end(json);
 }
 
 static void dtrain__index_print_tensors(dtrain__json_writer *json, const dtrain__index *index)
 {
-    dtrain__index_key(json, "tensors");
+    dtrain__json_member(json, "tensors");
     dtrain__json_begin(json, 1);
     for (size_t i = 0; i < index->tensor_count; i++) {
         const dtrain__index_tensor *tensor = &index->tensors[i];
         dtrain__json_write_key(json, dtrain__index_name(index, tensor), tensor->name_length);
         dtrain__json_begin(json, 1);
-        dtrain__index_put_text(json, "dtype", dtrain_dtype_name(tensor->dtype));
-        dtrain__index_key(json, "shape");
-        dtrain__index_put_sizes(json, tensor->shape, (size_t)tensor->ndim);
-        dtrain__index_key(json, "pieces");
+        dtrain__json_member_text(json, "dtype", dtrain_dtype_name(tensor->dtype));
+        dtrain__json_member(json, "shape");
+        dtrain__json_write_sizes(json, tensor->shape, (size_t)tensor->ndim);
+        dtrain__json_member(json, "pieces");
         dtrain__json_begin(json, 0);
         for (size_t k = tensor->first; k < tensor->first + tensor->count; k++)
             dtrain__index_print_piece(json, index, tensor, &index->pieces[k]);
@@ -47239,7 +47213,7 @@ static void dtrain__index_print_now(dtrain__json_writer *json, const dtrain__ind
     dtrain__json_begin(json, 1);
     dtrain__index_print_facts(json, &index->facts);
     dtrain__index_print_settings(json, index);
-    dtrain__index_key(json, "values");
+    dtrain__json_member(json, "values");
     dtrain__json_begin(json, 1);
     for (size_t i = 0; i < index->value_count; i++) {
         const dtrain__index_value *value = &index->values[i];
@@ -48413,11 +48387,10 @@ struct dtrain_checkpoint {
     dtrain__index whole; /* rank 0: of all parts */
     char *text;
     int same_last;       /* at the last agreement all told the same last save */
-    int unheard;         /* it broke off: other ranks may have come to one */
+    int unheard;         /* the last agreement broke off: other ranks may have come to one */
     unsigned char *seen; /* ranks whose mark is there */
     uint64_t *steps;     /* found in the directory */
     size_t step_count;
-    int steps_cut;         /* there was no memory for all of them */
     dtrain__worker worker; /* of an asynchronous save, until the caller has taken its result */
     dtrain__worker_job job;
     uint32_t leaving; /* set by destroy: wait for no other rank's work */
@@ -48839,7 +48812,7 @@ static int dtrain__save_sweep(void *user, const char *name)
     dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
     const dtrain_checkpoint *ckpt = tidy->ckpt;
     size_t length = strlen(name);
-    int temporary = *name == '.' && length > 4 && strcmp(name + length - 4, ".tmp") == 0, rank, dead, data = 0;
+    int temporary = *name == '.' && length > 4 && strcmp(name + length - 4, ".tmp") == 0, rank, dead;
     dtrain__index_save_id id;
     const char *tail = dtrain__part_parse(name, &rank, &id);
     if (tail == NULL) {
@@ -48847,7 +48820,7 @@ static int dtrain__save_sweep(void *user, const char *name)
             dtrain__file_sys_unlink(tidy->directory, name, 0);
         return 0;
     }
-    data = !temporary && strstr(tail, "safetensors") != NULL;
+    int data = !temporary && strstr(tail, "safetensors") != NULL;
     if (data && ((tidy->has_index && !tidy->prunes && dtrain__index_same_save(&id, &tidy->visible)) ||
                  (tidy->has_before && dtrain__index_same_save(&id, &tidy->before))))
         return 0;
@@ -48909,8 +48882,7 @@ static int dtrain__save_find_step(void *user, const char *name)
     uint64_t step;
     if (!dtrain__part_is_step(name, &step))
         return 0;
-    ckpt->steps_cut = DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, step) != DTRAIN_OK;
-    return ckpt->steps_cut;
+    return DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, step) == DTRAIN_OK ? 0 : ENOMEM;
 }
 
 static int dtrain__save_by_step(const void *left, const void *right)
@@ -48923,11 +48895,10 @@ static int dtrain__save_by_step(const void *left, const void *right)
 static int dtrain__save_list_steps(dtrain_checkpoint *ckpt, int directory)
 {
     ckpt->step_count = 0;
-    ckpt->steps_cut = 0;
     int error = dtrain__file_list(directory, dtrain__save_find_step, ckpt);
     if (ckpt->step_count > 0)
         qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_by_step);
-    return ckpt->steps_cut ? ENOMEM : error;
+    return error;
 }
 
 static int dtrain__save_has_index(int directory, uint64_t step)

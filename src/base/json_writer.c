@@ -187,4 +187,31 @@ static void dtrain__json_write_double(dtrain__json_writer *writer, double value)
     dtrain__json_write_word(writer, text);
 }
 
+static void dtrain__json_write_sizes(dtrain__json_writer *writer, const size_t *sizes, size_t count)
+{
+    dtrain__json_begin(writer, 0);
+    for (size_t i = 0; i < count; i++)
+        dtrain__json_write_u64(writer, sizes[i]);
+    dtrain__json_end(writer);
+}
+
+/* ---- members of an object, whose keys and texts end with a zero byte ---- */
+
+static DTRAIN__NOINLINE void dtrain__json_member(dtrain__json_writer *writer, const char *key)
+{
+    dtrain__json_write_key(writer, key, strlen(key));
+}
+
+static DTRAIN__NOINLINE void dtrain__json_member_u64(dtrain__json_writer *writer, const char *key, uint64_t value)
+{
+    dtrain__json_member(writer, key);
+    dtrain__json_write_u64(writer, value);
+}
+
+static DTRAIN__NOINLINE void dtrain__json_member_text(dtrain__json_writer *writer, const char *key, const char *text)
+{
+    dtrain__json_member(writer, key);
+    dtrain__json_write_string(writer, text, strlen(text));
+}
+
 #endif

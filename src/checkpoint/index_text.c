@@ -11,31 +11,6 @@
 
 /* ---- writing ---- */
 
-static void dtrain__index_key(dtrain__json_writer *json, const char *key)
-{
-    dtrain__json_write_key(json, key, strlen(key));
-}
-
-static DTRAIN__NOINLINE void dtrain__index_put(dtrain__json_writer *json, const char *key, uint64_t value)
-{
-    dtrain__index_key(json, key);
-    dtrain__json_write_u64(json, value);
-}
-
-static void dtrain__index_put_text(dtrain__json_writer *json, const char *key, const char *text)
-{
-    dtrain__index_key(json, key);
-    dtrain__json_write_string(json, text, strlen(text));
-}
-
-static void dtrain__index_put_sizes(dtrain__json_writer *json, const size_t *sizes, size_t count)
-{
-    dtrain__json_begin(json, 0);
-    for (size_t i = 0; i < count; i++)
-        dtrain__json_write_u64(json, sizes[i]);
-    dtrain__json_end(json);
-}
-
 /* Prints settings: those of a group, which are told one after the other, as members of an object of its name. */
 static void dtrain__index_print_settings(dtrain__json_writer *json, const dtrain__index *index)
 {
@@ -66,38 +41,38 @@ static void dtrain__index_print_settings(dtrain__json_writer *json, const dtrain
 
 static void dtrain__index_print_facts(dtrain__json_writer *json, const dtrain__index_facts *facts)
 {
-    dtrain__index_put_text(json, "format", DTRAIN__INDEX_FORMAT);
-    dtrain__index_put(json, "version", DTRAIN__INDEX_VERSION);
-    dtrain__index_put(json, "nonce", facts->id.nonce);
-    dtrain__index_put(json, "counter", facts->id.counter);
-    dtrain__index_put(json, "step", facts->step);
-    dtrain__index_put(json, "world_size", facts->world_size);
-    dtrain__index_put(json, "seed", facts->seed);
-    dtrain__index_put(json, "random_index", facts->random_index);
+    dtrain__json_member_text(json, "format", DTRAIN__INDEX_FORMAT);
+    dtrain__json_member_u64(json, "version", DTRAIN__INDEX_VERSION);
+    dtrain__json_member_u64(json, "nonce", facts->id.nonce);
+    dtrain__json_member_u64(json, "counter", facts->id.counter);
+    dtrain__json_member_u64(json, "step", facts->step);
+    dtrain__json_member_u64(json, "world_size", facts->world_size);
+    dtrain__json_member_u64(json, "seed", facts->seed);
+    dtrain__json_member_u64(json, "random_index", facts->random_index);
 }
 
 static void dtrain__index_print_hashed(dtrain__json_writer *json, const dtrain__index *index,
                                        const dtrain__index_hashed *file)
 {
-    dtrain__index_put_text(json, "name", index->texts + file->name);
-    dtrain__index_put(json, "header_bytes", file->header_bytes);
-    dtrain__index_put(json, "header_hash", file->header_hash);
-    dtrain__index_put(json, "data_bytes", file->data_bytes);
+    dtrain__json_member_text(json, "name", index->texts + file->name);
+    dtrain__json_member_u64(json, "header_bytes", file->header_bytes);
+    dtrain__json_member_u64(json, "header_hash", file->header_hash);
+    dtrain__json_member_u64(json, "data_bytes", file->data_bytes);
 }
 
 static void dtrain__index_print_files(dtrain__json_writer *json, const dtrain__index *index)
 {
-    dtrain__index_key(json, "files");
+    dtrain__json_member(json, "files");
     dtrain__json_begin(json, 0);
     for (size_t i = 0; i < index->file_count; i++) {
         const dtrain__index_file *file = &index->files[i];
         dtrain__json_begin(json, 1);
-        dtrain__index_put(json, "rank", (uint64_t)file->rank);
+        dtrain__json_member_u64(json, "rank", (uint64_t)file->rank);
         dtrain__index_print_hashed(json, index, &file->data);
-        dtrain__index_key(json, "hashes");
+        dtrain__json_member(json, "hashes");
         dtrain__json_begin(json, 1);
         dtrain__index_print_hashed(json, index, &file->hashes);
-        dtrain__index_key(json, "blocks");
+        dtrain__json_member(json, "blocks");
         dtrain__json_begin(json, 0);
         for (size_t k = 0; k < file->block_count; k++)
             dtrain__json_write_u64(json, index->numbers[file->blocks + k]);
@@ -115,36 +90,36 @@ static void dtrain__index_print_piece(dtrain__json_writer *json, const dtrain__i
     dtrain__region region;
     dtrain__index_region(index, tensor, piece, &region);
     dtrain__json_begin(json, 1);
-    dtrain__index_put(json, "file", piece->file);
+    dtrain__json_member_u64(json, "file", piece->file);
     if (piece->number != DTRAIN__INDEX_NONE)
-        dtrain__index_put(json, "number", piece->number);
+        dtrain__json_member_u64(json, "number", piece->number);
     if (piece->box != DTRAIN__INDEX_NONE) {
-        dtrain__index_key(json, "begin");
-        dtrain__index_put_sizes(json, region.begin, ndim);
-        dtrain__index_key(json, "size");
-        dtrain__index_put_sizes(json, region.size, ndim);
+        dtrain__json_member(json, "begin");
+        dtrain__json_write_sizes(json, region.begin, ndim);
+        dtrain__json_member(json, "size");
+        dtrain__json_write_sizes(json, region.size, ndim);
     }
     if (piece->at > 0 || piece->count < dtrain__pieces_product(region.size, 0, region.ndim)) {
-        dtrain__index_put(json, "at", piece->at);
-        dtrain__index_put(json, "count", piece->count);
+        dtrain__json_member_u64(json, "at", piece->at);
+        dtrain__json_member_u64(json, "count", piece->count);
     }
     if (piece->copy > 0)
-        dtrain__index_put(json, "copy", piece->copy);
+        dtrain__json_member_u64(json, "copy", piece->copy);
     dtrain__json_end(json);
 }
 
 static void dtrain__index_print_tensors(dtrain__json_writer *json, const dtrain__index *index)
 {
-    dtrain__index_key(json, "tensors");
+    dtrain__json_member(json, "tensors");
     dtrain__json_begin(json, 1);
     for (size_t i = 0; i < index->tensor_count; i++) {
         const dtrain__index_tensor *tensor = &index->tensors[i];
         dtrain__json_write_key(json, dtrain__index_name(index, tensor), tensor->name_length);
         dtrain__json_begin(json, 1);
-        dtrain__index_put_text(json, "dtype", dtrain_dtype_name(tensor->dtype));
-        dtrain__index_key(json, "shape");
-        dtrain__index_put_sizes(json, tensor->shape, (size_t)tensor->ndim);
-        dtrain__index_key(json, "pieces");
+        dtrain__json_member_text(json, "dtype", dtrain_dtype_name(tensor->dtype));
+        dtrain__json_member(json, "shape");
+        dtrain__json_write_sizes(json, tensor->shape, (size_t)tensor->ndim);
+        dtrain__json_member(json, "pieces");
         dtrain__json_begin(json, 0);
         for (size_t k = tensor->first; k < tensor->first + tensor->count; k++)
             dtrain__index_print_piece(json, index, tensor, &index->pieces[k]);
@@ -159,7 +134,7 @@ static void dtrain__index_print_now(dtrain__json_writer *json, const dtrain__ind
     dtrain__json_begin(json, 1);
     dtrain__index_print_facts(json, &index->facts);
     dtrain__index_print_settings(json, index);
-    dtrain__index_key(json, "values");
+    dtrain__json_member(json, "values");
     dtrain__json_begin(json, 1);
     for (size_t i = 0; i < index->value_count; i++) {
         const dtrain__index_value *value = &index->values[i];

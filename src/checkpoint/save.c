@@ -40,11 +40,10 @@ struct dtrain_checkpoint {
     dtrain__index whole; /* rank 0: of all parts */
     char *text;
     int same_last;       /* at the last agreement all told the same last save */
-    int unheard;         /* it broke off: other ranks may have come to one */
+    int unheard;         /* the last agreement broke off: other ranks may have come to one */
     unsigned char *seen; /* ranks whose mark is there */
     uint64_t *steps;     /* found in the directory */
     size_t step_count;
-    int steps_cut;         /* there was no memory for all of them */
     dtrain__worker worker; /* of an asynchronous save, until the caller has taken its result */
     dtrain__worker_job job;
     uint32_t leaving; /* set by destroy: wait for no other rank's work */
@@ -466,7 +465,7 @@ static int dtrain__save_sweep(void *user, const char *name)
     dtrain__save_tidy *tidy = (dtrain__save_tidy *)user;
     const dtrain_checkpoint *ckpt = tidy->ckpt;
     size_t length = strlen(name);
-    int temporary = *name == '.' && length > 4 && strcmp(name + length - 4, ".tmp") == 0, rank, dead, data = 0;
+    int temporary = *name == '.' && length > 4 && strcmp(name + length - 4, ".tmp") == 0, rank, dead;
     dtrain__index_save_id id;
     const char *tail = dtrain__part_parse(name, &rank, &id);
     if (tail == NULL) {
@@ -474,7 +473,7 @@ static int dtrain__save_sweep(void *user, const char *name)
             dtrain__file_sys_unlink(tidy->directory, name, 0);
         return 0;
     }
-    data = !temporary && strstr(tail, "safetensors") != NULL;
+    int data = !temporary && strstr(tail, "safetensors") != NULL;
     if (data && ((tidy->has_index && !tidy->prunes && dtrain__index_same_save(&id, &tidy->visible)) ||
                  (tidy->has_before && dtrain__index_same_save(&id, &tidy->before))))
         return 0;
@@ -536,8 +535,7 @@ static int dtrain__save_find_step(void *user, const char *name)
     uint64_t step;
     if (!dtrain__part_is_step(name, &step))
         return 0;
-    ckpt->steps_cut = DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, step) != DTRAIN_OK;
-    return ckpt->steps_cut;
+    return DTRAIN__INDEX_ADD(ckpt->allocator, ckpt->steps, ckpt->step_count, step) == DTRAIN_OK ? 0 : ENOMEM;
 }
 
 static int dtrain__save_by_step(const void *left, const void *right)
@@ -550,11 +548,10 @@ static int dtrain__save_by_step(const void *left, const void *right)
 static int dtrain__save_list_steps(dtrain_checkpoint *ckpt, int directory)
 {
     ckpt->step_count = 0;
-    ckpt->steps_cut = 0;
     int error = dtrain__file_list(directory, dtrain__save_find_step, ckpt);
     if (ckpt->step_count > 0)
         qsort(ckpt->steps, ckpt->step_count, sizeof *ckpt->steps, dtrain__save_by_step);
-    return ckpt->steps_cut ? ENOMEM : error;
+    return error;
 }
 
 static int dtrain__save_has_index(int directory, uint64_t step)

@@ -47,30 +47,14 @@ static void dtrain__trace_end(dtrain__trace *trace, const char *after)
     dtrain__trace_put(trace, after, strlen(after));
 }
 
-static void dtrain__trace_key(dtrain__trace *trace, const char *key)
-{
-    dtrain__json_write_key(&trace->json, key, strlen(key));
-}
-
-static void dtrain__trace_text(dtrain__trace *trace, const char *key, const char *text)
-{
-    dtrain__trace_key(trace, key);
-    dtrain__json_write_string(&trace->json, text, strlen(text));
-}
-
 /* A value that may be missing. */
 static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, uint64_t value)
 {
-    dtrain__trace_key(trace, key);
+    dtrain__json_member(&trace->json, key);
     if (is)
         dtrain__json_write_u64(&trace->json, value);
     else
         dtrain__json_write_word(&trace->json, "null");
-}
-
-static DTRAIN__NOINLINE void dtrain__trace_u64(dtrain__trace *trace, const char *key, uint64_t value)
-{
-    dtrain__trace_maybe(trace, key, 1, value);
 }
 
 /* Nanoseconds as microseconds, exactly. */
@@ -78,7 +62,7 @@ static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
 {
     char text[32];
     snprintf(text, sizeof text, "%llu.%03u", (unsigned long long)(ns / 1000), (unsigned)(ns % 1000));
-    dtrain__trace_key(trace, key);
+    dtrain__json_member(&trace->json, key);
     dtrain__json_write_word(&trace->json, text);
 }
 
@@ -86,15 +70,15 @@ static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
 static void dtrain__trace_event(dtrain__trace *trace, const char *name, const char *phase)
 {
     dtrain__trace_begin(trace);
-    dtrain__trace_text(trace, "name", name);
-    dtrain__trace_text(trace, "ph", phase);
-    dtrain__trace_u64(trace, "pid", (uint64_t)trace->comm->rank);
-    dtrain__trace_u64(trace, "tid", trace->comm->group);
+    dtrain__json_member_text(&trace->json, "name", name);
+    dtrain__json_member_text(&trace->json, "ph", phase);
+    dtrain__json_member_u64(&trace->json, "pid", (uint64_t)trace->comm->rank);
+    dtrain__json_member_u64(&trace->json, "tid", trace->comm->group);
 }
 
 static void dtrain__trace_args(dtrain__trace *trace)
 {
-    dtrain__trace_key(trace, "args");
+    dtrain__json_member(&trace->json, "args");
     dtrain__json_begin(&trace->json, 1);
 }
 
@@ -102,7 +86,7 @@ static void dtrain__trace_title(dtrain__trace *trace, const char *what, const ch
 {
     dtrain__trace_event(trace, what, "M");
     dtrain__trace_args(trace);
-    dtrain__trace_text(trace, "name", title);
+    dtrain__json_member_text(&trace->json, "name", title);
     dtrain__json_end(&trace->json);
     dtrain__trace_end(trace, ",\n");
 }
@@ -117,17 +101,17 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__status_clean(host);
     dtrain__trace_put(trace, open, sizeof open - 1);
     dtrain__trace_begin(trace);
-    dtrain__trace_u64(trace, "dtrain_trace", DTRAIN__TRACE_FORMAT);
-    dtrain__trace_u64(trace, "rank", (uint64_t)comm->rank);
-    dtrain__trace_u64(trace, "world_size", (uint64_t)comm->size);
-    dtrain__trace_u64(trace, "group", comm->group);
-    dtrain__trace_text(trace, "host", host);
-    dtrain__trace_u64(trace, "process", (uint64_t)comm->process);
-    dtrain__trace_u64(trace, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
-    dtrain__trace_u64(trace, "realtime_ns", (uint64_t)recorder->realtime_ns);
-    dtrain__trace_u64(trace, "written_ns", (uint64_t)trace->now);
-    dtrain__trace_u64(trace, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
-    dtrain__trace_u64(trace, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
+    dtrain__json_member_u64(&trace->json, "dtrain_trace", DTRAIN__TRACE_FORMAT);
+    dtrain__json_member_u64(&trace->json, "rank", (uint64_t)comm->rank);
+    dtrain__json_member_u64(&trace->json, "world_size", (uint64_t)comm->size);
+    dtrain__json_member_u64(&trace->json, "group", comm->group);
+    dtrain__json_member_text(&trace->json, "host", host);
+    dtrain__json_member_u64(&trace->json, "process", (uint64_t)comm->process);
+    dtrain__json_member_u64(&trace->json, "monotonic_ns", (uint64_t)recorder->monotonic_ns);
+    dtrain__json_member_u64(&trace->json, "realtime_ns", (uint64_t)recorder->realtime_ns);
+    dtrain__json_member_u64(&trace->json, "written_ns", (uint64_t)trace->now);
+    dtrain__json_member_u64(&trace->json, "operations", __atomic_load_n(&recorder->begun, __ATOMIC_ACQUIRE));
+    dtrain__json_member_u64(&trace->json, "queued", __atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST));
     dtrain__trace_end(trace, events);
     snprintf(title, sizeof title, "rank %d of %d (pid %ld on %s)", comm->rank, comm->size, (long)comm->process, host);
     dtrain__trace_title(trace, "process_name", title);
@@ -142,28 +126,28 @@ static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtra
     int message = dtrain__op_kind_is_message(call->kind), typed = call->kind != DTRAIN__BARRIER;
     unsigned bits = dtrain_dtype_bits((dtrain_dtype)call->dtype);
     dtrain__trace_args(trace);
-    dtrain__trace_text(trace, "call", dtrain__op_kind_name(call->kind));
-    dtrain__trace_u64(trace, "number", call->number);
-    dtrain__trace_text(trace, "text", dtrain__op_call_text(call).text);
-    dtrain__trace_text(trace, "dtype", typed ? dtrain_dtype_name((dtrain_dtype)call->dtype) : "");
-    dtrain__trace_u64(trace, "count", call->count);
-    dtrain__trace_u64(trace, "bytes", call->count * (bits / 8));
-    dtrain__trace_text(trace, "op", call->op != 0 ? dtrain__op_name(call->op) : "");
+    dtrain__json_member_text(&trace->json, "call", dtrain__op_kind_name(call->kind));
+    dtrain__json_member_u64(&trace->json, "number", call->number);
+    dtrain__json_member_text(&trace->json, "text", dtrain__op_call_text(call).text);
+    dtrain__json_member_text(&trace->json, "dtype", typed ? dtrain_dtype_name((dtrain_dtype)call->dtype) : "");
+    dtrain__json_member_u64(&trace->json, "count", call->count);
+    dtrain__json_member_u64(&trace->json, "bytes", call->count * (bits / 8));
+    dtrain__json_member_text(&trace->json, "op", call->op != 0 ? dtrain__op_name(call->op) : "");
     dtrain__trace_maybe(trace, "root", !message, call->root);
     dtrain__trace_maybe(trace, "peer", message, call->root);
-    dtrain__trace_text(trace, "algorithm", dtrain__op_algorithm_name(call->algorithm));
-    dtrain__trace_key(trace, "async");
+    dtrain__json_member_text(&trace->json, "algorithm", dtrain__op_algorithm_name(call->algorithm));
+    dtrain__json_member(&trace->json, "async");
     dtrain__json_write_word(&trace->json, record->async != 0 ? "true" : "false");
     dtrain__trace_maybe(trace, "awaited", record->awaited > 0, record->awaited - 1);
-    dtrain__trace_u64(trace, "serial", serial);
-    dtrain__trace_u64(trace, "called_ns", record->called_ns);
-    dtrain__trace_u64(trace, "started_ns", record->started_ns);
+    dtrain__json_member_u64(&trace->json, "serial", serial);
+    dtrain__json_member_u64(&trace->json, "called_ns", record->called_ns);
+    dtrain__json_member_u64(&trace->json, "started_ns", record->started_ns);
     dtrain__trace_maybe(trace, "moved_ns", record->moved_ns != 0, record->moved_ns);
     dtrain__trace_maybe(trace, "ended_ns", record->ended_ns != 0, record->ended_ns);
-    dtrain__trace_text(trace, "status",
-                       record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
+    dtrain__json_member_text(&trace->json, "status",
+                             record->ended_ns != 0 ? dtrain_status_name((dtrain_status)record->status) : "under way");
     if (serial == trace->comm->recorder->shown_failed)
-        dtrain__trace_text(trace, "error", trace->comm->recorder->shown.text);
+        dtrain__json_member_text(&trace->json, "error", trace->comm->recorder->shown.text);
     dtrain__json_end(&trace->json);
 }
 
@@ -183,7 +167,8 @@ static void dtrain__trace_operations(dtrain__trace *trace)
         snprintf(name, sizeof name, "%s #%llu", dtrain__op_kind_name(record.call.kind),
                  (unsigned long long)record.call.number);
         dtrain__trace_event(trace, name, "X");
-        dtrain__trace_text(trace, "cat", dtrain__op_kind_is_message(record.call.kind) ? "message" : "collective");
+        dtrain__json_member_text(&trace->json, "cat",
+                                 dtrain__op_kind_is_message(record.call.kind) ? "message" : "collective");
         dtrain__trace_us(trace, "ts", record.started_ns);
         dtrain__trace_us(trace, "dur", ended > record.started_ns ? ended - record.started_ns : 0);
         dtrain__trace_call(trace, serial, &record);

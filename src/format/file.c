@@ -464,8 +464,8 @@ static dtrain_status dtrain__file_put(int directory, const char *name, const voi
                                : status;
 }
 
-/* Calls visit with every name of a directory but . and .., until it returns nonzero; nothing is sorted. Returns 0 or an
- * errno. */
+/* Calls visit with every name of a directory but . and .., unsorted, until it returns what is not 0. Returns that, 0 or
+ * an errno. */
 static int dtrain__file_list(int directory, int (*visit)(void *user, const char *name), void *user)
 {
     int fd = dtrain__file_sys_open(directory, ".", O_RDONLY | O_DIRECTORY), error;
@@ -476,16 +476,13 @@ static int dtrain__file_list(int directory, int (*visit)(void *user, const char 
         dtrain__file_close(fd);
         return error;
     }
-    for (;;) {
+    do {
         errno = 0;
         entry = readdir(list);
-        error = errno;
-        if (entry == NULL)
-            break;
-        if (strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0 && visit(user, entry->d_name) != 0)
-            break;
-    }
-    error = entry == NULL ? error : 0;
+        error = entry == NULL ? errno : 0;
+        if (entry != NULL && strcmp(entry->d_name, ".") != 0 && strcmp(entry->d_name, "..") != 0)
+            error = visit(user, entry->d_name);
+    } while (entry != NULL && error == 0);
     closedir(list);
     return error;
 }

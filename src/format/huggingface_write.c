@@ -208,7 +208,7 @@ static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
     dtrain__json_write_start(&json, out, capacity);
     json.indent = 2;
     dtrain__json_begin(&json, 1);
-    dtrain__json_write_key(&json, "metadata", 8);
+    dtrain__json_member(&json, "metadata");
     dtrain__json_begin(&json, 1);
     for (size_t i = 0; i < plan->pair_count; i++) {
         const dtrain_safetensors_pair *pair = &plan->pairs[i];
@@ -217,10 +217,9 @@ static size_t dtrain__huggingface_print(const dtrain__huggingface_plan *plan,
         dtrain__json_write_key(&json, pair->key, pair->key_length);
         dtrain__json_write_string(&json, pair->value, pair->value_length);
     }
-    dtrain__json_write_key(&json, "total_size", 10);
-    dtrain__json_write_u64(&json, plan->total);
+    dtrain__json_member_u64(&json, "total_size", plan->total);
     dtrain__json_end(&json);
-    dtrain__json_write_key(&json, "weight_map", 10);
+    dtrain__json_member(&json, "weight_map");
     dtrain__json_begin(&json, 1);
     for (size_t i = 0; i < plan->kept; i++) {
         size_t index = (size_t)(names[i] - plan->sources), low = 0;
@@ -266,14 +265,11 @@ static dtrain_status dtrain__huggingface_write_files(const dtrain__huggingface_p
                                                      const dtrain_safetensors_write_desc *desc)
 {
     static const dtrain_safetensors_pair format = {"format", 6, "pt", 2};
-    dtrain_safetensors_write_desc each;
+    const dtrain_safetensors_write_desc each = {plan->files == 1 ? plan->pairs : &format,
+                                                plan->files == 1 ? plan->pair_count : 1, desc != NULL && desc->no_sync,
+                                                desc != NULL ? desc->allocator : NULL};
     dtrain_status status = DTRAIN_OK;
     char name[64];
-    memset(&each, 0, sizeof each);
-    each.metadata = plan->files == 1 ? plan->pairs : &format;
-    each.metadata_count = plan->files == 1 ? plan->pair_count : 1;
-    each.no_sync = desc != NULL && desc->no_sync;
-    each.allocator = desc != NULL ? desc->allocator : NULL;
     for (size_t i = 0; i < plan->files && status == DTRAIN_OK; i++) {
         dtrain__huggingface_file_name(name, i, plan->files);
         status = dtrain__safetensors_save_at(directory, name, plan->sources + plan->first[i],
@@ -286,25 +282,24 @@ static dtrain_status dtrain__huggingface_write_files(const dtrain__huggingface_p
 
 static int dtrain__huggingface_not_empty(void *user, const char *name)
 {
-    (void)name;
-    *(int *)user = 1;
-    return 1;
+    (void)user, (void)name;
+    return ENOTEMPTY;
 }
 
 /* Refuses a place that is taken, before gigabytes are written. */
 static dtrain_status dtrain__huggingface_free_place(int parent, const char *name)
 {
-    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW), taken = 0;
+    int fd = dtrain__file_sys_open(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW);
     int error = fd < 0 ? errno : 0;
     if (fd < 0 && error == ENOENT)
         return DTRAIN_OK;
     if (fd >= 0)
-        error = dtrain__file_list(fd, dtrain__huggingface_not_empty, &taken);
+        error = dtrain__file_list(fd, dtrain__huggingface_not_empty, NULL);
     dtrain__file_close(fd);
-    if (error == ENOTDIR || error == ELOOP || taken) /* a link would not be followed by the rename */
+    if (error == ENOTDIR || error == ELOOP || error == ENOTEMPTY) /* a link would not be followed by the rename */
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "safetensors_model_save: \"%s\" is there and %s: choose another name, or move it away",
-                            name, taken ? "not empty" : "no directory");
+                            name, error == ENOTEMPTY ? "not empty" : "no directory");
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: \"%s\": %s", name, strerror(error));
     return DTRAIN_OK;

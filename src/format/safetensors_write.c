@@ -155,15 +155,10 @@ static void dtrain__safetensors_print_item(dtrain__json_writer *json, const dtra
 {
     dtrain__json_write_key(json, item->name.text, item->name.length);
     dtrain__json_begin(json, 1);
-    dtrain__json_write_key(json, "dtype", 5);
-    dtrain__json_write_string(json, dtrain_dtype_name(item->source->dtype),
-                              strlen(dtrain_dtype_name(item->source->dtype)));
-    dtrain__json_write_key(json, "shape", 5);
-    dtrain__json_begin(json, 0);
-    for (int d = 0; d < item->source->ndim; d++)
-        dtrain__json_write_u64(json, item->source->shape[d]);
-    dtrain__json_end(json);
-    dtrain__json_write_key(json, "data_offsets", 12);
+    dtrain__json_member_text(json, "dtype", dtrain_dtype_name(item->source->dtype));
+    dtrain__json_member(json, "shape");
+    dtrain__json_write_sizes(json, item->source->shape, (size_t)item->source->ndim);
+    dtrain__json_member(json, "data_offsets");
     dtrain__json_begin(json, 0);
     dtrain__json_write_u64(json, begin);
     dtrain__json_write_u64(json, begin + item->bytes);
@@ -179,7 +174,7 @@ static size_t dtrain__safetensors_print(const dtrain__safetensors_plan *plan, vo
     dtrain__json_write_start(&json, out, capacity);
     dtrain__json_begin(&json, 1);
     if (plan->has_metadata) {
-        dtrain__json_write_key(&json, DTRAIN__SAFETENSORS_METADATA, strlen(DTRAIN__SAFETENSORS_METADATA));
+        dtrain__json_member(&json, DTRAIN__SAFETENSORS_METADATA);
         dtrain__json_begin(&json, 1);
         for (size_t i = 0; i < plan->pair_count; i++) {
             dtrain__json_write_key(&json, plan->pairs[i].key, plan->pairs[i].key_length);
