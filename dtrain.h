@@ -46602,9 +46602,10 @@ static int dtrain__region_tiling_whole(const dtrain__region_tiling *tiling)
 
 /* ---- pieces ---- */
 
-/* Compares names with their suffixes, byte by byte. */
-static int dtrain__region_compare_names(const dtrain_piece *a, const dtrain_piece *b)
+/* Compares the names of two pieces with their suffixes, byte by byte; for qsort, too. */
+static int dtrain__region_compare_names(const void *left, const void *right)
 {
+    const dtrain_piece *a = (const dtrain_piece *)left, *b = (const dtrain_piece *)right;
     const char *parts[2][2] = {{a->name, a->suffix != NULL ? a->suffix : ""},
                                {b->name, b->suffix != NULL ? b->suffix : ""}};
     int part[2] = {0, 0};
@@ -48617,18 +48618,16 @@ static int dtrain__save_see_mark(void *user, const char *name)
 
 static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory, int rank)
 {
-    char name[DTRAIN__PART_NAME], why[DTRAIN__SAVE_WHY];
+    char name[DTRAIN__PART_NAME];
     void *text = NULL;
     size_t bytes = 0;
     dtrain__part_name(name, rank, dtrain__save_current(ckpt), "failed");
-    dtrain_status status =
-        dtrain__file_read_all(directory, name, sizeof why - 1, ckpt->allocator, &text, &bytes, "checkpoint");
-    memset(why, 0, sizeof why);
-    if (status == DTRAIN_OK && bytes > 0)
-        memcpy(why, text, bytes);
+    dtrain__file_read_all(directory, name, DTRAIN__SAVE_WHY - 1, ckpt->allocator, &text, &bytes, "checkpoint");
+    dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %.*s",
+                 (unsigned long long)ckpt->part.index.facts.step, rank, (int)bytes,
+                 bytes > 0 ? (const char *)text : "");
     dtrain__free(ckpt->allocator, text);
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %s",
-                        (unsigned long long)ckpt->part.index.facts.step, rank, why);
+    return DTRAIN_ERR_IO;
 }
 
 /* A rank that has left without its mark; -1: there is none. Who waits for the index waits for rank 0 alone. */
@@ -49488,17 +49487,6 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     return DTRAIN_OK;
 }
 
-/* Finds the highest step that has an index; an empty name where none has. Returns 0 or an errno. */
-static int dtrain__load_highest(dtrain_checkpoint *ckpt, int directory, char name[32])
-{
-    int error = dtrain__save_list_steps(ckpt, directory);
-    memset(name, 0, 32);
-    for (size_t i = 0; i < ckpt->step_count && name[0] == '\0'; i++)
-        if (dtrain__save_has_index(directory, ckpt->steps[i]))
-            dtrain__part_step_name(name, ckpt->steps[i]);
-    return error;
-}
-
 /* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. A run
  * that saves into the same directory may remove what latest names before it is looked at: then latest has changed. */
 static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, const char *path, char name[32])
@@ -49516,7 +49504,11 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
         if (strcmp(name, before) == 0)
             break;
     }
-    int error = dtrain__load_highest(ckpt, directory, name);
+    int error = dtrain__save_list_steps(ckpt, directory);
+    memset(name, 0, 32);
+    for (size_t i = 0; i < ckpt->step_count && name[0] == '\0'; i++)
+        if (dtrain__save_has_index(directory, ckpt->steps[i]))
+            dtrain__part_step_name(name, ckpt->steps[i]);
     if (error == ENOMEM)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     if (name[0] != '\0') {
@@ -50905,11 +50897,6 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
 
 /* ---- loading ---- */
 
-static int dtrain__checkpoint_by_name(const void *left, const void *right)
-{
-    return dtrain__region_compare_names((const dtrain_piece *)left, (const dtrain_piece *)right);
-}
-
 /* Lists what the program has room for, by name. */
 static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
@@ -50917,7 +50904,7 @@ static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain
     dtrain_status status =
         dtrain__piece_collect(&load->list, dtrain__load_lister(load), state, load->index.facts.step, ckpt->allocator);
     if (status == DTRAIN_OK && load->list.count > 0)
-        qsort(load->list.pieces, load->list.count, sizeof *load->list.pieces, dtrain__checkpoint_by_name);
+        qsort(load->list.pieces, load->list.count, sizeof *load->list.pieces, dtrain__region_compare_names);
     return dtrain__save_agree(ckpt, status, 0, NULL);
 }
 

@@ -379,11 +379,6 @@ DTRAIN_API dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt)
 
 /* ---- loading ---- */
 
-static int dtrain__checkpoint_by_name(const void *left, const void *right)
-{
-    return dtrain__region_compare_names((const dtrain_piece *)left, (const dtrain_piece *)right);
-}
-
 /* Lists what the program has room for, by name. */
 static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain_checkpoint_state *state)
 {
@@ -391,7 +386,7 @@ static dtrain_status dtrain__checkpoint_collect(dtrain__load *load, const dtrain
     dtrain_status status =
         dtrain__piece_collect(&load->list, dtrain__load_lister(load), state, load->index.facts.step, ckpt->allocator);
     if (status == DTRAIN_OK && load->list.count > 0)
-        qsort(load->list.pieces, load->list.count, sizeof *load->list.pieces, dtrain__checkpoint_by_name);
+        qsort(load->list.pieces, load->list.count, sizeof *load->list.pieces, dtrain__region_compare_names);
     return dtrain__save_agree(ckpt, status, 0, NULL);
 }
 

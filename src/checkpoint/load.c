@@ -78,17 +78,6 @@ static dtrain_status dtrain__load_latest(dtrain_checkpoint *ckpt, int directory,
     return DTRAIN_OK;
 }
 
-/* Finds the highest step that has an index; an empty name where none has. Returns 0 or an errno. */
-static int dtrain__load_highest(dtrain_checkpoint *ckpt, int directory, char name[32])
-{
-    int error = dtrain__save_list_steps(ckpt, directory);
-    memset(name, 0, 32);
-    for (size_t i = 0; i < ckpt->step_count && name[0] == '\0'; i++)
-        if (dtrain__save_has_index(directory, ckpt->steps[i]))
-            dtrain__part_step_name(name, ckpt->steps[i]);
-    return error;
-}
-
 /* Finds the newest checkpoint: what latest names, or where that names none, the highest step that has an index. A run
  * that saves into the same directory may remove what latest names before it is looked at: then latest has changed. */
 static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory, const char *path, char name[32])
@@ -106,7 +95,11 @@ static dtrain_status dtrain__load_newest(dtrain_checkpoint *ckpt, int directory,
         if (strcmp(name, before) == 0)
             break;
     }
-    int error = dtrain__load_highest(ckpt, directory, name);
+    int error = dtrain__save_list_steps(ckpt, directory);
+    memset(name, 0, 32);
+    for (size_t i = 0; i < ckpt->step_count && name[0] == '\0'; i++)
+        if (dtrain__save_has_index(directory, ckpt->steps[i]))
+            dtrain__part_step_name(name, ckpt->steps[i]);
     if (error == ENOMEM)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "checkpoint: no memory for a list of steps");
     if (name[0] != '\0') {

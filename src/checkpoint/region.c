@@ -277,9 +277,10 @@ static int dtrain__region_tiling_whole(const dtrain__region_tiling *tiling)
 
 /* ---- pieces ---- */
 
-/* Compares names with their suffixes, byte by byte. */
-static int dtrain__region_compare_names(const dtrain_piece *a, const dtrain_piece *b)
+/* Compares the names of two pieces with their suffixes, byte by byte; for qsort, too. */
+static int dtrain__region_compare_names(const void *left, const void *right)
 {
+    const dtrain_piece *a = (const dtrain_piece *)left, *b = (const dtrain_piece *)right;
     const char *parts[2][2] = {{a->name, a->suffix != NULL ? a->suffix : ""},
                                {b->name, b->suffix != NULL ? b->suffix : ""}};
     int part[2] = {0, 0};

@@ -270,18 +270,16 @@ static int dtrain__save_see_mark(void *user, const char *name)
 
 static dtrain_status dtrain__save_failed(dtrain_checkpoint *ckpt, int directory, int rank)
 {
-    char name[DTRAIN__PART_NAME], why[DTRAIN__SAVE_WHY];
+    char name[DTRAIN__PART_NAME];
     void *text = NULL;
     size_t bytes = 0;
     dtrain__part_name(name, rank, dtrain__save_current(ckpt), "failed");
-    dtrain_status status =
-        dtrain__file_read_all(directory, name, sizeof why - 1, ckpt->allocator, &text, &bytes, "checkpoint");
-    memset(why, 0, sizeof why);
-    if (status == DTRAIN_OK && bytes > 0)
-        memcpy(why, text, bytes);
+    dtrain__file_read_all(directory, name, DTRAIN__SAVE_WHY - 1, ckpt->allocator, &text, &bytes, "checkpoint");
+    dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %.*s",
+                 (unsigned long long)ckpt->part.index.facts.step, rank, (int)bytes,
+                 bytes > 0 ? (const char *)text : "");
     dtrain__free(ckpt->allocator, text);
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "checkpoint of step %llu: rank %d has failed: %s",
-                        (unsigned long long)ckpt->part.index.facts.step, rank, why);
+    return DTRAIN_ERR_IO;
 }
 
 /* A rank that has left without its mark; -1: there is none. Who waits for the index waits for rank 0 alone. */
