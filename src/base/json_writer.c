@@ -8,7 +8,7 @@
 
 #define DTRAIN__JSON_DEPTH 32
 
-static DTRAIN__NOINLINE int dtrain__json_in(int byte, int low, int high)
+static inline int dtrain__json_in(int byte, int low, int high)
 {
     return byte >= low && byte <= high;
 }

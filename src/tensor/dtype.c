@@ -43,11 +43,13 @@ DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype)
 
 DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char *name, size_t length)
 {
-    for (int i = 1; name != NULL && i <= (int)DTRAIN_U64; i++)
-        if (strlen(dtrain__dtype_rows[i].name) == length && memcmp(dtrain__dtype_rows[i].name, name, length) == 0) {
+    for (int i = 1; name != NULL && length > 0 && i <= (int)DTRAIN_U64; i++) {
+        const char *own = dtrain__dtype_rows[i].name;
+        if (own[0] == name[0] && strlen(own) == length && memcmp(own, name, length) == 0) {
             *dtype = (dtrain_dtype)i;
             return DTRAIN_OK;
         }
+    }
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
         "\"%.*s\" names no dtype; the names are those of safetensors: \"F32\", \"BF16\", \"I64\" and so on",
