@@ -9829,7 +9829,8 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
     dtrain__safetensors_place *places = (dtrain__safetensors_place *)dtrain__alloc(file->allocator, 2 * bytes), *order;
     dtrain__safetensors_entry *entries =
         (dtrain__safetensors_entry *)dtrain__alloc(file->allocator, count * sizeof *entries);
-    if (places != NULL && entries != NULL) {
+    int good = places != NULL && entries != NULL;
+    if (good) {
         for (size_t i = 0; i < count; i++) {
             places[i].begin = file->entries[i].tensor.begin;
             places[i].end = file->entries[i].tensor.end;
@@ -9844,7 +9845,7 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
     }
     dtrain__free(file->allocator, entries);
     dtrain__free(file->allocator, places);
-    return entries == NULL && places != NULL ? DTRAIN_OK : dtrain__safetensors_memory(file);
+    return good ? DTRAIN_OK : dtrain__safetensors_memory(file);
 }
 
 /* Checks one tensor's place and size; `from` is where the one before it ended. Texts give bytes of the data, as the
@@ -30527,6 +30528,12 @@ static float dtrain__selections_unsigned(float x)
     return x;
 }
 
+/* This rank has no memory for what it shall send or take in. */
+static dtrain_status dtrain__selections_broken(const dtrain__selections *x, dtrain_status status)
+{
+    return dtrain__device_vector_broken(x->v->comm, x->v->device, status);
+}
+
 /* Counts a step, of which it notes the ratio; returns how many elements that is. */
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
@@ -30543,8 +30550,9 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
     dtrain__sparse *chosen = &x->state->chosen;
     size_t k = dtrain__selections_next(x);
     dtrain_status status = dtrain__topk_reserve(chosen, k);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_vector_select(x->v, in, k);
+    if (status != DTRAIN_OK)
+        return dtrain__selections_broken(x, status);
+    status = dtrain__device_vector_select(x->v, in, k);
     if (status != DTRAIN_OK)
         return status;
     if (k > 0) {
@@ -30574,7 +30582,7 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
     else
         status = dtrain__topk_pick(in, v->count, k, chosen);
     if (status != DTRAIN_OK)
-        return status;
+        return dtrain__selections_broken(x, status);
     dtrain__selections_round(x->state, chosen);
     for (size_t i = 0; v->residual != NULL && i < chosen->count; i++)
         v->residual[chosen->indices[i]] = dtrain__selections_rest(v->residual[chosen->indices[i]], chosen->values[i]);
@@ -30681,7 +30689,7 @@ static dtrain_status dtrain__selections_exchange(dtrain__selections *x, const dt
     size_t *counts = state->numbers, *offsets = counts + x->ranks;
     dtrain_status status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status != DTRAIN_OK)
-        return status;
+        return dtrain__selections_broken(x, status);
     dtrain__sparse_pack(mine, state->desc.values, form, state->in + offsets[x->rank]);
     *x->sent += counts[x->rank] * (uint64_t)(x->ranks - 1);
     return dtrain_all_gather_v(x->v->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
@@ -30761,7 +30769,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
         }
         status = dtrain__feedback_reserve(&state->out, state->allocator, at);
     }
-    return status;
+    return dtrain__selections_broken(x, status);
 }
 
 /* Sends each rank its part of the selection, and unpacks what came for this rank's. */
@@ -30776,7 +30784,7 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes + n, part, in_counts, in_offsets, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
+        status = dtrain__selections_broken(x, dtrain__feedback_reserve(&state->in, state->allocator, total));
     if (status == DTRAIN_OK)
         status =
             dtrain_all_to_all_v(x->v->comm, state->out, counts, offsets, state->in, in_counts, in_offsets, DTRAIN_U8);
@@ -30869,7 +30877,7 @@ static dtrain_status dtrain__selections_run(const dtrain_compressor *compressor,
         (dtrain__selections_state *)compressor->self, v, sent, dtrain_comm_rank(v->comm), dtrain_comm_size(v->comm), 0};
     dtrain_sparse_exchange way = x.state->desc.exchange;
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain_status status = dtrain__selections_open(x.state, x.ranks);
+    dtrain_status status = dtrain__selections_broken(&x, dtrain__selections_open(x.state, x.ranks));
     if (status == DTRAIN_OK)
         status = (v->device != NULL ? dtrain__selections_select_there : dtrain__selections_select)(&x, in);
     if (status == DTRAIN_OK) {
@@ -31446,7 +31454,8 @@ static dtrain_status dtrain__packed_reduce(dtrain__device_vector *v, const dtrai
                                            const float *in, uint64_t *sent)
 {
     dtrain__packed p;
-    dtrain_status status = dtrain__packed_open(&p, v, q, numbers, sent);
+    dtrain_status status =
+        dtrain__device_vector_broken(v->comm, v->device, dtrain__packed_open(&p, v, q, numbers, sent));
     if (status == DTRAIN_OK)
         status = dtrain__packed_send(&p, in);
     if (status == DTRAIN_OK)
@@ -34116,6 +34125,8 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 #define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
 #define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
 #define DTRAIN__LAYOUT_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
+/* Elements, cuts and events that may be: a few hundred bytes of each are counted without an overflow. */
+#define DTRAIN__LAYOUT_MOST (SIZE_MAX >> 12)
 #define DTRAIN__LAYOUT_LINE 64     /* floats, at whose multiples a unit begins on a device */
 #define DTRAIN__LAYOUT_LITTLE 32   /* part of two units that all small ranges of a table may be */
 /* Elements of a part that is worth whole pages of its own. */
@@ -34305,13 +34316,23 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
                             "fsdp: micro_batches is %d, loss_scale %g, loss_scale_steps %d: "
                             "expected none below 0",
                             desc->micro_batches, (double)desc->loss_scale, desc->loss_scale_steps);
+    if (desc->trace_events > DTRAIN__LAYOUT_MOST)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "fsdp: trace_events is %zu, which is more than memory",
+                            desc->trace_events);
     return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check_for(table, count, 1);
+    size_t elements = 0, cuts = 0;
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        if (!dtrain__add_size(elements, dtrain_param_elements(&table[i]), &elements) ||
+            !dtrain__add_size(cuts, dtrain__params_layers(&table[i]), &cuts) || elements > DTRAIN__LAYOUT_MOST ||
+            cuts > DTRAIN__LAYOUT_MOST)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "fsdp: the parameters up to %s have more elements or layers than memory",
+                                table[i].name);
         if (table[i].device != table[0].device)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "fsdp: parameter %s is on %s, %s on %s: expected all in one memory, and one queue",

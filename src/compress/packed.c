@@ -252,7 +252,8 @@ static dtrain_status dtrain__packed_reduce(dtrain__device_vector *v, const dtrai
                                            const float *in, uint64_t *sent)
 {
     dtrain__packed p;
-    dtrain_status status = dtrain__packed_open(&p, v, q, numbers, sent);
+    dtrain_status status =
+        dtrain__device_vector_broken(v->comm, v->device, dtrain__packed_open(&p, v, q, numbers, sent));
     if (status == DTRAIN_OK)
         status = dtrain__packed_send(&p, in);
     if (status == DTRAIN_OK)

@@ -142,6 +142,12 @@ static float dtrain__selections_unsigned(float x)
     return x;
 }
 
+/* This rank has no memory for what it shall send or take in. */
+static dtrain_status dtrain__selections_broken(const dtrain__selections *x, dtrain_status status)
+{
+    return dtrain__device_vector_broken(x->v->comm, x->v->device, status);
+}
+
 /* Counts a step, of which it notes the ratio; returns how many elements that is. */
 static size_t dtrain__selections_next(dtrain__selections *x)
 {
@@ -158,8 +164,9 @@ static dtrain_status dtrain__selections_select_there(dtrain__selections *x, cons
     dtrain__sparse *chosen = &x->state->chosen;
     size_t k = dtrain__selections_next(x);
     dtrain_status status = dtrain__topk_reserve(chosen, k);
-    if (status == DTRAIN_OK)
-        status = dtrain__device_vector_select(x->v, in, k);
+    if (status != DTRAIN_OK)
+        return dtrain__selections_broken(x, status);
+    status = dtrain__device_vector_select(x->v, in, k);
     if (status != DTRAIN_OK)
         return status;
     if (k > 0) {
@@ -189,7 +196,7 @@ static dtrain_status dtrain__selections_select(dtrain__selections *x, const floa
     else
         status = dtrain__topk_pick(in, v->count, k, chosen);
     if (status != DTRAIN_OK)
-        return status;
+        return dtrain__selections_broken(x, status);
     dtrain__selections_round(x->state, chosen);
     for (size_t i = 0; v->residual != NULL && i < chosen->count; i++)
         v->residual[chosen->indices[i]] = dtrain__selections_rest(v->residual[chosen->indices[i]], chosen->values[i]);
@@ -296,7 +303,7 @@ static dtrain_status dtrain__selections_exchange(dtrain__selections *x, const dt
     size_t *counts = state->numbers, *offsets = counts + x->ranks;
     dtrain_status status = dtrain__feedback_reserve(&state->in, state->allocator, total);
     if (status != DTRAIN_OK)
-        return status;
+        return dtrain__selections_broken(x, status);
     dtrain__sparse_pack(mine, state->desc.values, form, state->in + offsets[x->rank]);
     *x->sent += counts[x->rank] * (uint64_t)(x->ranks - 1);
     return dtrain_all_gather_v(x->v->comm, state->in + offsets[x->rank], state->in, counts, offsets, DTRAIN_U8);
@@ -376,7 +383,7 @@ static dtrain_status dtrain__selections_pack_parts(dtrain__selections *x, size_t
         }
         status = dtrain__feedback_reserve(&state->out, state->allocator, at);
     }
-    return status;
+    return dtrain__selections_broken(x, status);
 }
 
 /* Sends each rank its part of the selection, and unpacks what came for this rank's. */
@@ -391,7 +398,7 @@ static dtrain_status dtrain__selections_scatter(dtrain__selections *x, size_t pa
     if (status == DTRAIN_OK)
         status = dtrain__selections_place(x, state->sizes + n, part, in_counts, in_offsets, &total);
     if (status == DTRAIN_OK)
-        status = dtrain__feedback_reserve(&state->in, state->allocator, total);
+        status = dtrain__selections_broken(x, dtrain__feedback_reserve(&state->in, state->allocator, total));
     if (status == DTRAIN_OK)
         status =
             dtrain_all_to_all_v(x->v->comm, state->out, counts, offsets, state->in, in_counts, in_offsets, DTRAIN_U8);
@@ -484,7 +491,7 @@ static dtrain_status dtrain__selections_run(const dtrain_compressor *compressor,
         (dtrain__selections_state *)compressor->self, v, sent, dtrain_comm_rank(v->comm), dtrain_comm_size(v->comm), 0};
     dtrain_sparse_exchange way = x.state->desc.exchange;
     uint64_t mode = dtrain__fpmode_enter();
-    dtrain_status status = dtrain__selections_open(x.state, x.ranks);
+    dtrain_status status = dtrain__selections_broken(&x, dtrain__selections_open(x.state, x.ranks));
     if (status == DTRAIN_OK)
         status = (v->device != NULL ? dtrain__selections_select_there : dtrain__selections_select)(&x, in);
     if (status == DTRAIN_OK) {

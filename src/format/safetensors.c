@@ -455,7 +455,8 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
     dtrain__safetensors_place *places = (dtrain__safetensors_place *)dtrain__alloc(file->allocator, 2 * bytes), *order;
     dtrain__safetensors_entry *entries =
         (dtrain__safetensors_entry *)dtrain__alloc(file->allocator, count * sizeof *entries);
-    if (places != NULL && entries != NULL) {
+    int good = places != NULL && entries != NULL;
+    if (good) {
         for (size_t i = 0; i < count; i++) {
             places[i].begin = file->entries[i].tensor.begin;
             places[i].end = file->entries[i].tensor.end;
@@ -470,7 +471,7 @@ static dtrain_status dtrain__safetensors_sort(dtrain_safetensors *file)
     }
     dtrain__free(file->allocator, entries);
     dtrain__free(file->allocator, places);
-    return entries == NULL && places != NULL ? DTRAIN_OK : dtrain__safetensors_memory(file);
+    return good ? DTRAIN_OK : dtrain__safetensors_memory(file);
 }
 
 /* Checks one tensor's place and size; `from` is where the one before it ended. Texts give bytes of the data, as the

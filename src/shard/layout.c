@@ -12,6 +12,8 @@
 #define DTRAIN__LAYOUT_SMALL DTRAIN__TUNED(layout_small, (size_t)16 << 10) /* elements of what travels with others */
 #define DTRAIN__LAYOUT_STAGE ((size_t)64 << 10)                            /* of all that do so in a unit, at most */
 #define DTRAIN__LAYOUT_ALONE 65536 /* elements of a gradient that is too large to be copied to others and back */
+/* Elements, cuts and events that may be: a few hundred bytes of each are counted without an overflow. */
+#define DTRAIN__LAYOUT_MOST (SIZE_MAX >> 12)
 #define DTRAIN__LAYOUT_LINE 64     /* floats, at whose multiples a unit begins on a device */
 #define DTRAIN__LAYOUT_LITTLE 32   /* part of two units that all small ranges of a table may be */
 /* Elements of a part that is worth whole pages of its own. */
@@ -201,13 +203,23 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
                             "fsdp: micro_batches is %d, loss_scale %g, loss_scale_steps %d: "
                             "expected none below 0",
                             desc->micro_batches, (double)desc->loss_scale, desc->loss_scale_steps);
+    if (desc->trace_events > DTRAIN__LAYOUT_MOST)
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "fsdp: trace_events is %zu, which is more than memory",
+                            desc->trace_events);
     return DTRAIN_OK;
 }
 
 static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_t count)
 {
     dtrain_status status = dtrain__params_check_for(table, count, 1);
+    size_t elements = 0, cuts = 0;
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
+        if (!dtrain__add_size(elements, dtrain_param_elements(&table[i]), &elements) ||
+            !dtrain__add_size(cuts, dtrain__params_layers(&table[i]), &cuts) || elements > DTRAIN__LAYOUT_MOST ||
+            cuts > DTRAIN__LAYOUT_MOST)
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "fsdp: the parameters up to %s have more elements or layers than memory",
+                                table[i].name);
         if (table[i].device != table[0].device)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                                 "fsdp: parameter %s is on %s, %s on %s: expected all in one memory, and one queue",

@@ -139,10 +139,21 @@ static refusal spoil(int what, dtrain_param *table, size_t *count, dtrain_fsdp_d
     case 11: desc->reduce_dtype = DTRAIN_I8, r.text = "reduce_dtype is"; break;
     case 12: desc->loss_scale = -1, r.text = "loss_scale -1"; break;
     case 13: desc->micro_batches = -1, r.text = "micro_batches is -1"; break;
-    case 14: desc->optimizer.beta1 = 2, r.text = "bad beta1"; break;
-    case 15: desc->group_count = 1, r.text = "groups is NULL"; break;
-    case 16: desc->group_count = 1, desc->groups = nameless, r.text = "group 0 needs a name"; break;
-    case 17: desc->group_count = 1, desc->groups = negative, r.text = "lr_factor"; break;
+    case 14: desc->trace_events = SIZE_MAX / 40 + 1, r.text = "trace_events is 4611"; break;
+    case 15: /* each has sizes of its own, together they wrap */
+        for (int i = 0; i < 2; i++) {
+            dtrain_param *param = &table[i == 0 ? TWO : SEVEN];
+            memset(param->shape, 0, sizeof param->shape);
+            param->shape[0] = (size_t)1 << 61;
+            param->data = param->grad = NULL;
+            param->ndim = 1;
+        }
+        r.text = "have more elements or layers than memory";
+        break;
+    case 16: desc->optimizer.beta1 = 2, r.text = "bad beta1"; break;
+    case 17: desc->group_count = 1, r.text = "groups is NULL"; break;
+    case 18: desc->group_count = 1, desc->groups = nameless, r.text = "group 0 needs a name"; break;
+    case 19: desc->group_count = 1, desc->groups = negative, r.text = "lr_factor"; break;
     default: r.text = NULL; break;
     }
     return r;
@@ -179,7 +190,7 @@ TEST(a_bad_table_or_desc_is_refused_and_the_other_ranks_learn_it)
         CHECK_EQ(on_threads(3, a_bad_table, how), DTRAIN_OK);
         how[1] = what % 3;
         CHECK_EQ(on_threads(3, a_bad_table, how), DTRAIN_OK);
-        if (what < 14) {
+        if (what < 16) {
             CHECK_EQ(dtrain_fsdp_plan(table, count, &desc, 3, 0, &plan), r.status);
             CHECK_CONTAINS(dtrain_last_error(), r.text);
         }

@@ -378,3 +378,42 @@ TEST(a_writer_that_is_killed_leaves_the_last_file_or_the_next)
     }
     CHECK(renewed > 10); /* or nothing was tested */
 }
+
+/* An allocator whose nth new block is refused. */
+typedef struct miser {
+    int count, refused;
+} miser;
+
+static void *resize_or_refuse(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
+{
+    miser *m = (miser *)user;
+    void *block = NULL;
+    if (new_bytes > 0 && ++m->count == m->refused)
+        return NULL;
+    if (new_bytes > 0 && posix_memalign(&block, align < sizeof block ? sizeof block : align, new_bytes) != 0)
+        return NULL;
+    if (block != NULL && pointer != NULL)
+        memcpy(block, pointer, old_bytes < new_bytes ? old_bytes : new_bytes);
+    free(pointer);
+    return block;
+}
+
+TEST(a_good_file_that_there_is_no_memory_for_is_not_called_corrupt)
+{
+    static const char header[] = "{\"b\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[4,8]},"
+                                 "\"a\":{\"dtype\":\"U8\",\"shape\":[4],\"data_offsets\":[0,4]}}";
+    unsigned char bytes[8 + sizeof header - 1 + 8] = {sizeof header - 1};
+    dtrain_status status = DTRAIN_ERR_MEMORY;
+    memcpy(bytes + 8, header, sizeof header - 1);
+    for (int nth = 1; nth < 50 && status != DTRAIN_OK; nth++) {
+        miser m = {0, nth};
+        dtrain_allocator heap = {resize_or_refuse, &m, 0, 0};
+        dtrain_safetensors_desc desc = {0, &heap};
+        dtrain_safetensors *file = NULL;
+        status = dtrain_safetensors_open_memory(&file, bytes, sizeof bytes, &desc);
+        CHECK_EQ(status, nth > m.count ? DTRAIN_OK : DTRAIN_ERR_MEMORY);
+        dtrain_safetensors_close(file);
+        CHECK_EQ(heap.bytes, 0);
+    }
+    CHECK_EQ(status, DTRAIN_OK);
+}

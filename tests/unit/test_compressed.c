@@ -595,14 +595,15 @@ TEST(a_run_that_goes_on_from_its_state_is_the_same)
     }
 }
 
-static size_t blocks_made;
+static size_t blocks_made, blocks_refused; /* the number of the one that is refused; 0: none */
 
 static void *counted(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align)
 {
     void *block = NULL;
     (void)user;
     if (new_bytes > 0) {
-        __atomic_add_fetch(&blocks_made, 1, __ATOMIC_RELAXED);
+        if (__atomic_add_fetch(&blocks_made, 1, __ATOMIC_SEQ_CST) == blocks_refused)
+            return NULL;
         if (posix_memalign(&block, align, new_bytes) != 0)
             return NULL;
         if (pointer != NULL)
@@ -650,6 +651,51 @@ TEST(nothing_is_allocated_once_warm)
         plan.topk.exchange = (dtrain_sparse_exchange)(DTRAIN_EXCHANGE_GATHER + (k > 3 ? k - 3 : 0));
         on_threads(4, stays_warm, &desc);
         CHECK_EQ(allocator.bytes, 0);
+    }
+}
+
+static int steps_refused;
+
+static void is_short_of_memory(dtrain_comm *world)
+{
+    dtrain_compressor compressor = compressor_of(plan.kind == TOPK ? INT8 : plan.kind);
+    dtrain_compressed *c = NULL;
+    float data[4000] = {1};
+    if (plan.kind == TOPK)
+        CHECK_EQ(dtrain_compressor_topk(&compressor, &plan.topk, dtrain_comm_allocator(world)), DTRAIN_OK);
+    CHECK_EQ(dtrain_compressed_create(&c, world, plan.count, &compressor, NULL), DTRAIN_OK);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    if (dtrain_comm_rank(world) == 0)
+        __atomic_store_n(&blocks_made, 0, __ATOMIC_SEQ_CST);
+    CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
+    dtrain_status status = dtrain_compressed_all_reduce(c, data, data, DTRAIN_SUM);
+    CHECK(status == DTRAIN_OK || status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_ABORTED);
+    __atomic_add_fetch(&steps_refused, status == DTRAIN_ERR_MEMORY, __ATOMIC_SEQ_CST);
+    dtrain_compressed_destroy(c);
+}
+
+TEST(nobody_waits_for_a_rank_that_has_no_memory)
+{
+    for (int k = 0; k < 3; k++) {
+        size_t nth = 1;
+        for (;; nth++) {
+            dtrain_allocator allocator = {counted, NULL, 0, 0};
+            dtrain_comm_desc desc;
+            memset(&desc, 0, sizeof desc);
+            desc.allocator = &allocator;
+            plan_of(k == 0 ? INT8 : TOPK, 4000);
+            plan.topk.exchange = k == 1 ? DTRAIN_EXCHANGE_GATHER : DTRAIN_EXCHANGE_SPLIT;
+            steps_refused = 0;
+            blocks_made = SIZE_MAX / 2;
+            blocks_refused = nth;
+            on_threads(3, is_short_of_memory, &desc);
+            blocks_refused = 0;
+            CHECK_EQ(allocator.bytes, 0);
+            if (steps_refused == 0)
+                break;
+            CHECK_EQ(steps_refused, 1);
+        }
+        CHECK(nth > 6);
     }
 }
 
