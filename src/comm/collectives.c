@@ -327,13 +327,17 @@ static dtrain_status dtrain__store_do(dtrain_comm *comm, int what, const char *k
             "%s: needs a group, a key of 1 to 255 characters (got %zu), a value of at most %zu bytes and "
             "places for what comes back",
             dtrain__store_names[what], length, DTRAIN__STORE_VALUE_BYTES);
-    dtrain_status status = dtrain__group_alive(comm, dtrain__store_names[what]);
+    int entered;
+    dtrain_status status = dtrain__group_enter(comm, dtrain__store_names[what], &entered);
     if (status != DTRAIN_OK)
         return status;
     int64_t deadline_ns = dtrain__group_deadline(comm, dtrain__os_now_ns());
     if (!comm->plane->in_process)
         status = dtrain__work_usable(comm, dtrain__store_names[what]);
-    return status == DTRAIN_OK ? dtrain__seat_store(comm->seat, &call, deadline_ns) : status;
+    if (status == DTRAIN_OK)
+        status = dtrain__seat_store(comm->seat, &call, deadline_ns);
+    dtrain__group_exit(comm, entered);
+    return status;
 }
 
 DTRAIN_API dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes)

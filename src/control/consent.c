@@ -23,17 +23,17 @@ enum { DTRAIN__VOTE_NONE = 0, DTRAIN__VOTE_YES, DTRAIN__VOTE_OUT };
 typedef struct dtrain__vote {
     uint64_t flags;
     int world;
-    int vote;
-    int asks; /* it has sent its vote here, and is owed the decision */
+    int vote, kind; /* kind: of the call that votes */
+    int asks;       /* it has sent its vote here, and is owed the decision */
 } dtrain__vote;
 
 struct dtrain__consent {
     dtrain__consent *next;
-    uint64_t group, number; /* the number'th of the group */
-    int kind, mixed;        /* mixed: members called different things */
-    int count, decided;
-    int sole;             /* see consent_sole(); of the last look */
-    dtrain_status status; /* of the decision */
+    uint64_t group, number;    /* the number'th of the group */
+    int kind;                  /* of this rank's last vote */
+    int count, decided, heard; /* heard: by the call of this rank that voted */
+    int sole;                  /* see consent_sole(); of the last look */
+    dtrain_status status;      /* of the decision */
     uint64_t flags, id;
     dtrain__vote votes[1]; /* count of them, in the group's order; then room for them in a message */
 };
@@ -81,9 +81,19 @@ static int dtrain__consent_sole(const dtrain__consent *consent)
     return sole;
 }
 
-/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes, the decided
- * first. So a rank that votes in groups which do not exist drives out its own votes first, and a vote under way stays.
- * Where all ranks are here the council keeps what it has until the last end of the group leaves. */
+/* Whether a call of this rank has voted, and is still to hear of the decision. */
+static int dtrain__consent_owed(const dtrain__council *council, const dtrain__consent *consent)
+{
+    int voted = 0;
+    for (int i = 0; i < consent->count; i++)
+        voted |= consent->votes[i].world == council->rank && consent->votes[i].vote == DTRAIN__VOTE_YES;
+    return voted && !consent->heard && dtrain__council_seat(council, consent->group) != NULL;
+}
+
+/* Makes room: of those that one rank alone has voted in, or of the rest, whichever are more, the oldest goes, the
+ * decided first. So a rank that votes in groups which do not exist drives out its own votes first, and a vote under way
+ * stays. What a call of this rank waits for always stays. Where all ranks are here the council keeps what it has until
+ * the last end of the group leaves. */
 static void dtrain__consent_evict(dtrain__council *council)
 {
     dtrain__consent **worst = NULL;
@@ -96,9 +106,11 @@ static void dtrain__consent_evict(dtrain__council *council)
         int alike = 0;
         for (dtrain__consent *other = council->consents; other != NULL; other = other->next)
             alike += other->sole == (*at)->sole;
-        if (alike > most || (alike == most && ((*at)->decided || !(*worst)->decided)))
+        if (dtrain__consent_owed(council, *at) || alike < most)
+            continue;
+        if (alike > most || (*at)->decided || !(*worst)->decided)
             worst = at;
-        most = alike > most ? alike : most;
+        most = alike;
     }
     if (worst != NULL)
         dtrain__consent_drop(council, worst);
@@ -233,12 +245,19 @@ static void dtrain__consent_step(dtrain__council *council)
     for (dtrain__consent *consent = leads ? council->consents : NULL; consent != NULL; consent = consent->next) {
         if (consent->decided || dtrain__consent_awaits(council, consent) >= 0)
             continue;
+        int kind = 0, mixed = 0; /* members called different things */
         consent->decided = 1;
         consent->flags = UINT64_MAX;
-        for (int i = 0; i < consent->count; i++)
-            consent->flags &= consent->votes[i].vote == DTRAIN__VOTE_YES ? consent->votes[i].flags : UINT64_MAX;
+        for (int i = 0; i < consent->count; i++) {
+            const dtrain__vote *vote = &consent->votes[i];
+            if (vote->vote != DTRAIN__VOTE_YES)
+                continue;
+            consent->flags &= vote->flags;
+            mixed |= kind != 0 && kind != vote->kind;
+            kind = vote->kind;
+        }
         consent->id = dtrain__plane_group_id(dtrain__origin_serial(council->origin), council->rank);
-        consent->status = consent->mixed                               ? DTRAIN_ERR_MISMATCH
+        consent->status = mixed                                        ? DTRAIN_ERR_MISMATCH
                           : dtrain__consent_majority(council, consent) ? DTRAIN_OK
                                                                        : DTRAIN_ERR_PEER_LOST;
         dtrain__consent_answer(council, consent);
@@ -256,8 +275,8 @@ static void dtrain__consent_note(dtrain__consent *consent, int world, int kind, 
         if (consent->decided)
             continue;
         vote->vote = DTRAIN__VOTE_YES;
+        vote->kind = kind;
         vote->flags = flags;
-        consent->mixed |= kind != consent->kind;
     }
 }
 
@@ -268,7 +287,7 @@ static void dtrain__consent_list(dtrain__seat *seat)
         dtrain__council_list_add(seat->council, (uint64_t)seat->worlds[i]);
 }
 
-/* This rank votes in its group; voting again changes the flags, unless it is decided. Returns 0 when there is no
+/* This rank votes in its group; voting again changes its vote, unless it is decided. Returns 0 when there is no
  * memory. */
 static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agreement)
 {
@@ -281,6 +300,7 @@ static int dtrain__consent_vote(dtrain__seat *seat, const dtrain__agreement *agr
         return 0;
     if (consent->decided)
         return 1;
+    consent->kind = agreement->kind;
     for (int i = 0; i < seat->size; i++)
         if (dtrain__membership_left(seat->members, i))
             consent->votes[i].vote = DTRAIN__VOTE_OUT;
@@ -298,6 +318,8 @@ static int dtrain__consent_decided(dtrain__seat *seat, dtrain__agreement *agreem
     dtrain__consent_list(seat);
     dtrain__consent *consent = dtrain__consent_find(council, seat->id, agreement->number);
     int decided = consent != NULL && consent->decided;
+    if (decided)
+        consent->heard = 1;
     agreement->given_up = council->given_up;
     agreement->status = council->given_up || consent == NULL ? DTRAIN_ERR_PEER_LOST : consent->status;
     if (consent != NULL && !decided)

@@ -138,6 +138,43 @@ TEST(votes_of_other_groups_drive_out_none_that_is_under_way)
     run_ranks(&s, agrees_late);
 }
 
+/* Rank 1 has agreed in vain, and then shrinks as the others do. */
+static int changes_its_mind(dtrain_comm *world, scene *s)
+{
+    uint64_t flags = 7;
+    size_t bytes;
+    dtrain_comm *group;
+    (void)s;
+    if (dtrain_comm_rank(world) == 1) {
+        world->desc.timeout_ms = 300;
+        CHECK_EQ(dtrain_comm_agree(world, &flags), DTRAIN_ERR_TIMEOUT);
+        world->desc.timeout_ms = 20000;
+        CHECK_EQ(dtrain_comm_shrink_poll(world, 0, &group), DTRAIN_OK);
+        CHECK(group == NULL);
+        CHECK_EQ(dtrain_store_set(world, "late", NULL, 0), DTRAIN_OK);
+    }
+    CHECK_EQ(dtrain_store_wait(world, "late", NULL, 0, &bytes), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_shrink(world, &group), DTRAIN_OK);
+    CHECK_EQ(dtrain_comm_size(group), 3);
+    dtrain_comm_destroy(group);
+    return 0;
+}
+
+static dtrain_status changes_its_mind_on_threads(dtrain_comm *world, void *user)
+{
+    (void)user;
+    changes_its_mind(world, NULL);
+    return DTRAIN_OK;
+}
+
+TEST(another_call_after_a_deadline_takes_the_first_ones_vote_back)
+{
+    scene s;
+    CHECK_EQ(dtrain_run_threads(3, changes_its_mind_on_threads, NULL, NULL), DTRAIN_OK);
+    scene_begin_by(&s, 3, TCP);
+    run_ranks(&s, changes_its_mind);
+}
+
 static int in_step(dtrain_comm *world, scene *s)
 {
     int rank = dtrain_comm_rank(world);

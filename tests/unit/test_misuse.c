@@ -177,6 +177,8 @@ static void calls_beside(dtrain_comm *mine, dtrain_comm *other)
     CHECK_CONTAINS(dtrain_last_error(), "give each thread a group of its own (dtrain_comm_split)");
     CHECK_EQ(dtrain_send_async(mine, &y, 1, DTRAIN_F32, 1, &work), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "dtrain_all_reduce and dtrain_send on one group");
+    CHECK_EQ(dtrain_store_set(mine, "key", NULL, 0), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "dtrain_all_reduce and dtrain_store_set on one group");
     CHECK_EQ(dtrain_comm_rank(mine), 0); /* any thread may ask */
     CHECK_EQ(dtrain_comm_trace(mine, "/nowhere/trace.json"), DTRAIN_ERR_IO);
     if (other != NULL)
@@ -210,6 +212,29 @@ static dtrain_status two_groups(dtrain_comm *world, void *user)
     CHECK_EQ(x, 3);
     dtrain_comm_destroy(other);
     return status;
+}
+
+static void *awaits_key(void *pointer)
+{
+    size_t bytes;
+    CHECK_EQ(dtrain_store_wait((dtrain_comm *)pointer, "key", NULL, 0, &bytes), DTRAIN_OK);
+    return NULL;
+}
+
+TEST(two_threads_on_one_groups_store_are_told_apart)
+{
+    dtrain_comm *worlds[2];
+    pthread_t thread;
+    CHECK_EQ(dtrain_threads_create(worlds, 2, NULL), DTRAIN_OK);
+    CHECK_EQ(pthread_create(&thread, NULL, awaits_key, worlds[1]), 0);
+    while (!in_a_call(worlds[1]))
+        usleep(100);
+    CHECK_EQ(dtrain_store_set(worlds[1], "key", NULL, 0), DTRAIN_ERR_INVALID);
+    CHECK_CONTAINS(dtrain_last_error(), "dtrain_store_wait and dtrain_store_set on one group");
+    CHECK_EQ(dtrain_store_set(worlds[0], "key", NULL, 0), DTRAIN_OK);
+    pthread_join(thread, NULL);
+    dtrain_comm_destroy(worlds[0]);
+    dtrain_comm_destroy(worlds[1]);
 }
 
 TEST(two_threads_on_one_group_are_told_apart_from_two_on_two)
