@@ -16372,13 +16372,6 @@ static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data
     return done > 0 ? (ssize_t)done : -1;
 }
 
-/* Whether there is something for the next call of seal_recv, whatever poll() says of the descriptor. */
-static int dtrain__seal_holds(const dtrain__seal *seal)
-{
-    size_t bytes;
-    return seal->ended || seal->plain_at < seal->plain_end || dtrain__seal_whole(seal, &bytes) != 0;
-}
-
 /* ---- streams ---- */
 
 #define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a resumable connection; Linux doubles it */
@@ -16449,7 +16442,10 @@ static int dtrain__stream_owes(const dtrain__stream *stream)
 /* Whether dtrain__stream_recv gives something, whatever poll() says of the descriptor. */
 static int dtrain__stream_holds(const dtrain__stream *stream)
 {
-    return stream->fd >= 0 && stream->seal != NULL && dtrain__seal_holds(stream->seal);
+    const dtrain__seal *seal = stream->seal;
+    size_t bytes;
+    return stream->fd >= 0 && seal != NULL &&
+           (seal->ended || seal->plain_at < seal->plain_end || dtrain__seal_whole(seal, &bytes) != 0);
 }
 
 static void dtrain__stream_keep(dtrain__stream *stream, const unsigned char *data, size_t bytes)
@@ -27730,13 +27726,6 @@ static void dtrain__hosts_free(dtrain_device_group *group)
  * are added. Partial sums of 16-bit floats are float32, for which no buffer has room: they go STAGED among all
  * ranks. */
 
-/* A call that goes among all ranks as one of STAGED. */
-static int dtrain__hosts_stages(const dtrain__op *op)
-{
-    return dtrain__op_reduces(op) && dtrain__fold_partial(op->dtype) != op->dtype &&
-           (op->op == DTRAIN_SUM || op->op == DTRAIN_MEAN || op->op == DTRAIN_PROD);
-}
-
 /* A phase has failed, and this thread's last error says why: nothing of the group goes on. */
 static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int far,
                                           dtrain_status status)
@@ -27891,8 +27880,9 @@ static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, co
 
 static dtrain_status dtrain__hosts_run(dtrain_device_group *group, const dtrain__op *op)
 {
-    if (dtrain__hosts_stages(op))
-        return dtrain__staged_run(group, op);
+    if (dtrain__op_reduces(op) && dtrain__fold_partial(op->dtype) != op->dtype &&
+        (op->op == DTRAIN_SUM || op->op == DTRAIN_MEAN || op->op == DTRAIN_PROD))
+        return dtrain__staged_run(group, op); /* among all ranks */
     dtrain_status status = dtrain__hosts_meet(group, op);
     if (status != DTRAIN_OK || op->count == 0)
         return status;
@@ -32731,13 +32721,6 @@ static void dtrain__parts_begin(dtrain_param *param, dtrain_param_part *part)
     param->part = part;
 }
 
-/* Says whether a dimension is cut already. */
-static int dtrain__parts_is_cut(const dtrain_param *param)
-{
-    int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
-    return cut >= 0 && cut < DTRAIN_MAX_DIMS && param->shape[cut] != param->part->shape[cut];
-}
-
 static dtrain_status dtrain__parts_check_cut(const dtrain_param *param, int dim, size_t blocks, int parts, int index)
 {
     const char *name = dtrain__parts_name(param);
@@ -32754,7 +32737,8 @@ static dtrain_status dtrain__parts_check_cut(const dtrain_param *param, int dim,
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_param_cut: parameter %s, part %d of %d: expected 0 to parts - 1, and a part", name,
                             index, parts);
-    if (dtrain__parts_is_cut(param))
+    int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
+    if (cut >= 0 && cut < DTRAIN_MAX_DIMS && param->shape[cut] != param->part->shape[cut])
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_param_cut: parameter %s is cut along dim %d already: a parameter is cut once", name,
                             param->part->dim);
@@ -35837,13 +35821,6 @@ static void dtrain__guard_set(dtrain__guard *guard, size_t index, int open)
     dtrain__guard_count(guard, range->region, range->begin, range->end, open);
 }
 
-/* Keeps addresses of a range open for good. */
-static void dtrain__guard_keep(dtrain__guard *guard, size_t index, uintptr_t begin, uintptr_t end)
-{
-    if (guard->ranges[index].region != SIZE_MAX)
-        dtrain__guard_count(guard, guard->ranges[index].region, begin, end, 1);
-}
-
 /* Begins to guard: all ranges are closed from now on. Returns 0 where there is no memory. */
 static int dtrain__guard_start(dtrain__guard *guard)
 {
@@ -35958,8 +35935,8 @@ static int dtrain__fsdp_debug_start(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         uintptr_t own = guard->ranges[i].begin + cut->own * sizeof(float);
-        if (cut->home && !layout->resident)
-            dtrain__guard_keep(guard, i, own, own + cut->own_count * sizeof(float));
+        if (cut->home && !layout->resident && guard->ranges[i].region != SIZE_MAX) /* stays open for good */
+            dtrain__guard_count(guard, guard->ranges[i].region, own, own + cut->own_count * sizeof(float), 1);
     }
     for (int i = 0; i < layout->unit_count; i++)
         dtrain__fsdp_debug_set(fsdp, i, 1, 1);
@@ -49727,12 +49704,6 @@ static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_pi
             (dtrain__load_is_float(tensor->dtype) && dtrain__load_is_float(piece->dtype)));
 }
 
-/* State that a model does not hold is not missing. */
-static int dtrain__load_asks(const dtrain__load *load, const dtrain_piece *piece)
-{
-    return load->model == NULL || piece->suffix == NULL;
-}
-
 /* The tensor that a piece is of, or NULL: in a model it may have another name as well. */
 static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, const dtrain_piece *piece)
 {
@@ -49753,7 +49724,9 @@ static void dtrain__load_match(dtrain__load *load)
             const dtrain_piece *piece = &load->list.pieces[i];
             const dtrain__index_tensor *tensor = dtrain__load_find(load, piece);
             int again = i > 0 && dtrain__region_compare_names(piece, &load->list.pieces[i - 1]) == 0;
-            int fits = tensor != NULL && dtrain__load_fits(tensor, piece), asks = dtrain__load_asks(load, piece);
+            int fits = tensor != NULL && dtrain__load_fits(tensor, piece);
+            int asks =
+                load->model == NULL || piece->suffix == NULL; /* state that a model does not hold is not missing */
             load->wants[i].piece = i;
             load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
             if (tensor != NULL)

@@ -269,12 +269,6 @@ static int dtrain__load_fits(const dtrain__index_tensor *tensor, const dtrain_pi
             (dtrain__load_is_float(tensor->dtype) && dtrain__load_is_float(piece->dtype)));
 }
 
-/* State that a model does not hold is not missing. */
-static int dtrain__load_asks(const dtrain__load *load, const dtrain_piece *piece)
-{
-    return load->model == NULL || piece->suffix == NULL;
-}
-
 /* The tensor that a piece is of, or NULL: in a model it may have another name as well. */
 static const dtrain__index_tensor *dtrain__load_find(const dtrain__load *load, const dtrain_piece *piece)
 {
@@ -295,7 +289,9 @@ static void dtrain__load_match(dtrain__load *load)
             const dtrain_piece *piece = &load->list.pieces[i];
             const dtrain__index_tensor *tensor = dtrain__load_find(load, piece);
             int again = i > 0 && dtrain__region_compare_names(piece, &load->list.pieces[i - 1]) == 0;
-            int fits = tensor != NULL && dtrain__load_fits(tensor, piece), asks = dtrain__load_asks(load, piece);
+            int fits = tensor != NULL && dtrain__load_fits(tensor, piece);
+            int asks =
+                load->model == NULL || piece->suffix == NULL; /* state that a model does not hold is not missing */
             load->wants[i].piece = i;
             load->wants[i].tensor = fits && asks ? (size_t)(tensor - load->index.tensors) : DTRAIN__INDEX_NONE;
             if (tensor != NULL)

@@ -160,13 +160,6 @@ static void dtrain__hosts_free(dtrain_device_group *group)
  * are added. Partial sums of 16-bit floats are float32, for which no buffer has room: they go STAGED among all
  * ranks. */
 
-/* A call that goes among all ranks as one of STAGED. */
-static int dtrain__hosts_stages(const dtrain__op *op)
-{
-    return dtrain__op_reduces(op) && dtrain__fold_partial(op->dtype) != op->dtype &&
-           (op->op == DTRAIN_SUM || op->op == DTRAIN_MEAN || op->op == DTRAIN_PROD);
-}
-
 /* A phase has failed, and this thread's last error says why: nothing of the group goes on. */
 static dtrain_status dtrain__hosts_failed(dtrain_device_group *group, const dtrain__op *whole, int far,
                                           dtrain_status status)
@@ -321,8 +314,9 @@ static dtrain_status dtrain__hosts_reduce_scatter(dtrain_device_group *group, co
 
 static dtrain_status dtrain__hosts_run(dtrain_device_group *group, const dtrain__op *op)
 {
-    if (dtrain__hosts_stages(op))
-        return dtrain__staged_run(group, op);
+    if (dtrain__op_reduces(op) && dtrain__fold_partial(op->dtype) != op->dtype &&
+        (op->op == DTRAIN_SUM || op->op == DTRAIN_MEAN || op->op == DTRAIN_PROD))
+        return dtrain__staged_run(group, op); /* among all ranks */
     dtrain_status status = dtrain__hosts_meet(group, op);
     if (status != DTRAIN_OK || op->count == 0)
         return status;

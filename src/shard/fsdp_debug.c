@@ -81,8 +81,8 @@ static int dtrain__fsdp_debug_start(dtrain_fsdp *fsdp)
     for (size_t i = 0; i < layout->cut_count; i++) {
         const dtrain__layout_cut *cut = &layout->cuts[i];
         uintptr_t own = guard->ranges[i].begin + cut->own * sizeof(float);
-        if (cut->home && !layout->resident)
-            dtrain__guard_keep(guard, i, own, own + cut->own_count * sizeof(float));
+        if (cut->home && !layout->resident && guard->ranges[i].region != SIZE_MAX) /* stays open for good */
+            dtrain__guard_count(guard, guard->ranges[i].region, own, own + cut->own_count * sizeof(float), 1);
     }
     for (int i = 0; i < layout->unit_count; i++)
         dtrain__fsdp_debug_set(fsdp, i, 1, 1);

@@ -380,13 +380,6 @@ static void dtrain__guard_set(dtrain__guard *guard, size_t index, int open)
     dtrain__guard_count(guard, range->region, range->begin, range->end, open);
 }
 
-/* Keeps addresses of a range open for good. */
-static void dtrain__guard_keep(dtrain__guard *guard, size_t index, uintptr_t begin, uintptr_t end)
-{
-    if (guard->ranges[index].region != SIZE_MAX)
-        dtrain__guard_count(guard, guard->ranges[index].region, begin, end, 1);
-}
-
 /* Begins to guard: all ranges are closed from now on. Returns 0 where there is no memory. */
 static int dtrain__guard_start(dtrain__guard *guard)
 {

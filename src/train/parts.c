@@ -23,13 +23,6 @@ static void dtrain__parts_begin(dtrain_param *param, dtrain_param_part *part)
     param->part = part;
 }
 
-/* Says whether a dimension is cut already. */
-static int dtrain__parts_is_cut(const dtrain_param *param)
-{
-    int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
-    return cut >= 0 && cut < DTRAIN_MAX_DIMS && param->shape[cut] != param->part->shape[cut];
-}
-
 static dtrain_status dtrain__parts_check_cut(const dtrain_param *param, int dim, size_t blocks, int parts, int index)
 {
     const char *name = dtrain__parts_name(param);
@@ -46,7 +39,8 @@ static dtrain_status dtrain__parts_check_cut(const dtrain_param *param, int dim,
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_param_cut: parameter %s, part %d of %d: expected 0 to parts - 1, and a part", name,
                             index, parts);
-    if (dtrain__parts_is_cut(param))
+    int cut = param->part != NULL ? dtrain__params_cut_dim(param) : -1;
+    if (cut >= 0 && cut < DTRAIN_MAX_DIMS && param->shape[cut] != param->part->shape[cut])
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "dtrain_param_cut: parameter %s is cut along dim %d already: a parameter is cut once", name,
                             param->part->dim);

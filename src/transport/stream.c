@@ -162,13 +162,6 @@ static ssize_t dtrain__seal_recv(dtrain__seal *seal, int fd, unsigned char *data
     return done > 0 ? (ssize_t)done : -1;
 }
 
-/* Whether there is something for the next call of seal_recv, whatever poll() says of the descriptor. */
-static int dtrain__seal_holds(const dtrain__seal *seal)
-{
-    size_t bytes;
-    return seal->ended || seal->plain_at < seal->plain_end || dtrain__seal_whole(seal, &bytes) != 0;
-}
-
 /* ---- streams ---- */
 
 #define DTRAIN__SOCKET_BUFFER ((size_t)1 << 20)          /* of a resumable connection; Linux doubles it */
@@ -239,7 +232,10 @@ static int dtrain__stream_owes(const dtrain__stream *stream)
 /* Whether dtrain__stream_recv gives something, whatever poll() says of the descriptor. */
 static int dtrain__stream_holds(const dtrain__stream *stream)
 {
-    return stream->fd >= 0 && stream->seal != NULL && dtrain__seal_holds(stream->seal);
+    const dtrain__seal *seal = stream->seal;
+    size_t bytes;
+    return stream->fd >= 0 && seal != NULL &&
+           (seal->ended || seal->plain_at < seal->plain_end || dtrain__seal_whole(seal, &bytes) != 0);
 }
 
 static void dtrain__stream_keep(dtrain__stream *stream, const unsigned char *data, size_t bytes)
