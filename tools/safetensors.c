@@ -443,8 +443,8 @@ static int verify_checkpoint(const char *path)
     for (size_t i = 0; status == DTRAIN_OK && i < all.index.file_count; i++)
         progress_total += all.index.files[i].data.data_bytes;
     all.tell = progress;
-    if (status == DTRAIN_OK)
-        status = dtrain__export_check(&all);
+    for (size_t file = 0; status == DTRAIN_OK && file < all.index.file_count; file++)
+        status = dtrain__export_check_file(&all, file);
     dtrain__export_end(&all);
     progress_end();
     if (status != DTRAIN_OK)
