@@ -372,7 +372,8 @@
 #endif
 
 /* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END: no step waits
- * for it. Other compilers have no pragma for that. */
+ * for it. Other compilers have no pragma for that. A declaration stands between DTRAIN__SMALL_BEGIN and what follows of
+ * these, as gcc saves macros ahead of its pragmas. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
 #define DTRAIN__SMALL_BEGIN \
     DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
@@ -8055,6 +8056,7 @@ DTRAIN_API dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t
  * GROUP.KEY or KEY; settings of a group are told one after the other. */
 #ifndef DTRAIN__LISTER
 #define DTRAIN__LISTER
+DTRAIN__SMALL_BEGIN
 
 /* What names of optimizer state end with, and no others: 0 and 1 AdamW's, 2 SGD's; NULL: there are no more. */
 static const char *dtrain__pieces_suffix(int which)
@@ -8211,7 +8213,6 @@ DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t c
     return dtrain__pieces_walk(lists, count, &lister);
 }
 
-DTRAIN__SMALL_BEGIN
 #endif
 
 #ifndef DTRAIN_NO_SAFETENSORS

@@ -68,7 +68,8 @@
 #endif
 
 /* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END: no step waits
- * for it. Other compilers have no pragma for that. */
+ * for it. Other compilers have no pragma for that. A declaration stands between DTRAIN__SMALL_BEGIN and what follows of
+ * these, as gcc saves macros ahead of its pragmas. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
 #define DTRAIN__SMALL_BEGIN \
     DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")

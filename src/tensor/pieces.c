@@ -6,6 +6,7 @@
 #include "pieces.h"
 #include "../base/status.c"
 #include "../base/json_writer.c"
+DTRAIN__SMALL_BEGIN
 
 /* What names of optimizer state end with, and no others: 0 and 1 AdamW's, 2 SGD's; NULL: there are no more. */
 static const char *dtrain__pieces_suffix(int which)
@@ -162,5 +163,4 @@ DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t c
     return dtrain__pieces_walk(lists, count, &lister);
 }
 
-DTRAIN__SMALL_BEGIN
 #endif
