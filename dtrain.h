@@ -51213,9 +51213,13 @@ DTRAIN_API dtrain_status dtrain_checkpoint_export(const char *path, const char *
 #endif
 
 /* ---- >>end ---- */
+#ifndef DTRAIN__END
+#define DTRAIN__END
 DTRAIN__SMALL_END
 #if defined(__GNUC__)
 #pragma GCC diagnostic pop
+#endif
+
 #endif
 
 #endif

@@ -255,7 +255,8 @@ static void *faulty_rank(void *pointer)
             TEST_FAIL("seed %llu: call %d on rank %d went far beyond its deadline", (unsigned long long)r->seed, n,
                       r->rank);
     }
-    if (status == DTRAIN_OK && is_control(r, last)) /* rank 0 keeps the store until all have had their answers */
+    if (status == DTRAIN_OK &&
+        !(__atomic_load_n(&fault.kinds, __ATOMIC_RELAXED) & CROSS)) /* until then rank 0 keeps the store */
         status = dtrain_barrier(world);
     r->broke = status != DTRAIN_OK;
     snprintf(r->why, sizeof r->why, "%s", r->broke ? dtrain_last_error() : "");

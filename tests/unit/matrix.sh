@@ -218,7 +218,7 @@ cp -R src tools dtrain.h "$work/tree/"
 cd "$work/tree"
 tool=tools/amalgamate
 holds "a second run changes nothing" sh -c "$tool && cmp dtrain.h '$root/dtrain.h'"
-sed 's/Returns the number of ranks; 1 for NULL/Returns how many ranks there are; 1 for NULL/' dtrain.h >edited && mv edited dtrain.h
+sed 's/and the number of ranks, 1 for NULL/and how many ranks there are, 1 for NULL/' dtrain.h >edited && mv edited dtrain.h
 fails_with "--check names the line" 'comm/comm.h:' $tool --check
 holds "--absorb" $tool --absorb
 holds "absorbed" grep -q 'how many ranks there are' src/comm/comm.h
