@@ -304,9 +304,9 @@
 
 /* ---- >>base ----
  * What every floor shares in public: what the implementation needs of system headers, which is settled before any of
- * them; the pragmas that keep a region's arithmetic to the letter of IEEE 754 whatever flags the program uses; the macros
- * a program may set, status codes and error texts, the log callback, the allocator hook, counter-based random numbers
- * and SHA-256. Calls nothing but the C library. */
+ * them; the pragmas that keep a region's arithmetic to the letter of IEEE 754 whatever flags the program uses; the
+ * macros a program may set, status codes and error texts, the log callback, the allocator hook, counter-based random
+ * numbers and SHA-256. Calls nothing but the C library. */
 #ifndef DTRAIN__BASE_H
 #define DTRAIN__BASE_H
 
@@ -331,10 +331,10 @@
 #endif
 
 /* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
- * under -ffp-contract=fast and approximate square roots under -ffast-math: see dtrain__isa_rounded_f32 and DTRAIN__TRAIN_ROOT_base.
- * The program's own code after them is compiled as if they were not there. gcc's pragma also redefines the macros that
- * stand for its flags, and its end does not undo that: without DTRAIN__EXACT_MACROS, a <math.h> that the program
- * includes later would not declare the SIMD functions that -Ofast uses. */
+ * under -ffp-contract=fast and approximate square roots under -ffast-math: see dtrain__isa_rounded_f32 and
+ * DTRAIN__TRAIN_ROOT_base. The program's own code after them is compiled as if they were not there. gcc's pragma also
+ * redefines the macros that stand for its flags, and its end does not undo that: without DTRAIN__EXACT_MACROS, a
+ * <math.h> that the program includes later would not declare the SIMD functions that -Ofast uses. */
 #if defined(__clang__)
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
@@ -371,9 +371,9 @@
 #endif
 #endif
 
-/* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END: no step waits
- * for it. Other compilers have no pragma for that. A declaration stands between DTRAIN__SMALL_BEGIN and what follows of
- * these, as gcc saves macros ahead of its pragmas. */
+/* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END, as no step
+ * waits for it. Other compilers have no pragma for that. A declaration stands between DTRAIN__SMALL_BEGIN and what
+ * follows of these, as gcc saves macros ahead of its pragmas. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
 #define DTRAIN__SMALL_BEGIN \
     DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
