@@ -1395,14 +1395,45 @@ typedef struct dtrain_transport {
 #endif
 
 /* ---- >>comm ----
- * Groups of ranks and the collectives between them. A dtrain_comm is one rank's end of a group; every
- * rank of the group makes the same collective calls in the same order. Results of reductions follow
- * one order of operations (see >>order), the same bits on every rank and transport.
+ * Groups of ranks and the collectives between them. A dtrain_comm is one rank's end of a group. Every rank of the group
+ * makes the same collective calls in the same order.
  *
  * ---- >>order ----
- * The balanced binary tree over ranks whose left part is the largest power of two below their number:
- * two ranks x0 + x1; four (x0 + x1) + (x2 + x3); five ((x0 + x1) + (x2 + x3)) + x4. A mean is the tree's
- * sum divided once. 16-bit floats are summed as float32 and rounded once. */
+ * Reductions add along the balanced binary tree over ranks. Its left part is the largest power of two below the number
+ * of ranks. A mean is the tree's sum divided once. 16-bit floats are summed as float32 and rounded once. The result has
+ * the same bits on every rank and transport.
+ *
+ *   2 ranks   x0 + x1
+ *   4 ranks   (x0 + x1) + (x2 + x3)
+ *   5 ranks   ((x0 + x1) + (x2 + x3)) + x4
+ *
+ * ---- >>disagree ----
+ * When ranks do not agree, the error says who did what. Say rank 2 of three processes calls broadcast while the others
+ * call all_reduce. A rank that has waited for a quarter of its deadline writes one line to the log:
+ *
+ *     all_reduce #11 (sum, f32 x 4): rank 0 has waited 1.3 s for rank 2;
+ *     rank 2 is in broadcast #11 (f32 x 4, root 1) since 1.3 s, waiting for rank 1;
+ *     rank 1 is in all_reduce #11 (sum, f32 x 4) since 1.3 s, waiting for rank 0
+ *
+ * The log is silent if the deadline is under a second. At the deadline the call returns DTRAIN_ERR_MISMATCH, and its
+ * text quotes both calls. If the two calls meet directly, as those of threads do, it returns that at once.
+ *
+ * Each rank keeps its last 256 operations in each group. DTRAIN_TRACE=failed in the environment makes each rank that
+ * fails write them to failed.rank-N.json. dtrain_comm_trace writes them at any time. The tool dtrace merges the files:
+ *
+ *     $ build/dtrace -o all.json failed.rank-*.json
+ *     waited for:  rank 1, 0.000263 s in 11 operations, of 0.000263 s that ranks waited for each other
+ *     in the end:  rank 0 waited for rank 2 in all_reduce #11 (sum, f32 x 4) (ERR_MISMATCH)
+ *     ...
+ *     differ:      first in #11 of group 0: rank 0 called all_reduce #11 (sum, f32 x 4) by tree, rank 2 broadcast ...
+ *
+ * DDP and the replicas of FSDP also find weights that drift apart. Each step ends with a message that carries a hash of
+ * a part of the weights, all of them within `check_every` steps. Weights drift after different first weights, another
+ * learning rate, a step that one rank took alone, or approximate instructions. Every rank gets the error:
+ *
+ *     dtrain_ddp_finish: replicas have drifted apart: parameter 0 "wte" of rank 3 is not that of rank 0: ...
+ *
+ * dtrain_comm_check_equal compares any data of your own. */
 #ifndef DTRAIN__COMM_H
 #define DTRAIN__COMM_H
 
@@ -1419,9 +1450,10 @@ typedef enum dtrain_order {
     DTRAIN_ORDER_ANY = 401 /* whatever is fastest; still the same bits on every rank */
 } dtrain_order;
 
-/* How a collective moves its data. RING and DOUBLE_TREE add in an order of their own, NODES too where the ranks of a
- * node are no power of two; the others add in the tree order. Where a collective has no such form for this number of
- * ranks, the library chooses one.
+/* How a collective moves its data. If a collective has no such form for this number of ranks, the library chooses one.
+ *
+ * RING and DOUBLE_TREE add in an order of their own. NODES does so if the number of ranks in a node is no power of two.
+ * The others add in the tree order.
  *
  * Source: Thakur, Rabenseifner, Gropp, IJHPCA 19(1), 2005; RING: Patarasuk, Yuan, J. Parallel Distrib. Comput. 69(2),
  * 2009; BRUCK: Bruck, Ho, Kipnis, Upfal, Weathersby, IEEE TPDS 8(11), 1997; DOUBLE_TREE: Sanders, Speck, Traeff,
@@ -1429,160 +1461,189 @@ typedef enum dtrain_order {
 typedef enum dtrain_algorithm {
     DTRAIN_ALGORITHM_AUTO = 0,
     DTRAIN_ALGORITHM_FUSED = 201,        /* one address space: each rank does its share on every rank's buffer */
-    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; worlds of a power of two, others TREE */
-    DTRAIN_ALGORITHM_TREE,               /* whole vectors up to a rank and down again */
+    DTRAIN_ALGORITHM_RECURSIVE_DOUBLING, /* whole vectors between partners; TREE unless size is a power of two */
+    DTRAIN_ALGORITHM_TREE,               /* whole vectors up to one rank and down again */
     DTRAIN_ALGORITHM_RING,               /* parts from neighbour to neighbour */
-    DTRAIN_ALGORITHM_HALVING_DOUBLING,   /* all_reduce: halves of halves, each rank folds a part */
+    DTRAIN_ALGORITHM_HALVING_DOUBLING,   /* all_reduce: partners exchange halves; each rank folds one part */
     DTRAIN_ALGORITHM_DIRECT,             /* every pair of ranks exchanges once */
-    DTRAIN_ALGORITHM_BRUCK,              /* everything to everyone in few steps, folded by each */
-    DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside nodes, then between their first ranks */
-    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces in turn over two trees */
+    DTRAIN_ALGORITHM_BRUCK,              /* every rank gets all inputs in few steps and folds them itself */
+    DTRAIN_ALGORITHM_NODES,              /* all_reduce: inside each node, then between the nodes' first ranks */
+    DTRAIN_ALGORITHM_DOUBLE_TREE         /* all_reduce: pieces alternate between two trees */
 } dtrain_algorithm;
 
+/* Who drives async work, and the connections between processes. */
 typedef enum dtrain_progress {
-    DTRAIN_PROGRESS_THREAD = 0, /* a service thread drives async work, and the connections of processes; ranks of one
-                                 * process start it with their first async call */
-    DTRAIN_PROGRESS_POLL = 301  /* no thread is started; dtrain_comm_poll drives both, and calls that wait */
+    DTRAIN_PROGRESS_THREAD = 0, /* a service thread; threads of one process start it with their first async call */
+    DTRAIN_PROGRESS_POLL = 301  /* dtrain_comm_poll, and every call that waits; no thread is started */
 } dtrain_progress;
 
-/* How to make a group. Zero means the default; zero the whole struct, then set what differs.
+/* How to make a group. Zero the whole struct, then set what differs: zero means the default.
  *
- * A nonzero world_size means that rank and root are taken from here and the environment is not read. Else they
- * come from the first of these that the environment holds:
+ * RANK AND SIZE come from the desc if world_size is not 0. Otherwise they come from the first of these that the
+ * environment holds:
  *
- *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE, DTRAIN_ROOT
- *   torchrun    RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
- *   Slurm       SLURM_PROCID, SLURM_NTASKS, unless mpirun has started the rank inside the job
+ *   dtrain      DTRAIN_RANK, DTRAIN_WORLD_SIZE
+ *   torchrun    RANK, WORLD_SIZE
+ *   Slurm       SLURM_PROCID, SLURM_NTASKS; skipped for ranks that mpirun started inside the Slurm job
  *   Open MPI    OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE
  *   PMI         PMI_RANK, PMI_SIZE
- *   Kubernetes  JOB_COMPLETION_INDEX, with DTRAIN_WORLD_SIZE
+ *   Kubernetes  JOB_COMPLETION_INDEX, DTRAIN_WORLD_SIZE
  *
- * DTRAIN_ROOT, else MASTER_ADDR and MASTER_PORT (the next port, where torchrun's agent has that one), give the root
- * to all of them. DTRAIN_TOKEN or the file named by DTRAIN_TOKEN_FILE, DTRAIN_INTERFACE, DTRAIN_INSECURE=1,
- * DTRAIN_SECURE (1: on, 0: off) and DTRAIN_TIMEOUT_MS stand for the fields of those names where these are 0.
+ * THE ROOT is the address at which rank 0 listens. It comes from the first of these that is set, the environment only
+ * if world_size is 0:
  *
- * Rank 0 refuses the ranks of another job. Which job a rank is of says DTRAIN_JOB, any text, the same on all ranks
- * (dtrun sets it); else its launcher's TORCHELASTIC_RUN_ID, SLURM_JOB_ID and SLURM_STEP_ID, PMIX_NAMESPACE,
- * OMPI_MCA_ess_base_jobid or PMI_JOBID. Where either has none, rank 0's log names the newcomer: pid, program, host.
+ *   desc.root
+ *   DTRAIN_ROOT
+ *   MASTER_ADDR, MASTER_PORT   the next port if torchrun's own agent listens at MASTER_PORT
+ *   Slurm                      the first host of the node list, port 15000 + SLURM_JOB_ID % 10000
+ *   Open MPI, PMI              with all ranks on one host: a unix socket that is named after the job
  *
- * A token file is a regular file, whose first line is the token; a warning names one that others than its owner can
- * read. DTRAIN_TOKEN that is set and empty, an empty file and a token with a byte of 0 are errors: unset both
- * variables to have no token.
+ * OTHER FIELDS that are 0 or NULL come from these variables. The last three are always read, the others only if
+ * world_size is 0:
  *
- * Always, and for threads too: DTRAIN_ALGORITHM=ring, or all_reduce=ring,broadcast=tree, overrides algorithm, and
- * DTRAIN_NODE_RANKS stands for node_ranks where this is 0.
+ *   token             DTRAIN_TOKEN, or DTRAIN_TOKEN_FILE: a file whose first line is the token
+ *   listen_on         DTRAIN_INTERFACE
+ *   insecure          DTRAIN_INSECURE=1
+ *   secure            DTRAIN_SECURE: 1 on, 0 off
+ *   timeout_ms        DTRAIN_TIMEOUT_MS
+ *   node_ranks        DTRAIN_NODE_RANKS
+ *   trace_on_failure  DTRAIN_TRACE
+ *   algorithm         DTRAIN_ALGORITHM: ring, or all_reduce=ring,broadcast=tree; it overrides the field
  *
- * Ranks prove to each other that they hold the token before anything else is read from a connection. dtrun makes one
- * by itself. Without a token ranks meet over unix sockets alone, and each looks whether the other's process is its own
- * user's. The ranks of a root on loopback, "127.0.0.1:29500", then meet at the socket /tmp/dtrain-UID/29500, or in
- * TMPDIR where that is set to a path of at most 44 bytes: UID is the user's number, the directory is the user's alone.
- * TCP without a token, even on loopback, takes insecure or DTRAIN_INSECURE=1.
+ * JOBS. Rank 0 refuses ranks of another job. The job's name is DTRAIN_JOB: any text, the same on all ranks; dtrun sets
+ * it. Without that, it is the launcher's TORCHELASTIC_RUN_ID, SLURM_JOB_ID and SLURM_STEP_ID, PMIX_NAMESPACE,
+ * OMPI_MCA_ess_base_jobid or PMI_JOBID. If either side has no name, rank 0's log says who came: pid, program, host.
  *
- * With a token, every connection that leaves the host is sealed: all control and data go in records of
- * ChaCha20-Poly1305. Each connection and direction has a key of its own, made from the token and what both sides said.
- * Whether a connection leaves the host follows from its own two addresses; both sides prove what they found. Set
- * secure = 1 or DTRAIN_SECURE=1 to seal connections on this host, too. Set -1, or DTRAIN_SECURE=0, on every rank where
- * the network is yours alone. A rank with 1 and one with -1 do not meet (DTRAIN_ERR_MISMATCH). A tunnel whose two ends
- * look local, such as that of ssh -L, is not sealed by itself. Each sealed connection takes 260 KB of memory.
+ * TOKEN. The token is the group's secret. Ranks prove to each other that they hold it before they read anything else
+ * from a connection. dtrun makes one for each run. A token file must be a regular file; a warning names a file that
+ * others than its owner can read. An empty DTRAIN_TOKEN, an empty file and a token with a zero byte are errors: unset
+ * both variables to have no token.
  *
- * A record that is changed, injected, replayed, moved or left out ends its connection before any of it is used. That
- * ends the group with DTRAIN_ERR_CORRUPT or, of a control connection, DTRAIN_ERR_PEER_LOST; with reconnect_ms the
- * connection is made again, with other keys. Sealing does not give:
+ * Without a token, ranks meet over unix sockets alone. Each checks that the other's process belongs to its own user. A
+ * root on loopback such as "127.0.0.1:29500" then means the socket /tmp/dtrain-UID/29500. UID is the user's number, and
+ * the directory is the user's alone. TMPDIR replaces /tmp if it is an absolute path of at most 44 bytes. TCP without a
+ * token, even on loopback, needs insecure or DTRAIN_INSECURE=1.
  *
- *   forward secrecy     whoever learns the token later can read what was recorded of its jobs
- *   members' secrets    whoever holds the token can read and forge everything
- *   a better token      a weak one can be guessed from a recorded handshake: take 16 random bytes or more
- *   sizes and times     of messages, which stay visible
+ * SEALING. With a token, every connection that leaves the host is encrypted and authenticated with ChaCha20-Poly1305.
+ * Each connection and direction has a key of its own, made from the token and both sides' nonces. A connection's two
+ * addresses say whether it leaves the host, and both sides prove what they found.
+ *
+ *   secure = 1 or DTRAIN_SECURE=1    seals the connections inside the host, too
+ *   secure = -1 or DTRAIN_SECURE=0   seals none: for a network that is yours alone; set it on every rank
+ *   1 on one rank and -1 on another  the ranks do not meet (DTRAIN_ERR_MISMATCH)
+ *
+ * A tunnel whose two ends look local, such as that of ssh -L, is not sealed unless you ask for it. Each sealed
+ * connection takes 260 KB of memory.
+ *
+ * A record that was changed, injected, replayed, moved or dropped ends its connection before any of it is used. That
+ * ends the group with DTRAIN_ERR_CORRUPT, or with DTRAIN_ERR_PEER_LOST on a control connection. With reconnect_ms the
+ * connection is made again, with other keys. Sealing does not protect against:
+ *
+ *   a token that leaks later   it decrypts the recorded traffic of its jobs: there is no forward secrecy
+ *   members of the group       who holds the token can read and forge everything
+ *   a weak token               it can be guessed from a recorded handshake: take 16 random bytes or more
+ *   traffic analysis           sizes and times of messages stay visible
  *
  *   source    RFC 8439 (ChaCha20-Poly1305), RFC 5869 (HKDF-SHA256) */
 typedef struct dtrain_comm_desc {
     int rank;                    /* used when world_size is not 0 */
     int world_size;              /* 0: from the environment */
     const char *root;            /* where rank 0 listens: "host:port", "[address]:port" or "unix:/path" */
-    const char *token;           /* the group's secret, 16 to 255 bytes; NULL: none beside the environment's */
+    const char *token;           /* the group's secret, 16 to 255 bytes; NULL: the environment's, or none */
     const char *fingerprint;     /* of model and program, at most 127 bytes, compared when ranks meet; NULL: "" */
     const char *listen_on;       /* interface or address of this rank; NULL: the one that routes to the root */
-    int insecure;                /* 1: without a token use TCP all the same: whoever can connect may come in */
+    int insecure;                /* 1: allows TCP without a token, which lets in whoever can connect */
     int secure;                  /* 1: seal all connections; -1: none; 0: with a token, those that leave the host */
     int connections;             /* to each peer, used in turn; 0: 1; at most 8 */
     int64_t timeout_ms;          /* deadline of every blocking or async call; 0: 60,000; negative: none */
-    int64_t heartbeat_ms;        /* a rank that was silent for so long is lost; 0: 15,000; negative: never */
-    int64_t reconnect_ms;        /* a reset connection may be made again within; 0: it ends the group */
+    int64_t heartbeat_ms;        /* a rank that is silent for this long is lost; 0: 15,000; negative: never */
+    int64_t reconnect_ms;        /* how long a reset connection may take to come back; 0: a reset ends the group */
     dtrain_algorithm algorithm;  /* of every collective that has it; 0: chosen by kind, size and transport */
     dtrain_order order;          /* of reductions; 0: the tree's */
-    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: found out */
-    int checksum;                /* 1: messages carry one of their data; -1: none do; 0: over your own transports */
+    int node_ranks;              /* ranks r with equal r / node_ranks share a host; 0: detected */
+    int checksum;                /* 1: messages carry a checksum of their data; -1: none; 0: over your transports */
     dtrain_progress progress;    /* 0: a service thread */
     size_t stack_bytes;          /* of dtrain_run_threads' threads; 0: 8 MiB; at least 64 KiB, which calls need */
     dtrain_allocator *allocator; /* NULL: one of the group's own, on the C library */
-    void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells the port that port 0 became */
+    void (*on_address)(void *user, const char *address); /* rank 0 listens there; tells which port a port of 0 became */
     void *on_address_user;
-    const char *trace_on_failure; /* see dtrain_comm_trace; copied; NULL: DTRAIN_TRACE of the environment, else none */
+    const char *trace_on_failure; /* path prefix, copied (see dtrain_comm_trace); NULL: DTRAIN_TRACE, else none */
 } dtrain_comm_desc;
 
-/* Makes the group of processes that the environment or desc describes; a world of one where they describe none. The
- * first call on such a world logs a warning, once a process, unless DTRAIN_WORLD_SIZE is 1.
+/* Makes the group of processes that desc or the environment describes.
  *
- * Rank 0 listens at the root address, the others reach it there, in any order, within timeout_ms. Between processes
- * connections are made when first needed; one service thread looks after those of this group and of all that come of
- * it by dtrain_comm_split and its like, unless progress is DTRAIN_PROGRESS_POLL. A forked child cannot use its
- * parent's group.
+ * If neither describes one, the group is a world of one rank. The first call on such a world logs a warning, once a
+ * process. DTRAIN_WORLD_SIZE=1 says that one rank is meant.
+ *
+ * Rank 0 listens at the root address. The others reach it there within timeout_ms, in any order. Two ranks connect to
+ * each other when they first need it. One service thread looks after the connections of this group and of all groups
+ * made from it. With DTRAIN_PROGRESS_POLL there is no such thread. A forked child cannot use its parent's group.
  *
  *   comm     out: this rank's end; NULL on an error
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_INVALID   a variable or field is missing or malformed; the text names it
- *            DTRAIN_ERR_DENIED    no token where one is needed, or not the same; another job's or user's process
+ *            DTRAIN_ERR_DENIED    no token or another one; a process of another job or user
  *            DTRAIN_ERR_MISMATCH  another world size, wire version, byte order or fingerprint; a rank taken twice
- *            DTRAIN_ERR_TIMEOUT   the text says who came, who did not, and which variables were believed
- *            DTRAIN_ERR_IO        the system refused a socket or a thread, or does not know a name
+ *            DTRAIN_ERR_TIMEOUT   the text says who came, who did not, and which variables were used
+ *            DTRAIN_ERR_IO        the system refused a socket or a thread, or does not know a host name
  *
  * any thread; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_comm_desc *desc);
 
-/* Starts what dtrain_comm_create does; dtrain_comm_ready says how it went. Numeric addresses never block; a host
- * name is looked up by the system's resolver, which may. Errors in arguments at once.
+/* Starts what dtrain_comm_create does. Call dtrain_comm_ready until it says that the group has formed.
+ *
+ * A numeric root address never blocks. A host name is looked up by the system's resolver, which may block. Errors in
+ * arguments are returned at once.
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtrain_comm_desc *desc);
 
-/* Says whether a group from dtrain_comm_create_async has formed; with DTRAIN_PROGRESS_POLL, dtrain_comm_poll forms it.
+/* Says whether a group from dtrain_comm_create_async has formed.
+ *
+ * With DTRAIN_PROGRESS_POLL, call dtrain_comm_poll in between: it forms the group.
  *
  *   ready     out: 1 when the group can be used
- *   returns   DTRAIN_OK while it may still form; else as dtrain_comm_create, and it can only be destroyed
+ *   returns   DTRAIN_OK while the group may still form; else an error as of dtrain_comm_create, after which the group
+ *             can only be destroyed
  *
  * one thread per object; never blocks */
 DTRAIN_API_MUST dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready);
 
-/* Makes `ranks` connected ends for a program that brings its own threads: comms[r] is rank r's.
+/* Makes the `ranks` ends of a group for a program that brings its own threads: comms[r] is rank r's end.
  *
- *   comms    out: ranks pointers, each used by one thread at a time and destroyed by itself
+ *   comms    out: ranks pointers. One thread at a time uses each, and each is destroyed by itself
  *   errors   DTRAIN_ERR_INVALID, DTRAIN_ERR_MEMORY
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, const dtrain_comm_desc *desc);
 
-/* Runs body once a rank, each on a thread of its own, and returns when all have returned.
+/* Runs body once for each rank, on a thread of its own, and returns when all have returned.
  *
- *   body      gets its rank's end, which is destroyed after it returns; when it returns an error, its ends of other
- *             groups count as gone, too, but are still its own to destroy
- *   returns   DTRAIN_OK when every body did; else the status of the rank that failed first, and a text that
- *             begins with its number. Ranks that wait for it get DTRAIN_ERR_PEER_LOST
+ *   body      gets its rank's end, which is destroyed after body returns. If body returns an error, its ends of other
+ *             groups count as gone, too; destroying them is still the program's part
+ *   returns   DTRAIN_OK if every body returned it; else the status of the rank that failed first, with a text that
+ *             begins with that rank's number. Ranks that wait for it get DTRAIN_ERR_PEER_LOST
  *
  * any thread; blocks until the last body returns */
 DTRAIN_API_MUST dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtrain_comm *world, void *user),
                                                  void *user, const dtrain_comm_desc *desc);
 
-/* Leaves the group and frees this end; NULL is legal. Never waits for a peer; but the last group over a transport of
- * your own gives peers that are there up to a second to take what was sent to them.
+/* Leaves the group and frees this end; NULL is legal.
  *
- * Peers still receive what this rank has sent. Their calls that need this rank for more get DTRAIN_ERR_PEER_LOST and
- * "rank 2 has left the group", and so does every collective that this rank has not ended. That does not break the
- * group: messages between others go on. An exchange that has stopped in the middle of its other message does break it,
- * and so does a call that needs this rank where the text has a reason: this rank has met an error in the group before.
- * Work still pending is cancelled, its handles die with the group.
+ * It never waits for a peer. The last group over a transport of your own is the exception: it gives peers up to a
+ * second to take what was sent to them. Pending work is cancelled, and its handles are freed with the group.
  *
- * A process that ends without this call is lost in all groups that it has not destroyed, and in no other. Over a
- * transport of your own that is a peer of which the table says DTRAIN_ERR_PEER_LOST, or `alive` 0.
+ *   what peers do                               what they get
+ *   receive what this rank has sent             the data
+ *   need this rank for more                     DTRAIN_ERR_PEER_LOST, "rank 2 has left the group"
+ *   a collective that this rank has not ended   the same
+ *   messages between other ranks                nothing: the group is whole for them
+ *
+ * Two cases do break the group. An exchange that needs this rank has stopped in the middle of its other message. Or
+ * this rank had met an error in the group before it left; the peers' text gives that as the reason.
+ *
+ * A process that ends without this call is lost in every group that it has not destroyed, and in no other. Over a
+ * transport of your own a rank is lost if the table returns DTRAIN_ERR_PEER_LOST for it, or if `alive` returns 0.
  *
  * one thread per object */
 DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
@@ -1593,33 +1654,38 @@ DTRAIN_API void dtrain_comm_destroy(dtrain_comm *comm);
 DTRAIN_API int dtrain_comm_rank(const dtrain_comm *comm);
 DTRAIN_API int dtrain_comm_size(const dtrain_comm *comm);
 
-/* Returns the allocator that the group uses, for its counters and for objects that shall share them.
+/* Returns the group's allocator: read its counters, or give it to objects that are to share it.
  *
  * any thread */
 DTRAIN_API dtrain_allocator *dtrain_comm_allocator(dtrain_comm *comm);
 
-/* Returns the nanoseconds that this rank's callers have spent inside blocking calls and waits of the group.
+/* Returns the nanoseconds that this rank's callers have spent in blocking calls and waits of the group.
  *
- * What is made from a group adds to the group's count as well as to its own: groups by split and mesh,
- * and all that DDP, FSDP, pipelines, servers and local SGD wait for in them. What threads of the library
- * wait is not counted, dtrain_comm_poll neither. Threads that wait at once add up. The survivors' group of
- * dtrain_comm_shrink begins at 0, and adds to the group that the broken one was made from.
+ *   counted       the group's own calls, and those of everything made from it: groups by split and mesh, DDP, FSDP,
+ *                 pipelines, servers, local SGD. Threads that wait at the same time add up
+ *   not counted   waits of the library's own threads, and dtrain_comm_poll
+ *
+ * The survivors' group of dtrain_comm_shrink starts at 0. It adds to the group that the broken one was made from.
  *
  * any thread */
 DTRAIN_API int64_t dtrain_comm_blocked_ns(const dtrain_comm *comm);
 
-/* Writes the last 256 operations of this rank in the group to a file that chrome://tracing and Perfetto load.
+/* Writes this rank's last 256 operations in the group to a file that chrome://tracing and Perfetto load.
  *
- * One event an operation, the one under way included: pid is the rank, tid the group, args the call, its bytes,
- * whom it awaited last, how it ended, and when it was called, started, moved its first bytes and ended, in
- * nanoseconds of CLOCK_MONOTONIC. tools/dtrace.c merges the files of all ranks and says which rank the others waited
- * for and in which operation they first differ. The path is replaced when the whole file is on disk, else untouched.
+ * The file has one event for each operation, the one under way included. pid is the rank, tid the group. args hold:
  *
- * With desc.trace_on_failure, or DTRAIN_TRACE in the environment, set to a path's beginning, the rank's first
- * operation that fails writes PREFIX.rank-N.json by itself, unless a deadline passed after which the call can be made
- * again. What goes wrong in it is said in the log.
+ *   the call        its text, number, dtype, count, bytes and algorithm
+ *   awaited         the peer that it waited for last
+ *   status          how it ended
+ *   ..._ns          when it was called, started, moved its first bytes and ended, by CLOCK_MONOTONIC
  *
- *   path     at most 1,023 bytes
+ * tools/dtrace.c merges the files of all ranks (see >>disagree).
+ *
+ * Set desc.trace_on_failure, or DTRAIN_TRACE in the environment, to have the file written by the first operation that
+ * fails. It is PREFIX.rank-N.json, or PREFIX.group-G.rank-N.json in a group made from another. A deadline after which
+ * the call can be made again does not count as a failure. The log says if the file cannot be written.
+ *
+ *   path     at most 1,023 bytes; the file is replaced once the new one is whole on disk, else untouched
  *   errors   DTRAIN_ERR_INVALID  no group, no path, or a forked child
  *            DTRAIN_ERR_IO       the system refused; only dtrain_last_error has the text
  *   source   Trace Event Format of the catapult project
@@ -1630,7 +1696,7 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *p
 /* Splits `count` elements over the ranks of `comm` and says which part is `rank`'s.
  *
  * Parts are contiguous, in rank order, and differ by at most one element: the first count % size ranks hold one more. A
- * rank beyond `count` holds none. All that the library cuts over ranks is cut so.
+ * rank beyond `count` holds none. The library cuts everything over ranks by this rule.
  *
  *   rank      0 <= rank < size of comm
  *   begin     out: index of the part's first element; may be NULL
@@ -1641,22 +1707,24 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
 
 /* Reduces `count` elements over all ranks; every rank gets the whole result.
  *
- *   in, out   count elements of dtype; the same buffer, or apart (overlap is an error); any alignment
+ *   in, out   count elements of dtype, at any alignment; the same buffer, or two that do not overlap
  *   dtype     F64, F32, F16, BF16; I8, U8, I32, U32, I64, U64, which wrap around
  *   op        DTRAIN_SUM, PROD, MIN, MAX (a NaN wins); DTRAIN_MEAN for floats divides once by the world size;
  *             DTRAIN_AND, OR, XOR for integers
  *   order     the binary tree over ranks (see >>order), unless the desc frees it
- *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls. A rank that only
- *                                   sends in its call (dtrain_send; broadcast, reduce, gather and scatter on some
- *                                   ranks) may have DTRAIN_OK already when its peer, whose call has the error, finds
- *                                   out; then this rank's next operation that receives has it
- *             DTRAIN_ERR_TIMEOUT    the deadline of comm; usable again if nothing had moved
- *             DTRAIN_ERR_PEER_LOST  a rank has died and the group is broken (see dtrain_comm_shrink): a call that
- *                                   begins once this rank knows of that fails at once, also one that only sends. Or
- *                                   a rank that is needed has left (see dtrain_comm_destroy)
- *             DTRAIN_ERR_INVALID    bad arguments; another thread is in a call on comm; comm is destroyed, which is
- *                                   seen only until somebody else takes its memory
+ *   errors    DTRAIN_ERR_MISMATCH   another rank called something else; the text quotes both calls
+ *             DTRAIN_ERR_TIMEOUT    the deadline of comm passed; usable again if nothing had moved
+ *             DTRAIN_ERR_PEER_LOST  a rank has died and the group is broken (see dtrain_comm_shrink), or a rank that is
+ *                                   needed has left (see dtrain_comm_destroy)
+ *             DTRAIN_ERR_INVALID    bad arguments; another thread is in a call on comm; comm is destroyed
  *             on any error the contents of out are undefined, in is unchanged unless in == out
+ *
+ * A rank that only sends in a call may return DTRAIN_OK before its peer finds a mismatch. That holds for dtrain_send
+ * and for some ranks of broadcast, reduce, gather and scatter. The next operation in which this rank receives has the
+ * error.
+ *
+ * Once this rank knows that the group is broken, each call fails at once, also one that only sends. A destroyed comm is
+ * found out only until somebody else takes its memory.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -1664,14 +1732,14 @@ DTRAIN_API_MUST dtrain_status dtrain_all_reduce(dtrain_comm *comm, const void *i
 
 /* Reduces `count` elements over all ranks; each rank gets its shard of the result (see dtrain_shard).
  *
- *   in       count elements, of which none but those of out change
+ *   in       count elements; unchanged, except for this rank's shard in place
  *   out      as many elements as this rank's shard has; in place means out == in + begin of the shard
  *   others   as dtrain_all_reduce
  *
  * In the _v form rank r gets elements [offsets[r], offsets[r] + counts[r]).
  *
- *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL:
- *                     one after the other
+ *   counts, offsets   one for each rank, the same on every rank; parts may be empty and leave gaps. offsets NULL: parts
+ *                     follow each other
  *   in place          out == in + this rank's offset, and no parts that overlap
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
@@ -1689,7 +1757,7 @@ DTRAIN_API_MUST dtrain_status dtrain_reduce_scatter_v(dtrain_comm *comm, const v
  *   errors   as dtrain_all_reduce
  *
  * In the _v form rank r's part goes to [offsets[r], offsets[r] + counts[r]). Counts and offsets are as in
- * dtrain_reduce_scatter_v. Parts do not overlap; what lies between them is unchanged.
+ * dtrain_reduce_scatter_v. Parts must not overlap. Elements between them are unchanged.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_all_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -1708,7 +1776,7 @@ DTRAIN_API_MUST dtrain_status dtrain_broadcast(dtrain_comm *comm, void *buffer, 
 
 /* Reduces `count` elements over all ranks to rank root.
  *
- *   out      count elements on the root, where it may be in; on other ranks not touched, may be NULL
+ *   out      on the root: count elements, may be the same as in; elsewhere: not touched, may be NULL
  *   others   as dtrain_all_reduce
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
@@ -1718,11 +1786,11 @@ DTRAIN_API_MUST dtrain_status dtrain_reduce(dtrain_comm *comm, const void *in, v
 /* Joins every rank's shard of `count` elements on rank root.
  *
  *   in       this rank's shard (see dtrain_shard); in place on the root means in == out + begin of the shard
- *   out      count elements on the root; on other ranks not touched, may be NULL
+ *   out      on the root: count elements; elsewhere: not touched, may be NULL
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
  *
- * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ * The _v form takes parts as dtrain_all_gather_v does, the same arrays on every rank.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -1730,14 +1798,14 @@ DTRAIN_API_MUST dtrain_status dtrain_gather(dtrain_comm *comm, const void *in, v
 DTRAIN_API_MUST dtrain_status dtrain_gather_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                               const size_t *offsets, dtrain_dtype dtype, int root);
 
-/* Hands rank root's `count` elements out, to each rank its shard.
+/* Gives each rank its shard of rank root's `count` elements.
  *
- *   in       count elements on the root; on other ranks not read, may be NULL
+ *   in       on the root: count elements; elsewhere: not read, may be NULL
  *   out      this rank's shard (see dtrain_shard); in place on the root means out == in + begin of the shard
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
  *
- * The _v form has parts as in dtrain_all_gather_v, the same arrays on every rank.
+ * The _v form takes parts as dtrain_all_gather_v does, the same arrays on every rank.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -1745,20 +1813,21 @@ DTRAIN_API_MUST dtrain_status dtrain_scatter(dtrain_comm *comm, const void *in, 
 DTRAIN_API_MUST dtrain_status dtrain_scatter_v(dtrain_comm *comm, const void *in, void *out, const size_t *counts,
                                                const size_t *offsets, dtrain_dtype dtype, int root);
 
-/* Hands each rank's `count` elements out, to each rank its shard of them.
+/* Gives each rank its shard of every rank's `count` elements.
  *
  *   in       count elements: rank r gets shard r (see dtrain_shard)
- *   out      this rank's shard of rank 0's elements, then of rank 1's, and so on: size times its length. May be in
- *            where count is a multiple of the world size
+ *   out      this rank's shard of rank 0's elements, then of rank 1's, and so on: size times the shard's length. May be
+ *            the same as in if count is a multiple of the world size
  *   dtype    any of whole bytes
  *   errors   as dtrain_all_reduce
  *
- * In the _v form the caller says the parts:
+ * In the _v form you give the parts. offsets NULL: parts follow each other.
  *
- *   in_counts, in_offsets     rank r gets in[in_offsets[r] .. + in_counts[r]); offsets NULL: one after the other
- *   out_counts, out_offsets   what rank r gives goes to out[out_offsets[r] .. + out_counts[r]); parts do not overlap
- *   in place                  in == out with the same arrays for both
- *   errors                    DTRAIN_ERR_MISMATCH  a rank gives another count than its peer awaits; names both
+ *   in_counts, in_offsets     rank r gets elements [in_offsets[r], in_offsets[r] + in_counts[r]) of in
+ *   out_counts, out_offsets   what rank r gives goes to [out_offsets[r], out_offsets[r] + out_counts[r]) of out; these
+ *                             parts must not overlap
+ *   in place                  in == out, with the same arrays for both
+ *   errors                    DTRAIN_ERR_MISMATCH  a rank gives another count than its peer expects; the text has both
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_all_to_all(dtrain_comm *comm, const void *in, void *out, size_t count,
@@ -1767,7 +1836,7 @@ DTRAIN_API_MUST dtrain_status dtrain_all_to_all_v(dtrain_comm *comm, const void 
                                                   const size_t *in_offsets, void *out, const size_t *out_counts,
                                                   const size_t *out_offsets, dtrain_dtype dtype);
 
-/* Returns when every rank has called it; errors as dtrain_all_reduce.
+/* Returns when every rank has called it. Errors are those of dtrain_all_reduce.
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_barrier(dtrain_comm *comm);
@@ -1783,22 +1852,22 @@ DTRAIN_API_MUST dtrain_status dtrain_barrier(dtrain_comm *comm);
 DTRAIN_API_MUST dtrain_status dtrain_send(dtrain_comm *comm, const void *in, size_t count, dtrain_dtype dtype,
                                           int peer);
 
-/* Receives `count` elements that rank peer sends; see dtrain_send.
+/* Receives `count` elements that rank peer sends with dtrain_send.
  *
- * On a broken group it takes a message that has come whole, and else fails at once. So a dtrain_send that returned
- * DTRAIN_OK before the group broke is not in vain. It takes none after dtrain_comm_abort, nor after another call of
- * this rank has stopped in the middle of a message.
+ * On a broken group it still takes a message that has arrived whole; without one it fails at once. So what dtrain_send
+ * sent before the group broke is not lost. It takes none after dtrain_comm_abort, nor after another call of this rank
+ * has stopped in the middle of a message.
  *
- *   errors   DTRAIN_ERR_MISMATCH  what came has another count or dtype; out is unchanged
+ *   errors   as dtrain_all_reduce; on DTRAIN_ERR_MISMATCH the message has another count or dtype, and out is unchanged
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_recv(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype, int peer);
 
-/* Sends to one rank while it receives from another; of use to rings and halos, where sends alone would cross.
+/* Sends to one rank and receives from another at the same time. Use it for rings and halos, where every rank sends.
  *
  *   to, from   other ranks than this one, the same or two; -1: none. They call dtrain_exchange, or dtrain_send and
  *              dtrain_recv, with the same counts
- *   in, out    apart
+ *   in, out    must not overlap
  *   errors     as dtrain_recv
  *
  * one thread per object; blocks up to timeout_ms */
@@ -1807,10 +1876,10 @@ DTRAIN_API_MUST dtrain_status dtrain_exchange(dtrain_comm *comm, const void *in,
 
 /* Starts what the function without _async does.
  *
- * A collective or an exchange waits for all that the group's rank has called before it, and what is called after it
- * waits for it; this holds for blocking calls, too. Between two of them sends and recvs move together, and each is done
- * when its own message has gone or come: messages of any size may cross, and a send does not wait for a recv. Those to
- * one peer, and those from one, keep their order.
+ * A collective or an exchange starts after all earlier calls of this rank in the group, and later calls start after it.
+ * Blocking calls take part in this order. Sends and recvs between two collectives move together, and each is done when
+ * its own message has moved. So messages of any size may cross, and a send does not wait for a recv. Messages to one
+ * peer keep their order, and so do messages from one peer.
  *
  *   work     out: the handle, to be given to dtrain_work_wait once; NULL on an error
  *   buffers  belong to the operation until it is done, and so do arrays of counts and offsets
@@ -1830,23 +1899,25 @@ DTRAIN_API_MUST dtrain_status dtrain_send_async(dtrain_comm *comm, const void *i
 DTRAIN_API_MUST dtrain_status dtrain_recv_async(dtrain_comm *comm, void *out, size_t count, dtrain_dtype dtype,
                                                 int peer, dtrain_work **work);
 
-/* Says whether an operation has ended, well or not; 1 for NULL. Never blocks and drives nothing.
+/* Says whether an operation has ended, with or without an error; 1 for NULL. It drives nothing.
  *
- * any thread */
+ * any thread; never blocks */
 DTRAIN_API int dtrain_work_done(const dtrain_work *work);
 
-/* Returns an operation's result, once, and frees its handle; waits for its end, which its deadline bounds.
+/* Waits until an operation has ended, returns its result and frees its handle. Call it once for each handle.
  *
- *   returns   DTRAIN_ERR_INVALID for NULL
+ * The operation's deadline counts from the call that started it.
+ *
+ *   errors    DTRAIN_ERR_INVALID for NULL, and for a handle that was waited for before; else the operation's
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_work_wait(dtrain_work *work);
 
-/* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED, and a text that
- * has this rank's number and why. Buffers may be freed when the calls that use them have returned.
+/* Breaks the group: every pending and later operation on all its ranks ends with DTRAIN_ERR_ABORTED.
  *
- * A call that is blocked, on any rank, returns at once; over a transport of your own as soon as its send or recv keeps
- * a deadline, which is some milliseconds away. A group that is broken already keeps its first cause.
+ * The text has this rank's number and `why`. A blocked call returns at once on any rank. Over a transport of your own
+ * it returns as soon as send or recv keeps its deadline, some milliseconds later. Free buffers once the calls that use
+ * them have returned. A group that is broken already keeps its first cause.
  *
  *   why       at most 300 characters are kept; NULL: none
  *   returns   DTRAIN_OK; DTRAIN_ERR_INVALID for NULL and in a forked child
@@ -1854,72 +1925,76 @@ DTRAIN_API_MUST dtrain_status dtrain_work_wait(dtrain_work *work);
  * any thread, before dtrain_comm_destroy; never blocks */
 DTRAIN_API_MUST dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why);
 
-/* Opens a fuse: blocking calls of the group are noted, and run by dtrain_fuse_end, many small ones as one.
+/* Opens a fuse: it notes the group's blocking calls, and dtrain_fuse_end runs many small ones as one.
  *
- * A noted call returns DTRAIN_OK, or at once what is wrong with its arguments, and then is not noted. Its buffers
- * belong to the fuse until the end; none may overlap another that is written.
+ * A noted call returns DTRAIN_OK. A call with bad arguments returns its error at once and is not noted. The buffers
+ * belong to the fuse until dtrain_fuse_end. A buffer that a call writes must overlap no other.
  *
- *   messages      sends, recvs and exchanges run first, all of them together: every rank may send to and receive
- *                 from every other, of any size, in any order
- *   collectives   run in the order of their calls. Neighbours, messages aside, become one operation where they are
- *                 all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and root, of up to
- *                 1 MiB each and 4 MiB together; the same bits as alone. Every rank must fuse the same calls
- *   errors        DTRAIN_ERR_INVALID  a fuse is open already. So get calls that cannot wait for its end: asynchronous
- *                                     ones, check_equal, and those that make groups
+ *   messages      sends, recvs and exchanges run first, all together: every rank may send to and receive from every
+ *                 other, of any size, in any order
+ *   collectives   run in the order of their calls, the same calls on every rank. Neighbours become one operation, with
+ *                 the same bits; messages between them do not matter
+ *   neighbours    all_reduces of one dtype and op in the tree order, or broadcasts of one dtype and root, of up to
+ *                 1 MiB each and 4 MiB together
+ *   errors        DTRAIN_ERR_INVALID  a fuse is open already
+ *
+ * Calls that cannot wait for dtrain_fuse_end return DTRAIN_ERR_INVALID inside a fuse: the asynchronous ones,
+ * check_equal, and those that make groups.
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_fuse_begin(dtrain_comm *comm);
 
-/* Runs the noted calls, all of them, and closes the fuse.
+/* Runs all noted calls and closes the fuse.
  *
- *   returns   the first error. Texts call operations of several calls by the first one: "all_reduce #4 (sum,
- *             f32 x 1024, 3 fused)"; DTRAIN_ERR_INVALID without dtrain_fuse_begin
+ *   returns   the first error; DTRAIN_ERR_INVALID without dtrain_fuse_begin. A text names a fused operation by its
+ *             first call: "all_reduce #4 (sum, f32 x 1024, 3 fused)"
  *
  * collective: every rank of comm, same order, where collectives were noted; blocks up to timeout_ms an operation */
 DTRAIN_API_MUST dtrain_status dtrain_fuse_end(dtrain_comm *comm);
 
-/* Advances the group's async work on the calling thread for about budget_us, less when nothing can move.
+/* Advances the group's async work on the calling thread for about budget_us, or until nothing can move.
  *
  * Between processes it also answers peers and sends heartbeats: call it several times in every heartbeat_ms. A call
- * that waits for an operation does the same, also for what this rank has begun in other groups of the same world. A
- * rank that waits for anything else, or computes, keeps those waiting that need it.
+ * that waits for an operation does the same, also for what this rank has started in other groups of the same world.
+ * While this rank computes or waits for something else, the peers that need it wait, too.
  *
- *   returns   DTRAIN_OK, also when work failed: dtrain_work_wait tells; DTRAIN_ERR_INVALID for a NULL comm or
- *             a group that has a service thread
+ *   returns   DTRAIN_OK, even if work has failed: dtrain_work_wait returns that error
+ *   errors    DTRAIN_ERR_INVALID  comm is NULL, or has a service thread
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us);
 
-/* Compares `bytes` bytes, elements of dtype, on all ranks.
+/* Compares the bits of `count` elements of dtype on all ranks with rank 0's.
  *
- *   errors   DTRAIN_ERR_MISMATCH  they differ; the text names the first rank that differs from rank 0 and
- *                                 its first element that does. The same on every rank
+ *   dtype    any of whole bytes
+ *   errors   DTRAIN_ERR_MISMATCH  they differ. The text, the same on every rank, names the first rank that differs from
+ *                                 rank 0, and the first element that differs there
+ *            others as dtrain_all_reduce
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_check_equal(dtrain_comm *comm, const void *data, size_t count,
                                                       dtrain_dtype dtype);
 
-/* What dtrain_store_get says of a key that nobody has set. */
+/* The size that dtrain_store_get gives for a key that nobody has set. */
 #define DTRAIN_STORE_ABSENT ((size_t)-1)
 
-/* Sets key to a string of bytes that every rank can get; for a program's own set-up, not for tensors.
+/* Sets key to a string of bytes that every rank can get. It is for a program's own set-up, not for tensors.
  *
- * A world and the groups that come of it share one store, which rank 0 of the world keeps and takes along.
+ * A world and all groups made from it share one store. Rank 0 of the world holds it: when that rank is gone, so is the
+ * store. To give bytes to every rank at once, use dtrain_broadcast with DTRAIN_U8.
  *
  *   key      1 to 255 characters
- *   value    up to 65,536 bytes; rank 0 keeps 64 MiB of them
+ *   value    up to 65,536 bytes; the store holds up to 64 MiB
  *   errors   DTRAIN_ERR_MEMORY  the store is full
  *            DTRAIN_ERR_TIMEOUT, DTRAIN_ERR_PEER_LOST as dtrain_all_reduce
- *
- * To hand bytes to every rank at once, dtrain_broadcast them as DTRAIN_U8.
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_store_set(dtrain_comm *comm, const char *key, const void *value, size_t bytes);
 
-/* Gets what key was last set to; dtrain_store_wait waits until it is set.
+/* Gets the value that key was last set to; dtrain_store_wait first waits until it is set.
  *
- *   value    out: capacity bytes at most
- *   bytes    out: the value's whole size, also when it is larger than capacity; DTRAIN_STORE_ABSENT: not set
+ *   value    out: at most capacity bytes of the value
+ *   bytes    out: the value's whole size, also if it is larger than capacity; DTRAIN_STORE_ABSENT: not set
  *   errors   as dtrain_store_set
  *
  * one thread per object; blocks up to timeout_ms */
@@ -1935,7 +2010,8 @@ DTRAIN_API_MUST dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *k
 #endif
 
 /* ---- >>groups ----
- * Groups made from a group: by color, of those that survive, and meshes of named dimensions. What survivors agree on, and the state that they give to newcomers. */
+ * Groups made from a group: by color, of the survivors, and along the named dimensions of a mesh. Here are also what
+ * survivors agree on, and the state that they give to each other. */
 #ifndef DTRAIN__GROUPS_H
 #define DTRAIN__GROUPS_H
 
@@ -1945,12 +2021,11 @@ extern "C" {
 
 /* Makes a group of the ranks that give the same color, in order of key, then of their rank in comm.
  *
- * With one color for all ranks the group is a second one of the same ranks, whose operations do not mix with those of
- * comm: give one to each thread.
+ * Groups work like the one they were made from. You may use several at once, also from several threads of a rank, and
+ * none waits for another. To give each thread a group of its own, split once for each with one color for all ranks.
  *
- * Groups are used like the one they come of: several at once, also from several threads of a rank; none waits for
- * another. An error or a lost rank ends the groups that contain it, and no other. A group takes over timeout_ms,
- * algorithm, progress and allocator. It may be destroyed before or after comm.
+ * An error or a lost rank ends the groups that contain it, and no other. A group takes over the desc and the allocator
+ * of comm. It may be destroyed before or after comm.
  *
  *   color    0 or more; negative: this rank is in none of the groups
  *   group    out: this rank's end; NULL for a negative color and on an error
@@ -1963,37 +2038,41 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, in
 
 /* Makes a working group of the ranks of comm that are left, in their old order.
  *
- * For a group that is broken as ranks were lost; it may be called on a whole one, too. More ranks may be lost
- * meanwhile, rank 0 included: a survivor that the group still counts breaks it, and the call is made again on that.
- * Who is counted out stays out, even should it come back. A connection that was closed or refused proves a death;
- * where a rank is only silent (for heartbeat_ms, or has not reconnected within reconnect_ms), the larger part of comm
- * goes on, of two halves the one with the lowest rank, so that no two parts ever do. Over a transport of your own a
- * rank is lost when send or recv says DTRAIN_ERR_PEER_LOST, or `alive` 0; silence does not count there.
+ * Call it on a group that is broken because ranks were lost; a whole group may be shrunk, too. Any rank may be lost
+ * meanwhile, rank 0 included. If the new group still counts such a rank, it is broken: call dtrain_comm_shrink on it. A
+ * rank that was counted out stays out, even if it comes back.
+ *
+ *   how a rank is lost                                      who continues
+ *   its connection was closed or refused: it is dead        all others
+ *   it was silent for heartbeat_ms, or has not reconnected  the larger part of comm. If exactly half is left, the half
+ *   within reconnect_ms: it may still run                   with the lowest rank. So two parts never both continue
+ *   a transport of your own: send or recv returned          all others; silence does not count there
+ *   DTRAIN_ERR_PEER_LOST, or `alive` 0
  *
  *   survivors  out: this rank's end; NULL on an error
- *   errors     DTRAIN_ERR_TIMEOUT    a rank neither called it nor is lost; it can be called again
- *              DTRAIN_ERR_PEER_LOST  this rank is in the smaller part, or was given up; it cannot go on
+ *   errors     DTRAIN_ERR_TIMEOUT    a rank neither called it nor is lost; you can call it again
+ *              DTRAIN_ERR_PEER_LOST  this rank is in the smaller part, or the others gave it up; it cannot continue
  *              DTRAIN_ERR_MISMATCH   others called dtrain_comm_agree
  *              DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_shrink(dtrain_comm *comm, dtrain_comm **survivors);
 
-/* Begins dtrain_comm_shrink, or goes on with it, and comes back within a budget: for loops that must not wait.
+/* Starts or continues dtrain_comm_shrink and returns within a budget, for loops that must not wait.
  *
  * Call it once a frame until it gives a group or an error. With DTRAIN_PROGRESS_POLL it also does what dtrain_comm_poll
  * does. Other ranks may call either form. If you destroy the group while this is pending, the others may still wait for
  * this rank up to their deadline.
  *
- *   budget_us   how long it may wait for the others, 0 or more; making the group at the end comes on top
+ *   budget_us   how long it may wait for the others, 0 or more; making the group at the end takes extra time
  *   survivors   out: NULL until all that are left have called; then the group
- *   errors      DTRAIN_ERR_TIMEOUT  timeout_ms since the first call; the next call begins again. Others as
- *                                   dtrain_comm_shrink
+ *   errors      DTRAIN_ERR_TIMEOUT  timeout_ms have passed since the first call; the next call starts again
+ *               others as dtrain_comm_shrink
  *
  * collective: the ranks that are left */
 DTRAIN_API_MUST dtrain_status dtrain_comm_shrink_poll(dtrain_comm *comm, int64_t budget_us, dtrain_comm **survivors);
 
-/* Gives every rank of comm that is left the same answer: the bits that all of them set. Works on a broken group.
+/* Gives every rank of comm that is left the same flags: the bits that all of them set. Works on a broken group.
  *
  *   flags    in: this rank's; out: the AND of the survivors', unchanged on an error
  *   errors   as dtrain_comm_shrink
@@ -2001,11 +2080,11 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_shrink_poll(dtrain_comm *comm, int64_t
  * collective: every rank of comm, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_comm_agree(dtrain_comm *comm, uint64_t *flags);
 
-/* Copies the state of the rank with the highest step, of several the lowest, to all others.
+/* Copies the state of the rank with the highest step to all others. Among equal steps the lowest rank's counts.
  *
  *   step       of this rank's state
- *   buffers    count of them, buffers[i] of bytes[i] bytes, the same sizes on every rank; overwritten on the others
- *              when all has come, for which they take as much memory as all buffers; unchanged on an error
+ *   buffers    count of them, buffers[i] of bytes[i] bytes, the same sizes on every rank. They are overwritten on the
+ *              other ranks once everything has arrived, which takes as much memory again; unchanged on an error
  *   step_out   out: the highest step, unchanged on an error; may be NULL
  *   errors     DTRAIN_ERR_MISMATCH  sizes differ; DTRAIN_ERR_MEMORY, on all ranks; others as dtrain_broadcast
  *
@@ -2020,38 +2099,48 @@ typedef struct dtrain_mesh dtrain_mesh;
 
 typedef struct dtrain_mesh_dim {
     const char *name; /* 1 to 31 characters, copied */
-    int size;         /* 0, in one dimension: what is left of the world */
+    int size;         /* one dimension may say 0: it gets what the others leave of the world */
 } dtrain_mesh_dim;
 
-/* Lays the ranks of world out in `count` dimensions, the last varying fastest, and makes the group along each: the
- * ranks that differ in that coordinate alone, in its order (see dtrain_comm_split).
+/* Lays out the ranks of world in `count` dimensions, the last varying fastest, and makes the group along each.
  *
- * The ranks of a mesh hold one model together: the loss of one ends every group of it with DTRAIN_ERR_PEER_LOST, and
- * every group that is made from these, also where the lost rank is no member.
+ * A group along a dimension holds the ranks that differ in that coordinate alone, in its order (see dtrain_comm_split).
  *
- *   mesh     out; NULL on an error. Independent of world, which may be destroyed before or after it
+ *   dims { "data", 4 }, { "tensor", 2 }     "data" along a column, "tensor" along a row
+ *                 tensor 0   tensor 1
+ *      data 0     rank 0     rank 1
+ *      data 1     rank 2     rank 3
+ *      data 2     rank 4     rank 5
+ *      data 3     rank 6     rank 7
+ *
+ * The ranks of a mesh hold one model together. The loss of one ends every group of the mesh with DTRAIN_ERR_PEER_LOST,
+ * and every group made from these, even if the lost rank is no member.
+ *
+ *   mesh     out; NULL on an error. You may destroy world before or after it
  *   dims     the same on every rank; the sizes multiply to the size of world
- *   errors   DTRAIN_ERR_INVALID   a name or size cannot be; the text names the dimension, or the rank that gave it
+ *   errors   DTRAIN_ERR_INVALID   a bad name or size; the text names the dimension, and the rank that gave it
  *            DTRAIN_ERR_MISMATCH  ranks gave different dimensions
  *            others as dtrain_comm_split
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms */
+ * collective: every rank of world, same order; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_mesh_create(dtrain_mesh **mesh, dtrain_comm *world, const dtrain_mesh_dim *dims,
                                                  int count);
 
-/* Returns the group along a dimension, which the mesh owns; NULL and an error text where there is no such name. This
- * rank's coordinate is its dtrain_comm_rank in the group, the dimension's size the group's dtrain_comm_size.
+/* Returns the group along a dimension; NULL with an error text for an unknown name. The mesh owns the group.
+ *
+ * dtrain_comm_rank of the group is this rank's coordinate, and dtrain_comm_size the dimension's size.
  *
  * any thread */
 DTRAIN_API dtrain_comm *dtrain_mesh_group(const dtrain_mesh *mesh, const char *name);
 
-/* Makes the group over several dimensions: the ranks that differ in these coordinates alone, in the order of world, as
- * "data" and "shard" for FSDP, or "pipeline" and "tensor" for all that hold one copy of a model.
+/* Makes the group over several dimensions: the ranks that differ in these coordinates alone, in the order of world.
  *
- *   world    that the mesh was made from
+ * Join "data" and "shard" for FSDP. Join "pipeline" and "tensor" for the ranks that hold one copy of a model.
+ *
+ *   world    the one that the mesh was made from
  *   names    count of them, the same on every rank, in any order
- *   group    out, the caller's to destroy; NULL on an error
- *   errors   on every rank: DTRAIN_ERR_INVALID   a rank gave no name, one that is no dimension's, or another world
+ *   group    out: yours to destroy; NULL on an error
+ *   errors   on every rank: DTRAIN_ERR_INVALID   a rank gave no name, an unknown name, or another world
  *                           DTRAIN_ERR_MISMATCH  ranks gave different names
  *            others as dtrain_comm_split
  *
@@ -2081,9 +2170,14 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh);
 extern "C" {
 #endif
 
-/* Makes a group over a transport of your own; the table is copied, and destroyed with the last group that comes of it.
+/* Makes the world of a transport of your own (see >>transport): every rank calls it with its own table.
  *
- *   errors   DTRAIN_ERR_INVALID  a missing function, or a rank outside the size; the table stays yours
+ *   comm        out: this rank's end; NULL on an error
+ *   transport   copied. Its destroy is called once the last group made from this world is gone
+ *   desc        NULL: all defaults; rank, size, root and token are not read
+ *   errors      DTRAIN_ERR_INVALID  no send or recv, a rank outside the size, or DTRAIN_ALGORITHM_FUSED
+ *               DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
+ *               on any error the table stays yours
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dtrain_transport *transport,
