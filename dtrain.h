@@ -7485,10 +7485,12 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
     direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN);
     size_t end = begin + count, rest = end - count % DTRAIN__ISA_BLOCK;
     if (direct && dtype == DTRAIN_F32) {
-        dtrain__fold_direct_f32(in, n, out, m, begin, count, divisor, mean);
+        if (rest > begin)
+            dtrain__fold_direct_f32(in, n, out, m, begin, count, divisor, mean);
         dtrain__fold_direct_f32_rest(in, n, out, m, rest, end, divisor, mean);
     } else if (direct && dtype == DTRAIN_F64) {
-        dtrain__fold_direct_f64(in, n, out, m, begin, count, divisor, mean);
+        if (rest > begin)
+            dtrain__fold_direct_f64(in, n, out, m, begin, count, divisor, mean);
         dtrain__fold_direct_f64_rest(in, n, out, m, rest, end, divisor, mean);
     } else
         dtrain__fold_tiles(dtype, op, divisor, in, n, dtype, out, m, begin, count);
@@ -11612,6 +11614,8 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
 #define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
 #define DTRAIN__ADDRESS_BYTES 256
 
+DTRAIN__FAST_BEGIN
+
 /* ---- membership: who has left a group, in which order, after how many collectives and why; and what has broken it
  * ----
  *
@@ -11662,7 +11666,7 @@ static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtra
     return &members->cause;
 }
 
-static DTRAIN__NOINLINE int dtrain__membership_left(const dtrain__membership *members, int rank)
+static int dtrain__membership_left(const dtrain__membership *members, int rank)
 {
     return __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST) > 0 &&
            __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST) != 0;
@@ -11694,6 +11698,8 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
     }
     return missing;
 }
+
+DTRAIN__FAST_END
 
 /* Writes what ends a group; the thread's own last error stays. */
 __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,
@@ -20019,6 +20025,8 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
     int root = comm->rank == op->root;
     *offset = 0;
     *in = *out = whole;
+    if (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST)
+        return DTRAIN_OK;
     if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL) {
         status = dtrain__op_reach(comm, op, op->counts, op->offsets, in);
         return status == DTRAIN_OK ? dtrain__op_reach(comm, op, op->out_counts, op->out_offsets, out) : status;
@@ -24336,18 +24344,24 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
     return dtrain__split(count, dtrain_comm_size(comm), comm != NULL ? rank : -1, begin);
 }
 
-static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count,
-                                                 dtrain_dtype dtype)
+/* Describes a call. The text of op->error stays as it is: only a failure fills it. */
+static DTRAIN__NOINLINE void dtrain__op_describe(dtrain__op *op, dtrain__kind kind, const void *in, void *out,
+                                                 size_t count, dtrain_dtype dtype)
+{
+    memset(op, 0, offsetof(dtrain__op, error));
+    op->error.status = DTRAIN_OK;
+    op->kind = kind;
+    op->in = in;
+    op->out = out;
+    op->count = count;
+    op->dtype = dtype;
+    op->from = -1;
+}
+
+static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
 {
     dtrain__op op;
-    memset(&op, 0, offsetof(dtrain__op, error));
-    op.error.status = DTRAIN_OK;
-    op.kind = kind;
-    op.in = in;
-    op.out = out;
-    op.count = count;
-    op.dtype = dtype;
-    op.from = -1;
+    dtrain__op_describe(&op, kind, in, out, count, dtype);
     return op;
 }
 
@@ -24369,7 +24383,8 @@ static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind
 static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
                                         dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
 {
-    dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
+    dtrain__op op;
+    dtrain__op_describe(&op, kind, in, out, count, dtype);
     op.op = reduction;
     op.root = root;
     return dtrain__work_call(comm, &op, work);

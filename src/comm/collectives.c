@@ -12,18 +12,24 @@ DTRAIN_API size_t dtrain_shard(const dtrain_comm *comm, size_t count, int rank, 
     return dtrain__split(count, dtrain_comm_size(comm), comm != NULL ? rank : -1, begin);
 }
 
-static DTRAIN__NOINLINE dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count,
-                                                 dtrain_dtype dtype)
+/* Describes a call. The text of op->error stays as it is: only a failure fills it. */
+static DTRAIN__NOINLINE void dtrain__op_describe(dtrain__op *op, dtrain__kind kind, const void *in, void *out,
+                                                 size_t count, dtrain_dtype dtype)
+{
+    memset(op, 0, offsetof(dtrain__op, error));
+    op->error.status = DTRAIN_OK;
+    op->kind = kind;
+    op->in = in;
+    op->out = out;
+    op->count = count;
+    op->dtype = dtype;
+    op->from = -1;
+}
+
+static dtrain__op dtrain__op_of(dtrain__kind kind, const void *in, void *out, size_t count, dtrain_dtype dtype)
 {
     dtrain__op op;
-    memset(&op, 0, offsetof(dtrain__op, error));
-    op.error.status = DTRAIN_OK;
-    op.kind = kind;
-    op.in = in;
-    op.out = out;
-    op.count = count;
-    op.dtype = dtype;
-    op.from = -1;
+    dtrain__op_describe(&op, kind, in, out, count, dtype);
     return op;
 }
 
@@ -45,7 +51,8 @@ static dtrain__op dtrain__op_of_parts(const dtrain_comm *comm, dtrain__kind kind
 static dtrain_status dtrain__collective(dtrain_comm *comm, dtrain__kind kind, const void *in, void *out, size_t count,
                                         dtrain_dtype dtype, dtrain_op reduction, int root, dtrain_work **work)
 {
-    dtrain__op op = dtrain__op_of(kind, in, out, count, dtype);
+    dtrain__op op;
+    dtrain__op_describe(&op, kind, in, out, count, dtype);
     op.op = reduction;
     op.root = root;
     return dtrain__work_call(comm, &op, work);

@@ -371,6 +371,8 @@ static dtrain_status dtrain__op_sizes(dtrain_comm *comm, const dtrain__op *op, s
     int root = comm->rank == op->root;
     *offset = 0;
     *in = *out = whole;
+    if (op->kind == DTRAIN__ALL_REDUCE || op->kind == DTRAIN__BROADCAST)
+        return DTRAIN_OK;
     if (op->kind == DTRAIN__ALL_TO_ALL && op->counts != NULL) {
         status = dtrain__op_reach(comm, op, op->counts, op->offsets, in);
         return status == DTRAIN_OK ? dtrain__op_reach(comm, op, op->out_counts, op->out_offsets, out) : status;

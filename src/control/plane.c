@@ -20,6 +20,8 @@
 #define DTRAIN__LAST_CHAIN 4 /* ranks that one heartbeat tells of */
 #define DTRAIN__ADDRESS_BYTES 256
 
+DTRAIN__FAST_BEGIN
+
 /* ---- membership: who has left a group, in which order, after how many collectives and why; and what has broken it
  * ----
  *
@@ -70,7 +72,7 @@ static DTRAIN__NOINLINE const dtrain__error *dtrain__membership_cause(const dtra
     return &members->cause;
 }
 
-static DTRAIN__NOINLINE int dtrain__membership_left(const dtrain__membership *members, int rank)
+static int dtrain__membership_left(const dtrain__membership *members, int rank)
 {
     return __atomic_load_n(&members->leavers, __ATOMIC_SEQ_CST) > 0 &&
            __atomic_load_n(&members->ranks[rank].left, __ATOMIC_SEQ_CST) != 0;
@@ -102,6 +104,8 @@ static int dtrain__membership_misses(const dtrain__membership *members, uint64_t
     }
     return missing;
 }
+
+DTRAIN__FAST_END
 
 /* Writes what ends a group; the thread's own last error stays. */
 __attribute__((format(printf, 3, 4))) static void dtrain__membership_because(dtrain__error *cause, dtrain_status status,

@@ -324,10 +324,12 @@ static void dtrain__fold(dtrain_dtype dtype, dtrain_op op, double divisor, const
     direct = direct && (m == 1 || m == n) && (op == DTRAIN_SUM || op == DTRAIN_MEAN);
     size_t end = begin + count, rest = end - count % DTRAIN__ISA_BLOCK;
     if (direct && dtype == DTRAIN_F32) {
-        dtrain__fold_direct_f32(in, n, out, m, begin, count, divisor, mean);
+        if (rest > begin)
+            dtrain__fold_direct_f32(in, n, out, m, begin, count, divisor, mean);
         dtrain__fold_direct_f32_rest(in, n, out, m, rest, end, divisor, mean);
     } else if (direct && dtype == DTRAIN_F64) {
-        dtrain__fold_direct_f64(in, n, out, m, begin, count, divisor, mean);
+        if (rest > begin)
+            dtrain__fold_direct_f64(in, n, out, m, begin, count, divisor, mean);
         dtrain__fold_direct_f64_rest(in, n, out, m, rest, end, divisor, mean);
     } else
         dtrain__fold_tiles(dtype, op, divisor, in, n, dtype, out, m, begin, count);
