@@ -2194,9 +2194,33 @@ DTRAIN_API_MUST dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, con
 #ifndef DTRAIN_NO_DEVICE
 
 /* ---- >>device-group ----
- * Collectives over memory of devices: one queue a rank, over any group. Sums add in the tree of >>order, and results
- * are the bits of the CPU's collectives on the same numbers; where desc.order or an algorithm of the group frees the
- * order, still the same bits on every rank. How bytes go is agreed when the group is made, and can be asked for. */
+ * Collectives over memory of devices, between ranks of any group.
+ *
+ *     DTRAIN_CHECK(dtrain_device_group_create(&group, world, gpu, NULL));      gpu NULL: a rank on the CPU
+ *     DTRAIN_CHECK(dtrain_device_group_broadcast(group, params, count, DTRAIN_F32, 0));
+ *     DTRAIN_CHECK(dtrain_device_group_all_reduce(group, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN));
+ *     DTRAIN_CHECK(dtrain_device_group_reduce_scatter_v(group, grads, mine, counts, offsets, DTRAIN_F32, DTRAIN_MEAN));
+ *     DTRAIN_CHECK(dtrain_device_group_all_gather_v(group, mine, params, counts, offsets, DTRAIN_F32));
+ *     DTRAIN_CHECK(dtrain_device_group_all_reduce_async(group, grads, grads, count, DTRAIN_F32, DTRAIN_MEAN, &work));
+ *     ...                                                                      queue what does not need the sum
+ *     DTRAIN_CHECK(dtrain_device_work_wait(work, gpu));                        gpu's queue waits for the sum
+ *
+ * Each rank has one queue. Sums add in the tree of >>order, so results have the bits of the CPU's collectives on the
+ * same numbers. If desc.order or an algorithm of the communicator frees the order, the bits are still the same on
+ * every rank.
+ *
+ * The ranks agree on a mode when the group is made; you may ask for one:
+ *
+ *     mode     how bytes go                                               needs
+ *     EVENTS   each rank's device reads and writes the others' memory,    threads, or processes of one host; devices
+ *              ordered by events                                          that reach each other's memory
+ *     FLAGS    as EVENTS, but one kernel a rank, and the kernels wait     as EVENTS, and a physical device for each
+ *              for each other; only on request                            rank
+ *     HOSTS    EVENTS inside each host. Between hosts each rank sends a   several hosts with the same power of two of
+ *              share of the vector as in STAGED                           ranks, numbered host by host
+ *     STAGED   chunks go through pinned memory, and the CPU reduces them  nothing; also ranks without a device
+ *
+ * The tests run every mode on emulated devices. Not run on a GPU yet: dtrain_cuda.h lists what is checked. */
 #ifndef DTRAIN__DEVICE_GROUP_H
 #define DTRAIN__DEVICE_GROUP_H
 
@@ -2206,103 +2230,117 @@ extern "C" {
 
 typedef enum dtrain_device_mode {
     DTRAIN_DEVICE_MODE_AUTO = 0,
-    DTRAIN_DEVICE_STAGED = 1301, /* through pinned memory: any devices, any transport, ranks without a device */
-    DTRAIN_DEVICE_EVENTS,        /* each rank's device reads and writes the others' memory, ordered by events */
-    DTRAIN_DEVICE_FLAGS,         /* the same, by kernels that wait for each other: a physical device for each rank */
+    DTRAIN_DEVICE_STAGED = 1301, /* through pinned memory and the CPU's collectives */
+    DTRAIN_DEVICE_EVENTS,        /* devices touch each other's memory, ordered by events */
+    DTRAIN_DEVICE_FLAGS,         /* the same, by kernels that wait for each other */
     DTRAIN_DEVICE_HOSTS          /* EVENTS inside each host, STAGED between them */
 } dtrain_device_mode;
 
 typedef struct dtrain_device_group_desc {
-    dtrain_device_mode mode; /* 0: EVENTS where it can be, or HOSTS, else STAGED */
-    size_t chunk_bytes;      /* STAGED, HOSTS: of a chunk; 0: by the call's size; from 256 KiB to 4 MiB */
-    int slots;               /* STAGED, HOSTS: pinned, of the largest chunk each; 0: 4; 2 to 64 */
-    int async;               /* 1: has dtrain_device_group_all_reduce_async, and a queue and a thread for it */
+    dtrain_device_mode mode; /* 0: EVENTS on one host, HOSTS on several; STAGED if that is not possible */
+    size_t chunk_bytes;      /* STAGED, HOSTS: bytes of a chunk, 256 KiB to 4 MiB; 0: by the size of each call */
+    int slots;               /* STAGED, HOSTS: pinned slots, of the largest chunk each, 2 to 64; 0: 4 */
+    int async;               /* 1: allows dtrain_device_group_all_reduce_async, with a queue and a thread for it */
 } dtrain_device_group_desc;
 
 typedef struct dtrain_device_group dtrain_device_group;
 
-/* Makes a rank's end of a group of devices. Memory and events are made here, and nothing later.
+/* Creates this rank's end of a group of devices. All memory and events are made here, except those of works.
  *
- * EVENTS can be where all ranks, 64 at most, are threads of dtrain_run_threads or dtrain_threads_create (or of a group
- * that comes of such a one) with devices of one table, or a process each, of dtrain_comm_create, on one host (Linux) and
- * under one user, with devices whose tables share memory between processes, as dtrain_cuda.h's do; and where each can
- * touch the others' memory: each tries it here, on 256 bytes of every rank, in its queue's order. One that cannot makes
- * it STAGED.
+ * EVENTS needs, on every rank:
+ *   - at most 64 ranks, all threads of one process, or one process each on one Linux host and under one user
+ *   - threads of dtrain_run_threads or dtrain_threads_create, or processes of dtrain_comm_create; groups made from
+ *     such a group do as well
+ *   - threads: devices of one table; processes: devices whose tables share memory, as dtrain_cuda.h's do
+ *   - access to the others' memory: each rank tries it here, in its queue's order, on 256 bytes of every rank. If one
+ *     has no access, the group is STAGED
  *
- * FLAGS, which is used where it is asked for, takes besides that each rank's device is a physical one of its own. A call
- * is one kernel a rank, which keeps its device until all ranks' kernels are there: where a device belongs to several
- * groups, calls on them must be queued in one order on all devices.
+ * FLAGS also needs a physical device for each rank. Its kernel keeps the device until all ranks' kernels have come. If
+ * a device belongs to several groups, queue calls on them in the same order on all devices.
  *
- * HOSTS can be where the ranks of each of several hosts could go by EVENTS, are neighbours in rank order, and are as
- * many as every other host's: a power of two, unless the communicator's desc frees the order. A host is known by its
- * name and its last start, so that a container is one; where these differ, EVENTS is tried only where it is asked for.
- * In an all-reduce or a broadcast every rank then sends a share of the vector to other hosts, and not all of it; sums,
- * means and products of 16-bit floats go as in STAGED. Each rank's device also holds as many bytes as its slots do.
+ * HOSTS needs several hosts whose ranks could use EVENTS. Every host has the same number of ranks, and they are
+ * neighbours in rank order. That number is a power of two, unless the communicator's desc frees the order. In an
+ * all-reduce or a broadcast each rank sends only a share of the vector to other hosts. Sums, means and products of
+ * 16-bit floats go as in STAGED. Each rank's device also holds a buffer as large as its slots.
+ * A host is known by its name and the time of its last start, so a container counts as one. Between ranks that differ
+ * in either, EVENTS is tried only if you ask for it.
  *
- * STAGED, and HOSTS between hosts, cut a vector of S bytes into chunks of sqrt(S a / (1 / b + 1 / b)) bytes. Then what
- * every chunk costs in the slowest stage, messages and reduction between the CPUs (a = 50 us), is as much as the time
- * in which the first chunk comes from the device and the last one goes back (b = 24 GB/s each, PCIe 4.0 x 16). It is
- * sqrt(S * 600,000), down to whole 64 bytes: 256 KiB up to 114 kB, 775 kB for 1 MB, 4 MiB from 29.3 MB on.
+ * STAGED, and HOSTS between hosts, cut a vector of S bytes into chunks of sqrt(600,000 S) bytes, down to whole 64
+ * bytes:
  *
- *   comm     must outlive it; other calls on it may come between the group's
- *   device   this rank's, which must outlive it; NULL: this rank's buffers are the CPU's
- *   desc     NULL: all defaults; the same on every rank
- *   errors   the same on every rank but for a rank's own NULLs, fuse and first memory:
+ *     S              chunk
+ *     to 114 kB      256 KiB
+ *     1 MB           775 kB
+ *     from 29.3 MB   4 MiB
+ *
+ * At that size two costs are equal. One is what each chunk costs in the slowest stage: a = 50 us. The other is the time
+ * in which the first chunk comes from the device and the last returns, at b = 24 GB/s each (PCIe 4.0 x 16). So a chunk
+ * has sqrt(S a / (1 / b + 1 / b)) bytes.
+ *
+ *   group    out: the group; NULL on an error
+ *   comm     must outlive the group; you may make other calls on it between the group's
+ *   device   this rank's, which must outlive the group; NULL: this rank's buffers are the CPU's
+ *   desc     the same on every rank; NULL: all defaults
+ *   errors   the same on every rank, except for a rank's own NULLs, open fuse and first memory:
  *            DTRAIN_ERR_INVALID      a NULL, an open fuse, or a field out of range; the text names the rank
  *            DTRAIN_ERR_MISMATCH     descs differ; the text names the field and both ranks
- *            DTRAIN_ERR_UNSUPPORTED  a mode other than STAGED was asked for where it cannot be; the text names the
- *                                    rank and why
- *            DTRAIN_ERR_MEMORY, what a device says; others as dtrain_all_gather
+ *            DTRAIN_ERR_UNSUPPORTED  the mode that you asked for is not possible; the text names the rank and why
+ *            DTRAIN_ERR_MEMORY       no memory
+ *            and what a device returns, and those of dtrain_all_gather
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms, up to four times, in HOSTS eleven times */
 DTRAIN_API_MUST dtrain_status dtrain_device_group_create(dtrain_device_group **group, dtrain_comm *comm,
                                                          dtrain_device *device, const dtrain_device_group_desc *desc);
 
-/* Returns how bytes go.
+/* Returns the mode of a group; DTRAIN_DEVICE_MODE_AUTO for NULL.
  *
  * any thread */
 DTRAIN_API dtrain_device_mode dtrain_device_group_mode(const dtrain_device_group *group);
 
-/* The collectives of >>comm over memory of this rank's device: the same counts, shards, in-place rule and bits.
+/* Run the collectives of >>comm over memory of this rank's device. Counts, shards, in-place rule and bits are the same.
  *
- * In the order of the device's queue: what was queued before is done first, what is queued after sees the result;
- * dtrain_device_wait says when it is there. The CPU waits until the other ranks have called it too; in STAGED and HOSTS
- * also for all copies from the device, and so for what was queued before; in EVENTS and FLAGS for no device. In FLAGS a
- * device waits for the others for timeout_ms at most, and then leaves its part undone: dtrain_device_group_wait, or the
- * next call, says so.
+ * A call takes its place in the device's queue. What was queued before it is done first, and what is queued after it
+ * sees the result. dtrain_device_wait waits until the result is there. A call returns after these:
  *
- *   in, out, data   memory of the device, which but in STAGED the others' devices touch, up to the end of the call in
- *                   the queue: free it through the queue (dtrain_device_free), or after dtrain_device_wait. Processes
- *                   open each other's allocations once and keep them: what is freed is given back to the system when
- *                   the group is destroyed, or others of the rank's stand in its place. Allocate once, not for every
- *                   call
+ *     EVENTS, FLAGS   all ranks have made the call
+ *     STAGED, HOSTS   the same, and this rank's device has done what was queued and copied its data to the CPU
+ *
+ *   in, out, data   memory of this rank's device. Except in STAGED, other devices touch it until the call has ended in
+ *                   the queue: free it with dtrain_device_free, or after dtrain_device_wait. Allocate once, not for
+ *                   every call: processes open each other's allocations and keep them open. Freed memory goes back to
+ *                   the system when the group is destroyed, or when this rank has another allocation in its place
  *   errors          those of the CPU's collectives, whose texts quote this call
- *                   DTRAIN_ERR_IO       a device failed: the group is broken on every rank (ABORTED on the others over
- *                                       a transport of your own), and the text names the rank and the device; where a
- *                                       device says another status, that one
- *                   DTRAIN_ERR_UNSUPPORTED  memory of some rank's that processes cannot share (of a pool, managed,
- *                                       pinned, mapped piece by piece), but in STAGED; the text, on all ranks,
- *                                       says which and the cure; the group is usable
- *                   DTRAIN_ERR_TIMEOUT  usable again unless some of it was done; else, too, the group is broken; in
- *                                       FLAGS also that a device waited so long in an earlier call: the text names it
- *                                       and the rank that it waited for
- *                   in HOSTS the text says whether it was inside the host or between hosts, and how the ranks there are
- *                   numbered
+ *                   DTRAIN_ERR_IO       a device failed; another status if the device returned one. The text names the
+ *                                       rank and the device. The group is broken on every rank (ABORTED on the others
+ *                                       over a transport of your own)
+ *                   DTRAIN_ERR_UNSUPPORTED  except in STAGED: processes cannot share some rank's memory (of a pool,
+ *                                       managed, pinned, mapped piece by piece). The text, on all ranks, says which
+ *                                       and what to do. The group is usable
+ *                   DTRAIN_ERR_TIMEOUT  the group is usable if nothing was done yet, and broken otherwise. In FLAGS
+ *                                       also: a device waited timeout_ms in an earlier call. The text names it and
+ *                                       the rank that it waited for
  *
- * A call that breaks the group in EVENTS, FLAGS or HOSTS, whatever phase the others are in, returns when its rank's
- * device has left their memory, and their devices its own: any of it may be freed at once. No queue is left with a wait
- * for what nobody will do. For that, such a call waits for what its queue, and theirs, hold: longer than timeout_ms
- * where they do not get on. A process that was killed is not waited for once the system has taken down what it had on
- * its device; one that is lost as it is silent, for two seconds more. The contents of out are undefined.
+ * In HOSTS an error text says whether the failure was inside the host or between hosts, and how ranks are numbered
+ * there.
  *
- * A process may also be killed when this rank's call has returned, and its queue waits for the other's. Those waits are
- * ended a tenth of a second later by a thread of the group; where progress is DTRAIN_PROGRESS_POLL, there is none, and
- * dtrain_device_group_wait, the next call or destroy ends them: wait with that there, not with dtrain_device_wait. In
- * FLAGS the device's own deadline ends them at the latest.
+ * A call that breaks the group in EVENTS, FLAGS or HOSTS first drains its own queue and its peers', so nothing waits
+ * for work that will not come. When it returns, no peer's device is in this rank's memory, nor this rank's device in
+ * theirs: you may free any of it. The contents of out are undefined. The drain may take longer than timeout_ms. A
+ * killed process is waited for until the system has ended its work on its device. A rank that is lost because it is
+ * silent is waited for two seconds more.
  *
- * collective: every rank of comm, same order; blocks up to timeout_ms, in EVENTS twice, in STAGED twice a chunk; in
- * HOSTS five times and twice a chunk, in a reduce-scatter once, and for every slots' worth of it twice and twice a
- * chunk */
+ * A process may also be killed after this rank's call has returned, while its queue waits for the other's. A thread of
+ * the group ends such a wait after a tenth of a second. With DTRAIN_PROGRESS_POLL there is no thread:
+ * dtrain_device_group_wait, the next call or destroy ends the wait, so use dtrain_device_group_wait there, not
+ * dtrain_device_wait. In FLAGS a device stops waiting after timeout_ms at the latest, and leaves its part undone.
+ * dtrain_device_group_wait or the next call returns that error.
+ *
+ * collective: every rank of comm, same order; blocks up to timeout_ms this many times:
+ *     EVENTS         2
+ *     FLAGS          1
+ *     STAGED         2 for each chunk
+ *     HOSTS          5, and 2 for each chunk
+ *     HOSTS, reduce-scatter   1, and for every slots' worth of data 2 and 2 for each chunk */
 DTRAIN_API_MUST dtrain_status dtrain_device_group_all_reduce(dtrain_device_group *group, const void *in, void *out,
                                                              size_t count, dtrain_dtype dtype, dtrain_op op);
 DTRAIN_API_MUST dtrain_status dtrain_device_group_reduce_scatter(dtrain_device_group *group, const void *in, void *out,
@@ -2312,12 +2350,13 @@ DTRAIN_API_MUST dtrain_status dtrain_device_group_all_gather(dtrain_device_group
 DTRAIN_API_MUST dtrain_status dtrain_device_group_broadcast(dtrain_device_group *group, void *data, size_t count,
                                                             dtrain_dtype dtype, int root);
 
-/* dtrain_device_group_reduce_scatter and dtrain_device_group_all_gather with parts as the caller says: of rank r the
- * elements [offsets[r], offsets[r] + counts[r]).
+/* Run a reduce-scatter or an all-gather with parts that you cut: rank r has elements [offsets[r],
+ * offsets[r] + counts[r]).
  *
- *   counts, offsets   as in dtrain_reduce_scatter_v and dtrain_all_gather_v; offsets NULL: one after the other
- *   errors            DTRAIN_ERR_INVALID   counts is NULL
- *                     DTRAIN_ERR_MISMATCH  another rank gave other counts or offsets, of the same sum or not
+ *   counts, offsets   as in dtrain_reduce_scatter_v and dtrain_all_gather_v; offsets NULL: one part after the other
+ *   errors            those of the calls above, and
+ *                     DTRAIN_ERR_INVALID   counts is NULL
+ *                     DTRAIN_ERR_MISMATCH  another rank gave other counts or offsets, even with the same sum
  *
  * collective: every rank of comm, same order; blocks as the calls above */
 DTRAIN_API_MUST dtrain_status dtrain_device_group_reduce_scatter_v(dtrain_device_group *group, const void *in,
@@ -2330,53 +2369,55 @@ DTRAIN_API_MUST dtrain_status dtrain_device_group_all_gather_v(dtrain_device_gro
 
 typedef struct dtrain_device_work dtrain_device_work;
 
-/* Starts an all-reduce that comes after what the device's queue holds now, and goes on beside what is queued later.
+/* Starts an all-reduce after what the device's queue holds; it runs beside what you queue later.
  *
- * With desc.async a thread of the group makes the calls above on a queue of the group's own, one after another in the
- * order in which they were started; the blocking calls take their turn among them. Other calls on comm may be made only
- * while every work has been waited for. Where progress is DTRAIN_PROGRESS_POLL, or the device's table makes no queues,
- * there is neither: the call is made on the device before this returns, and blocks as it does.
+ * Needs desc.async. A thread of the group makes the started calls, one after another in the order in which they were
+ * started, on a queue of the group's own. Blocking calls take their turn among them. Wait for every work before you
+ * make other calls on comm. With DTRAIN_PROGRESS_POLL, or if the device's table makes no queues, there is no thread:
+ * the call itself runs the all-reduce and blocks.
  *
- *   in, out   until the work has been waited for: not to be written, out not to be read, neither to be freed
- *   work      out: to be handed to dtrain_device_work_wait; NULL on an error
- *   errors    of the call itself, and of the device: dtrain_device_work_wait's. Here, on this rank alone:
- *             DTRAIN_ERR_INVALID  a NULL, no desc.async, a forked child, or arguments that the call refuses
- *             DTRAIN_ERR_MEMORY   no memory for another work: those that are over are used again
+ *   in, out   until the work has been waited for, do not write in or out, read out, or free either
+ *   work      out: for dtrain_device_work_wait; NULL on an error
+ *   errors    on this rank alone; dtrain_device_work_wait returns those of the all-reduce and of the device
+ *             DTRAIN_ERR_INVALID  a NULL, no desc.async, a forked child, or bad arguments
+ *             DTRAIN_ERR_MEMORY   no memory for another work; works that have ended are used again
  *
- * collective: every rank of comm, same order; never blocks where there is the thread */
+ * collective: every rank of comm, same order; never blocks if the group has its thread */
 DTRAIN_API_MUST dtrain_status dtrain_device_group_all_reduce_async(dtrain_device_group *group, const void *in,
                                                                    void *out, size_t count, dtrain_dtype dtype,
                                                                    dtrain_op op, dtrain_device_work **work);
-/* Orders a started collective before what is queued from now on, returns its result, once, and frees it.
+
+/* Returns the result of a started all-reduce, orders it before what is queued from now on, and frees the work.
  *
- * The CPU waits until the group's thread has handed the call over, as long as the blocking call would take: in EVENTS
- * until all ranks have come to it, in STAGED and HOSTS until all of it has come. The device's queue waits for the rest.
+ * The CPU waits until the thread has queued the call: in EVENTS until all ranks have made it, in STAGED and HOSTS until
+ * all data has come. The device's queue waits for the rest.
  *
- *   work     NULL is DTRAIN_OK
- *   device   the rank's queue that is to see the result, of the group's table; NULL: the one given to create
- *   errors   those of the call. Works that were started before the first error was returned here end with that one,
- *            too, and no part of them is done: after a TIMEOUT that leaves the group usable, start all of them again
- *            DTRAIN_ERR_INVALID  device is of another table; the work is still to be waited for
+ *   work     NULL returns DTRAIN_OK
+ *   device   the queue of this rank that is to see the result, of the group's table; NULL: the one given to create
+ *   errors   those of the all-reduce. Works started before this call returned the first error end with that error too,
+ *            and no part of them is done. If the group is still usable, after a TIMEOUT, start all of them again
+ *            DTRAIN_ERR_INVALID  device is of another table; the work is kept, wait for it again
  *
  * one thread per object; blocks until the calls before it are over, each up to its own time */
 DTRAIN_API_MUST dtrain_status dtrain_device_work_wait(dtrain_device_work *work, dtrain_device *device);
 
-/* Waits for the device's queue, and says whether all calls so far have done what they should.
+/* Waits for the device's queue, and returns whether all calls so far were done in full.
  *
- *   errors   what dtrain_device_wait says
- *            DTRAIN_ERR_TIMEOUT    FLAGS: a device has waited too long for another's
- *            DTRAIN_ERR_IO         FLAGS between processes: another rank's device has failed in an earlier call
- *            DTRAIN_ERR_PEER_LOST  EVENTS and FLAGS between processes: a rank has ended before its device had done its
- *                                  part of an earlier call; results since are undefined, and the group is broken on
- *                                  every rank
+ *   errors   what dtrain_device_wait returns
+ *            DTRAIN_ERR_TIMEOUT    FLAGS: a device has waited too long for another
+ *            DTRAIN_ERR_IO         FLAGS between processes: another rank's device failed in an earlier call
+ *            DTRAIN_ERR_PEER_LOST  EVENTS and FLAGS between processes: a rank ended before its device had done its part
+ *                                  of an earlier call. Results since then are undefined; the group is broken on every
+ *                                  rank
  *
  * one thread per object; blocks as dtrain_device_wait */
 DTRAIN_API_MUST dtrain_status dtrain_device_group_wait(dtrain_device_group *group);
 
-/* Frees a rank's end, once its queue has ended; NULL is legal. Waits for no peer but those that are about to return
- * from a call that this rank has returned from. Before comm and the device are destroyed.
+/* Frees this rank's end of a group when its queue is done; NULL is legal.
  *
- * Works that were not waited for are freed: what is under way has a second to end; then the group is aborted.
+ * Call it before you destroy comm or the device. It waits for no peer, except one about to return from a call that this
+ * rank has returned from. It frees works that you have not waited for. A call under way gets one second to end; then
+ * the group is aborted.
  *
  * one thread per object */
 DTRAIN_API void dtrain_device_group_destroy(dtrain_device_group *group);
@@ -4754,44 +4795,62 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
 #ifndef DTRAIN_NO_CHECKPOINT
 
 /* ---- >>checkpoint ----
- * The state of a training run on disk, whole or not at all, for any number of ranks to go on from.
+ * Saves the state of a training run to disk, whole or not at all. Any number of ranks can go on from it.
  *
- *     dtrain_checkpoint_desc desc = {};  desc.directory = "run";  desc.keep_last = 3;
+ *     dtrain_checkpoint_desc desc = {0};  desc.directory = "run";  desc.keep_last = 3;
  *     DTRAIN_CHECK(dtrain_checkpoint_create(&ckpt, world, &desc));
  *     dtrain_pieces lists[2] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};      see >>pieces
- *     dtrain_checkpoint_state state = {};  state.lists = lists;  state.list_count = 2;
+ *     dtrain_checkpoint_state state = {0};  state.lists = lists;  state.list_count = 2;
  *     if (resume) { DTRAIN_CHECK(dtrain_checkpoint_load(ckpt, &state, NULL, NULL)); step = state.step; }
  *     ...
  *     state.step = step;
  *     DTRAIN_CHECK(dtrain_checkpoint_save(ckpt, &state));                           or dtrain_checkpoint_save_async
  *
- *     const char *note = dtrain_checkpoint_value(ckpt, "note", NULL);               of the one that was loaded
- *     DTRAIN_CHECK(dtrain_checkpoint_verify("run"));                                every rule and hash of the newest
- *     DTRAIN_CHECK(dtrain_checkpoint_export("run", "run.safetensors", 0));          its weights, whole, as one file
+ *     const char *note = dtrain_checkpoint_value(ckpt, "note", NULL);               of the checkpoint loaded last
+ *     DTRAIN_CHECK(dtrain_checkpoint_verify("run"));                                checks the newest from end to end
+ *     DTRAIN_CHECK(dtrain_checkpoint_export("run", "run.safetensors", 0));          its weights, as one file
  *
- * A checkpoint is a directory: run/step-50/ has one safetensors file a rank, with the parts that this rank writes, a
- * file of hashes beside each, and index.json, which names every tensor's full shape and says which file has which range
- * of it. run/latest holds the name of the newest. What several ranks have alike is written once, its parts dealt to
- * them. Files carry the number of their save, so that two saves of one step never meet; the index makes a save visible,
- * at once, when all ranks have brought theirs to the disk: killed at any moment, the last checkpoint is whole and
- * found.
+ * Every object that has state lists it: FSDP, the sampler, the aggregator, local SGD. Add your own arrays with a list
+ * of your own. dtrain_checkpoint_save_async copies the state and returns; a thread writes the copy.
  *
- * One job at a time saves into a directory. From its first save until dtrain_checkpoint_destroy, the process of rank 0
- * holds a lock there, of the file .lock. With local, each rank holds one of its own directory. A job that gets the lock
- * removes at once what killed saves have left. A save of another job is an error that names the holder. Loading and
- * dtrain_checkpoint_verify need no lock. A lock ends with its process, however that ends. A process that is only
- * stopped, and lost to the others, still holds it: kill it before the survivors save there. The lock does not tell
- * checkpointers of one process apart. Where the file system has no locks, nobody is refused, and what killed saves have
- * left goes when it has not changed for 2 x timeout_ms. On NFS the server keeps the lock for all hosts. That of a host
- * that has failed is free when the server gives up on it (NFSv4, often after 90 s) or when the host is back (NFSv3). A
- * mount with nolock or local_lock locks out jobs of the same host alone: let no two hosts save there.
+ * A checkpoint is a directory of safetensors files:
  *
- * Loading reads what a rank needs, wherever it lies: from any number of ranks, strategy or split onto any other. Every
- * 64 KiB of data, every header and the index carry a hash (XXH64), which finds what disks and networks do to bytes; it
- * is no signature.
+ *     run/latest                   the name of the newest checkpoint
+ *     run/.lock                    the lock of the job that saves
+ *     run/step-50/index.json       every tensor's full shape, and which file holds which range of it
+ *     run/step-50/rank-*           two files for each rank that saved: its part of the tensors, and the hashes of it
  *
- * Tensors are named as parameters are; optimizer state is NAME@adam.m and NAME@adam.v, or NAME@momentum. No other name
- * may end so. With local set, ranks share no file system: see dtrain_checkpoint_desc. */
+ * The ranks share the work: data that several ranks hold alike is written once. The index is written last and makes
+ * the checkpoint visible. If a job is killed at any moment, the last visible checkpoint is whole and is found again.
+ * File names carry the number of the save, so files of two saves of one step never mix.
+ *
+ * RESUMING. Each rank reads the parts that it needs, and no others, from wherever they lie. The number of ranks, the
+ * sharding strategy and the split of layers may differ from the run that saved. With as many ranks, the run ends with
+ * the same bits as one that never stopped. Residuals of compression and rounds of local SGD go on as they
+ * were, on as many ranks. build/train_gpt shows all of this: --save run --every 50, then --resume.
+ *
+ * HASHES. Every 64 KiB of data, every header and the index carry a hash (XXH64), which finds damage by disks and
+ * networks. A hash is no signature: it does not stop somebody who changes files on purpose.
+ *
+ * ONE JOB SAVES. From its first save to dtrain_checkpoint_destroy, the process of rank 0 holds a lock on the file
+ * .lock. A second job that saves into the directory gets an error that names the holder. Loading and
+ * dtrain_checkpoint_verify need no lock. A job that gets the lock first removes what killed saves have left.
+ *
+ *     process ends or is killed    its lock is free
+ *     process is stopped           it keeps the lock: kill it before other ranks save there
+ *     one process, several jobs    the lock does not keep checkpointers of one process apart
+ *     no locks on the file system  no job is refused; leftovers go once unchanged for 2 x timeout_ms
+ *     NFS                          the server keeps the lock for all hosts
+ *     NFS, the host has failed     NFSv4 frees the lock after a while, often 90 s; NFSv3 when the host is back
+ *     NFS, nolock or local_lock    the lock works within one host alone: let no two hosts save there
+ *
+ * WITHOUT A SHARED FILE SYSTEM, set local. Each rank then saves to a disk of its own, in directory/rank-NNNNN, and
+ * holds a lock there. To load, the ranks find the newest step that is whole among them, and send each other what they
+ * lack. A rank removes a checkpoint only when it knows that all ranks have a newer one. So if ranks are killed at any
+ * moment, every rank still has the newest step that all have completed, or the one before it.
+ *
+ * NAMES. Tensors are named as parameters are. Optimizer state is NAME@adam.m and NAME@adam.v, or NAME@momentum; other
+ * names must not end so. */
 #ifndef DTRAIN__CHECKPOINT_H
 #define DTRAIN__CHECKPOINT_H
 
@@ -4799,145 +4858,160 @@ DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);
 extern "C" {
 #endif
 
-/* What is saved, and where it goes when it is loaded: any number of lists. A name stands for one tensor over all of
- * them and all ranks, of which each may have parts or nothing. Lists that many ranks share come in the same order on
- * each. What lists say beside their pieces (settings of the optimizer, its number of steps, a loss scale, a sampler) is
- * kept once: where several lists or ranks say it, they agree. See dtrain_checkpoint_value. */
+/* Says what is saved and, for a load, where it goes.
+ *
+ * A name stands for one tensor over all lists and ranks; each rank may hold parts of it or none. Give lists that ranks
+ * share in the same order on each. Lists also tell settings: the optimizer's, its number of steps, a loss scale, a
+ * sampler. A checkpoint keeps one value of each setting, so lists and ranks that tell it must agree. Read settings
+ * with dtrain_checkpoint_value. */
 typedef struct dtrain_checkpoint_state {
-    uint64_t step;              /* the program's count; load sets it */
-    const dtrain_pieces *lists; /* of FSDPs between two of their steps, and whatever else has state */
-    size_t list_count;
-    uint64_t seed, random_index;           /* of the program's random stream; load sets them */
-    const dtrain_safetensors_pair *values; /* texts of the program's own, rank 0's, each key once; load: see
-                                              dtrain_checkpoint_value */
+    uint64_t step;                         /* your count of steps; a load sets it */
+    const dtrain_pieces *lists;            /* of all that has state; of an FSDP between two of its steps */
+    size_t list_count;                     /* may be 0 */
+    uint64_t seed, random_index;           /* of your random stream; a load sets them */
+    const dtrain_safetensors_pair *values; /* texts of your own, each key once; those of rank 0 are saved. A load does
+                                              not set them: see dtrain_checkpoint_value */
     size_t value_count;
 } dtrain_checkpoint_state;
 
 typedef struct dtrain_checkpoint_desc {
-    const char *directory;       /* made where it is not there */
-    int keep_last;               /* checkpoints that stay: the newest and those before it; 0: all. Later ones, of a run
-                                    that was turned back, stay until they are saved again. local: 0 is 2, 1 is 2 */
-    int local;                   /* 1: each rank keeps its own on a disk of its own, in directory/rank-NNNNN; copies are
-                                    kept by all that hold them. To load, the ranks find the newest step that is whole
-                                    among them, and hand each other what they lack. A rank removes a checkpoint only
-                                    when it knows that all ranks have a newer one. Killed at any moment, the newest step
-                                    that all ranks have, or the one before it, stays on all of them. A rank's disk holds
-                                    at most keep_last + 2, with the one that it writes. A job that has loaded nothing
-                                    removes none before its second save */
-    int no_verify;               /* 1: loading trusts the disk, and checks no hash but the index's */
-    int no_sync;                 /* 1: leaves it to the system when files reach the disk; a power failure may then cost
-                                    the newest checkpoint, never a kill */
-    int64_t timeout_ms;          /* that ranks wait for the slowest to write its part; 0: 300,000 */
-    dtrain_allocator *allocator; /* NULL: the C library; must outlive the object, and serve
-                                    the thread that writes as well */
+    const char *directory; /* is made if it does not exist */
+    int keep_last;         /* how many checkpoints stay: the newest, and those before it; 0: all. With local, 0 and 1
+                              mean 2. Later steps, of a run that was turned back, stay until they are saved again */
+    int local;             /* 1: each rank saves to a disk of its own; see above. A disk holds at most keep_last + 2
+                              checkpoints, with the one being written. A job that has loaded nothing removes none
+                              before its second save */
+    int no_verify;         /* 1: a load checks no hash but the index's */
+    int no_sync;           /* 1: does not wait until files are on the disk. A power failure may then cost the newest
+                              checkpoint; a killed process costs none */
+    int64_t timeout_ms;    /* how long ranks wait for the slowest to write its part; 0: 300,000 */
+    dtrain_allocator *allocator; /* NULL: the C library; must outlive the object, and serve its writing thread too */
 } dtrain_checkpoint_desc;
 
 typedef struct dtrain_checkpoint dtrain_checkpoint;
 
-/* Makes a checkpointer, and finds out whether the ranks share the directory's file system. Where rank 0 may not write
- * there, it can still load.
+/* Creates a checkpointer for a directory.
  *
- *   comm     must outlive it; NULL: a program that is alone
- *   desc     read by the call; the same on every rank but for directory, which may have another path on each host
+ * Checks that all ranks see one file system there, unless local is set. If rank 0 may not write to the directory, the
+ * checkpointer can load and not save.
+ *
+ *   ckpt     out: the checkpointer; NULL on an error
+ *   comm     must outlive it; NULL: a program of one rank
+ *   desc     read by the call. keep_last, local and no_sync are the same on every rank; directory may be another
+ *            path on each host
  *   errors   the same on every rank:
  *            DTRAIN_ERR_INVALID   no directory, or a bad field
  *            DTRAIN_ERR_IO        the directory cannot be made or opened; or ranks do not share it: the text lists them
  *            DTRAIN_ERR_MISMATCH  descs differ
- *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
+ *            DTRAIN_ERR_MEMORY    no memory
+ *            and those of dtrain_all_gather
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms of comm */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_create(dtrain_checkpoint **ckpt, dtrain_comm *comm,
                                                        const dtrain_checkpoint_desc *desc);
 
-/* Frees it, and lets other jobs save; NULL is legal. Waits for a save under way: for its own part; rank 0 until it is
- * visible or has failed.
+/* Frees the checkpointer and its lock; NULL is legal.
+ *
+ * Waits for an asynchronous save under way: rank 0 until it is visible or has failed, other ranks for their own part.
  *
  * one thread per object */
 DTRAIN_API void dtrain_checkpoint_destroy(dtrain_checkpoint *ckpt);
 
-/* Saves, and returns when the checkpoint is visible and on the disk. A checkpoint of the same step is replaced.
+/* Saves a state; returns when the checkpoint is visible and on the disk.
  *
- *   errors   the same on every rank; what was there before is untouched, and the next call may succeed:
- *            DTRAIN_ERR_INVALID   a bad list; a bad or doubled piece or value; pieces do not tile their tensor; an
+ * A checkpoint of the same step is replaced. On an error the older checkpoints are untouched, and the next save may
+ * succeed. With DTRAIN_PROGRESS_POLL, use dtrain_checkpoint_save_async if writing takes longer than heartbeat_ms.
+ *
+ *   state    what to save; the same step on every rank
+ *   errors   the same on every rank:
+ *            DTRAIN_ERR_INVALID   a bad list, piece or value, or one given twice; pieces do not tile their tensor; an
  *                                 asynchronous save is under way
- *            DTRAIN_ERR_MISMATCH  steps differ, or shapes or dtypes of one tensor, or settings
- *            DTRAIN_ERR_IO        a file could not be written; the text has the rank and the file. Or another job saves
- *                                 into the directory: the text has its process and host. Or a device failed
- *            DTRAIN_ERR_TIMEOUT   the text lists the ranks whose part did not come
- *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather
- *            that of the last asynchronous save, where it has failed and no wait has told; this one was not begun
- *
- * Under DTRAIN_PROGRESS_POLL, files that take longer than heartbeat_ms to write need dtrain_checkpoint_save_async.
+ *            DTRAIN_ERR_MISMATCH  ranks differ in the step, a tensor's shape or dtype, or a setting
+ *            DTRAIN_ERR_IO        a file could not be written: the text has the rank and the file. Or another job holds
+ *                                 the lock: the text has its process and host. Or a device failed
+ *            DTRAIN_ERR_TIMEOUT   a rank's part did not come: the text lists the ranks
+ *            DTRAIN_ERR_MEMORY    no memory
+ *            and those of dtrain_all_gather. If the last asynchronous save failed and no dtrain_checkpoint_wait has
+ *            returned its error, this call returns it and saves nothing
  *
  * collective: every rank of comm, same order; blocks while files are written, and up to timeout_ms for other ranks;
  * with local, up to timeout_ms of comm */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save(dtrain_checkpoint *ckpt, const dtrain_checkpoint_state *state);
 
-/* Copies what this rank writes to a buffer that stays for later saves, and returns; a thread writes it. The ranks tell
- * each other through files that they are done: nothing is sent.
+/* Copies this rank's part of a state and returns; a thread writes the copy.
  *
- * With local, the calls of all ranks first agree, by one small message each, on how the save before this one went. No
- * rank begins a save while another still writes the last one.
+ * The buffer of the copy stays for later saves. The ranks tell each other through files that their parts are written;
+ * nothing is sent. With local, the calls of all ranks first agree, by one small message each, on how the previous save
+ * ended. No rank begins a save while another still writes the previous one.
  *
- *   errors   on this rank alone, with local on every rank: bad pieces; no memory; the one before is under way (see
- *            dtrain_checkpoint_wait) or has failed and no wait has told. Then no rank's save becomes visible. Others
- *            from dtrain_checkpoint_wait
- *            with local also DTRAIN_ERR_MISMATCH, steps differ; those of dtrain_all_gather
+ *   state    as in dtrain_checkpoint_save; you may change the data after the call
+ *   errors   on this rank alone, with local on every rank. This save then becomes visible on no rank. Other errors
+ *            are dtrain_checkpoint_wait's
+ *            DTRAIN_ERR_INVALID   a bad list, piece or value; or the previous save is under way: call
+ *                                 dtrain_checkpoint_wait first
+ *            DTRAIN_ERR_MISMATCH  with local: steps differ
+ *            DTRAIN_ERR_MEMORY    no memory for the copy
+ *            and the error of the previous save, if no wait has returned it; with local those of dtrain_all_gather
  *
- * every rank of comm, same order as the other saves; never waits for a disk, only for the copies of a device, and so
- * for what its queue has before them. It waits for no rank; with local, up to timeout_ms of comm for the calls of all
- */
+ * every rank of comm, same order as the other saves; waits for copies from devices, and so for what their queues hold,
+ * and never for a disk. Waits for no rank; with local, up to timeout_ms of comm for the calls of all */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_save_async(dtrain_checkpoint *ckpt,
                                                            const dtrain_checkpoint_state *state);
 
-/* Waits until the last asynchronous save is visible, and returns how it went, also where it could not begin; again when
- * called again, until the next save. DTRAIN_OK where there was none. With local, this rank's part alone.
+/* Waits until the last asynchronous save is visible, and returns its result.
+ *
+ * Repeated calls return the same result until the next save. A save that could not begin returns its error here too.
+ * Without an asynchronous save it returns DTRAIN_OK. With local it waits for this rank's part alone.
+ *
+ *   errors   those of dtrain_checkpoint_save, on this rank alone
  *
  * one thread per object; blocks up to timeout_ms beyond the writing */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_wait(dtrain_checkpoint *ckpt);
 
 typedef struct dtrain_checkpoint_load_desc {
-    const char *path; /* a safetensors file or Hugging Face model (see dtrain_safetensors_model_open), which every rank
-                         can read: weights alone; state, step and random numbers stay as they are. NULL: a checkpoint */
-    int exact;        /* 1: the checkpoint of `step`; 0: the newest */
+    const char *path; /* a safetensors file or Hugging Face model that every rank can read (see
+                         dtrain_safetensors_model_open): loads weights alone, and leaves optimizer state, step, seed and
+                         random_index as they are. NULL: a checkpoint */
+    int exact;        /* 1: loads the checkpoint of `step`; 0: the newest */
     uint64_t step;
-    int lenient;   /* 1: loads what fits, and reports the rest; 0: anything that is missing, extra or of another
-                      shape is an error, and nothing is loaded */
+    int lenient;   /* 1: loads what fits, and reports the rest. 0: a tensor that is missing, extra or of another shape
+                      is an error, and nothing is loaded */
     int no_verify; /* 1: as in dtrain_checkpoint_desc */
 } dtrain_checkpoint_load_desc;
 
 typedef struct dtrain_checkpoint_report {
     uint64_t step;
-    int world_size;      /* of the ranks that saved it; 0: a file or model */
-    size_t loaded;       /* tensors of which this rank got what it asked for */
-    size_t missing;      /* tensors that this rank asked for and are not there */
-    size_t extra;        /* that are there, and no rank asked for. Optimizer state is none where no rank has a place
-                            for any */
-    size_t reshaped;     /* of another shape, or a dtype that does not convert */
-    char text[1024];     /* lists them; empty: none */
+    int world_size;      /* number of ranks that saved it; 0: a file or model */
+    size_t loaded;       /* tensors that this rank asked for and got */
+    size_t missing;      /* tensors that this rank asked for and the checkpoint lacks */
+    size_t extra;        /* tensors that no rank asked for; optimizer state counts if a rank has a place for any */
+    size_t reshaped;     /* tensors of another shape, or of a dtype that does not convert */
+    char text[1024];     /* lists the missing, extra and reshaped ones; empty if there are none */
     uint64_t bytes;      /* that this rank needed, as stored */
-    uint64_t bytes_read; /* that it read of files for them: index, headers and hashes included */
+    uint64_t bytes_read; /* that it read from files for them, with index, headers and hashes */
 } dtrain_checkpoint_report;
 
-/* Loads a checkpoint into what the lists name, converting floats where dtypes differ; then sets the counters of their
- * objects and publishes the weights of FSDPs. Each rank reads what it needs. Hashes are checked unless no_verify says
- * otherwise. An asynchronous save of this checkpointer is waited for first.
+/* Loads a checkpoint or a model into the memory that the lists name.
  *
- *   state    as of a save; step, seed and random_index are set
+ * Each rank reads what it needs. Floats are converted if dtypes differ. Then the counters of the lists' objects are set
+ * and FSDPs publish their weights. Hashes are checked unless no_verify is set. The call first waits for an asynchronous
+ * save of this checkpointer.
+ *
+ *   state    as for a save; the call sets step, seed and random_index
  *   desc     NULL: the newest checkpoint, strictly
- *   report   out; may be NULL. Filled also on DTRAIN_ERR_MISMATCH
- *   errors   the same on every rank; after one but DTRAIN_ERR_MISMATCH what was to be loaded is undefined:
- *            DTRAIN_ERR_INVALID   a bad list or piece, or one without room for so many steps, and nothing is loaded; or
- *                                 a piece's memory is not of its device
- *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read. Or a device failed
- *            DTRAIN_ERR_MISMATCH  one text lists what is missing, extra, and of another shape (of the first rank that
- *                                 has any: ranks may ask for different tensors), and of a sampler or
- *                                 schedule what is another than it was
- *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken; the text names the file and where. Or step-N holds the
- *                                 save of another step, as after a copy; with local such a part is passed over
- *            DTRAIN_ERR_UNSUPPORTED  the index is of another version; a FIFO, a directory or a device is in the place
- *                                 of a file
- *            DTRAIN_ERR_MEMORY; those of dtrain_all_gather and dtrain_fsdp_publish
+ *   report   out; may be NULL. Also filled on DTRAIN_ERR_MISMATCH
+ *   errors   the same on every rank. Nothing is loaded on DTRAIN_ERR_MISMATCH; on others the memory is undefined:
+ *            DTRAIN_ERR_INVALID   a bad list or piece, or a piece without room for so many steps: nothing is loaded.
+ *                                 Or a piece's memory is not of its device
+ *            DTRAIN_ERR_IO        there is no checkpoint, or it cannot be read; or a device failed
+ *            DTRAIN_ERR_MISMATCH  tensors are missing, extra or of another shape, or a sampler or schedule differs. The
+ *                                 text lists them for the first rank that has any; ranks may ask for different ones
+ *            DTRAIN_ERR_CORRUPT   a hash or a rule is broken: the text names the file and the place. Or step-N holds
+ *                                 the save of another step, as after a copy; with local such a part is skipped
+ *            DTRAIN_ERR_UNSUPPORTED  the index has another version; or a FIFO, a directory or a device stands in the
+ *                                 place of a file
+ *            DTRAIN_ERR_MEMORY    no memory
+ *            and those of dtrain_all_gather and dtrain_fsdp_publish
  *
  * collective: every rank of comm, same order; blocks while files are read, and up to timeout_ms of comm for other ranks
  */
@@ -4945,31 +5019,32 @@ DTRAIN_API_MUST dtrain_status dtrain_checkpoint_load(dtrain_checkpoint *ckpt, dt
                                                      const dtrain_checkpoint_load_desc *desc,
                                                      dtrain_checkpoint_report *report);
 
-/* Returns the value of a key, saved with the checkpoint that was loaded last; NULL for none. It ends with a zero byte.
- * Keys are those of state.values, and of what lists have said: "optimizer.kind", "optimizer.step", "loss_scale", ...
+/* Returns the value of a key of the checkpoint that was loaded last, or NULL.
  *
- *   length   out: its bytes; may be NULL
+ * Keys are those of state.values, and of the settings of lists: "optimizer.kind", "optimizer.step", "loss_scale", ...
  *
- * one thread per object; until the next load */
+ *   key      ends with a zero byte, as the returned text does
+ *   length   out: bytes of the text; may be NULL
+ *
+ * one thread per object; the text is valid until the next load */
 DTRAIN_API const char *dtrain_checkpoint_value(const dtrain_checkpoint *ckpt, const char *key, size_t *length);
 
-/* Checks a checkpoint from end to end: that its index is whole, its pieces tile their tensors, its files keep the rules
- * of safetensors, and that every hash is right.
+/* Checks a checkpoint from end to end: every rule and every hash of its index and files.
  *
- *   path     of a checkpoint's directory, "run/step-50", which must hold the save of that step; or under any name of
- *            another form; or "run", for the newest in it
- *   errors   DTRAIN_ERR_CORRUPT  the text names the file and the place; DTRAIN_ERR_IO, DTRAIN_ERR_UNSUPPORTED,
- *            DTRAIN_ERR_MEMORY, as dtrain_checkpoint_load
+ *   path     a checkpoint's directory, "run/step-50", or "run" for the newest in it. A directory named step-N must hold
+ *            the save of step N; a directory of another name may hold any
+ *   errors   DTRAIN_ERR_CORRUPT  the text names the file and the place
+ *            DTRAIN_ERR_IO, DTRAIN_ERR_UNSUPPORTED, DTRAIN_ERR_MEMORY  as dtrain_checkpoint_load
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_verify(const char *path);
 
-/* Writes a checkpoint as one safetensors file, tensors whole, for others to read.
+/* Writes a checkpoint's tensors, whole, to one safetensors file.
  *
  *   path             as dtrain_checkpoint_verify
- *   file             to be written
- *   with_optimizer   1: optimizer state too
- *   errors           as dtrain_checkpoint_verify and dtrain_safetensors_save
+ *   file             path of the file to write
+ *   with_optimizer   1: writes optimizer state too; 0: the other tensors alone
+ *   errors           those of dtrain_checkpoint_verify and dtrain_safetensors_save
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_checkpoint_export(const char *path, const char *file, int with_optimizer);
