@@ -1,13 +1,16 @@
 /* dtrain_cuda.h - NVIDIA's GPUs for dtrain.h. Public domain or MIT, at your choice: see LICENSE.
  *
- * A dtrain_device (dtrain.h, >>device) over a stream of the CUDA runtime: memory, copies, events, and kernels that give
- * the same bits as the CPU's. Programs that have no GPU, or no driver, are told so by a status and run on.
+ * Makes a dtrain_device (dtrain.h, >>device) of a stream of the CUDA runtime: memory, copies, events and kernels. They
+ * give the same bits as the CPU. On a machine without a GPU or a driver, calls return DTRAIN_ERR_UNSUPPORTED and the
+ * text says why; the program runs on.
+ *
+ * NOT RUN ON A GPU YET. See WHAT IS CHECKED below.
  *
  * CONTENTS (search for the mark)
- *     >>cuda           how many GPUs, queues on them, streams of the program's own
+ *     >>cuda           number of GPUs, queues on them, streams of your own
  *     >>cuda-body      how kernels are written, on a GPU and emulated
  *
- * BUILD: a C program keeps its C compiler, and one file goes to nvcc.
+ * BUILD. A C program keeps its C compiler; one file goes to nvcc.
  *
  *     dtrain.c      #define DTRAIN_IMPLEMENTATION
  *                   #include "dtrain.h"
@@ -15,12 +18,13 @@
  *                   #include "dtrain_cuda.h"
  *
  *     cc -O2 -ffp-contract=off -c dtrain.c program.c
- *     nvcc -O2 -arch=sm_90 -c kernels.cu
+ *     nvcc -std=c++17 -O2 -arch=sm_90 -c kernels.cu
  *     nvcc dtrain.o program.o kernels.o -lpthread -lm
  *
- * Or both implementations in one .cu file, dtrain.h first and before any system header. CUDA 12.0 or later, GPUs from
- * compute capability 8.0 on; CUDA 13's -arch=all-major makes code for all of them, CUDA 12's begins with GPUs that are
- * too old for it: name yours. Links with the runtime alone, statically.
+ * You may also put both implementations into one .cu file, dtrain.h first and before any system header. You need CUDA
+ * 12.0 or later and a GPU of compute capability 8.0 or later. With CUDA 13, -arch=all-major makes code for every GPU.
+ * CUDA 12's all-major begins with GPUs that are too old: name yours. The program links with the CUDA runtime alone,
+ * statically: it needs no libcudart or libcuda to start.
  *
  * A FIRST PROGRAM
  *
@@ -35,40 +39,98 @@
  *     dtrain_device_free(gpu, DTRAIN_MEMORY_DEVICE, x);
  *     dtrain_cuda_destroy(gpu);
  *
- * CONVENTIONS, beside those of dtrain.h
- *     Order     A device is a stream: what is handed to it runs in the order of the calls. Hand it a stream of your own
- *               (dtrain_cuda_desc), or queue your kernels on its (dtrain_cuda_stream), and they run in that order too.
- *     Pointers  Device memory of any origin will do: dtrain_device_alloc, cudaMalloc, a tensor of PyTorch's; and pinned
- *               or managed memory. Other memory of the CPU, another GPU's, freed memory, and where CUDA can tell a
- *               range that ends beyond its allocation, are DTRAIN_ERR_INVALID, but for dtrain_device_copy, which takes
- *               the CPU's, and therefore cannot tell freed memory of the GPU from it.
- *     Peers     dtrain_device_reduce and groups of devices take memory of any GPU that theirs reaches: handed some, they
- *               open that GPU's memory to theirs (cudaDeviceEnablePeerAccess), for the rest of the process. Memory of
- *               cudaMallocAsync, or mapped by the driver's calls, is open to whom its maker has said. dtrain_device_copy
- *               copies between any two. Elsewhere another GPU's memory is DTRAIN_ERR_INVALID.
- *               Any alignment will do but where the norm and top-k are concerned, and for what a call counts or
- *               reports in: those lie at multiples of their elements' width, or are DTRAIN_ERR_INVALID.
- *     Current   The calling thread's current GPU (cudaSetDevice) is after a call what it was before, and no other GPU
- *               than the device's gets a context.
- *     Errors    The text has CUDA's own name, number and message. DTRAIN_ERR_UNSUPPORTED: no driver, no GPU, or no code
- *               for it in this build. DTRAIN_ERR_MEMORY says what is free; the device works on. A kernel's fault, of
- *               the program's own kernels too, is DTRAIN_ERR_IO in every later call: CUDA gives the GPU back to a new
- *               process only.
- *     Bits      The same as dtrain.h's on the CPU, whatever nvcc's flags (--use_fast_math, --fmad) and the GPU; what a
- *               NaN holds is nobody's.
+ * examples/device_reduce.cu is a whole program. These calls of dtrain.h take a device, and run on the CPU for NULL:
+ *
+ *     memory and copies            >>device
+ *     reduce, scale, axpy          F64, F32, F16, BF16; the reduction also takes integers
+ *     convert                      between F64, F32, F16, BF16 and both FP8
+ *     overflow, norm, clipping     >>device
+ *     AdamW and SGD                by a parameter table, see below
+ *     top-k, sparse sums           below 2^32 elements; with or without a residual
+ *     int8, fp8                    with a scale a block
+ *
+ * Matrix products, sign compression and PowerSGD have no kernels here.
+ *
+ * RANKS talk from device memory through a group of devices: dtrain.h, >>device-group.
+ *
+ * TRAINING. Give every parameter of the table the same device. Then the calls of DDP and FSDP are those of the CPU.
+ *
+ *     for (int i = 0; i < count; i++)
+ *         table[i].device = gpu;                               data, grad: memory of the GPU; for FSDP also NULL
+ *     DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, world, table, count, &desc));    or dtrain_ddp_create
+ *     float *w = dtrain_fsdp_unit_param(fsdp, "qkvw", unit);   layer by layer, at addresses that stay
+ *     ...
+ *     DTRAIN_CHECK(dtrain_fsdp_gather(fsdp, unit));            then queue kernels on dtrain_cuda_stream(gpu)
+ *     DTRAIN_CHECK(dtrain_fsdp_clip_grad_norm(fsdp, 1.0f, NULL));             NULL: the CPU does not wait for the norm
+ *
+ * Gathers and reductions run beside your kernels, ordered by events. The same gradients give the weights of the CPU,
+ * bit for bit. With compress (top-k, int8, fp8, bf16, f16) the GPU selects or packs, and the result goes through the
+ * socket. Checkpoints save from GPUs and load onto them; the files are those of the CPU.
+ *
+ * examples/train_gpt_cuda.cu trains the model of train_gpt with kernels of its own and cuBLAS:
+ *
+ *     make cuda
+ *     build/train_gpt_cuda --ranks 4 --steps 200               threads, which share the GPUs
+ *     build/train_gpt_cuda --ranks 4 --gpus 1 --strategy full --trace trace.json
+ *     build/dtrun -n 4 build/train_gpt_cuda --steps 200        processes
+ *     build/train_gpt_cuda --ranks 4 --save run --every 50     then --resume, on any number of ranks
+ *
+ * Its flags, files and checkpoints are those of train_gpt, and either program goes on from the other's checkpoint. It
+ * refuses --mesh, --aggregator, --local-steps, --compress sign and powersgd, --tokens, --open and --export, and prints
+ * no sample.
+ *
+ * LIMITS. These return DTRAIN_ERR_UNSUPPORTED for a table on a device: modules, pipelines, aggregators, local SGD, the
+ * parameter server, and FSDP with quantise_gather, quantise_reduce or compress.adam. Tensor parallelism computes on
+ * the CPU.
+ *
+ * WHAT IS CHECKED
+ *
+ *     - checked: it compiles for compute capability 8.0, 9.0 and 10.0 without spills or local memory
+ *     - checked: its arithmetic in PTX is neither contracted nor flushed to zero
+ *     - checked: emulated GPUs give the CPU's bits, to threads and processes, also when ranks are killed
+ *     - NOT checked: any kernel on a GPU, CUDA's IPC and peer access, and any speed
+ *
+ * On a machine with a GPU, these check the rest:
+ *
+ *     make test-cuda CUDA_LARGE=1                    every size to 2^28; train_gpt_cuda's losses beside train_gpt's
+ *     make test-cuda SANITIZER="compute-sanitizer --tool memcheck"      or racecheck, synccheck, initcheck
+ *     make bench-cuda                                one line each, with what it should reach: ok, MISSED or skipped
+ *     python3 tools/bench_cuda_peers.py              the kernels' lines in PyTorch
+ *
+ * CONVENTIONS, in addition to those of dtrain.h
+ *     Order     A device is a stream: calls run in the order in which you make them. Give it a stream of your own
+ *               (dtrain_cuda_desc), or queue your kernels on its stream (dtrain_cuda_stream); they keep that order too.
+ *     Pointers  Use device memory of any origin: dtrain_device_alloc, cudaMalloc, a tensor of PyTorch; pinned or
+ *               managed memory too. Other memory of the CPU, another GPU's memory and freed memory are
+ *               DTRAIN_ERR_INVALID. So is a range that ends beyond its allocation, if CUDA can tell. dtrain_device_copy
+ *               also takes the CPU's memory, so it cannot tell freed memory of the GPU from that.
+ *     Peers     dtrain_device_reduce and groups of devices take memory of any GPU that theirs reaches. On first use
+ *               they open that GPU's memory to theirs (cudaDeviceEnablePeerAccess), for the rest of the process. Memory
+ *               of cudaMallocAsync, or mapped by the driver's calls, is open only to GPUs that its maker has named.
+ *               dtrain_device_copy copies between any two.
+ *     Align     Any alignment will do, with two exceptions: arrays of the norm and of top-k, and what a call counts or
+ *               reports in. Those lie at multiples of their elements' width, or are DTRAIN_ERR_INVALID.
+ *     Current   A call leaves the calling thread's current GPU (cudaSetDevice) as it was. It makes no context on any
+ *               GPU but the device's.
+ *     Errors    Texts have CUDA's own name, number and message. DTRAIN_ERR_UNSUPPORTED: no driver, no GPU, or no code
+ *               for it in this build. DTRAIN_ERR_MEMORY: the text says how much is free, and the device works on. After
+ *               a fault of a kernel, also of your own, every later call returns DTRAIN_ERR_IO: CUDA gives the GPU back
+ *               only to a new process.
+ *     Bits      They are those of dtrain.h on the CPU, whatever the GPU and nvcc's flags (--use_fast_math, --fmad). A
+ *               NaN stays a NaN; its payload may differ.
  *
  * MACROS, before the implementation
- *     DTRAIN_CUDA_STUB      no CUDA here: compiles as C or C++, and every call returns DTRAIN_ERR_UNSUPPORTED
- *     DTRAIN_CUDA_EMULATE   two GPUs on the CPU, for tests: compiles as C by gcc or clang, on POSIX. Kernels run thread
- *                           after thread, in changing order. Device memory cannot be touched but by the device, and
- *                           by a program's own kernels between dtrain_cuda_emulated_open and _close; writes beside an
- *                           allocation end in DTRAIN_ERR_IO when it is freed. In the environment,
- *                           DTRAIN_CUDA_EMULATED_BYTES is how much of it both have together (2^34 by default)
+ *     DTRAIN_CUDA_STUB      for a machine without CUDA: compiles as C or C++; calls return DTRAIN_ERR_UNSUPPORTED
+ *     DTRAIN_CUDA_EMULATE   two GPUs on the CPU, for tests: compiles as C by gcc or clang, on POSIX; make test uses it
+ *
+ * Emulated kernels run thread after thread, in changing order. Only the device may touch its memory, and your own
+ * kernels between dtrain_cuda_emulated_open and _close. A write beside an allocation is DTRAIN_ERR_IO when it is freed.
+ * DTRAIN_CUDA_EMULATED_BYTES in the environment is the memory of both GPUs together; 2^34 by default.
  */
 
 /* ---- >>cuda ----
- * Devices for NVIDIA's GPUs: a dtrain_device over a stream of the CUDA runtime. Needs the CUDA Toolkit to build and a
- * driver to run; without one every call returns DTRAIN_ERR_UNSUPPORTED and the program goes on. */
+ * Devices for NVIDIA's GPUs: a dtrain_device over a stream of the CUDA runtime. You need the CUDA Toolkit to build and a
+ * driver to run. Without a driver the calls return DTRAIN_ERR_UNSUPPORTED and the program goes on. */
 #ifndef DTRAIN__CUDA_H
 #define DTRAIN__CUDA_H
 
@@ -86,8 +148,8 @@ extern "C" {
 
 typedef struct dtrain_cuda_desc {
     int index;    /* the GPU, from 0 */
-    void *stream; /* a cudaStream_t of the caller's, which must outlive the device; NULL: a stream of its own,
-                   * which does not wait for the default stream, nor that for it */
+    void *stream; /* a cudaStream_t of yours, which must outlive the device; NULL: a new stream, which is not ordered
+                   * with the default stream */
 } dtrain_cuda_desc;
 
 /* Counts the GPUs that this process can use.
@@ -98,32 +160,36 @@ typedef struct dtrain_cuda_desc {
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_cuda_count(int *count);
 
-/* Makes a queue on a GPU. Several on one GPU run side by side.
+/* Creates a device: a queue on a GPU. Several on one GPU run side by side.
  *
- *   device   out: NULL on an error
+ *   device   out: the device; NULL on an error
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_UNSUPPORTED  as dtrain_cuda_count; or the build has no code for this GPU
- *            DTRAIN_ERR_INVALID      no such GPU; a stream that is destroyed or another GPU's
- *            DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
+ *            DTRAIN_ERR_INVALID      no such GPU; or a stream that is destroyed or another GPU's
+ *            DTRAIN_ERR_MEMORY       no memory
+ *            DTRAIN_ERR_IO           CUDA returned an error; the text quotes it
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain_cuda_desc *desc);
 
-/* Waits for what was queued and frees the queue; memory that was allocated through it stays the caller's to free,
- * before this. NULL is legal.
+/* Waits for what was queued, and frees the device; NULL is legal. Before it, free the memory that you allocated through
+ * the device.
  *
  * one thread per object */
 DTRAIN_API void dtrain_cuda_destroy(dtrain_device *device);
 
-/* Returns the stream as a cudaStream_t, to queue kernels of your own in order with the rest; NULL for no device of
- * dtrain_cuda_create.
+/* Returns the stream of a device as a cudaStream_t: queue your own kernels on it, in order with the rest.
+ *
+ * For a device that dtrain_cuda_create did not make it returns NULL.
  *
  * any thread */
 DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device);
 
 #ifdef DTRAIN_CUDA_EMULATE
-/* Emulated, open the devices' memory to the CPU, and close it again: around a kernel of the program's own, which is a
- * call there. Open to the calling thread, and to those that it starts meanwhile; to others perhaps.
+/* Open the memory of emulated devices to the CPU, and close it again. Call them around your own kernels, which are calls
+ * of functions there.
+ *
+ * The memory is open to the calling thread and to threads that it starts meanwhile. Other threads may have access too.
  *
  * any thread */
 DTRAIN_API void dtrain_cuda_emulated_open(void);

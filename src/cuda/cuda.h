@@ -1,6 +1,6 @@
 /* ---- >>cuda ----
- * Devices for NVIDIA's GPUs: a dtrain_device over a stream of the CUDA runtime. Needs the CUDA Toolkit to build and a
- * driver to run; without one every call returns DTRAIN_ERR_UNSUPPORTED and the program goes on. */
+ * Devices for NVIDIA's GPUs: a dtrain_device over a stream of the CUDA runtime. You need the CUDA Toolkit to build and a
+ * driver to run. Without a driver the calls return DTRAIN_ERR_UNSUPPORTED and the program goes on. */
 #ifndef DTRAIN__CUDA_H
 #define DTRAIN__CUDA_H
 #include "manual.h"
@@ -19,8 +19,8 @@ extern "C" {
 
 typedef struct dtrain_cuda_desc {
     int index;    /* the GPU, from 0 */
-    void *stream; /* a cudaStream_t of the caller's, which must outlive the device; NULL: a stream of its own,
-                   * which does not wait for the default stream, nor that for it */
+    void *stream; /* a cudaStream_t of yours, which must outlive the device; NULL: a new stream, which is not ordered
+                   * with the default stream */
 } dtrain_cuda_desc;
 
 /* Counts the GPUs that this process can use.
@@ -31,32 +31,36 @@ typedef struct dtrain_cuda_desc {
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_cuda_count(int *count);
 
-/* Makes a queue on a GPU. Several on one GPU run side by side.
+/* Creates a device: a queue on a GPU. Several on one GPU run side by side.
  *
- *   device   out: NULL on an error
+ *   device   out: the device; NULL on an error
  *   desc     NULL: all defaults
  *   errors   DTRAIN_ERR_UNSUPPORTED  as dtrain_cuda_count; or the build has no code for this GPU
- *            DTRAIN_ERR_INVALID      no such GPU; a stream that is destroyed or another GPU's
- *            DTRAIN_ERR_MEMORY, DTRAIN_ERR_IO
+ *            DTRAIN_ERR_INVALID      no such GPU; or a stream that is destroyed or another GPU's
+ *            DTRAIN_ERR_MEMORY       no memory
+ *            DTRAIN_ERR_IO           CUDA returned an error; the text quotes it
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_cuda_create(dtrain_device **device, const dtrain_cuda_desc *desc);
 
-/* Waits for what was queued and frees the queue; memory that was allocated through it stays the caller's to free,
- * before this. NULL is legal.
+/* Waits for what was queued, and frees the device; NULL is legal. Before it, free the memory that you allocated through
+ * the device.
  *
  * one thread per object */
 DTRAIN_API void dtrain_cuda_destroy(dtrain_device *device);
 
-/* Returns the stream as a cudaStream_t, to queue kernels of your own in order with the rest; NULL for no device of
- * dtrain_cuda_create.
+/* Returns the stream of a device as a cudaStream_t: queue your own kernels on it, in order with the rest.
+ *
+ * For a device that dtrain_cuda_create did not make it returns NULL.
  *
  * any thread */
 DTRAIN_API void *dtrain_cuda_stream(const dtrain_device *device);
 
 #ifdef DTRAIN_CUDA_EMULATE
-/* Emulated, open the devices' memory to the CPU, and close it again: around a kernel of the program's own, which is a
- * call there. Open to the calling thread, and to those that it starts meanwhile; to others perhaps.
+/* Open the memory of emulated devices to the CPU, and close it again. Call them around your own kernels, which are calls
+ * of functions there.
+ *
+ * The memory is open to the calling thread and to threads that it starts meanwhile. Other threads may have access too.
  *
  * any thread */
 DTRAIN_API void dtrain_cuda_emulated_open(void);
