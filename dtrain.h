@@ -303,14 +303,17 @@
 #endif
 
 /* ---- >>base ----
- * What every floor shares in public: what the implementation needs of system headers, which is settled before any of
- * them; the pragmas that keep a region's arithmetic to the letter of IEEE 754 whatever flags the program uses; the
- * macros a program may set, status codes and error texts, the log callback, the allocator hook, counter-based random
- * numbers and SHA-256. Calls nothing but the C library. */
+ * What all other parts of dtrain share. It calls nothing but the C library.
+ *
+ *   DTRAIN_API      and other macros that a program may set
+ *   exact regions   pragmas that keep arithmetic to IEEE 754 whatever flags the program uses
+ *   errors          status codes, error texts and the log callback
+ *   memory          the allocator hook
+ *   numbers         counter-based random numbers and SHA-256 */
 #ifndef DTRAIN__BASE_H
 #define DTRAIN__BASE_H
 
-#ifdef DTRAIN_IMPLEMENTATION
+#ifdef DTRAIN_IMPLEMENTATION /* these macros must be set before the first system header */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE 1
 #endif
@@ -323,18 +326,21 @@
 #endif
 #endif
 
-/* Small, called from many places, and never where a few cycles count: one copy keeps the program smaller. */
+/* For small functions that many places call and whose cycles do not count: a single copy keeps the program smaller. */
 #if defined(__GNUC__)
 #define DTRAIN__NOINLINE __attribute__((noinline))
 #else
 #define DTRAIN__NOINLINE
 #endif
 
-/* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
- * under -ffp-contract=fast and approximate square roots under -ffast-math: see dtrain__isa_rounded_f32 and
- * DTRAIN__TRAIN_ROOT_base. The program's own code after them is compiled as if they were not there. gcc's pragma also
- * redefines the macros that stand for its flags, and its end does not undo that: without DTRAIN__EXACT_MACROS, a
- * <math.h> that the program includes later would not declare the SIMD functions that -Ofast uses. */
+/* Between these two, compilers neither contract nor reorder sums and products. clang's back end has two exceptions:
+ *
+ *   -ffp-contract=fast   it still contracts; dtrain__isa_rounded_f32 prevents that
+ *   -ffast-math          it still approximates square roots; DTRAIN__TRAIN_ROOT_base prevents that
+ *
+ * The program's own code after them keeps its flags. gcc's pragma also redefines the macros that stand for flags, and
+ * its end does not restore them: DTRAIN__EXACT_MACROS does. Without that, a <math.h> that the program includes later
+ * would not declare the SIMD functions that -Ofast uses. */
 #if defined(__clang__)
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
@@ -342,7 +348,7 @@
 #define DTRAIN__EXACT_GCC \
     _Pragma("GCC push_options") \
         _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
-#ifdef __CUDACC__ /* nvcc hands the pragma on, and warns that it does not know it; its macros were expanded before */
+#ifdef __CUDACC__ /* nvcc passes the pragma on, but warns that it is unknown; its macros are expanded before */
 #define DTRAIN__EXACT_BEGIN \
     _Pragma("nv_diagnostic push") _Pragma("nv_diag_suppress 1675") DTRAIN__EXACT_GCC _Pragma("nv_diagnostic pop")
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options")
@@ -371,9 +377,9 @@
 #endif
 #endif
 
-/* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END, as no step
- * waits for it. Other compilers have no pragma for that. A declaration stands between DTRAIN__SMALL_BEGIN and what
- * follows of these, as gcc saves macros ahead of its pragmas. */
+/* After the tensor kernels gcc compiles for size, since no step waits for that code. DTRAIN__FAST_BEGIN and
+ * DTRAIN__FAST_END enclose the exceptions. Other compilers have no pragma for it. gcc saves macros ahead of its
+ * pragmas, so a declaration must stand between DTRAIN__SMALL_BEGIN and the next of these macros. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
 #define DTRAIN__SMALL_BEGIN \
     DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
@@ -396,7 +402,7 @@
 #define DTRAIN_API extern
 #endif
 
-/* Opens the declaration of every function that returns dtrain_status: compilers warn of a call whose result is left. */
+/* Opens the declaration of every function that returns dtrain_status. Compilers warn if a call's result is ignored. */
 #if defined(__GNUC__) || defined(__clang__)
 #define DTRAIN_API_MUST __attribute__((__warn_unused_result__)) DTRAIN_API
 #elif (defined(__cplusplus) && __cplusplus >= 201703L) || (defined(__STDC_VERSION__) && __STDC_VERSION__ >= 202311L)
@@ -411,39 +417,40 @@
 extern "C" {
 #endif
 
-/* What a fallible call returns. Few codes, one for each thing a caller can do about it. The constants of all enums are
- * disjoint, but for their zeroes, so that arguments that were swapped are refused. */
+/* The result of every call that can fail. There are few codes, one for each thing that a caller can do about an error.
+ * No two enums share a constant except 0, so the library detects swapped arguments. */
 typedef enum dtrain_status {
     DTRAIN_OK = 0,
     DTRAIN_ERR_INVALID = 31, /* an argument is wrong: correct the call */
-    DTRAIN_ERR_MEMORY,       /* the allocator has no more to give */
+    DTRAIN_ERR_MEMORY,       /* the allocator is out of memory */
     DTRAIN_ERR_IO,           /* the system refused a file, thread or socket */
-    DTRAIN_ERR_TIMEOUT,      /* the deadline passed; the text says who was awaited */
+    DTRAIN_ERR_TIMEOUT,      /* the deadline passed; the text says which rank the call waited for */
     DTRAIN_ERR_PEER_LOST,    /* another rank has left or died */
     DTRAIN_ERR_MISMATCH,     /* ranks made different calls; the text quotes both */
-    DTRAIN_ERR_CORRUPT,      /* data from outside breaks its format */
+    DTRAIN_ERR_CORRUPT,      /* data from a file or a peer breaks its format */
     DTRAIN_ERR_UNSUPPORTED,  /* legal, but not on this build, system or transport */
     DTRAIN_ERR_DENIED,       /* a peer did not prove that it belongs here */
-    DTRAIN_ERR_ABORTED       /* cancelled by a rank on purpose */
+    DTRAIN_ERR_ABORTED       /* a rank cancelled the work on purpose */
 } dtrain_status;
 
-/* Returns the constant's name without its prefix, "OK" or "ERR_TIMEOUT"; never NULL.
+/* Returns the constant's name without its prefix, such as "OK" or "ERR_TIMEOUT"; never NULL.
  *
  * any thread */
 DTRAIN_API const char *dtrain_status_name(dtrain_status status);
 
-/* Returns the text of the last error that a dtrain call reported to the calling thread; never NULL.
+/* Returns the text of the last error that a call reported to the calling thread; never NULL.
  *
- * The text stays valid until the next failing call of this thread. It is empty before the first.
+ * The text stays valid until the next failing call of this thread. It is empty before the first error.
  *
  * any thread */
 DTRAIN_API const char *dtrain_last_error(void);
 
-/* Sets the calling thread's last error: for transports, devices and callbacks of your own, which return its result.
+/* Sets the calling thread's last error and returns `status`.
  *
- *   format    as printf's, one line; longer texts are cut at 639 bytes. What is not printable UTF-8 becomes '?'. What
- *             it quotes may be dtrain_last_error()
- *   returns   status
+ * Use it in transports, devices and callbacks of your own: `return dtrain_error_set(DTRAIN_ERR_IO, "...");`
+ *
+ *   format    as for printf, one line; the arguments may include dtrain_last_error(). Texts are cut at 639 bytes.
+ *             Bytes that are not printable UTF-8 become '?'
  *
  * any thread */
 #if defined(__GNUC__)
@@ -451,8 +458,8 @@ __attribute__((format(printf, 2, 3)))
 #endif
 DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...);
 
-/* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
- * Expands in the program's own code; the library itself never exits. */
+/* Evaluates a call. If it fails, prints its error to stderr and ends the process with status 1.
+ * The macro expands in the program's own code; the library itself never exits. */
 #define DTRAIN_CHECK(call) \
     do { \
         dtrain_status dtrain_check_status_ = (call); \
@@ -463,56 +470,68 @@ DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char 
         } \
     } while (0)
 
-/* Evaluates a call and leaves its result on purpose, where a compiler warns of a result that nobody reads.
- * An expression of type void. A cast to void alone does not silence gcc. */
+/* Evaluates a call and ignores its result on purpose, without a compiler's warning. It is an expression of type void.
+ * A cast to void alone does not silence gcc. */
 #define DTRAIN_IGNORE(call) ((void)((call) == DTRAIN_OK))
 
 typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1401, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
 
-/* Receives one line of text without a newline; called from any thread, one at a time per thread. It must not call
- * back into the group that it hears of, and should return soon: the thread may have heartbeats to send. */
+/* Receives one line of text without a newline. Several threads may call it at once. It must not call into the group
+ * that the line is about, and should return soon: the thread may have heartbeats to send. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, const char *text);
 
-/* Sets the process's log callback; NULL silences the library. By default warnings and errors go to stderr.
+/* Sets the log callback of the process. Without it, warnings and errors go to stderr.
  *
- *   log, user   must stay valid until replaced, and no call may be running while they are replaced
+ *   log    NULL silences the library; must stay valid until it is replaced
+ *   user   passed to log; must stay valid as long
  *
- * one thread per object: call it before other threads use the library */
+ * one thread per object: no other call may be running; call it before other threads use the library */
 DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user);
 
-/* Resizes a block: new_bytes of 0 frees it and returns NULL; a NULL pointer allocates.
+/* Allocates, resizes or frees a block.
  *
- *   align     a power of two, at most 4096; kept across a resize
- *   returns   the block, its first min(old_bytes, new_bytes) bytes kept; NULL when there is no memory,
- *             and then the old block is untouched
+ *   pointer     the block; NULL allocates a new one
+ *   old_bytes   its size; 0 if pointer is NULL
+ *   new_bytes   0 frees the block and returns NULL
+ *   align       a power of two, at most 4096; kept across a resize
+ *   returns     the block with its first min(old_bytes, new_bytes) bytes kept; NULL if there is no memory, and the old
+ *               block stays unchanged
  *
  * any thread */
 typedef void *(*dtrain_resize_fn)(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align);
 
-/* Where an object's memory comes from, and how much of it is in use.
+/* The source of an object's memory, and a count of how much is in use.
  *
- * A program sets resize and user and zeroes the rest; objects given the same allocator add to the same
- * counters. It must outlive them. The library asks resize for 64 bytes more for each block, where it keeps the block's
- * size; the counters leave them out. The macro DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align),
- * defined before the implementation, replaces the default for allocators whose resize is NULL. */
+ * Set resize and user and zero the rest. The allocator must outlive its objects. Objects that share one add to the
+ * same counters. The library asks resize for 64 bytes more per block, to keep the block's size; the counters leave
+ * them out. To replace the default for allocators whose resize is NULL, define the macro DTRAIN_RESIZE(user, pointer,
+ * old_bytes, new_bytes, align) before the implementation. */
 typedef struct dtrain_allocator {
     dtrain_resize_fn resize; /* NULL: the C library */
     void *user;
-    size_t bytes;      /* in use now; written by the library */
-    size_t peak_bytes; /* the most that was in use at once; written by the library */
+    size_t bytes;      /* in use now; the library writes it */
+    size_t peak_bytes; /* the most in use at once; the library writes it */
 } dtrain_allocator;
 
-/* Returns 64 random bits: value `index` of the stream `seed`.
+/* Returns 64 random bits: value `index` of stream `seed`.
+ *
+ * The two arguments alone decide the value, so any rank or thread can compute any part of a stream.
+ *
+ *   source   Philox4x32-10: Salmon, Moraes, Dror, Shaw, Parallel random numbers: as easy as 1, 2, 3, SC 2011
  *
  * any thread */
 DTRAIN_API uint64_t dtrain_random_u64(uint64_t seed, uint64_t index);
 
-/* Returns a float drawn evenly from [0, 1): a multiple of 2^-24.
+/* Returns a float of the uniform distribution over [0, 1), a multiple of 2^-24: value `index` of stream `seed`.
  *
  * any thread */
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index);
 
-/* Returns a float drawn from the normal distribution of mean 0 and deviation 1, the same bits on every machine.
+/* Returns a float of the normal distribution with mean 0 and standard deviation 1: value `index` of stream `seed`.
+ *
+ * Every machine computes the same bits.
+ *
+ *   source   Box, Muller, Annals of Mathematical Statistics 29(2), 1958
  *
  * any thread */
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index);
@@ -524,7 +543,7 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index);
  * any thread */
 DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char digest[32]);
 
-/* Whether DTRAIN_WITHOUT names a thing that not every machine has (see >>os): shared with dtrain_cuda.h.
+/* Returns whether DTRAIN_WITHOUT names `what`, a thing that not every machine has: see >>os. dtrain_cuda.h calls it.
  *
  * any thread */
 DTRAIN_API int dtrain__without(const char *what);
@@ -536,9 +555,9 @@ DTRAIN_API int dtrain__without(const char *what);
 #endif
 
 /* ---- >>tensor ----
- * Element types, conversions between them, and dtrain_tensor: a shape over memory, row-major.
- * Arithmetic here gives the same bits under any compiler flags and instruction set; of matrix products there are
- * two sets of bits, see dtrain_sgemm.
+ * Element types, conversions between them, and dtrain_tensor: a shape over row-major memory.
+ * Arithmetic gives the same bits under any compiler flags and on every instruction set. Only matrix products have two
+ * sets of bits: see dtrain_sgemm.
  *
  *     DTRAIN_CHECK(dtrain_convert(params, DTRAIN_F32, halves, DTRAIN_BF16, count)); */
 #ifndef DTRAIN__TENSOR_H
@@ -574,66 +593,69 @@ typedef enum dtrain_dtype {
     DTRAIN_U64
 } dtrain_dtype;
 
-/* How values of several ranks become one. */
+/* How the values of several ranks become one. */
 typedef enum dtrain_op {
     DTRAIN_SUM = 101,
-    DTRAIN_MEAN, /* the sum divided once; floats only */
+    DTRAIN_MEAN, /* the sum, divided once; floats only */
     DTRAIN_PROD,
     DTRAIN_MIN, /* a NaN wins; -0 is below +0 */
     DTRAIN_MAX,
-    DTRAIN_AND, /* bit by bit; integers only, as are the next two */
+    DTRAIN_AND, /* bit by bit, like OR and XOR; integers only */
     DTRAIN_OR,
     DTRAIN_XOR
 } dtrain_op;
 
 #define DTRAIN_MAX_DIMS 8
 
-/* Memory and a queue of work beside the CPU's: see >>device. Where one is asked for, NULL is the CPU. */
+/* A device: memory of its own and a queue of work on it, see >>device. A NULL device stands for the CPU. */
 typedef struct dtrain_device dtrain_device;
 
-/* Returns the width of one element in bits, 4 to 64; 0 for what is no dtype.
+/* Returns the width of one element in bits, 4 to 64; 0 if `dtype` is no dtype.
  *
  * any thread */
 DTRAIN_API unsigned dtrain_dtype_bits(dtrain_dtype dtype);
 
-/* Returns the safetensors name, "F32"; "?" for what is no dtype.
+/* Returns the safetensors name, such as "F32"; "?" if `dtype` is no dtype.
  *
  * any thread */
 DTRAIN_API const char *dtrain_dtype_name(dtrain_dtype dtype);
 
-/* Finds the dtype of a safetensors name.
+/* Finds the dtype with a safetensors name.
  *
- *   name     length bytes, case sensitive, not terminated
+ *   dtype    out: unchanged on an error
+ *   name     length bytes, case-sensitive, no zero byte needed
  *   errors   DTRAIN_ERR_INVALID  no dtype has this name
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char *name, size_t length);
 
-/* Converts count elements, rounding to the nearest, ties to even.
+/* Converts count elements, rounding to nearest, ties to even.
  *
- *   from, to   any two of F64, F32, F16, BF16, F8_E4M3, F8_E5M2; the buffers are apart, any alignment
- *   overflow   becomes infinity; in F8_E4M3, which has none, NaN (see dtrain_convert_saturating). NaN stays NaN with
- *              its sign
- *   subnormals are kept on both sides, whatever the caller's floating-point mode
- *   errors     DTRAIN_ERR_UNSUPPORTED  another dtype
- *   source     OCP 8-bit Floating Point Specification 1.0; IEEE 754-2019
+ *   in, out      count elements each, any alignment; the buffers must not overlap
+ *   from, to     each one of F64, F32, F16, BF16, F8_E4M3, F8_E5M2
+ *   overflow     gives infinity; NaN in F8_E4M3, which has no infinity (see dtrain_convert_saturating)
+ *   NaN          stays NaN and keeps its sign
+ *   subnormals   stay, in input and output, whatever the caller's floating-point mode
+ *   errors       DTRAIN_ERR_UNSUPPORTED  another dtype
+ *                DTRAIN_ERR_INVALID      in or out is NULL
+ *   source       OCP 8-bit Floating Point Specification 1.0; IEEE 754-2019
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                                              size_t count);
 
-/* As dtrain_convert, to a number of 8 bits, with the saturation that its specification has: what is beyond the largest
- * finite number, infinity too, becomes that number with its sign. It is 448 in F8_E4M3 and 57344 in F8_E5M2. NaN stays
- * NaN. The CPU alone has it.
+/* Converts to an 8-bit float with saturation; otherwise as dtrain_convert. Devices have no such call.
  *
- *   to        F8_E4M3 or F8_E5M2
- *   errors    DTRAIN_ERR_UNSUPPORTED  another dtype
+ *   to         F8_E4M3 or F8_E5M2
+ *   overflow   gives the largest finite number, 448 in F8_E4M3 and 57344 in F8_E5M2, with the input's sign. So does
+ *              infinity. NaN stays NaN
+ *   errors     as dtrain_convert
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                                                         size_t count);
 
-/* A shape over memory, row-major. Fields are read freely and written by the functions below only. */
+/* A shape over row-major memory. Read the fields as you like; only the functions below write them. */
 typedef struct dtrain_tensor {
     dtrain_dtype dtype;
     int ndim; /* 0: a scalar */
@@ -641,38 +663,40 @@ typedef struct dtrain_tensor {
     size_t count; /* elements */
     size_t bytes;
     void *data;
-    dtrain_allocator *allocator; /* that its memory is of; NULL: a view */
+    dtrain_allocator *allocator; /* the source of data; NULL: the tensor is a view */
 } dtrain_tensor;
 
 /* Makes a zeroed tensor that owns its memory, aligned to 64 bytes.
  *
- *   shape       ndim sizes, 0 <= ndim <= 8; zero sizes are legal
- *   allocator   must outlive the tensor
- *   errors      DTRAIN_ERR_INVALID  a bad dtype, ndim, or a size that overflows or is no whole number of bytes
+ *   tensor      out: may be destroyed after an error too
+ *   shape       ndim sizes, 0 <= ndim <= 8; a size may be 0
+ *   allocator   must outlive the tensor; a zeroed one uses the C library
+ *   errors      DTRAIN_ERR_INVALID  a bad dtype or ndim; sizes whose product overflows or is no whole number of bytes;
+ *                                   a NULL argument
  *               DTRAIN_ERR_MEMORY
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim,
                                                    const size_t *shape, dtrain_allocator *allocator);
 
-/* Makes a view of memory that the caller keeps.
+/* Makes a view of memory that you keep.
  *
- *   data     bytes of the shape, any alignment that the dtype's operations accept; may be NULL for no elements
- *   errors   as dtrain_tensor_create, less memory
+ *   data     the elements, in any alignment that the operations on them accept; may be NULL if there are none
+ *   errors   DTRAIN_ERR_INVALID, as dtrain_tensor_create
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype dtype, int ndim,
                                                  const size_t *shape, void *data);
 
-/* Frees what the tensor owns, and zeroes it. NULL and views are legal.
+/* Frees what the tensor owns and zeroes it. NULL and views are legal.
  *
  * one thread per object */
 DTRAIN_API void dtrain_tensor_destroy(dtrain_tensor *tensor);
 
 /* Returns the name of the instruction set in use: "scalar", "sse2", "avx2", "avx512" or "neon".
  *
- * Chosen at the first use, the widest that the processor has; the environment variable DTRAIN_ISA names a
- * narrower one.
+ * The first use chooses the widest that the processor has. The environment variable DTRAIN_ISA can name a narrower
+ * one; any other value has no effect.
  *
  * any thread */
 DTRAIN_API const char *dtrain_isa_name(void);
@@ -684,12 +708,19 @@ DTRAIN_API const char *dtrain_isa_name(void);
 #endif
 
 /* ---- >>device ----
- * Memory that the CPU does not touch, and arithmetic on it. A dtrain_device is a queue: what is handed to it happens in
- * the order of the calls, after they have returned; the CPU waits in dtrain_device_wait, and where it reads what a
- * device has written. Every function takes NULL for a device as well: then memory is the CPU's, and the work is done at
- * once. Results are the same bits on either. dtrain_cuda.h makes devices of NVIDIA's; others are a table of functions.
- * An error of a device is passed on with the device's own text; what a table leaves NULL is DTRAIN_ERR_UNSUPPORTED. The
- * functions below check their arguments, but not where memory is: that is the device's to know. */
+ * A dtrain_device is memory that the CPU does not touch, and a queue of work on it. Calls put work into the queue and
+ * return. The device does the work in the order of the calls. Call dtrain_device_wait before the CPU reads a result.
+ *
+ * A NULL device is the CPU: memory is the CPU's, and each call does its work before it returns. Results have the same
+ * bits on the CPU and on any device. dtrain_cuda.h makes devices of NVIDIA GPUs. For other hardware, write a table of
+ * functions: dtrain_device_ops.
+ *
+ * The functions below check their arguments, but not in which memory a pointer is. They return errors of a device with
+ * the device's own text. All of those that return a status have these errors:
+ *
+ *   DTRAIN_ERR_INVALID       a NULL pointer to elements, or a count beyond what memory can hold
+ *   DTRAIN_ERR_UNSUPPORTED   the device's table lacks the function
+ *   DTRAIN_ERR_IO            the device has failed, in this or in earlier work */
 #ifndef DTRAIN__DEVICE_H
 #define DTRAIN__DEVICE_H
 
@@ -698,14 +729,17 @@ extern "C" {
 #endif
 
 typedef enum dtrain_memory {
-    DTRAIN_MEMORY_DEVICE = 1201, /* the device's own, which the CPU must not touch */
-    DTRAIN_MEMORY_PINNED         /* the CPU's, which the device copies from and to while the CPU goes on */
+    DTRAIN_MEMORY_DEVICE = 1201, /* the device's own; the CPU must not touch it */
+    DTRAIN_MEMORY_PINNED         /* the CPU's; the device copies from and to it while the CPU goes on */
 } dtrain_memory;
 
-/* 22 integers that sum squares without an error, in any order: see dtrain_device_squares. */
+/* The length of an exact sum of squares: see dtrain_device_squares. */
 #define DTRAIN_SQUARES_LIMBS 22
 
-/* A step of AdamW as numbers: see dtrain_adamw, whose bits it gives. */
+/* A step of AdamW with the bits of dtrain_adamw, each operation rounded to float32:
+ *
+ *     m = m * beta1 + g * rest1;    v = v * beta2 + (g * g) * rest2
+ *     p = p * keep - m / (sqrt(v) * root + eps) * rate */
 typedef struct dtrain_device_adamw_step {
     float *params, *m, *v;
     const float *grads;
@@ -714,56 +748,66 @@ typedef struct dtrain_device_adamw_step {
     float beta1, rest1, beta2, rest2, root, eps, rate, keep;
 } dtrain_device_adamw_step;
 
-/* A step of SGD as numbers: see dtrain_device_sgd, whose bits it gives. */
+/* A step of SGD with the bits of dtrain_device_sgd, each operation rounded to float32:
+ *
+ *     if coupled is not 0:   g = g + p * coupled
+ *     with velocity:         v = v * momentum + g;    g = nesterov ? g + v * momentum : v
+ *     p = p * keep - g * lr */
 typedef struct dtrain_device_sgd_step {
     float *params, *velocity; /* velocity NULL: no momentum */
     const float *grads;
-    uint16_t *copy;
+    uint16_t *copy; /* the new parameters as BF16; NULL: none */
     size_t count;
     float momentum, lr, keep, coupled;
     int nesterov;
 } dtrain_device_sgd_step;
 
-/* A place in a queue, that the library records and has other queues await: the table maker's own. */
+/* A place in a queue, which the library records and other queues wait for. Each table defines its own. */
 typedef struct dtrain_device_event dtrain_device_event;
 
-/* The k elements of largest magnitude of a device's vector: in a table the maker's own, in calls of the library's what
- * dtrain_device_selection_create made of it. */
+/* The state of a search for the k largest elements of a vector: see dtrain_device_selection_create. Each table defines
+ * its own. */
 typedef struct dtrain_device_selection dtrain_device_selection;
 
-/* Memory of a device as another process of the host can have it: a handle of the whole allocation, and where in that it
- * is. `base` and `id` are of the process that has it: the allocation's address, and what tells it from others that were
- * there before. */
+/* Memory of a device, described so that another process of the host can open it. */
 #define DTRAIN_DEVICE_HANDLE_BYTES 64
 
 typedef struct dtrain_device_shared {
-    unsigned char handle[DTRAIN_DEVICE_HANDLE_BYTES];
-    uint64_t base, id, bytes; /* bytes: of the allocation */
-    uint64_t offset;          /* of the memory, from base */
+    unsigned char handle[DTRAIN_DEVICE_HANDLE_BYTES]; /* of the whole allocation */
+    uint64_t base;   /* the allocation's address in the process that owns it */
+    uint64_t id;     /* differs from those of earlier allocations at that address */
+    uint64_t bytes;  /* of the allocation */
+    uint64_t offset; /* of the memory, from base */
 } dtrain_device_shared;
-/* What collectives in one kernel a rank (DTRAIN_DEVICE_FLAGS) must know of a device. */
+
+/* What DTRAIN_DEVICE_FLAGS must know of a device. */
 typedef struct dtrain_device_flag_traits {
-    uint64_t identity;  /* differs between the physical devices of a host, and is that of every queue on one */
-    int blocks;         /* that run at the same time, whatever the kernel */
-    size_t block_bytes; /* that a block holds of one array at a time */
+    uint64_t identity;  /* of the physical device: the same for all of its queues, different on others of the host */
+    int blocks;         /* how many blocks of any kernel run at the same time */
+    size_t block_bytes; /* how much of one array a block holds at a time */
 } dtrain_device_flag_traits;
 
-/* One rank's part of a collective of several devices, in one go, which waits for the other ranks' on the device:
+/* One rank's part of a collective that one kernel per device does (DTRAIN_DEVICE_FLAGS).
  *
- *     for every block: words[p][(block * 2) * ranks + rank] = epoch, at all ranks p but this, which releases what the
- *     queue has done so far to all devices; await epoch in words[rank][(block * 2) * ranks + p]; reduce in to out, as
- *     dtrain_device_reduce; the same again in the words at (block * 2 + 1) * ranks, before the block ends
+ * Each block does this, where p stands for every other rank:
  *
- * Epochs count up and wrap: a word has come when word - epoch, as a number with a sign, is 0 or more. With
- * at_once a block reads all of its inputs before it releases the second words, and writes its outputs after it has
- * awaited them, so that outputs may be other ranks' inputs; blocks * block_bytes bytes are enough for count, and all
- * pointers agree modulo 16 and are multiples of the dtype's width.
- * A block that waits longer than deadline_ns, or finds errors[rank] not 0, which it looks at before it begins and while
- * it waits, leaves its work undone. The one that has waited too long writes epoch << 32 | (rank + 1) << 16 | (p + 1) to
- * all errors that are 0, p the rank it has waited for. */
+ *     1  writes epoch to words[p][(block * 2) * ranks + rank], after all earlier work of the queue is visible there
+ *     2  waits for epoch in words[rank][(block * 2) * ranks + p]
+ *     3  reduces in to out, as dtrain_device_reduce
+ *     4  repeats 1 and 2 with the words at (block * 2 + 1) * ranks
+ *
+ * Epochs count up and wrap: the wait for a word ends when word - epoch, as a signed number, is 0 or more.
+ *
+ * With at_once, outputs may be inputs of other ranks. A block reads all of its inputs in step 3 and writes its outputs
+ * after step 4. Then blocks * block_bytes covers count elements, and all pointers are equal modulo 16 and multiples of
+ * the dtype's width.
+ *
+ * A block looks at errors[rank] before it begins and while it waits. If that is not 0, or a wait takes longer than
+ * deadline_ns, the block stops and leaves its work undone. After a wait for rank p that took too long, it also writes
+ * epoch << 32 | (rank + 1) << 16 | (p + 1) to every rank's error that is 0. */
 typedef struct dtrain_device_flags {
-    uint32_t *const *words;  /* of every rank, memory of its device, where this one has it */
-    uint64_t *const *errors; /* of every rank, pinned memory, or in a page; the CPUs write them too */
+    uint32_t *const *words;  /* one array per rank, in its device's memory, at the address that this device uses */
+    uint64_t *const *errors; /* one per rank, in pinned memory or in a page; the CPUs write them too */
     uint64_t deadline_ns;    /* 0: none */
     uint32_t epoch;
     int rank, ranks, blocks, at_once;
@@ -771,26 +815,29 @@ typedef struct dtrain_device_flags {
     dtrain_op op;
     const void *const *in;
     void *const *out;
-    int n, m; /* inputs and outputs; 0 where count is */
+    int n, m; /* numbers of inputs and outputs; 0 if count is 0 */
     size_t begin, count;
 } dtrain_device_flags;
 
-/* What a device can do. All work is queued: inputs are read and outputs written in the order of the calls. The
- * arguments have been checked but for where their memory is. */
+/* The functions of a device. Any may be NULL: the calls that need it return DTRAIN_ERR_UNSUPPORTED. The library has
+ * checked the arguments, but not in which memory they are. All work is queued: the device reads inputs and writes
+ * outputs in the order of the calls. */
 typedef struct dtrain_device_ops {
     dtrain_status (*allocate)(dtrain_device *device, dtrain_memory memory, size_t bytes, void **pointer);
-    void (*release)(dtrain_device *device, dtrain_memory memory, void *pointer); /* after what was queued before it */
+    void (*release)(dtrain_device *device, dtrain_memory memory, void *pointer); /* after all earlier queued work */
     dtrain_status (*copy)(dtrain_device *device, void *to, const void *from, size_t bytes); /* from and to any memory */
     dtrain_status (*fill)(dtrain_device *device, void *to, const void *element, size_t element_bytes, size_t count);
     dtrain_status (*wait)(dtrain_device *device);
-    /* Events, never NULL: made once, recorded again and again. Record marks the end of what is queued now. Await: what is
-     * queued on `device` after it starts only after the event, and the CPU goes on. Done: *done is 1 when the event has
-     * passed, or was never recorded; it never blocks. Both speak of the last record before their call. Destroy comes
-     * also while queues of other devices still hold waits for it, which then end as they would have. */
+    /* Events are required. They are made once and recorded often. await and done refer to the last record before them.
+     *
+     *   record    marks the end of the work that is queued now
+     *   await     later work of `device` starts only after the event; the CPU does not wait
+     *   done      sets *done to 1 if the event has passed or was never recorded, else to 0; never blocks
+     *   destroy   may come while other queues still wait for the event; their waits end as if it lived on */
     dtrain_status (*event_create)(dtrain_device *device, dtrain_device_event **event);
     void (*event_destroy)(dtrain_device *device, dtrain_device_event *event);
     dtrain_status (*event_record)(dtrain_device *device, dtrain_device_event *event);
-    dtrain_status (*event_await)(dtrain_device *device, dtrain_device_event *event); /* the queue waits, the CPU does not */
+    dtrain_status (*event_await)(dtrain_device *device, dtrain_device_event *event);
     dtrain_status (*event_done)(dtrain_device *device, dtrain_device_event *event, int *done);
     dtrain_status (*convert)(dtrain_device *device, const void *in, dtrain_dtype from, void *out, dtrain_dtype to,
                              size_t count);
@@ -815,16 +862,20 @@ typedef struct dtrain_device_ops {
                           void *out);
     dtrain_status (*unpack)(dtrain_device *device, dtrain_dtype code, size_t block, const void *in, float *out,
                             size_t count, int add);
-    /* Another queue on the device, of the same table and name, reaching the same memory. Destroy waits for what it holds,
-     * and comes before the end of the device that it was made of. */
+    /* Make and end another queue on the same device, with the same table, name and memory. destroy waits for the work
+     * in the queue. It comes before the end of the device. */
     dtrain_status (*queue_create)(dtrain_device *device, dtrain_device **made);
     void (*queue_destroy)(dtrain_device *made);
-    /* Between processes of a host, all or none. Nobody opens memory of his own process; what is opened may be opened
-     * again, and is closed as often. A page is the CPU's memory, mapped in several processes: opened once in each, at
-     * *queues for any of its queues, and closed when those are done with it. A queue writes a word there when all before
-     * it is done and seen by all, and goes on at a word that it awaits when word - value, as a number with a sign, is 0
-     * or more, whoever wrote it, the CPU too. UNSUPPORTED: this memory, process or device cannot; the text says why. */
-    const char *handles; /* whose handles are: tables of one name open each other's; NULL: none */
+    /* For processes of one host; a table has all of these or none. If this memory, process or device cannot do it, they
+     * return DTRAIN_ERR_UNSUPPORTED with a text that says why.
+     *
+     *   memory_open   opens memory of another process, never of the caller's. Each open has a close of its own
+     *   page_open     opens a page: the CPU's memory, mapped in several processes. Each process opens it once. All of
+     *                 its queues reach it at *queues. It is closed when they have finished with it
+     *   word_write    the queue writes a word of the page when all earlier work is done and visible to all
+     *   word_await    the queue goes on when word - value, as a signed number, is 0 or more. Other queues and the CPU
+     *                 write the word */
+    const char *handles; /* the kind of handles: tables with equal names open each other's; NULL: none */
     dtrain_status (*memory_share)(dtrain_device *device, const void *pointer, dtrain_device_shared *shared);
     dtrain_status (*memory_open)(dtrain_device *device, const dtrain_device_shared *shared, void **base);
     void (*memory_close)(dtrain_device *device, void *base);
@@ -838,8 +889,8 @@ typedef struct dtrain_device_ops {
 
 struct dtrain_device {
     const dtrain_device_ops *ops;
-    const char *name; /* in error texts: "cuda:0" */
-    void *self;       /* the maker's */
+    const char *name; /* for error texts, such as "cuda:0" */
+    void *self;       /* for the functions of the table */
 };
 
 /* Returns the name of a device; "cpu" for NULL.
@@ -847,68 +898,70 @@ struct dtrain_device {
  * any thread */
 DTRAIN_API const char *dtrain_device_name(const dtrain_device *device);
 
-/* Allocates memory of a device, or pinned memory of the CPU, aligned to 256 bytes (64 for a NULL device); not zeroed.
+/* Allocates memory of a device, or pinned memory of the CPU. It is not zeroed.
  *
- *   pointer   out: NULL for 0 bytes and on an error
- *   errors    DTRAIN_ERR_MEMORY   the text says how much is free
- *             DTRAIN_ERR_INVALID
+ *   pointer   out: aligned to 256 bytes, for a NULL device to 64; NULL for 0 bytes and on an error
+ *   errors    DTRAIN_ERR_MEMORY   the device's text says how much is free
+ *             DTRAIN_ERR_INVALID  pointer is NULL; memory is not one of dtrain_memory
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memory memory, size_t bytes,
                                                   void **pointer);
 
-/* Frees memory of dtrain_device_alloc once what was queued before has ended; NULL is legal.
+/* Frees memory of dtrain_device_alloc after all earlier queued work; NULL is legal.
  *
- *   memory   as when it was allocated
+ *   memory   as in the call that allocated it
  *
  * one thread per object */
 DTRAIN_API void dtrain_device_free(dtrain_device *device, dtrain_memory memory, void *pointer);
 
-/* Copies bytes between any two memories, of the device, of the CPU, pinned or not; the buffers are apart.
+/* Copies bytes between any two memories: the device's, pinned, or the CPU's. The buffers must not overlap.
  *
- * With memory of the CPU that is not pinned the call returns when the CPU may use it again; with pinned memory it
- * returns at once, and an event or dtrain_device_wait says when.
- *
- *   errors   DTRAIN_ERR_INVALID  a NULL pointer, 0 bytes aside
- *            DTRAIN_ERR_IO       the device has failed, in this or in earlier work
+ * With memory of the device and pinned memory the call returns at once. Call dtrain_device_wait before the CPU uses
+ * the buffers again. With other memory of the CPU it returns when the CPU may use the buffers.
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_copy(dtrain_device *device, void *to, const void *from, size_t bytes);
 
-/* Writes count copies of one element of 1, 2, 4 or 8 bytes, which is read at once from the CPU's memory.
+/* Writes count copies of one element.
+ *
+ *   element   element_bytes bytes in the CPU's memory: 1, 2, 4 or 8. The call reads them before it returns
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_fill(dtrain_device *device, void *to, const void *element,
                                                  size_t element_bytes, size_t count);
 
-/* Blocks until all that was queued has ended.
+/* Blocks until all queued work has ended.
  *
- *   errors   DTRAIN_ERR_IO  some of it has failed; the text says what the device says
+ *   errors   DTRAIN_ERR_IO  some of it has failed, with the device's text
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_wait(dtrain_device *device);
 
-/* Converts as dtrain_convert, on a device.
+/* Converts elements on a device, as dtrain_convert does.
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_convert(dtrain_device *device, const void *in, dtrain_dtype from, void *out,
                                                     dtrain_dtype to, size_t count);
 
-/* out[k][i] = the tree over in[0][i], ..., in[n - 1][i], for i from begin on, count of them, and every k below m.
+/* Reduces n inputs to one result, element by element, and writes it to m outputs.
+ *
+ * out[k][i] = the binary tree over in[0][i], ..., in[n - 1][i], for begin <= i < begin + count and every k < m.
  *
  *   dtype, op   as dtrain_all_reduce; DTRAIN_MEAN divides by n
- *   in          n pointers, 1 to 64, in the CPU's memory, to memory of the device, any alignment
- *   out         m pointers, 1 to 64; an output may be an input, and overlaps it in no other way
- *   errors      DTRAIN_ERR_INVALID, DTRAIN_ERR_UNSUPPORTED  a dtype that has no such op
- *   source      the order of >>order
+ *   in          1 to 64 pointers to memory of the device, any alignment; the list is in the CPU's memory
+ *   out         1 to 64 such pointers; an output may be an input, but may not overlap one in another way
+ *   order       the binary tree over inputs, see >>order
+ *   errors      DTRAIN_ERR_UNSUPPORTED  the dtype has no such op
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtype dtype, dtrain_op op,
                                                    const void *const *in, int n, void *const *out, int m, size_t begin,
                                                    size_t count);
 
-/* x[i] *= factor and y[i] += alpha * x[i], product and sum each rounded, over F64, F32, F16 or BF16; 16-bit floats are
- * computed as float32 and rounded once.
+/* Computes x[i] *= factor, and y[i] += alpha * x[i]; rounds the product and the sum.
+ *
+ *   dtype   F64, F32, F16 or BF16. 16-bit floats are computed in float32 and rounded once
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_dtype dtype, void *x, double factor,
@@ -916,33 +969,37 @@ DTRAIN_API_MUST dtrain_status dtrain_device_scale(dtrain_device *device, dtrain_
 DTRAIN_API_MUST dtrain_status dtrain_device_axpy(dtrain_device *device, dtrain_dtype dtype, void *y, double alpha,
                                                  const void *x, size_t count);
 
-/* Says whether a NaN or an infinity is among count F64, F32, F16 or BF16: sets *found to 1 where one is, and leaves it
- * as it is where none is.
+/* Sets *found to 1 if a NaN or an infinity is among count elements. Otherwise *found does not change.
  *
- *   found   memory of the device
+ *   dtype   F64, F32, F16 or BF16
+ *   found   in the device's memory; set it to 0 first
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_overflow(dtrain_device *device, dtrain_dtype dtype, const void *x,
                                                      size_t count, uint32_t *found);
 
-/* Adds the squares of count float32 to limbs, without an error: any order, any cut into calls, devices and ranks gives
- * the same sum. Add limbs of ranks with an all-reduce, DTRAIN_I64 and DTRAIN_SUM.
+/* Adds the squares of count float32 to an exact sum.
  *
- *   limbs    DTRAIN_SQUARES_LIMBS in memory of the device, zero before the first call; up to 2^48 squares. Carries may
- *            be left undone, so that equal sums need not be equal limbs: read them through dtrain_device_clip
- *   source   Neal, arXiv:1505.05571, 2015
+ * The sum has no rounding error, so it does not depend on the order, or on how the elements are divided among calls,
+ * devices and ranks. To add the sums of ranks, all-reduce the limbs with DTRAIN_I64 and DTRAIN_SUM.
+ *
+ *   limbs    DTRAIN_SQUARES_LIMBS integers in the device's memory; set them to 0 before the first call. They hold up to
+ *            2^48 squares. Equal sums may have different limbs: read them only with dtrain_device_clip
+ *   source   Neal, Fast exact summation using small and large superaccumulators, arXiv:1505.05571, 2015
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_squares(dtrain_device *device, const float *x, size_t count,
                                                     int64_t *limbs);
 
-/* Shortens x by the factor that brings the root of limbs down to max_norm, as dtrain_clip_grad_norm: nothing changes
- * where it is no longer, or not finite. The CPU does not wait for the norm.
+/* Clips x by its norm, as dtrain_clip_grad_norm does: if norm > max_norm, x[i] *= max_norm / norm.
  *
- *   max_norm   0: measure only
- *   norm       out: the root, in memory of the device, also where count is 0; NaN when a number had a NaN, else
- *              infinity when one had an infinity
- *   errors     DTRAIN_ERR_INVALID  max_norm negative or not finite; a NULL pointer
+ * The CPU does not wait for the norm. If the norm is not finite, x does not change.
+ *
+ *   limbs      the sum of squares: see dtrain_device_squares
+ *   max_norm   0: x does not change, and norm is still measured
+ *   norm       out: the root of the sum, in the device's memory, also if count is 0. NaN if any element was NaN, else
+ *              infinity if any was infinite
+ *   errors     DTRAIN_ERR_INVALID  max_norm is negative or not finite
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_device_clip(dtrain_device *device, const int64_t *limbs, float max_norm,
@@ -955,18 +1012,18 @@ DTRAIN_API_MUST dtrain_status dtrain_device_clip(dtrain_device *device, const in
 #endif
 
 /* ---- >>pieces ----
- * State as lists of pieces: what a checkpoint saves, and where it goes when it is loaded. Every object that has state
- * gives a list of it, and a program lists arrays of its own:
+ * A piece is the part of a tensor that one rank holds. Every object that has state gives a list of its pieces, which a
+ * checkpoint saves and loads. A program lists arrays of its own:
  *
  *     dtrain_pieces lists[3] = {dtrain_fsdp_pieces(fsdp), dtrain_sampler_pieces(&sampler)};
  *     lists[2].pieces = own;  lists[2].count = 2;
  *     DTRAIN_CHECK(dtrain_pieces_each(lists, 3, ranks, rank, put, file));            to a file format of your own
  *
- * Others are dtrain_ddp_pieces(ddp), dtrain_params_pieces(table, count, optimizer), dtrain_schedule_pieces(&schedule)
- * and dtrain_compressed_pieces(compressed).
+ * Other lists are dtrain_ddp_pieces(ddp), dtrain_params_pieces(table, count, optimizer),
+ * dtrain_schedule_pieces(&schedule) and dtrain_compressed_pieces(compressed).
  *
- * A list names its object and holds no state itself. It is asked again for every save and load, so that it is made
- * once, as soon as the object is there, and used until the object is destroyed. */
+ * A list names its object and holds no state itself. Make it once, as soon as the object exists, and use it until the
+ * object is destroyed. Every save and load asks the object again. */
 #ifndef DTRAIN__PIECES_H
 #define DTRAIN__PIECES_H
 
@@ -974,56 +1031,61 @@ DTRAIN_API_MUST dtrain_status dtrain_device_clip(dtrain_device *device, const in
 extern "C" {
 #endif
 
-/* What one rank holds of one tensor: a range of a box of it. Zero what does not apply.
+/* What one rank holds of one tensor: a range of the elements of a box in it. Zero the fields that do not apply.
  *
- * A program that splits tensors its own way lists its pieces; together those of all ranks must tile each tensor. A
- * column of a matrix {R, C} is boxed, with box_begin {0, c} and box_size {R, 1}, begin 0 and count R. */
+ * A program that splits tensors its own way lists its own pieces. The pieces of all ranks together must tile each
+ * tensor. Example: column c of a matrix {R, C} has boxed 1, box_begin {0, c}, box_size {R, 1}, begin 0 and count R. */
 typedef struct dtrain_piece {
-    const char *name;              /* of the tensor, UTF-8 */
-    const char *suffix;            /* follows the name: "@adam.m"; NULL: nothing does */
-    dtrain_dtype dtype;            /* of a byte or more */
-    size_t shape[DTRAIN_MAX_DIMS]; /* of the tensor in full */
+    const char *name;              /* the tensor's, UTF-8 */
+    const char *suffix;            /* follows the name, such as "@adam.m"; NULL: none */
+    dtrain_dtype dtype;            /* one byte wide or more */
+    size_t shape[DTRAIN_MAX_DIMS]; /* of the whole tensor */
     int ndim;                      /* 0: a scalar */
     int boxed;                     /* 1: the box is box_begin and box_size; 0: it is the whole tensor */
     size_t box_begin[DTRAIN_MAX_DIMS], box_size[DTRAIN_MAX_DIMS];
-    size_t begin, count;   /* elements of the box, counted row by row, that this piece has; count may be 0 */
-    int copies;            /* ranks that hold the very same piece; 0: 1 */
-    int copy;              /* which of them this is: 0 to copies - 1 */
+    size_t begin, count;   /* the elements of this piece, counted row by row in the box; count may be 0 */
+    int copies;            /* how many ranks hold this same piece; 0: 1 */
+    int copy;              /* this rank's number among them, 0 to copies - 1 */
     void *data;            /* count elements, packed */
-    int unsaved;           /* 1: other pieces, of other ranks, have these elements too, and are saved; this one is only
-                              loaded: for what several ranks have alike, but cut otherwise */
-    dtrain_device *device; /* whose memory data is; NULL: the CPU's. What is saved is the same, and either is loaded
-                              into the other: a save or load passes it on in chunks of at most 4 MiB, through memory
-                              pinned for as long as the call lasts */
-    int per_step;          /* 1: a vector of one element a step, as of losses: rank 0 has as many as the checkpoint has
-                              steps, other ranks none. ndim is 1, shape[0] says for how many rank 0 has room */
+    int unsaved;           /* 1: the piece is loaded, but not saved: pieces of other ranks hold its elements too. Use
+                              it where several ranks hold the same elements, cut differently */
+    dtrain_device *device; /* that holds data; NULL: the CPU. Files do not depend on it. A save or load moves the data
+                              in chunks of at most 4 MiB, through pinned memory that lives as long as the call */
+    int per_step;          /* 1: a vector with one element per step, such as losses. Rank 0 holds one for each step of
+                              the checkpoint, other ranks none. ndim is 1; shape[0] is the room on rank 0 */
 } dtrain_piece;
 
 typedef struct dtrain__lister dtrain__lister;
 typedef struct dtrain_pieces dtrain_pieces;
 
-/* A list: an object's, made by dtrain_fsdp_pieces and its like, or with the first two fields alone an array of yours.
- * It owns nothing; copy it freely. */
+/* A list of pieces. It owns nothing; copy it freely.
+ *
+ * Functions such as dtrain_fsdp_pieces make the list of an object. For an array of your own, set the first two fields
+ * and zero the rest. */
 struct dtrain_pieces {
     const dtrain_piece *pieces;
     size_t count;
-    const char *name; /* begins every name of the list; NULL: nothing does. Give lists one, as "rank-3/", that hold
-                         different things under the same names: models that ranks train by themselves */
-    int copies;       /* of dtrain_params_pieces: ranks that hold the very same; 0: all of the checkpoint */
-    int copy;         /* which of them this is: 0 to copies - 1 */
-    /* set by the object's function */
+    const char *name; /* put before every name of the list; NULL: nothing. Lists need one, such as "rank-3/", if they
+                         hold different things under the same names: models that ranks train separately */
+    int copies;       /* for dtrain_params_pieces: how many ranks hold the same state; 0: all of the checkpoint */
+    int copy;         /* this rank's number among them, 0 to copies - 1 */
+    /* functions such as dtrain_fsdp_pieces set the rest */
     void *object;
     const void *table;
     dtrain_status (*list)(const dtrain_pieces *list, dtrain__lister *lister);
-    dtrain_status (*loaded)(const dtrain_pieces *list, const dtrain__lister *lister); /* NULL: nothing is to be done */
+    dtrain_status (*loaded)(const dtrain_pieces *list, const dtrain__lister *lister); /* runs after a load; or NULL */
 };
 
-/* Calls visit for each piece of some lists, as a checkpoint would see them on `rank` of `ranks`: for a file format of
- * your own, or to copy state in memory. The piece and its name are gone when visit returns; its data stays.
+/* Calls visit for each piece of the lists, as a checkpoint sees them on `rank` of `ranks`.
  *
- *   errors   DTRAIN_ERR_INVALID  an object is NULL; those of dtrain_params_pieces
+ * Use it for a file format of your own, or to copy state in memory. It never blocks.
  *
- * one thread per object; never blocks */
+ *   lists   count lists
+ *   rank    0 <= rank < ranks
+ *   visit   may use the piece and its name until it returns, and the data until the object is destroyed
+ *   errors  DTRAIN_ERR_INVALID  a list's object is NULL; a bad rank; no visit; a bad table of dtrain_params_pieces
+ *
+ * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t count, int ranks, int rank,
                                                  void (*visit)(void *user, const dtrain_piece *piece), void *user);
 
@@ -1050,13 +1112,12 @@ DTRAIN_API_MUST dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, siz
  *                                            {"wpe", 0, DTRAIN_F32, 2, wpe_shape, wpe, NULL, NULL}};
  *     DTRAIN_CHECK(dtrain_safetensors_save("model.safetensors", arrays, 2, NULL));
  *
- * A header is read into private memory and checked whole before anything of it is given out; texts of errors name the
- * rule that is broken, the tensor and the byte of the file. Data is not looked at: a BOOL may have other bytes than 0
- * and 1, a float may be NaN. Rows are stored one after the other (the last index runs fastest), little-endian on every
- * machine.
+ * Opening a file copies its header and checks all of it first. Error texts name the broken rule, the tensor and the
+ * byte of the file. Data is not checked: a BOOL may hold other bytes than 0 and 1, a float may be NaN. Tensors are
+ * row-major (the last index runs fastest), and little-endian on every machine.
  *
- *   source   the format's README, and the reference implementation (huggingface/safetensors 0.8), whose bytes are
- *            written here: widest dtype first, then by name */
+ *   source   the format's README and its reference implementation, huggingface/safetensors 0.8. Files have the same
+ *            bytes as that one writes: tensors sorted by dtype, the widest first, then by name */
 #ifndef DTRAIN__SAFETENSORS_H
 #define DTRAIN__SAFETENSORS_H
 
@@ -1068,51 +1129,56 @@ extern "C" {
 typedef struct dtrain_safetensors dtrain_safetensors;
 
 typedef struct dtrain_safetensors_desc {
-    int map;                     /* 1: also map the file, for dtrain_safetensors_view. Only for files that nobody cuts
-                                    while they are open: touching a mapping past the end kills the process */
-    dtrain_allocator *allocator; /* of the header and its tables, a few times the header; must outlive the file; NULL:
-                                    the C library */
+    int map;                     /* 1: also maps the file, for dtrain_safetensors_view. Nobody may shorten the file
+                                    while it is open: a read past its end would kill the process */
+    dtrain_allocator *allocator; /* NULL: the C library. The header and its tables take a few times the header's bytes.
+                                    Must outlive the file */
 } dtrain_safetensors_desc;
 
-/* One tensor of an open file; all that it points to is the file's and goes with it. */
+/* One tensor of an open file. All that it points to lives until the file is closed. */
 typedef struct dtrain_safetensors_tensor {
-    const char *name;   /* UTF-8; may be empty, and may hold U+0000: the length counts. A zero byte follows it */
+    const char *name;   /* UTF-8, followed by a zero byte; may be empty, and may contain U+0000 itself */
     size_t name_length; /* bytes */
     dtrain_dtype dtype;
     int ndim;            /* 0: a scalar, of one element */
-    const size_t *shape; /* ndim sizes; may be zero */
+    const size_t *shape; /* ndim sizes; a size may be 0 */
     size_t count;        /* elements */
-    uint64_t begin, end; /* its bytes, counted from the beginning of the file */
+    uint64_t begin, end; /* its bytes, counted from the start of the file */
 } dtrain_safetensors_tensor;
 
-/* A text and its value, as a file's metadata holds them. */
+/* A key and its value in a file's metadata. Both are UTF-8. */
 typedef struct dtrain_safetensors_pair {
     const char *key;
-    size_t key_length; /* bytes; for writing, 0: up to the zero byte */
+    size_t key_length; /* bytes; when you write, 0: up to the zero byte */
     const char *value;
-    size_t value_length; /* the same */
+    size_t value_length; /* as key_length */
 } dtrain_safetensors_pair;
 
-/* Opens a file and checks all of its header.
+/* Opens a file and checks its whole header.
  *
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_IO           there is no such file, or it cannot be read
- *            DTRAIN_ERR_CORRUPT      it breaks a rule of the format
- *            DTRAIN_ERR_UNSUPPORTED  a FIFO, a directory or a device, which cannot be read at any place: copy it to a
- *                                    file; a size of an empty tensor that this machine's size_t has not; no mapping
+ *   errors   DTRAIN_ERR_IO           there is no such file, or the system cannot read it
+ *            DTRAIN_ERR_CORRUPT      the file breaks a rule of the format
+ *            DTRAIN_ERR_UNSUPPORTED  path is a FIFO, a directory or a device: copy it to a file; a tensor has a size
+ *                                    above this machine's SIZE_MAX; the file cannot be mapped
  *            DTRAIN_ERR_MEMORY
+ *            DTRAIN_ERR_INVALID      file or path is NULL
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, const char *path,
                                                       const dtrain_safetensors_desc *desc);
 
-/* The same of a file's bytes in memory, which stay where they are and unchanged until close; the header is copied.
+/* Opens a file that is in memory. The library copies the header and reads the rest in place.
+ *
+ *   data     all bytes of the file; they must stay in place and unchanged until the close
+ *   desc     as above; map has no effect
+ *   errors   as above
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_open_memory(dtrain_safetensors **file, const void *data, size_t bytes,
                                                              const dtrain_safetensors_desc *desc);
 
-/* Closes a file, and with it its mapping; NULL is legal.
+/* Closes a file and its mapping; NULL is legal.
  *
  * one thread per object */
 DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file);
@@ -1122,129 +1188,150 @@ DTRAIN_API void dtrain_safetensors_close(dtrain_safetensors *file);
  * any thread */
 DTRAIN_API size_t dtrain_safetensors_count(const dtrain_safetensors *file);
 
-/* Returns tensor i, in the order of their data in the file; NULL beyond the last.
+/* Returns tensor i in the order of the data in the file; NULL after the last.
  *
  * any thread */
 DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_tensor_at(const dtrain_safetensors *file, size_t i);
 
-/* Returns the tensor of a name, or NULL; a hash finds it.
+/* Returns the tensor with a name, or NULL. A hash table finds it.
  *
- *   length   bytes of name
+ *   name     length bytes, no zero byte needed
  *
  * any thread */
 DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_find(const dtrain_safetensors *file, const char *name,
                                                                     size_t length);
 
-/* Reads elements begin to begin + count of a tensor, counted row by row.
+/* Reads `count` elements of a tensor from element `begin` on, counted row by row. It allocates nothing.
  *
- *   tensor   of this file
- *   out      room for count elements of dtype, any alignment. A tensor's count comes from the file: compare it with the
- *            room first, or let dtrain_safetensors_load do it
- *   dtype    what out gets: the tensor's own, or, where both are among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2, any
- *            other (see dtrain_convert); (dtrain_dtype)0: the tensor's own, whatever it is
- *   errors   DTRAIN_ERR_INVALID      no file, tensor or out; beyond the tensor; of a dtype narrower than a byte, a range
- *                                    that begins or ends inside one
- *            DTRAIN_ERR_UNSUPPORTED  a conversion that is none of those
- *            DTRAIN_ERR_IO, DTRAIN_ERR_CORRUPT  the system refused; the file was cut after it was opened
+ *   tensor   a tensor of this file
+ *   out      room for count elements of dtype, any alignment. tensor->count comes from the file: compare it with your
+ *            room first, or let dtrain_safetensors_load do so
+ *   dtype    of the elements in out; 0 or the tensor's own: no conversion. F64, F32, F16, BF16, F8_E4M3 and F8_E5M2
+ *            convert into each other, as dtrain_convert does
+ *   errors   DTRAIN_ERR_INVALID      file, tensor or out is NULL; a range beyond the tensor, or, with elements
+ *                                    narrower than a byte, one that begins or ends inside a byte
+ *            DTRAIN_ERR_UNSUPPORTED  any other conversion
+ *            DTRAIN_ERR_IO           the system cannot read the file
+ *            DTRAIN_ERR_CORRUPT      the file has become shorter since it was opened
  *            on any error the contents of out are undefined
  *
- * any thread, any number at once on one file; allocates nothing */
+ * any thread: several may read one file at once */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
                                                       size_t begin, size_t count, void *out, dtrain_dtype dtype);
 
-/* Finds a tensor by name and reads it, if it has exactly count elements; otherwise as dtrain_safetensors_read.
+/* Finds a tensor by name and reads all of it. It allocates nothing.
  *
- *   name     ends with a zero byte; a tensor whose name holds U+0000 is not found by it
+ *   name     ends with a zero byte, so it cannot find a name that contains U+0000
+ *   count    what the tensor must have
+ *   dtype    as dtrain_safetensors_read
  *   errors   DTRAIN_ERR_MISMATCH  there is no such tensor, or it has another count
+ *            those of dtrain_safetensors_read
  *
- * any thread, any number at once on one file; allocates nothing */
+ * any thread: several may read one file at once */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_load(dtrain_safetensors *file, const char *name, void *out,
                                                       size_t count, dtrain_dtype dtype);
 
-/* Gives the address of a tensor's bytes in the mapping, or in the memory that was opened; nothing is read.
+/* Gives the address of a tensor's elements in the mapped file, or in the memory that you opened. It reads nothing.
  *
- *   data     out: good until close; NULL for an empty tensor
- *   errors   DTRAIN_ERR_UNSUPPORTED  neither mapping nor memory; a tensor that is not aligned for its dtype, as the
- *                                    format promises no alignment; a machine of the other byte order. Read it instead
+ *   data     out: valid until the close; NULL for an empty tensor and on an error
+ *   errors   DTRAIN_ERR_UNSUPPORTED  the file is neither mapped nor in memory; the tensor is not aligned for its dtype,
+ *                                    since the format promises no alignment; this machine is big-endian. Read the
+ *                                    tensor instead
+ *            DTRAIN_ERR_INVALID      a NULL argument
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const dtrain_safetensors_tensor *tensor,
                                                       const void **data);
 
-/* Supplies `bytes` bytes of a tensor from `offset` on, in this machine's byte order. Calls come in order and without
- * gaps, whole elements each; any status but DTRAIN_OK ends the writing and is returned. */
+/* Writes `bytes` bytes of a tensor to out, from byte `offset` of the tensor on, in this machine's byte order.
+ *
+ * Calls come in order and without gaps, each for whole elements. Any status but DTRAIN_OK ends the writing, and the
+ * writing call returns it. */
 typedef dtrain_status (*dtrain_safetensors_fill)(void *user, uint64_t offset, void *out, size_t bytes);
 
-/* One tensor to be written. */
+/* One tensor to write. */
 typedef struct dtrain_safetensors_source {
     const char *name;
     size_t name_length; /* bytes; 0: up to the zero byte */
     dtrain_dtype dtype;
     int ndim;            /* 0: a scalar */
     const size_t *shape; /* ndim sizes */
-    const void *data;    /* packed row by row; NULL: fill is asked for it */
+    const void *data;    /* packed row by row; NULL: fill supplies it */
     dtrain_safetensors_fill fill;
-    void *user; /* handed to fill */
+    void *user; /* passed to fill */
 } dtrain_safetensors_source;
 
 typedef struct dtrain_safetensors_write_desc {
-    const dtrain_safetensors_pair *metadata; /* in any order, written sorted by key; NULL: the header has none */
-    size_t metadata_count;                   /* 0 with a pointer: the header has an empty "__metadata__":{} */
-    int no_sync;                             /* 1: leaves it to the system when the file reaches the disk */
+    const dtrain_safetensors_pair *metadata; /* in any order, written sorted by key; NULL: no metadata */
+    size_t metadata_count;                   /* 0, and metadata not NULL: the header has an empty "__metadata__":{} */
+    int no_sync;                             /* 1: the call does not wait until the file is on the disk */
     dtrain_allocator *allocator;             /* NULL: the C library */
 } dtrain_safetensors_write_desc;
 
-/* Takes the next bytes of a file. Any status but DTRAIN_OK ends the writing and is returned. */
+/* Takes the next bytes of a file. Any status but DTRAIN_OK ends the writing, and the writing call returns it. */
 typedef dtrain_status (*dtrain_safetensors_sink)(void *user, const void *data, size_t bytes);
 
-/* Writes a file beside path, brings it to the disk, and puts it in the place of what was there, all at once: whoever
- * opens path meanwhile, or after the machine has stopped, finds the old file or the new one whole. A symbolic link is
- * replaced, not followed; a device or a pipe, or a link to one, is refused, as it would be lost: write to its
- * descriptor. The same tensors give the same bytes, in whatever order they come.
+/* Writes a file and replaces what was at path in one step.
  *
+ * The call writes a file beside path, waits until it is on the disk, and renames it. Whoever opens path, during the
+ * call or after a power failure, finds the whole old file or the whole new one. The same tensors give the same bytes,
+ * in any order.
+ *
+ *   path     a file, or nothing yet. A symbolic link is replaced, not followed. A device or a pipe, or a link to one,
+ *            is refused: write to its descriptor instead
  *   sources  count tensors, in any order
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID  a name that comes twice, is "__metadata__" or no UTF-8; a bad dtype or shape; sizes
- *                                that overflow or end inside a byte; neither data nor fill; a header of more than
- *                                100,000,000 bytes; path is a directory, a device or a pipe. Nothing was written
- *            DTRAIN_ERR_IO       the system refused; what stood at path is untouched, and nothing is left beside it
+ *   errors   DTRAIN_ERR_INVALID  nothing is written: a name that is there twice, is "__metadata__" or is not UTF-8; a
+ *                                bad dtype or shape; sizes that overflow or end inside a byte; neither data nor fill;
+ *                                a header of more than 100,000,000 bytes; path is a directory, a device or a pipe
+ *            DTRAIN_ERR_IO       the system refused
  *            DTRAIN_ERR_MEMORY
- *            those of fill
+ *            what fill returns
+ *            on any error the old file stays and nothing is left beside it. In one case the new file is in place and
+ *            may be lost after a power failure; the text says so
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_save(const char *path, const dtrain_safetensors_source *sources,
                                                       size_t count, const dtrain_safetensors_write_desc *desc);
 
-/* Hands the same bytes to a callback, in order, at most 8 MiB a call.
+/* Writes the same bytes as dtrain_safetensors_save to a callback, in order.
+ *
+ *   sink     gets at most 8 MiB per call
+ *   user     passed to sink
+ *   errors   as dtrain_safetensors_save, and what sink returns
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_write(dtrain_safetensors_sink sink, void *user,
                                                        const dtrain_safetensors_source *sources, size_t count,
                                                        const dtrain_safetensors_write_desc *desc);
 
-/* Says how many bytes such a file has.
+/* Calculates the size of the file that dtrain_safetensors_save would write.
+ *
+ *   bytes    out: 0 on an error
+ *   errors   as dtrain_safetensors_save; neither fill nor the system is asked
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_size(uint64_t *bytes, const dtrain_safetensors_source *sources,
                                                       size_t count, const dtrain_safetensors_write_desc *desc);
 
-/* A model in one file or several, read as one. */
+/* A model in one or several files, read as one. */
 typedef struct dtrain_safetensors_model dtrain_safetensors_model;
 
-/* Opens a Hugging Face model and checks that the index and the files agree: every name of the index is in exactly the
- * file that it gives, and no file holds another.
+/* Opens a Hugging Face model and checks that its index agrees with its files.
  *
- *   path     a .safetensors file; a model.safetensors.index.json; or a directory with model.safetensors or, in its
- *            absence, model.safetensors.index.json. Files that an index names are plain names beside it; links are
+ * Every tensor of the index must be in the file that the index gives, and no file may hold another tensor.
+ *
+ *   path     a .safetensors file, a model.safetensors.index.json, or a directory that holds one of the two. In a
+ *            directory model.safetensors comes first. An index names files beside it, without a path; links are
  *            followed
- *   desc     of every file; NULL: all defaults
- *   errors   as dtrain_safetensors_open; DTRAIN_ERR_CORRUPT also: a bad index, or one that does not agree
+ *   desc     for each file; NULL: all defaults
+ *   errors   as dtrain_safetensors_open; DTRAIN_ERR_CORRUPT also for a bad index, or one that does not agree
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model **model, const char *path,
                                                             const dtrain_safetensors_desc *desc);
 
-/* Closes a model; NULL is legal.
+/* Closes a model and its files; NULL is legal.
  *
  * one thread per object */
 DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model);
@@ -1254,52 +1341,57 @@ DTRAIN_API void dtrain_safetensors_model_close(dtrain_safetensors_model *model);
  * any thread */
 DTRAIN_API size_t dtrain_safetensors_model_files(const dtrain_safetensors_model *model);
 
-/* Returns the number of tensors of all files together.
+/* Returns the number of tensors in all files together.
  *
  * any thread */
 DTRAIN_API size_t dtrain_safetensors_model_count(const dtrain_safetensors_model *model);
 
-/* Returns tensor i, file by file; NULL beyond the last.
+/* Returns tensor i, file by file; NULL after the last.
  *
- *   file   out: that which holds it, for the reading calls above; may be NULL
+ *   file   out: the file that holds it, for the reading calls above; may be NULL
  *
  * any thread */
 DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_tensor(const dtrain_safetensors_model *model,
                                                                             size_t i, dtrain_safetensors **file);
 
-/* Returns the tensor of a name, or NULL. Where no tensor has the name and the metadata maps it to one that is there, as
- * Python's save_model does for tied weights, that is the one.
+/* Returns the tensor with a name, or NULL.
  *
- *   file   as above
+ * If no tensor has the name, the metadata may map it to another name, and that tensor is returned. Python's save_model
+ * writes such a map for tied weights.
+ *
+ *   name   length bytes, no zero byte needed
+ *   file   out: the file that holds it; may be NULL
  *
  * any thread */
 DTRAIN_API const dtrain_safetensors_tensor *dtrain_safetensors_model_find(const dtrain_safetensors_model *model,
                                                                           const char *name, size_t length,
                                                                           dtrain_safetensors **file);
 
-/* Returns the number of the metadata's pairs: those of the index that are texts, or those of the only file.
+/* Returns the number of metadata pairs: of the index, where texts alone count, or of the only file if there is none.
  *
  * any thread */
 DTRAIN_API size_t dtrain_safetensors_model_metadata_count(const dtrain_safetensors_model *model);
 
-/* Returns pair i of the metadata; NULL beyond the last.
+/* Returns pair i of the metadata; NULL after the last.
  *
  * any thread */
 DTRAIN_API const dtrain_safetensors_pair *dtrain_safetensors_model_metadata(const dtrain_safetensors_model *model,
                                                                             size_t i);
 
-/* Writes a model that Hugging Face loaders read: model.safetensors, or, where that would hold more than
- * max_file_bytes of tensors, model-00001-of-0000N.safetensors and so on, in the order of sources, with an index. The
- * directory is made beside its place and renamed when all is on the disk.
+/* Writes a model that Hugging Face loaders read.
  *
- *   directory       is not there yet, or empty
- *   sources         tensors with the same dtype, shape and data are stored once, under the name that sorts first; the
- *                   metadata then maps the others to it, but for a name that is a key of the metadata already: that
- *                   tensor is stored as well
- *   max_file_bytes  of tensors; 0: 5,000,000,000. No tensor is cut: a larger one has a file to itself
- *   desc            metadata stands in the index, or in the only file; format is "pt" unless it says otherwise, as
- *                   loaders demand one of "pt" and "mlx"
- *   errors          as dtrain_safetensors_save; DTRAIN_ERR_INVALID also: the directory is there and not empty
+ * A small model is one file, model.safetensors. A larger one is several, model-00001-of-0000N.safetensors and so on,
+ * and model.safetensors.index.json. Tensors go to the files in the order of sources. The call makes a directory beside
+ * the place of the new one, writes the files there, and renames it when all of them are on the disk.
+ *
+ *   directory       must not exist yet, or must be empty
+ *   sources         count tensors. Those with equal dtype, shape and data pointer are tied: the file holds one, under
+ *                   the name that sorts first, and the metadata maps the other names to it. A tied name that is
+ *                   already a key of the metadata is stored as well
+ *   max_file_bytes  of tensors in a file; 0: 5,000,000,000. A larger tensor gets a file of its own
+ *   desc            metadata goes to the index, or to the only file. Its "format" is "pt" unless you give another, as
+ *                   loaders require "pt" or "mlx"
+ *   errors          as dtrain_safetensors_save; DTRAIN_ERR_INVALID also if the directory exists and is not empty
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_safetensors_model_save(const char *directory,
@@ -1316,10 +1408,9 @@ DTRAIN_API_MUST dtrain_status dtrain_safetensors_model_save(const char *director
 #endif
 
 /* ---- >>transport ----
- * How bytes get from rank to rank. A transport knows nothing of tensors: it is two functions over a
- * reliable, ordered stream of bytes from each rank to each other one. Fill the table, give it to
- * dtrain_comm_from_transport, and everything runs over it: collectives, groups of its ranks, meshes and what is built
- * from them. */
+ * A transport moves bytes from rank to rank and knows nothing of tensors. It is two functions over a reliable, ordered
+ * stream of bytes from each rank to each other one. Fill the table and give it to dtrain_comm_from_transport.
+ * Everything runs over it: collectives, groups of its ranks, meshes and all that is built on them. */
 #ifndef DTRAIN__TRANSPORT_H
 #define DTRAIN__TRANSPORT_H
 
@@ -1332,53 +1423,55 @@ typedef struct dtrain_transfer {
     int peer;
     unsigned char *data; /* read when it is sent, written when it is received */
     size_t bytes;
-    size_t moved; /* of bytes; the transport adds to it */
-    int more;     /* sending: more to the same peer follows at once; a transport may wait for it */
+    size_t moved; /* how many of them have moved; the transport adds to it */
+    int more;     /* sending: more bytes to the same peer follow at once, so a transport may wait for them */
 } dtrain_transfer;
 
-/* One rank's end of a transport.
+/* One rank's end of a transport. send and recv are required; every other function may be NULL.
  *
- * send and recv move up to `bytes` bytes of the stream to or from `peer` and set *moved, on every return,
- * to how many went. They return
+ * send and recv move up to `bytes` bytes of the stream to or from `peer`. Every return sets *moved to how many moved:
  *
- *   DTRAIN_OK             all of them went
- *   DTRAIN_ERR_TIMEOUT    the clock CLOCK_MONOTONIC passed deadline_ns with some left. A deadline in the past
- *                         asks for what can be done without waiting; INT64_MAX never comes
+ *   DTRAIN_OK             all of them
+ *   DTRAIN_ERR_TIMEOUT    not all: CLOCK_MONOTONIC passed deadline_ns. With a deadline in the past the call does what
+ *                         it can without waiting; INT64_MAX means no deadline
  *   DTRAIN_ERR_PEER_LOST  the peer's end is closed
- *   another status        the transport is of no more use
+ *   another status        the transport is no longer usable
  *
- * The core calls these from one thread at a time: the caller's, or the service thread's, which starts with the group
- * and looks for what has come when no call does. In poll mode there is no such thread. A call that waits does so in
- * slices of a few milliseconds, and looks at the other peers in between. Blocking sends of a group are ordered so that
- * they never form a cycle. The rest is optional, and NULL where it is missing:
+ * One thread at a time calls these: the caller's, or the service thread, which starts with the group and receives while
+ * no call does. Poll mode has no service thread. A call waits in slices of a few milliseconds and serves the other
+ * peers in between. The blocking sends of a group are ordered so that they never form a cycle.
  *
- *   exchange   sends and receives at once (either may be NULL) until one of the two is complete; returns as send does
- *   poll       looks after connections until deadline_ns or until woken; called by the service thread or by
- *              dtrain_comm_poll, also while another thread is in send or recv
- *   wake       cuts a blocked poll short; any thread
- *   fail       tells the peers that the group is broken, and why; any thread. The core's own messages tell them, too
- *   leave      tells the peers that this rank goes, and why (may be empty); right before destroy
- *   alive      says what is known of a peer, without waiting: 1 it is there, 0 it is gone, -1 unknown. 0 ends the calls
- *              that need the peer with DTRAIN_ERR_PEER_LOST, as that status of send or recv does. Both are for what is
- *              proved: survivors go on without that peer (see dtrain_comm_shrink)
+ * The optional functions:
  *
- * Groups share the streams. The core sends in frames of up to 64 KiB that name their group, and sorts what comes: bytes
- * for the call that waits go to its memory, others are kept for their group, at most 64 MiB a peer. A call that waits
- * while its peer sends more than that to another group, of which nobody here receives, ends with DTRAIN_ERR_MEMORY: it
- * is best to receive from groups in the order in which peers send.
+ *   exchange   sends and receives at once until one of the two is complete. out or in may be NULL. Returns as send does
+ *   poll       serves connections until deadline_ns or until wake. The service thread or dtrain_comm_poll calls it,
+ *              also while another thread is in send or recv
+ *   wake       ends a blocked poll early; any thread
+ *   fail       tells the peers that the group is broken, and why; any thread. The core's own messages tell them too
+ *   leave      tells the peers that this rank leaves; why may be empty. Called right before destroy
+ *   alive      says at once what is known of a peer: 1 it is present, 0 it is gone, -1 unknown
+ *   lanes      see below
+ *   destroy    called once, when the last group of the transport is destroyed
  *
- *   lanes      fills the table of a group's own streams: self, send, recv, and where wanted exchange and destroy. `group`
- *              names it, the same on all members; ranks[i], of `size`, is the rank here of the group's rank i. It does
- *              not wait for other members. The group's messages then go there, unsorted and without a copy, and nothing
- *              is kept; who leaves and what fails is still told over this table. Provisional: it may change until the
- *              library's own transports have used it */
+ * If alive returns 0, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status too.
+ * Report a peer as lost only if you know it: the others may go on without that peer (see dtrain_comm_shrink).
+ *
+ * Groups share the streams. The core sends frames of up to 64 KiB, each with the name of its group. Received bytes go
+ * to the memory of the call that waits for them; other bytes are kept for their group, at most 64 MiB per peer. If a
+ * peer sends more than that to a group from which nobody here receives, the waiting call ends with DTRAIN_ERR_MEMORY.
+ * So receive from groups in the order in which peers send.
+ *
+ * With lanes, a group has streams of its own, without frames, copies or kept bytes. The call fills the table `lane`:
+ * self, send, recv and, if you like, exchange and destroy. `group` names the group and is the same on all members. Rank
+ * i of the group is rank ranks[i] of this transport, for i < size. The call does not wait for other members. Messages
+ * about ranks that leave and calls that fail still use this table. lanes is provisional: it may change. */
 typedef struct dtrain_transport {
-    void *self; /* given to every function */
+    void *self; /* passed to every function */
     int rank;
     int size;
     dtrain_status (*send)(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
     dtrain_status (*recv)(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
-    void (*destroy)(void *self); /* may be NULL; called once, by dtrain_comm_destroy */
+    void (*destroy)(void *self); /* this one and all below may be NULL */
     dtrain_status (*exchange)(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
     void (*poll)(void *self, int64_t deadline_ns);
     void (*wake)(void *self);

@@ -1,12 +1,15 @@
 /* ---- >>base ----
- * What every floor shares in public: what the implementation needs of system headers, which is settled before any of
- * them; the pragmas that keep a region's arithmetic to the letter of IEEE 754 whatever flags the program uses; the
- * macros a program may set, status codes and error texts, the log callback, the allocator hook, counter-based random
- * numbers and SHA-256. Calls nothing but the C library. */
+ * What all other parts of dtrain share. It calls nothing but the C library.
+ *
+ *   DTRAIN_API      and other macros that a program may set
+ *   exact regions   pragmas that keep arithmetic to IEEE 754 whatever flags the program uses
+ *   errors          status codes, error texts and the log callback
+ *   memory          the allocator hook
+ *   numbers         counter-based random numbers and SHA-256 */
 #ifndef DTRAIN__BASE_H
 #define DTRAIN__BASE_H
 
-#ifdef DTRAIN_IMPLEMENTATION
+#ifdef DTRAIN_IMPLEMENTATION /* these macros must be set before the first system header */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE 1
 #endif
@@ -19,18 +22,21 @@
 #endif
 #endif
 
-/* Small, called from many places, and never where a few cycles count: one copy keeps the program smaller. */
+/* For small functions that many places call and whose cycles do not count: a single copy keeps the program smaller. */
 #if defined(__GNUC__)
 #define DTRAIN__NOINLINE __attribute__((noinline))
 #else
 #define DTRAIN__NOINLINE
 #endif
 
-/* Between these, sums and products are neither contracted nor reordered. clang's back end may still contract
- * under -ffp-contract=fast and approximate square roots under -ffast-math: see dtrain__isa_rounded_f32 and
- * DTRAIN__TRAIN_ROOT_base. The program's own code after them is compiled as if they were not there. gcc's pragma also
- * redefines the macros that stand for its flags, and its end does not undo that: without DTRAIN__EXACT_MACROS, a
- * <math.h> that the program includes later would not declare the SIMD functions that -Ofast uses. */
+/* Between these two, compilers neither contract nor reorder sums and products. clang's back end has two exceptions:
+ *
+ *   -ffp-contract=fast   it still contracts; dtrain__isa_rounded_f32 prevents that
+ *   -ffast-math          it still approximates square roots; DTRAIN__TRAIN_ROOT_base prevents that
+ *
+ * The program's own code after them keeps its flags. gcc's pragma also redefines the macros that stand for flags, and
+ * its end does not restore them: DTRAIN__EXACT_MACROS does. Without that, a <math.h> that the program includes later
+ * would not declare the SIMD functions that -Ofast uses. */
 #if defined(__clang__)
 #define DTRAIN__EXACT_BEGIN _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
 #define DTRAIN__EXACT_END _Pragma("float_control(pop)")
@@ -38,7 +44,7 @@
 #define DTRAIN__EXACT_GCC \
     _Pragma("GCC push_options") \
         _Pragma("GCC optimize(\"O3\", \"no-fast-math\", \"no-unsafe-math-optimizations\", \"fp-contract=off\")")
-#ifdef __CUDACC__ /* nvcc hands the pragma on, and warns that it does not know it; its macros were expanded before */
+#ifdef __CUDACC__ /* nvcc passes the pragma on, but warns that it is unknown; its macros are expanded before */
 #define DTRAIN__EXACT_BEGIN \
     _Pragma("nv_diagnostic push") _Pragma("nv_diag_suppress 1675") DTRAIN__EXACT_GCC _Pragma("nv_diagnostic pop")
 #define DTRAIN__EXACT_END _Pragma("GCC pop_options")
@@ -67,9 +73,9 @@
 #endif
 #endif
 
-/* Above tensors, gcc compiles for size what does not stand between DTRAIN__FAST_BEGIN and DTRAIN__FAST_END, as no step
- * waits for it. Other compilers have no pragma for that. A declaration stands between DTRAIN__SMALL_BEGIN and what
- * follows of these, as gcc saves macros ahead of its pragmas. */
+/* After the tensor kernels gcc compiles for size, since no step waits for that code. DTRAIN__FAST_BEGIN and
+ * DTRAIN__FAST_END enclose the exceptions. Other compilers have no pragma for it. gcc saves macros ahead of its
+ * pragmas, so a declaration must stand between DTRAIN__SMALL_BEGIN and the next of these macros. */
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__) && defined(__OPTIMIZE__)
 #define DTRAIN__SMALL_BEGIN \
     DTRAIN__EXACT_MACROS(push) _Pragma("GCC push_options") _Pragma("GCC optimize(\"Os\")")
@@ -92,7 +98,7 @@
 #define DTRAIN_API extern
 #endif
 
-/* Opens the declaration of every function that returns dtrain_status: compilers warn of a call whose result is left. */
+/* Opens the declaration of every function that returns dtrain_status. Compilers warn if a call's result is ignored. */
 #if defined(__GNUC__) || defined(__clang__)
 #define DTRAIN_API_MUST __attribute__((__warn_unused_result__)) DTRAIN_API
 #elif (defined(__cplusplus) && __cplusplus >= 201703L) || (defined(__STDC_VERSION__) && __STDC_VERSION__ >= 202311L)
@@ -107,39 +113,40 @@
 extern "C" {
 #endif
 
-/* What a fallible call returns. Few codes, one for each thing a caller can do about it. The constants of all enums are
- * disjoint, but for their zeroes, so that arguments that were swapped are refused. */
+/* The result of every call that can fail. There are few codes, one for each thing that a caller can do about an error.
+ * No two enums share a constant except 0, so the library detects swapped arguments. */
 typedef enum dtrain_status {
     DTRAIN_OK = 0,
     DTRAIN_ERR_INVALID = 31, /* an argument is wrong: correct the call */
-    DTRAIN_ERR_MEMORY,       /* the allocator has no more to give */
+    DTRAIN_ERR_MEMORY,       /* the allocator is out of memory */
     DTRAIN_ERR_IO,           /* the system refused a file, thread or socket */
-    DTRAIN_ERR_TIMEOUT,      /* the deadline passed; the text says who was awaited */
+    DTRAIN_ERR_TIMEOUT,      /* the deadline passed; the text says which rank the call waited for */
     DTRAIN_ERR_PEER_LOST,    /* another rank has left or died */
     DTRAIN_ERR_MISMATCH,     /* ranks made different calls; the text quotes both */
-    DTRAIN_ERR_CORRUPT,      /* data from outside breaks its format */
+    DTRAIN_ERR_CORRUPT,      /* data from a file or a peer breaks its format */
     DTRAIN_ERR_UNSUPPORTED,  /* legal, but not on this build, system or transport */
     DTRAIN_ERR_DENIED,       /* a peer did not prove that it belongs here */
-    DTRAIN_ERR_ABORTED       /* cancelled by a rank on purpose */
+    DTRAIN_ERR_ABORTED       /* a rank cancelled the work on purpose */
 } dtrain_status;
 
-/* Returns the constant's name without its prefix, "OK" or "ERR_TIMEOUT"; never NULL.
+/* Returns the constant's name without its prefix, such as "OK" or "ERR_TIMEOUT"; never NULL.
  *
  * any thread */
 DTRAIN_API const char *dtrain_status_name(dtrain_status status);
 
-/* Returns the text of the last error that a dtrain call reported to the calling thread; never NULL.
+/* Returns the text of the last error that a call reported to the calling thread; never NULL.
  *
- * The text stays valid until the next failing call of this thread. It is empty before the first.
+ * The text stays valid until the next failing call of this thread. It is empty before the first error.
  *
  * any thread */
 DTRAIN_API const char *dtrain_last_error(void);
 
-/* Sets the calling thread's last error: for transports, devices and callbacks of your own, which return its result.
+/* Sets the calling thread's last error and returns `status`.
  *
- *   format    as printf's, one line; longer texts are cut at 639 bytes. What is not printable UTF-8 becomes '?'. What
- *             it quotes may be dtrain_last_error()
- *   returns   status
+ * Use it in transports, devices and callbacks of your own: `return dtrain_error_set(DTRAIN_ERR_IO, "...");`
+ *
+ *   format    as for printf, one line; the arguments may include dtrain_last_error(). Texts are cut at 639 bytes.
+ *             Bytes that are not printable UTF-8 become '?'
  *
  * any thread */
 #if defined(__GNUC__)
@@ -147,8 +154,8 @@ __attribute__((format(printf, 2, 3)))
 #endif
 DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char *format, ...);
 
-/* Evaluates a call and, when it fails, prints its error and ends the process with status 1.
- * Expands in the program's own code; the library itself never exits. */
+/* Evaluates a call. If it fails, prints its error to stderr and ends the process with status 1.
+ * The macro expands in the program's own code; the library itself never exits. */
 #define DTRAIN_CHECK(call) \
     do { \
         dtrain_status dtrain_check_status_ = (call); \
@@ -159,56 +166,68 @@ DTRAIN_API_MUST dtrain_status dtrain_error_set(dtrain_status status, const char 
         } \
     } while (0)
 
-/* Evaluates a call and leaves its result on purpose, where a compiler warns of a result that nobody reads.
- * An expression of type void. A cast to void alone does not silence gcc. */
+/* Evaluates a call and ignores its result on purpose, without a compiler's warning. It is an expression of type void.
+ * A cast to void alone does not silence gcc. */
 #define DTRAIN_IGNORE(call) ((void)((call) == DTRAIN_OK))
 
 typedef enum dtrain_log_level { DTRAIN_LOG_INFO = 1401, DTRAIN_LOG_WARN, DTRAIN_LOG_ERROR } dtrain_log_level;
 
-/* Receives one line of text without a newline; called from any thread, one at a time per thread. It must not call
- * back into the group that it hears of, and should return soon: the thread may have heartbeats to send. */
+/* Receives one line of text without a newline. Several threads may call it at once. It must not call into the group
+ * that the line is about, and should return soon: the thread may have heartbeats to send. */
 typedef void (*dtrain_log_fn)(void *user, dtrain_log_level level, const char *text);
 
-/* Sets the process's log callback; NULL silences the library. By default warnings and errors go to stderr.
+/* Sets the log callback of the process. Without it, warnings and errors go to stderr.
  *
- *   log, user   must stay valid until replaced, and no call may be running while they are replaced
+ *   log    NULL silences the library; must stay valid until it is replaced
+ *   user   passed to log; must stay valid as long
  *
- * one thread per object: call it before other threads use the library */
+ * one thread per object: no other call may be running; call it before other threads use the library */
 DTRAIN_API void dtrain_set_log(dtrain_log_fn log, void *user);
 
-/* Resizes a block: new_bytes of 0 frees it and returns NULL; a NULL pointer allocates.
+/* Allocates, resizes or frees a block.
  *
- *   align     a power of two, at most 4096; kept across a resize
- *   returns   the block, its first min(old_bytes, new_bytes) bytes kept; NULL when there is no memory,
- *             and then the old block is untouched
+ *   pointer     the block; NULL allocates a new one
+ *   old_bytes   its size; 0 if pointer is NULL
+ *   new_bytes   0 frees the block and returns NULL
+ *   align       a power of two, at most 4096; kept across a resize
+ *   returns     the block with its first min(old_bytes, new_bytes) bytes kept; NULL if there is no memory, and the old
+ *               block stays unchanged
  *
  * any thread */
 typedef void *(*dtrain_resize_fn)(void *user, void *pointer, size_t old_bytes, size_t new_bytes, size_t align);
 
-/* Where an object's memory comes from, and how much of it is in use.
+/* The source of an object's memory, and a count of how much is in use.
  *
- * A program sets resize and user and zeroes the rest; objects given the same allocator add to the same
- * counters. It must outlive them. The library asks resize for 64 bytes more for each block, where it keeps the block's
- * size; the counters leave them out. The macro DTRAIN_RESIZE(user, pointer, old_bytes, new_bytes, align),
- * defined before the implementation, replaces the default for allocators whose resize is NULL. */
+ * Set resize and user and zero the rest. The allocator must outlive its objects. Objects that share one add to the
+ * same counters. The library asks resize for 64 bytes more per block, to keep the block's size; the counters leave
+ * them out. To replace the default for allocators whose resize is NULL, define the macro DTRAIN_RESIZE(user, pointer,
+ * old_bytes, new_bytes, align) before the implementation. */
 typedef struct dtrain_allocator {
     dtrain_resize_fn resize; /* NULL: the C library */
     void *user;
-    size_t bytes;      /* in use now; written by the library */
-    size_t peak_bytes; /* the most that was in use at once; written by the library */
+    size_t bytes;      /* in use now; the library writes it */
+    size_t peak_bytes; /* the most in use at once; the library writes it */
 } dtrain_allocator;
 
-/* Returns 64 random bits: value `index` of the stream `seed`.
+/* Returns 64 random bits: value `index` of stream `seed`.
+ *
+ * The two arguments alone decide the value, so any rank or thread can compute any part of a stream.
+ *
+ *   source   Philox4x32-10: Salmon, Moraes, Dror, Shaw, Parallel random numbers: as easy as 1, 2, 3, SC 2011
  *
  * any thread */
 DTRAIN_API uint64_t dtrain_random_u64(uint64_t seed, uint64_t index);
 
-/* Returns a float drawn evenly from [0, 1): a multiple of 2^-24.
+/* Returns a float of the uniform distribution over [0, 1), a multiple of 2^-24: value `index` of stream `seed`.
  *
  * any thread */
 DTRAIN_API float dtrain_random_uniform(uint64_t seed, uint64_t index);
 
-/* Returns a float drawn from the normal distribution of mean 0 and deviation 1, the same bits on every machine.
+/* Returns a float of the normal distribution with mean 0 and standard deviation 1: value `index` of stream `seed`.
+ *
+ * Every machine computes the same bits.
+ *
+ *   source   Box, Muller, Annals of Mathematical Statistics 29(2), 1958
  *
  * any thread */
 DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index);
@@ -220,7 +239,7 @@ DTRAIN_API float dtrain_random_normal(uint64_t seed, uint64_t index);
  * any thread */
 DTRAIN_API void dtrain_sha256(const void *data, size_t bytes, unsigned char digest[32]);
 
-/* Whether DTRAIN_WITHOUT names a thing that not every machine has (see >>os): shared with dtrain_cuda.h.
+/* Returns whether DTRAIN_WITHOUT names `what`, a thing that not every machine has: see >>os. dtrain_cuda.h calls it.
  *
  * any thread */
 DTRAIN_API int dtrain__without(const char *what);

@@ -1,8 +1,7 @@
 /* ---- >>transport ----
- * How bytes get from rank to rank. A transport knows nothing of tensors: it is two functions over a
- * reliable, ordered stream of bytes from each rank to each other one. Fill the table, give it to
- * dtrain_comm_from_transport, and everything runs over it: collectives, groups of its ranks, meshes and what is built
- * from them. */
+ * A transport moves bytes from rank to rank and knows nothing of tensors. It is two functions over a reliable, ordered
+ * stream of bytes from each rank to each other one. Fill the table and give it to dtrain_comm_from_transport.
+ * Everything runs over it: collectives, groups of its ranks, meshes and all that is built on them. */
 #ifndef DTRAIN__TRANSPORT_H
 #define DTRAIN__TRANSPORT_H
 #include "../base/base.h"
@@ -16,53 +15,55 @@ typedef struct dtrain_transfer {
     int peer;
     unsigned char *data; /* read when it is sent, written when it is received */
     size_t bytes;
-    size_t moved; /* of bytes; the transport adds to it */
-    int more;     /* sending: more to the same peer follows at once; a transport may wait for it */
+    size_t moved; /* how many of them have moved; the transport adds to it */
+    int more;     /* sending: more bytes to the same peer follow at once, so a transport may wait for them */
 } dtrain_transfer;
 
-/* One rank's end of a transport.
+/* One rank's end of a transport. send and recv are required; every other function may be NULL.
  *
- * send and recv move up to `bytes` bytes of the stream to or from `peer` and set *moved, on every return,
- * to how many went. They return
+ * send and recv move up to `bytes` bytes of the stream to or from `peer`. Every return sets *moved to how many moved:
  *
- *   DTRAIN_OK             all of them went
- *   DTRAIN_ERR_TIMEOUT    the clock CLOCK_MONOTONIC passed deadline_ns with some left. A deadline in the past
- *                         asks for what can be done without waiting; INT64_MAX never comes
+ *   DTRAIN_OK             all of them
+ *   DTRAIN_ERR_TIMEOUT    not all: CLOCK_MONOTONIC passed deadline_ns. With a deadline in the past the call does what
+ *                         it can without waiting; INT64_MAX means no deadline
  *   DTRAIN_ERR_PEER_LOST  the peer's end is closed
- *   another status        the transport is of no more use
+ *   another status        the transport is no longer usable
  *
- * The core calls these from one thread at a time: the caller's, or the service thread's, which starts with the group
- * and looks for what has come when no call does. In poll mode there is no such thread. A call that waits does so in
- * slices of a few milliseconds, and looks at the other peers in between. Blocking sends of a group are ordered so that
- * they never form a cycle. The rest is optional, and NULL where it is missing:
+ * One thread at a time calls these: the caller's, or the service thread, which starts with the group and receives while
+ * no call does. Poll mode has no service thread. A call waits in slices of a few milliseconds and serves the other
+ * peers in between. The blocking sends of a group are ordered so that they never form a cycle.
  *
- *   exchange   sends and receives at once (either may be NULL) until one of the two is complete; returns as send does
- *   poll       looks after connections until deadline_ns or until woken; called by the service thread or by
- *              dtrain_comm_poll, also while another thread is in send or recv
- *   wake       cuts a blocked poll short; any thread
- *   fail       tells the peers that the group is broken, and why; any thread. The core's own messages tell them, too
- *   leave      tells the peers that this rank goes, and why (may be empty); right before destroy
- *   alive      says what is known of a peer, without waiting: 1 it is there, 0 it is gone, -1 unknown. 0 ends the calls
- *              that need the peer with DTRAIN_ERR_PEER_LOST, as that status of send or recv does. Both are for what is
- *              proved: survivors go on without that peer (see dtrain_comm_shrink)
+ * The optional functions:
  *
- * Groups share the streams. The core sends in frames of up to 64 KiB that name their group, and sorts what comes: bytes
- * for the call that waits go to its memory, others are kept for their group, at most 64 MiB a peer. A call that waits
- * while its peer sends more than that to another group, of which nobody here receives, ends with DTRAIN_ERR_MEMORY: it
- * is best to receive from groups in the order in which peers send.
+ *   exchange   sends and receives at once until one of the two is complete. out or in may be NULL. Returns as send does
+ *   poll       serves connections until deadline_ns or until wake. The service thread or dtrain_comm_poll calls it,
+ *              also while another thread is in send or recv
+ *   wake       ends a blocked poll early; any thread
+ *   fail       tells the peers that the group is broken, and why; any thread. The core's own messages tell them too
+ *   leave      tells the peers that this rank leaves; why may be empty. Called right before destroy
+ *   alive      says at once what is known of a peer: 1 it is present, 0 it is gone, -1 unknown
+ *   lanes      see below
+ *   destroy    called once, when the last group of the transport is destroyed
  *
- *   lanes      fills the table of a group's own streams: self, send, recv, and where wanted exchange and destroy. `group`
- *              names it, the same on all members; ranks[i], of `size`, is the rank here of the group's rank i. It does
- *              not wait for other members. The group's messages then go there, unsorted and without a copy, and nothing
- *              is kept; who leaves and what fails is still told over this table. Provisional: it may change until the
- *              library's own transports have used it */
+ * If alive returns 0, calls that need the peer end with DTRAIN_ERR_PEER_LOST. send or recv can return that status too.
+ * Report a peer as lost only if you know it: the others may go on without that peer (see dtrain_comm_shrink).
+ *
+ * Groups share the streams. The core sends frames of up to 64 KiB, each with the name of its group. Received bytes go
+ * to the memory of the call that waits for them; other bytes are kept for their group, at most 64 MiB per peer. If a
+ * peer sends more than that to a group from which nobody here receives, the waiting call ends with DTRAIN_ERR_MEMORY.
+ * So receive from groups in the order in which peers send.
+ *
+ * With lanes, a group has streams of its own, without frames, copies or kept bytes. The call fills the table `lane`:
+ * self, send, recv and, if you like, exchange and destroy. `group` names the group and is the same on all members. Rank
+ * i of the group is rank ranks[i] of this transport, for i < size. The call does not wait for other members. Messages
+ * about ranks that leave and calls that fail still use this table. lanes is provisional: it may change. */
 typedef struct dtrain_transport {
-    void *self; /* given to every function */
+    void *self; /* passed to every function */
     int rank;
     int size;
     dtrain_status (*send)(void *self, int peer, const void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
     dtrain_status (*recv)(void *self, int peer, void *data, size_t bytes, int64_t deadline_ns, size_t *moved);
-    void (*destroy)(void *self); /* may be NULL; called once, by dtrain_comm_destroy */
+    void (*destroy)(void *self); /* this one and all below may be NULL */
     dtrain_status (*exchange)(void *self, dtrain_transfer *out, dtrain_transfer *in, int64_t deadline_ns);
     void (*poll)(void *self, int64_t deadline_ns);
     void (*wake)(void *self);
