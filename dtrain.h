@@ -5424,7 +5424,7 @@ static uint32_t dtrain__os_without_read(void)
         else if (bytes == 3 && memcmp(text, "all", 3) == 0)
             mask = UINT32_MAX;
         else
-            dtrain__log(DTRAIN_LOG_WARN, "DTRAIN_WITHOUT: \"%.*s\" is nothing that can be left out; it is ignored",
+            dtrain__log(DTRAIN_LOG_WARN, "DTRAIN_WITHOUT: \"%.*s\" names nothing that can be left out: it is ignored",
                         (int)(bytes < 40 ? bytes : 40), text);
     }
     return mask;
@@ -7169,7 +7169,7 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
     }
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
-        "\"%.*s\" names no dtype; the names are those of safetensors: \"F32\", \"BF16\", \"I64\" and so on",
+        "dtype_from_name: no dtype has the name \"%.*s\", expected one of safetensors: \"F32\", \"BF16\", \"I64\" ...",
         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
@@ -7354,8 +7354,8 @@ DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void 
                             "convert %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2",
                             dtrain_dtype_name(from), dtrain_dtype_name(to));
     if (count > 0 && (in == NULL || out == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert %zu elements: %s is NULL", count,
-                            in == NULL ? "in" : "out");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert: %s is NULL, expected memory of %zu elements",
+                            in == NULL ? "in" : "out", count);
     mode = dtrain__fpmode_enter();
     dtrain__dtype_convert(in, from, out, to, count);
     dtrain__fpmode_restore(mode);
@@ -7371,8 +7371,8 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
                             "F8_E4M3 or F8_E5M2",
                             dtrain_dtype_name(from), dtrain_dtype_name(to));
     if (count > 0 && (in == NULL || out == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert_saturating %zu elements: %s is NULL", count,
-                            in == NULL ? "in" : "out");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert_saturating: %s is NULL, expected memory of %zu elements",
+                            in == NULL ? "in" : "out", count);
     const uint64_t largest = dtrain__dtype_widen(to == DTRAIN_F8_E4M3 ? 0x7e : 0x7b, *dtrain__dtype_find(to));
     dtrain__dtype_convert_any(in, from, out, to, count, largest);
     return DTRAIN_OK;
@@ -7401,18 +7401,24 @@ static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dt
     size_t bits = dtrain_dtype_bits(dtype), count = 1;
     int fits = 1;
     if (tensor == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: nowhere to put it (tensor is NULL)");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: tensor is NULL, expected a dtrain_tensor to fill");
     memset(tensor, 0, sizeof *tensor);
     if (bits == 0 || ndim < 0 || ndim > DTRAIN_MAX_DIMS || (ndim > 0 && shape == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: dtype %d (%s) with %d dimensions; 0 to %d are possible",
-                            (int)dtype, dtrain_dtype_name(dtype), ndim, DTRAIN_MAX_DIMS);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "tensor: dtype is %d (%s), ndim %d and shape %s; expected one of dtrain_dtype, 0 to %d "
+                            "dimensions, and as many sizes",
+                            (int)dtype, dtrain_dtype_name(dtype), ndim, shape != NULL ? "given" : "NULL",
+                            DTRAIN_MAX_DIMS);
     for (int i = 0; i < ndim; i++)
         fits = dtrain__mul_size(count, shape[i], &count) && fits;
     if (!fits || !dtrain__mul_size(count, bits, &bits))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits",
-                            ndim);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "tensor: its %d sizes give more than %zu bits of %s, the most that can be counted: make "
+                            "them smaller",
+                            ndim, SIZE_MAX, dtrain_dtype_name(dtype));
     if (bits % 8 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: %zu elements of %s are no whole number of bytes", count,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "tensor: %zu elements of %s end inside a byte: choose sizes that fill whole bytes", count,
                             dtrain_dtype_name(dtype));
     tensor->dtype = dtype;
     tensor->ndim = ndim;
@@ -7430,7 +7436,8 @@ DTRAIN_API dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtyp
     if (status != DTRAIN_OK)
         return status;
     if (allocator == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_create: needs an allocator; a zeroed one will do");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "tensor_create: allocator is NULL, expected one; a zeroed one is the C library");
     tensor->data = dtrain__alloc(allocator, tensor->bytes);
     if (tensor->data == NULL) {
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "tensor_create: no memory for %s, %zu bytes",
@@ -7449,8 +7456,8 @@ DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype 
     if (status != DTRAIN_OK)
         return status;
     if (data == NULL && tensor->bytes > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_view: %s needs %zu bytes, data is NULL",
-                            dtrain__tensor_text(tensor).text, tensor->bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_view: data is NULL, expected %zu bytes for %s",
+                            tensor->bytes, dtrain__tensor_text(tensor).text);
     tensor->data = data;
     return DTRAIN_OK;
 }
@@ -8062,8 +8069,8 @@ DTRAIN_API DTRAIN__NOINLINE const char *dtrain_device_name(const dtrain_device *
 static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *device, const char *call)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "%s on %s: the device's table has no such function: copy to the CPU's memory, and call it with "
-                        "device NULL",
+                        "%s on %s: the device's table lacks this function: copy the data to the CPU's memory and call "
+                        "with device NULL",
                         call, dtrain_device_name(device));
 }
 
@@ -8122,7 +8129,7 @@ static dtrain_status dtrain__device_queue_create(dtrain_device *device, dtrain_d
     if (device->ops == NULL || device->ops->queue_create == NULL || device->ops->queue_destroy == NULL)
         return dtrain__fail(
             NULL, DTRAIN_ERR_UNSUPPORTED,
-            "device_queue_create on %s: the device's table makes no queues: go on with the one there is",
+            "device_queue_create on %s: the device's table makes no other queues: use the one that you have",
             dtrain_device_name(device));
     dtrain_status status = device->ops->queue_create(device, made);
     if (status != DTRAIN_OK)
@@ -8142,7 +8149,7 @@ DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memor
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
     if (pointer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_alloc on %s: pointer is NULL, expected a place for it",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_alloc on %s: pointer is NULL, expected one to set",
                             dtrain_device_name(device));
     *pointer = NULL;
     if (memory != DTRAIN_MEMORY_DEVICE && memory != DTRAIN_MEMORY_PINNED)
@@ -8307,11 +8314,11 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
         status = dtrain__device_list(device, "out", (const void *const *)out, m, count);
     if (status == DTRAIN_OK && (count > SIZE_MAX - begin || (uint64_t)begin + count > DTRAIN__DEVICE_ELEMENTS))
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                              "device_reduce on %s: %zu elements from %zu on end beyond what can be counted",
+                              "device_reduce on %s: %zu elements from element %zu on are more than memory holds",
                               dtrain_device_name(device), count, begin);
     if (status == DTRAIN_OK && !dtrain__fold_supported(dtype, op))
         status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                              "device_reduce on %s: dtype %d (%s) has no op %d; see dtrain_op for which have",
+                              "device_reduce on %s: dtype %d (%s) has no op %d; dtrain_op says which dtypes have it",
                               dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype), (int)op);
     if (status != DTRAIN_OK || count == 0)
         return status;
@@ -8495,7 +8502,8 @@ static void dtrain__pieces_put(dtrain__lister *lister, const dtrain_piece *piece
         int length = snprintf(name, sizeof name, "%s%s", lister->list->name, piece->name);
         if (length >= (int)sizeof name)
             lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                          "list %zu: the name \"%.200s\" has %d bytes, expected fewer than %zu",
+                                          "list %zu: the name \"%.200s\" has %d bytes, expected fewer than %zu: "
+                                          "shorten it or the list's name",
                                           lister->number, name, length, sizeof name);
         named.name = name;
     }
@@ -8554,8 +8562,9 @@ static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, dou
     dtrain__json_write_double(&json, value);
     text[json.bytes] = '\0';
     if (json.broken)
-        lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "list %zu: the setting %s is %g, expected a number",
-                                      lister->number, key, value);
+        lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                      "list %zu: the setting %s is %g, expected a finite number", lister->number, key,
+                                      value);
     else
         dtrain__pieces_tell(lister, key, text, fixed);
 }
@@ -8579,15 +8588,15 @@ static dtrain_pieces dtrain__pieces_make(const void *object,
 static dtrain_status dtrain__pieces_walk(const dtrain_pieces *lists, size_t count, dtrain__lister *lister)
 {
     if (lists == NULL && count > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%zu lists are promised, but lists is NULL", count);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pieces: lists is NULL, expected %zu lists", count);
     for (size_t i = 0; i < count; i++) {
         const dtrain_pieces *list = &lists[i];
         int given =
             list->list != NULL ? list->object != NULL || list->table != NULL : list->count == 0 || list->pieces != NULL;
         if (!given)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "list %zu of %zu is of something that is NULL: give it, or leave the list out", i,
-                                count);
+                                "list %zu of %zu is of an object that is NULL: create it first, or leave the list out",
+                                i, count);
         lister->list = list;
         lister->number = i;
         lister->status = DTRAIN_OK;
@@ -8607,8 +8616,8 @@ DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t c
     if (visit == NULL || rank < 0 || rank >= ranks)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "dtrain_pieces_each: rank is %d of %d, visit %s NULL: expected a rank below ranks, and a visit", rank,
-            ranks, visit == NULL ? "is" : "is not");
+            "pieces_each: rank is %d of %d ranks, visit is %s; expected a rank from 0 to ranks - 1 and a function",
+            rank, ranks, visit == NULL ? "NULL" : "given");
     return dtrain__pieces_walk(lists, count, &lister);
 }
 
@@ -9219,7 +9228,7 @@ static dtrain_status dtrain__file_open_directory(int *fd, int directory, const c
     *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
     if (*fd >= 0)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\": %s", what, name, strerror(errno));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name, strerror(errno));
 }
 
 /* Gives the size of an open file, if it is a regular one. */
@@ -9227,10 +9236,10 @@ static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name
 {
     struct stat status;
     if (dtrain__file_sys_stat(fd, &status) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name, strerror(errno));
     if (!S_ISREG(status.st_mode))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "%s: \"%s\" is no regular file, which is what can be read at any place: copy it to one",
+                            "%s: \"%s\" is not a regular file, and others cannot be read at any place: copy it to one",
                             what, name);
     *bytes = (uint64_t)status.st_size;
     return DTRAIN_OK;
@@ -9242,7 +9251,7 @@ static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, 
     /* a pipe without a writer would block: it is opened, looked at, and refused */
     *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
     if (*fd < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name, strerror(errno));
     dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
     if (status != DTRAIN_OK) {
         dtrain__file_close(*fd);
@@ -9262,7 +9271,7 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0)
-            return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\" at byte %llu: %s", what, name,
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot read \"%s\" at byte %llu: %s", what, name,
                                 (unsigned long long)offset, strerror(errno));
         if (n == 0)
             return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
@@ -9322,7 +9331,7 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
         status = dtrain__file_read_text(fd, 0, size, allocator, &text, &have, name, what);
     if (status == DTRAIN_OK && have > 0 && text[have - 1] == 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "%s: \"%s\" is no text: its byte %zu of %llu is zero; it was damaged, or a part was "
+                              "%s: \"%s\" is not a text: its byte %zu of %llu is zero; it was damaged, or a part was "
                               "never written",
                               what, name, have - 1, (unsigned long long)size);
     dtrain__file_close(fd);
@@ -9422,8 +9431,9 @@ static dtrain_status dtrain__file_open_parent(int *fd, const char **last, const 
     size_t length = slash == NULL ? 0 : slash == path ? 1 : (size_t)(slash - path);
     *last = slash == NULL ? path : slash + 1;
     if (length >= sizeof parent || **last == '\0')
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" %s", what, path,
-                            **last == '\0' ? "ends without a name" : "is too long a path");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the path \"%.400s\" %s", what, path,
+                            **last == '\0' ? "ends without a name: add that of the file"
+                                           : "is longer than the 4095 bytes that are possible");
     memcpy(parent, path, length);
     parent[length] = '\0';
     return dtrain__file_open_directory(fd, DTRAIN__FILE_HERE, length > 0 ? parent : ".", what);
@@ -9443,8 +9453,7 @@ typedef struct dtrain__file_temp {
 static dtrain_status dtrain__file_temp_fail(dtrain__file_temp *temp, const char *step, int error)
 {
     return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
-                        "%s: %s \"%s\": %s; what was there "
-                        "before is untouched",
+                        "%s: cannot %s \"%s\": %s; what was there before is unchanged",
                         temp->what, step, temp->name, strerror(error));
 }
 
@@ -9455,7 +9464,8 @@ static dtrain_status dtrain__file_place(int directory, const char *name, const c
     struct stat status;
     if (dtrain__file_sys_stat_at(directory, name, &status, 0) != 0)
         return errno == ENOENT ? DTRAIN_OK
-                               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+                               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name,
+                                              strerror(errno));
     if (S_ISREG(status.st_mode))
         return DTRAIN_OK;
     if (S_ISLNK(status.st_mode) && (dtrain__file_sys_stat_at(directory, name, &status, 1) != 0 ||
@@ -9479,7 +9489,7 @@ static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int direct
     while (temp->fd < 0 && errno == EINTR);
     if (temp->fd >= 0)
         return DTRAIN_OK;
-    return dtrain__file_temp_fail(temp, "making a file beside", errno);
+    return dtrain__file_temp_fail(temp, "make a file beside", errno);
 }
 
 /* A sink of dtrain_safetensors_write, whose user is a dtrain__file_temp. */
@@ -9487,7 +9497,7 @@ static dtrain_status dtrain__file_temp_write(void *user, const void *data, size_
 {
     dtrain__file_temp *temp = (dtrain__file_temp *)user;
     int error = dtrain__file_write_all(temp->fd, data, bytes);
-    return error == 0 ? DTRAIN_OK : dtrain__file_temp_fail(temp, "writing", error);
+    return error == 0 ? DTRAIN_OK : dtrain__file_temp_fail(temp, "write", error);
 }
 
 /* Ends a file whose writing went as `status` says: brings it to the disk (unless no_sync) and puts it in its place, or
@@ -9497,11 +9507,11 @@ static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_statu
 {
     int error = status == DTRAIN_OK && !no_sync ? dtrain__file_sync(temp->fd) : 0;
     if (error != 0)
-        status = dtrain__file_temp_fail(temp, "bringing to the disk", error);
+        status = dtrain__file_temp_fail(temp, "sync", error);
     int closed = dtrain__file_sys_close(temp->fd);
     if (status == DTRAIN_OK &&
         (closed != 0 || dtrain__file_sys_rename(temp->directory, temp->temporary, temp->directory, temp->name) != 0))
-        status = dtrain__file_temp_fail(temp, "putting in place", errno);
+        status = dtrain__file_temp_fail(temp, "move into place", errno);
     if (status != DTRAIN_OK) {
         dtrain__file_sys_unlink(temp->directory, temp->temporary, 0);
         return status;
@@ -10009,7 +10019,7 @@ static void dtrain__safetensors_dtype(dtrain__safetensors_parser *parser, const 
 {
     char name[16] = {0}, quoted[64], text[128];
     if (value->kind != DTRAIN__JSON_STRING) {
-        dtrain__safetensors_bad(parser, 11, value->begin, "its dtype is no string");
+        dtrain__safetensors_bad(parser, 11, value->begin, "its dtype is not a string");
         return;
     }
     size_t length = dtrain__json_string(&parser->json, value, name, sizeof name);
@@ -10038,13 +10048,14 @@ static void dtrain__safetensors_shape(dtrain__safetensors_parser *parser, const 
     uint64_t count = 1;
     dtrain__json_token token;
     if (value->kind != DTRAIN__JSON_ARRAY)
-        dtrain__safetensors_bad(parser, 14, value->begin, "its shape is no list of sizes");
+        dtrain__safetensors_bad(parser, 14, value->begin, "its shape is not a list of sizes");
     entry->shape_at = (uint32_t)file->shape_count;
     while (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_ARRAY_END && parser->status == DTRAIN_OK) {
-        uint64_t size = dtrain__safetensors_number(parser, &token, 14, "a size is no whole number from 0 to 2^64 - 1");
+        uint64_t size = dtrain__safetensors_number(parser, &token, 14, "a size is not a whole number below 2^64");
         if (parser->status == DTRAIN_OK && size > SIZE_MAX)
             parser->status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                          "%s: at byte %zu: a size of %llu, and this machine counts to %zu",
+                                          "%s: at byte %zu: a size is %llu, and this machine counts to %zu: use a "
+                                          "64-bit program",
                                           file->label, token.begin + 8, (unsigned long long)size, SIZE_MAX);
         if (!DTRAIN__SAFETENSORS_ROOM(file->allocator, &parser->json, file->shapes, file->shape_count)) {
             parser->status = dtrain__safetensors_memory(file);
@@ -10067,15 +10078,15 @@ static void dtrain__safetensors_offsets(dtrain__safetensors_parser *parser, cons
     dtrain__json_token token;
     int count = 0;
     if (value->kind != DTRAIN__JSON_ARRAY)
-        dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are no list of two numbers");
+        dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are not a list of two numbers");
     while (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_ARRAY_END && parser->status == DTRAIN_OK)
         if (count == 2)
-            dtrain__safetensors_bad(parser, 15, token.begin, "its data_offsets are more than two");
+            dtrain__safetensors_bad(parser, 15, token.begin, "it has more than two data_offsets");
         else
             *offsets[count++] =
-                dtrain__safetensors_number(parser, &token, 15, "an offset is no whole number from 0 to 2^64 - 1");
+                dtrain__safetensors_number(parser, &token, 15, "an offset is not a whole number below 2^64");
     if (count < 2)
-        dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are fewer than two");
+        dtrain__safetensors_bad(parser, 15, value->begin, "it has fewer than two data_offsets");
 }
 
 /* Reads a tensor's entry, whose key is given. */
@@ -10098,7 +10109,7 @@ static void dtrain__safetensors_entry_read(dtrain__safetensors_parser *parser, c
     entry->at = (uint32_t)at;
     parser->entry = entry;
     if (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_OBJECT)
-        dtrain__safetensors_bad(parser, 11, token.begin, "its entry is no object");
+        dtrain__safetensors_bad(parser, 11, token.begin, "its entry is not an object");
     while (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_KEY) {
         field = dtrain__json_is(&parser->json, &token, "dtype")          ? 0
                 : dtrain__json_is(&parser->json, &token, "shape")        ? 1
@@ -10137,7 +10148,7 @@ static void dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser
     if (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_NULL) /* as MLX writes it where there is none */
         return;
     if (token.kind != DTRAIN__JSON_OBJECT)
-        dtrain__safetensors_bad(parser, 10, token.begin, "the metadata is no object");
+        dtrain__safetensors_bad(parser, 10, token.begin, "the metadata is not an object");
     while (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_KEY) {
         if (!DTRAIN__SAFETENSORS_ROOM(file->allocator, &parser->json, file->pairs, file->pair_count)) {
             parser->status = dtrain__safetensors_memory(file);
@@ -10145,7 +10156,7 @@ static void dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser
         }
         dtrain__names_text key = dtrain__safetensors_text(&parser->json, file->header, &token);
         if (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_STRING) {
-            dtrain__safetensors_bad(parser, 10, token.begin, "a value of the metadata is no string");
+            dtrain__safetensors_bad(parser, 10, token.begin, "a value of the metadata is not a string");
             return;
         }
         dtrain__names_text value = dtrain__safetensors_text(&parser->json, file->header, &token);
@@ -10162,7 +10173,7 @@ static dtrain_status dtrain__safetensors_parse(dtrain_safetensors *file)
     parser.file = file;
     dtrain__json_open(&parser.json, file->header, file->header_have);
     if (dtrain__safetensors_next(&parser, &token) != DTRAIN__JSON_OBJECT)
-        dtrain__safetensors_bad(&parser, 9, token.begin, "the header is no object");
+        dtrain__safetensors_bad(&parser, 9, token.begin, "the header is not an object");
     while (dtrain__safetensors_next(&parser, &token) == DTRAIN__JSON_KEY) {
         size_t at = token.begin - 1;
         dtrain__names_text name = dtrain__safetensors_text(&parser.json, file->header, &token);
@@ -10263,12 +10274,14 @@ static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *f
         return dtrain__safetensors_broken(file, 16, at, tensor, "its data begin at %llu and end before that, at %llu",
                                           (unsigned long long)tensor->begin, (unsigned long long)tensor->end);
     if (entry->overflow || tensor->count > UINT64_MAX / bits)
-        return dtrain__safetensors_broken(file, 17, at, tensor, "its sizes multiply to more than 64 bits");
+        return dtrain__safetensors_broken(file, 17, at, tensor, "its %d sizes give more than 2^64 - 1 bits",
+                                          tensor->ndim);
     if (tensor->count * bits % 8 != 0)
         return dtrain__safetensors_broken(file, 18, at, tensor, "%zu elements of %u bits end inside a byte",
                                           tensor->count, (unsigned)bits);
     if (tensor->end - tensor->begin != tensor->count * bits / 8)
-        return dtrain__safetensors_broken(file, 19, at, tensor, "%llu bytes of data, and %zu elements of %s take %llu",
+        return dtrain__safetensors_broken(file, 19, at, tensor,
+                                          "it has %llu bytes of data, and its %zu elements of %s take %llu",
                                           (unsigned long long)(tensor->end - tensor->begin), tensor->count,
                                           dtrain_dtype_name(tensor->dtype),
                                           (unsigned long long)(tensor->count * bits / 8));
@@ -10312,23 +10325,24 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
 {
     unsigned char first[8];
     if (file->file_bytes < 8)
-        return dtrain__safetensors_broken(file, 1, 0, NULL, "%llu bytes, expected at least 8",
+        return dtrain__safetensors_broken(file, 1, 0, NULL, "it has %llu bytes, expected at least 8",
                                           (unsigned long long)file->file_bytes);
     dtrain_status status =
-        file->fd >= 0 ? dtrain__file_read_at(file->fd, first, 8, 0, file->label, "reading") : DTRAIN_OK;
+        file->fd >= 0 ? dtrain__file_read_at(file->fd, first, 8, 0, file->label, "safetensors_open") : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
     uint64_t length = dtrain__load_le64(file->fd >= 0 ? first : file->memory);
     if (length > DTRAIN__SAFETENSORS_HEADER_MOST)
-        return dtrain__safetensors_broken(file, 2, 0, NULL, "a header of %llu bytes, expected at most 100000000",
+        return dtrain__safetensors_broken(file, 2, 0, NULL, "its header has %llu bytes, expected at most 100000000",
                                           (unsigned long long)length);
     if (length > file->file_bytes - 8)
-        return dtrain__safetensors_broken(file, 3, 0, NULL, "a header of %llu bytes in a file of %llu: it was cut",
+        return dtrain__safetensors_broken(file, 3, 0, NULL,
+                                          "its header has %llu bytes, and the file has %llu: it was cut",
                                           (unsigned long long)length, (unsigned long long)file->file_bytes);
     file->header_bytes = length + 8;
     if (file->fd >= 0) /* up to a zero byte, which the parser refuses */
         return dtrain__file_read_text(file->fd, 8, length, file->allocator, &file->header, &file->header_have,
-                                      file->label, "reading");
+                                      file->label, "safetensors_open");
     file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, length > 0 ? (size_t)length : 1);
     if (file->header == NULL)
         return dtrain__safetensors_memory(file);
@@ -10344,7 +10358,8 @@ static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
         file->file_bytes <= SIZE_MAX ? dtrain__file_sys_map(file->fd, (size_t)file->file_bytes) : MAP_FAILED;
     if (file->mapping == MAP_FAILED) {
         file->mapping = NULL;
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: it cannot be mapped: %s; open it without map",
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "safetensors_open: \"%s\" cannot be mapped: %s; open it without map",
                             file->label, strerror(errno));
     }
     file->memory = (const unsigned char *)file->mapping;
@@ -10366,7 +10381,7 @@ static dtrain_status dtrain__safetensors_make(dtrain_safetensors **out, int fd, 
     *out = NULL;
     if (file == NULL) {
         dtrain__file_close(fd);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_open: no memory to open \"%s\"", label);
     }
     file->allocator = allocator;
     file->fd = fd;
@@ -10399,7 +10414,8 @@ DTRAIN_API dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, cons
                                                  const dtrain_safetensors_desc *desc)
 {
     if (file == NULL || path == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open: %s is NULL", file == NULL ? "file" : "path");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open: %s is NULL, expected %s",
+                            file == NULL ? "file" : "path", file == NULL ? "a pointer to set" : "the path of a file");
     return dtrain__safetensors_open_at(file, DTRAIN__FILE_HERE, path, desc, path);
 }
 
@@ -10407,8 +10423,8 @@ DTRAIN_API dtrain_status dtrain_safetensors_open_memory(dtrain_safetensors **fil
                                                         const dtrain_safetensors_desc *desc)
 {
     if (file == NULL || (data == NULL && bytes > 0))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_memory: %s is NULL",
-                            file == NULL ? "file" : "data");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_memory: %s is NULL, expected %s",
+                            file == NULL ? "file" : "data", file == NULL ? "a pointer to set" : "the bytes of a file");
     return dtrain__safetensors_make(file, -1, data, bytes, desc, "memory");
 }
 
@@ -10575,7 +10591,8 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
 { /* a missing out is the caller's to refuse: nothing can be read to nowhere */
     char quoted[64];
     if (file == NULL || tensor == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s is NULL", file == NULL ? "file" : "tensor");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s is NULL, expected %s",
+                            file == NULL ? "file" : "tensor", file == NULL ? "an open file" : "one of its tensors");
     dtrain__safetensors_quote(quoted, tensor->name, tensor->name_length);
     reading->file = file;
     reading->tensor = tensor;
@@ -10583,7 +10600,8 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
     reading->bits = dtrain_dtype_bits(tensor->dtype);
     reading->out = (unsigned char *)out;
     if (tensor->end > file->file_bytes)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: tensor \"%s\" is of another file",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "safetensors_read: %s: tensor \"%s\" is of another file: pass the file that it comes from",
                             file->label, quoted);
     if (reading->dtype != tensor->dtype && !dtrain__dtype_converts(tensor->dtype, reading->dtype))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -10598,7 +10616,8 @@ static dtrain_status dtrain__safetensors_reading_bad(const dtrain__safetensors_r
 {
     char quoted[64];
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "safetensors_read: %s: tensor \"%s\" (%s): %s: %zu from %zu on, of %zu", reading->file->label,
+                        "safetensors_read: %s: tensor \"%s\" (%s): %s: %zu elements from element %zu on, of %zu",
+                        reading->file->label,
                         dtrain__safetensors_quote(quoted, reading->tensor->name, reading->tensor->name_length),
                         dtrain_dtype_name(reading->tensor->dtype), what, count, begin, limit);
 }
@@ -10612,7 +10631,8 @@ DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const
     if (status != DTRAIN_OK)
         return status;
     if (out == NULL && count > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: out is NULL", file->label);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "safetensors_read: %s: out is NULL, expected memory of %zu elements", file->label, count);
     if (begin > tensor->count || count > tensor->count - begin)
         return dtrain__safetensors_reading_bad(&reading, "a range beyond its elements", begin, count, tensor->count);
     if (begin % 8 * reading.bits % 8 != 0 || count % 8 * reading.bits % 8 != 0)
@@ -10628,7 +10648,8 @@ DTRAIN_API dtrain_status dtrain_safetensors_load(dtrain_safetensors *file, const
                                                  dtrain_dtype dtype)
 {
     if (file == NULL || name == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_load: %s is NULL", file == NULL ? "file" : "name");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_load: %s is NULL, expected %s",
+                            file == NULL ? "file" : "name", file == NULL ? "an open file" : "the name of a tensor");
     const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(file, name, strlen(name));
     char quoted[64];
     dtrain__safetensors_quote(quoted, name, strlen(name));
@@ -10648,7 +10669,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const
     dtrain__safetensors_reading reading;
     char quoted[64];
     if (data == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_view: data is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_view: data is NULL, expected a pointer to set");
     *data = NULL;
     dtrain_status status = dtrain__safetensors_reading_begin(&reading, file, tensor, NULL, (dtrain_dtype)0);
     if (status != DTRAIN_OK || tensor->count == 0)
@@ -10657,13 +10678,14 @@ DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const
     size_t align = tensor->dtype == DTRAIN_C64 ? 4 : reading.bits < 8 ? 1 : (size_t)reading.bits / 8;
     if (file->memory == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "safetensors_view: %s is not mapped: open it with map, or read", file->label);
+                            "safetensors_view: %s is not mapped: open it with map = 1, or read the tensor",
+                            file->label);
     const unsigned char *at = file->memory + tensor->begin;
     if ((uintptr_t)at % align != 0 || (DTRAIN__FILE_SWAP && align > 1))
         return dtrain__fail(
             NULL, DTRAIN_ERR_UNSUPPORTED, "safetensors_view: %s: tensor \"%s\" (%s) %s at byte %llu: read it instead",
             file->label, quoted, dtrain_dtype_name(tensor->dtype),
-            DTRAIN__FILE_SWAP ? "is stored the other way round" : "is not aligned", (unsigned long long)tensor->begin);
+            DTRAIN__FILE_SWAP ? "is little-endian" : "is not aligned", (unsigned long long)tensor->begin);
     *data = at;
     return DTRAIN_OK;
 }
@@ -10752,23 +10774,23 @@ static dtrain_status dtrain__safetensors_take(dtrain__safetensors_item *item, co
     if (!dtrain__safetensors_is_utf8(item->name.text, item->name.length))
         return dtrain__safetensors_refuse(item, "has a name that is not UTF-8 (R4)");
     if (item->name.length == 12 && memcmp(item->name.text, DTRAIN__SAFETENSORS_METADATA, 12) == 0)
-        return dtrain__safetensors_refuse(item, "has the name of the metadata (R10): choose another");
+        return dtrain__safetensors_refuse(item, "has the name of the metadata (R10): give it another");
     if (bits == 0)
         return dtrain__safetensors_refuse(item, "has no dtype of the format (R13): use one of dtrain_dtype");
     if (source->ndim < 0 || (source->ndim > 0 && source->shape == NULL))
         return dtrain__safetensors_refuse(item, "has no shape: give ndim sizes, or an ndim of 0");
     for (int d = 0; d < source->ndim; d++) {
         if (source->shape[d] != 0 && count > UINT64_MAX / source->shape[d])
-            return dtrain__safetensors_refuse(item, "has sizes that multiply to more than 64 bits (R17)");
+            return dtrain__safetensors_refuse(item, "has sizes that give more than 2^64 - 1 bits (R17)");
         count *= source->shape[d];
     }
     if (count > UINT64_MAX / bits)
-        return dtrain__safetensors_refuse(item, "has sizes that multiply to more than 64 bits (R17)");
+        return dtrain__safetensors_refuse(item, "has sizes that give more than 2^64 - 1 bits (R17)");
     if (count * bits % 8 != 0)
         return dtrain__safetensors_refuse(item, "ends inside a byte (R18): its elements must fill whole bytes");
     item->bytes = count * bits / 8;
     if (item->bytes > 0 && source->data == NULL && source->fill == NULL)
-        return dtrain__safetensors_refuse(item, "has neither data nor fill");
+        return dtrain__safetensors_refuse(item, "has neither data nor fill: give it one of the two");
     return DTRAIN_OK;
 }
 
@@ -10782,7 +10804,8 @@ static dtrain_status dtrain__safetensors_plan_tensors(dtrain__safetensors_plan *
         if (status != DTRAIN_OK)
             return status;
         if (plan->items[i].bytes > (uint64_t)INT64_MAX - plan->data_bytes)
-            return dtrain__safetensors_refuse(&plan->items[i], "makes the file longer than 2^63 - 1 bytes");
+            return dtrain__safetensors_refuse(&plan->items[i],
+                                              "makes the file longer than 2^63 - 1 bytes: write several files");
         plan->data_bytes += plan->items[i].bytes;
     }
     if (plan->count > 1)
@@ -10792,7 +10815,7 @@ static dtrain_status dtrain__safetensors_plan_tensors(dtrain__safetensors_plan *
     if (!built)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_write: no memory for %zu names", plan->count);
     if (twice < plan->count)
-        return dtrain__safetensors_refuse(&plan->items[twice], "comes twice (R12)");
+        return dtrain__safetensors_refuse(&plan->items[twice], "comes twice (R12): give each tensor its own name");
     return DTRAIN_OK;
 }
 
@@ -10803,8 +10826,9 @@ static dtrain_status dtrain__safetensors_plan_pairs(dtrain__safetensors_plan *pl
         dtrain_safetensors_pair *pair = &plan->pairs[i];
         *pair = from[i];
         if (pair->key == NULL || pair->value == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: pair %zu of the metadata has no %s", i,
-                                pair->key == NULL ? "key" : "value");
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "safetensors_write: pair %zu of %zu of the metadata has no %s, expected a text", i,
+                                plan->pair_count, pair->key == NULL ? "key" : "value");
         pair->key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
         pair->value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
         if (!dtrain__safetensors_is_utf8(pair->key, pair->key_length) ||
@@ -10867,7 +10891,7 @@ static dtrain_status dtrain__safetensors_plan_header(dtrain__safetensors_plan *p
     if (length > DTRAIN__SAFETENSORS_HEADER_MOST || padded > DTRAIN__SAFETENSORS_HEADER_MOST)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "safetensors_write: a header of %zu bytes for %zu tensors, expected at most 100000000 (R2): "
+            "safetensors_write: the header has %zu bytes for %zu tensors, expected at most 100000000 (R2): "
             "write several files",
             length, plan->count);
     plan->header = (unsigned char *)dtrain__alloc(plan->allocator, padded + 8);
@@ -10901,13 +10925,15 @@ static dtrain_status dtrain__safetensors_plan_begin(dtrain__safetensors_plan *pl
     plan->pair_count = desc != NULL ? desc->metadata_count : 0;
     plan->has_metadata = desc != NULL && desc->metadata != NULL;
     if ((count > 0 && sources == NULL) || (plan->pair_count > 0 && !plan->has_metadata))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: %s is NULL",
-                            count > 0 && sources == NULL ? "sources" : "metadata");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: %s is NULL, expected %zu %s",
+                            count > 0 && sources == NULL ? "sources" : "metadata",
+                            count > 0 && sources == NULL ? count : plan->pair_count,
+                            count > 0 && sources == NULL ? "tensors" : "pairs");
     if (!dtrain__mul_size(count, sizeof *plan->items, &item_bytes) ||
         !dtrain__mul_size(plan->pair_count, sizeof *plan->pairs, &pair_bytes) || count > INT_MAX)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "safetensors_write: %zu tensors and %zu pairs of metadata: too "
-                            "many for a header (R2)",
+                            "safetensors_write: %zu tensors and %zu pairs of metadata are too many for a header (R2): "
+                            "write several files",
                             count, plan->pair_count);
     plan->items = (dtrain__safetensors_item *)dtrain__alloc(plan->allocator, item_bytes);
     plan->pairs = (dtrain_safetensors_pair *)dtrain__alloc(plan->allocator, pair_bytes);
@@ -10997,7 +11023,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_write(dtrain_safetensors_sink sink, 
 {
     dtrain__safetensors_plan plan;
     if (sink == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: sink is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: sink is NULL, expected a function");
     dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
     if (status != DTRAIN_OK)
         return status;
@@ -11011,7 +11037,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_size(uint64_t *bytes, const dtrain_s
 {
     dtrain__safetensors_plan plan;
     if (bytes == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_size: bytes is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_size: bytes is NULL, expected a number to set");
     *bytes = 0;
     dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
     if (status != DTRAIN_OK)
@@ -11047,7 +11073,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_save(const char *path, const dtrain_
     const char *name;
     int directory;
     if (path == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_save: path is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_save: path is NULL, expected the path of a file");
     dtrain_status status = dtrain__file_open_parent(&directory, &name, path, "safetensors_save");
     if (status != DTRAIN_OK)
         return status;
@@ -11156,7 +11182,8 @@ static dtrain_status dtrain__huggingface_line_read(dtrain__huggingface_parser *p
     if (dtrain__huggingface_next(parser, &value) == DTRAIN__JSON_ERROR)
         return parser->status;
     if (value.kind != DTRAIN__JSON_STRING)
-        return dtrain__huggingface_broken(model, "S1", &line->name, "at byte %zu: its file is no string", value.begin);
+        return dtrain__huggingface_broken(model, "S1", &line->name, "at byte %zu: its file is not a string",
+                                          value.begin);
     line->file = dtrain__huggingface_text(parser, &value);
     if (line->file.length <= 12 || memcmp(line->file.text + line->file.length - 12, ".safetensors", 12) != 0 ||
         !dtrain__file_plain_name(line->file.text, line->file.length))
@@ -11196,7 +11223,8 @@ static dtrain_status dtrain__huggingface_part(dtrain__huggingface_parser *parser
                : dtrain__json_is(&parser->json, key, "weight_map") ? 2
                                                                    : 0;
     if ((*has & part) != 0)
-        return dtrain__huggingface_broken(model, "S6", NULL, "at byte %zu: a key comes twice", key->begin);
+        return dtrain__huggingface_broken(model, "S6", NULL, "at byte %zu: the key \"%s\" comes twice", key->begin,
+                                          part == 1 ? "metadata" : "weight_map");
     *has |= part;
     if (dtrain__huggingface_next(parser, &value) == DTRAIN__JSON_ERROR)
         return parser->status;
@@ -11205,7 +11233,7 @@ static dtrain_status dtrain__huggingface_part(dtrain__huggingface_parser *parser
         return DTRAIN_OK;
     }
     if (value.kind != DTRAIN__JSON_OBJECT)
-        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s is no object", value.begin,
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s is not an object", value.begin,
                                           part == 1 ? "metadata" : "weight_map");
     while (dtrain__huggingface_next(parser, &token) == DTRAIN__JSON_KEY)
         parser->status =
@@ -11235,7 +11263,8 @@ static dtrain_status dtrain__huggingface_index(dtrain_safetensors_model *model)
     parser.model = model;
     dtrain__json_open(&parser.json, model->index, model->index_bytes);
     if (dtrain__huggingface_next(&parser, &token) != DTRAIN__JSON_OBJECT && parser.status == DTRAIN_OK)
-        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is no object", token.begin);
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is not an object",
+                                          token.begin);
     while (dtrain__huggingface_next(&parser, &token) == DTRAIN__JSON_KEY)
         parser.status = dtrain__huggingface_part(&parser, &token, &has);
     dtrain__huggingface_next(&parser, &token); /* the end, or what follows it */
@@ -11291,10 +11320,10 @@ static dtrain_status dtrain__huggingface_stray(const dtrain_safetensors_model *m
     for (size_t i = 0; i < file->count; i++) {
         dtrain__names_text name = dtrain__names_at(&file->names, i);
         if (!dtrain__names_find(&model->names, name.text, name.length, &line))
-            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, and not in the index",
+            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, but not in the index",
                                               (int)model->shards[shard].name.length, model->shards[shard].name.text);
         if (model->lines[line].shard != shard)
-            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, and the index says %.*s",
+            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, but the index says %.*s",
                                               (int)model->shards[shard].name.length, model->shards[shard].name.text,
                                               (int)model->lines[line].file.length, model->lines[line].file.text);
     }
@@ -11308,7 +11337,7 @@ static dtrain_status dtrain__huggingface_agree(dtrain_safetensors_model *model)
     for (size_t i = 0; i < model->line_count; i++) {
         const dtrain__huggingface_line *line = &model->lines[i];
         if (dtrain_safetensors_find(model->shards[line->shard].file, line->name.text, line->name.length) == NULL)
-            return dtrain__huggingface_broken(model, "S6", &line->name, "is not in %.*s, as the index says",
+            return dtrain__huggingface_broken(model, "S6", &line->name, "is not in %.*s, where the index puts it",
                                               (int)line->file.length, line->file.text);
     }
     for (size_t i = 0; i < model->shard_count; i++) {
@@ -11319,7 +11348,7 @@ static dtrain_status dtrain__huggingface_agree(dtrain_safetensors_model *model)
         total += shard->file->file_bytes - shard->file->header_bytes;
     }
     if (model->has_total && model->total_size != total)
-        dtrain__log(DTRAIN_LOG_WARN, "%s: total_size is %llu, and its files hold %llu bytes of tensors (S3)",
+        dtrain__log(DTRAIN_LOG_WARN, "%s: total_size is %llu, but the files hold %llu bytes of tensors (S3)",
                     model->label, (unsigned long long)model->total_size, (unsigned long long)total);
     return DTRAIN_OK;
 }
@@ -11385,8 +11414,8 @@ static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *mod
     else if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX))
         status = dtrain__huggingface_open_index(model, directory, DTRAIN__HUGGINGFACE_INDEX, desc);
     else if (directory >= 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\" has neither %s nor %s", what, path,
-                              DTRAIN__HUGGINGFACE_FILE, DTRAIN__HUGGINGFACE_INDEX);
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\" has neither %s nor %s, expected one of them",
+                              what, path, DTRAIN__HUGGINGFACE_FILE, DTRAIN__HUGGINGFACE_INDEX);
     else if (length <= 5 || strcmp(path + length - 5, ".json") != 0)
         return dtrain__huggingface_open_one(model, DTRAIN__FILE_HERE, path, desc);
     else {
@@ -11404,13 +11433,14 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model 
     dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
     dtrain_safetensors_model *made;
     if (model == NULL || path == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_open: %s is NULL",
-                            model == NULL ? "model" : "path");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_open: %s is NULL, expected %s",
+                            model == NULL ? "model" : "path",
+                            model == NULL ? "a pointer to set" : "the path of a file or directory");
     *model = NULL;
     made = (dtrain_safetensors_model *)dtrain__memory_owner(allocator, sizeof *made,
                                                             offsetof(dtrain_safetensors_model, own), &allocator);
     if (made == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", path);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_open: no memory to open \"%s\"", path);
     made->allocator = allocator;
     snprintf(made->label, sizeof made->label, "%.255s", path);
     dtrain_status status = dtrain__huggingface_open_path(made, path, desc);
@@ -11828,10 +11858,11 @@ static dtrain_status dtrain__huggingface_free_place(int parent, const char *name
     dtrain__file_close(fd);
     if (error == ENOTDIR || error == ELOOP || error == ENOTEMPTY) /* a link would not be followed by the rename */
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "safetensors_model_save: \"%s\" is there and %s: choose another name, or move it away",
-                            name, error == ENOTEMPTY ? "not empty" : "no directory");
+                            "safetensors_model_save: \"%s\" exists and is %s: choose another name, or move it away",
+                            name, error == ENOTEMPTY ? "not empty" : "not a directory");
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: \"%s\": %s", name, strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot look into \"%s\": %s", name,
+                            strerror(error));
     return DTRAIN_OK;
 }
 
@@ -11846,13 +11877,13 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
     if (status != DTRAIN_OK)
         return status;
     if (!dtrain__os_name_beside(temporary, sizeof temporary, name) || dtrain__file_sys_mkdir(parent, temporary) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: making a directory beside \"%s\": %s", name,
-                            strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot make a directory beside \"%s\": %s",
+                            name, strerror(errno));
     status = dtrain__file_open_directory(&directory, parent, temporary, "safetensors_model_save");
     if (status == DTRAIN_OK)
         status = dtrain__huggingface_write_files(plan, directory, desc);
     if (status == DTRAIN_OK && dtrain__file_sys_rename(parent, temporary, parent, name) != 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: putting \"%s\" in place: %s", name,
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot put \"%s\" in place: %s", name,
                               strerror(errno));
     dtrain__file_close(directory);
     if (status != DTRAIN_OK) {
@@ -11879,8 +11910,9 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
     while (length > 1 && directory[length - 1] == '/')
         length--;
     if (length == 0 || length >= sizeof path)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_save: directory is %s",
-                            length == 0 ? "missing" : "too long a path");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "safetensors_model_save: directory is %s, expected a path of 1 to %zu bytes",
+                            length == 0 ? "missing" : "longer", sizeof path - 1);
     memcpy(path, directory, length);
     path[length] = '\0';
     dtrain_status status = dtrain__huggingface_plan_begin(&plan, sources, count, max_file_bytes, desc);
@@ -15797,8 +15829,9 @@ static dtrain_status dtrain__net_unix_address(dtrain__address *address, const ch
     size_t bytes = strlen(path);
     memset(address, 0, sizeof *address);
     if (bytes == 0 || bytes >= sizeof local->sun_path)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "unix:%.120s: a path of 1 to %zu bytes is possible, this has %zu",
-                            path, sizeof local->sun_path - 1, bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "unix:%.120s: the path has %zu bytes, expected 1 to %zu: choose another", path, bytes,
+                            sizeof local->sun_path - 1);
     local->sun_family = AF_UNIX;
     memcpy(local->sun_path, path, bytes + 1);
     address->bytes = (socklen_t)sizeof *local;
@@ -15817,8 +15850,8 @@ static dtrain_status dtrain__net_directory(char *out, size_t capacity)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
     if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != geteuid() || (what.st_mode & 077) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "comm_create: %s must be a directory of this user that nobody else may enter (chmod 700); "
-                            "set TMPDIR to have it elsewhere",
+                            "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
+                            "700 on it, or set TMPDIR to another place",
                             out);
     return DTRAIN_OK;
 }
@@ -15902,14 +15935,15 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     }
     if (!dtrain__net_split(text, host, port))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "\"%.200s\" is no address: host:port, [address]:port or unix:/path is expected", text);
+                            "\"%.200s\" is not an address, expected host:port, [address]:port or unix:/path", text);
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
     error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text,
-                            gai_strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "%.200s: the name cannot be looked up (%s): correct it, or give the address in numbers",
+                            text, gai_strerror(error));
     for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
         if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->at.storage ||
             (flags == 0 && !dtrain__net_has(at->ai_family))) /* a spelled one has no other beside it */
@@ -15921,7 +15955,8 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     freeaddrinfo(list);
     return *count > 0
                ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: no IPv4 or IPv6 address that this host can use", text);
+               : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                              "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
 }
 
 /* The address that text spells in numbers, or as the path of a unix socket. */
@@ -15958,7 +15993,8 @@ static dtrain_status dtrain__net_interface(const char *name, int family, dtrain_
         return DTRAIN_OK;
     snprintf(spelled, sizeof spelled, strchr(name, ':') != NULL ? "[%.200s]:0" : "%.200s:0", name);
     if (dtrain__net_parse(spelled, out) != DTRAIN_OK)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.100s\" is neither an interface of this host nor an address",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "\"%.100s\" is neither an interface of this host nor an address, expected one of them",
                             name);
     return DTRAIN_OK;
 }
@@ -19252,7 +19288,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
                             hub->root, dtrain__net_text(&chosen).text, strerror(error),
-                            error == EADDRINUSE ? "; another group, or the last one, is there" : "");
+                            error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address" : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
         dtrain__socket_set_port(hub, dtrain__net_port(&hub->listening));
     return DTRAIN_OK;
@@ -19352,7 +19388,8 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
     if (error == 0 && hub->rank == 0)
         error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d: %s", hub->rank, strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
+                            hub->rank, strerror(error));
     status = dtrain__socket_find_root(hub);
     if (status == DTRAIN_OK && hub->rank == 0)
         status = dtrain__socket_listen(hub, desc->listen_fd);

@@ -45,7 +45,7 @@ static uint32_t dtrain__os_without_read(void)
         else if (bytes == 3 && memcmp(text, "all", 3) == 0)
             mask = UINT32_MAX;
         else
-            dtrain__log(DTRAIN_LOG_WARN, "DTRAIN_WITHOUT: \"%.*s\" is nothing that can be left out; it is ignored",
+            dtrain__log(DTRAIN_LOG_WARN, "DTRAIN_WITHOUT: \"%.*s\" names nothing that can be left out: it is ignored",
                         (int)(bytes < 40 ? bytes : 40), text);
     }
     return mask;

@@ -160,7 +160,7 @@ static dtrain_status dtrain__file_open_directory(int *fd, int directory, const c
     *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_DIRECTORY);
     if (*fd >= 0)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\": %s", what, name, strerror(errno));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open the directory \"%s\": %s", what, name, strerror(errno));
 }
 
 /* Gives the size of an open file, if it is a regular one. */
@@ -168,10 +168,10 @@ static dtrain_status dtrain__file_size(int fd, uint64_t *bytes, const char *name
 {
     struct stat status;
     if (dtrain__file_sys_stat(fd, &status) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name, strerror(errno));
     if (!S_ISREG(status.st_mode))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "%s: \"%s\" is no regular file, which is what can be read at any place: copy it to one",
+                            "%s: \"%s\" is not a regular file, and others cannot be read at any place: copy it to one",
                             what, name);
     *bytes = (uint64_t)status.st_size;
     return DTRAIN_OK;
@@ -183,7 +183,7 @@ static dtrain_status dtrain__file_open(int *fd, uint64_t *bytes, int directory, 
     /* a pipe without a writer would block: it is opened, looked at, and refused */
     *fd = dtrain__file_sys_open(directory, name, O_RDONLY | O_NONBLOCK);
     if (*fd < 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot open \"%s\": %s", what, name, strerror(errno));
     dtrain_status status = dtrain__file_size(*fd, bytes, name, what);
     if (status != DTRAIN_OK) {
         dtrain__file_close(*fd);
@@ -203,7 +203,7 @@ static dtrain_status dtrain__file_read_at(int fd, void *out, uint64_t bytes, uin
         if (n < 0 && errno == EINTR)
             continue;
         if (n < 0)
-            return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\" at byte %llu: %s", what, name,
+            return dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot read \"%s\" at byte %llu: %s", what, name,
                                 (unsigned long long)offset, strerror(errno));
         if (n == 0)
             return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
@@ -263,7 +263,7 @@ static dtrain_status dtrain__file_read_all(int directory, const char *name, uint
         status = dtrain__file_read_text(fd, 0, size, allocator, &text, &have, name, what);
     if (status == DTRAIN_OK && have > 0 && text[have - 1] == 0)
         status = dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                              "%s: \"%s\" is no text: its byte %zu of %llu is zero; it was damaged, or a part was "
+                              "%s: \"%s\" is not a text: its byte %zu of %llu is zero; it was damaged, or a part was "
                               "never written",
                               what, name, have - 1, (unsigned long long)size);
     dtrain__file_close(fd);
@@ -363,8 +363,9 @@ static dtrain_status dtrain__file_open_parent(int *fd, const char **last, const 
     size_t length = slash == NULL ? 0 : slash == path ? 1 : (size_t)(slash - path);
     *last = slash == NULL ? path : slash + 1;
     if (length >= sizeof parent || **last == '\0')
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: \"%s\" %s", what, path,
-                            **last == '\0' ? "ends without a name" : "is too long a path");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the path \"%.400s\" %s", what, path,
+                            **last == '\0' ? "ends without a name: add that of the file"
+                                           : "is longer than the 4095 bytes that are possible");
     memcpy(parent, path, length);
     parent[length] = '\0';
     return dtrain__file_open_directory(fd, DTRAIN__FILE_HERE, length > 0 ? parent : ".", what);
@@ -384,8 +385,7 @@ typedef struct dtrain__file_temp {
 static dtrain_status dtrain__file_temp_fail(dtrain__file_temp *temp, const char *step, int error)
 {
     return dtrain__fail(NULL, error == ENOMEM ? DTRAIN_ERR_MEMORY : DTRAIN_ERR_IO,
-                        "%s: %s \"%s\": %s; what was there "
-                        "before is untouched",
+                        "%s: cannot %s \"%s\": %s; what was there before is unchanged",
                         temp->what, step, temp->name, strerror(error));
 }
 
@@ -396,7 +396,8 @@ static dtrain_status dtrain__file_place(int directory, const char *name, const c
     struct stat status;
     if (dtrain__file_sys_stat_at(directory, name, &status, 0) != 0)
         return errno == ENOENT ? DTRAIN_OK
-                               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: \"%s\": %s", what, name, strerror(errno));
+                               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: cannot look at \"%s\": %s", what, name,
+                                              strerror(errno));
     if (S_ISREG(status.st_mode))
         return DTRAIN_OK;
     if (S_ISLNK(status.st_mode) && (dtrain__file_sys_stat_at(directory, name, &status, 1) != 0 ||
@@ -420,7 +421,7 @@ static dtrain_status dtrain__file_temp_begin(dtrain__file_temp *temp, int direct
     while (temp->fd < 0 && errno == EINTR);
     if (temp->fd >= 0)
         return DTRAIN_OK;
-    return dtrain__file_temp_fail(temp, "making a file beside", errno);
+    return dtrain__file_temp_fail(temp, "make a file beside", errno);
 }
 
 /* A sink of dtrain_safetensors_write, whose user is a dtrain__file_temp. */
@@ -428,7 +429,7 @@ static dtrain_status dtrain__file_temp_write(void *user, const void *data, size_
 {
     dtrain__file_temp *temp = (dtrain__file_temp *)user;
     int error = dtrain__file_write_all(temp->fd, data, bytes);
-    return error == 0 ? DTRAIN_OK : dtrain__file_temp_fail(temp, "writing", error);
+    return error == 0 ? DTRAIN_OK : dtrain__file_temp_fail(temp, "write", error);
 }
 
 /* Ends a file whose writing went as `status` says: brings it to the disk (unless no_sync) and puts it in its place, or
@@ -438,11 +439,11 @@ static dtrain_status dtrain__file_temp_end(dtrain__file_temp *temp, dtrain_statu
 {
     int error = status == DTRAIN_OK && !no_sync ? dtrain__file_sync(temp->fd) : 0;
     if (error != 0)
-        status = dtrain__file_temp_fail(temp, "bringing to the disk", error);
+        status = dtrain__file_temp_fail(temp, "sync", error);
     int closed = dtrain__file_sys_close(temp->fd);
     if (status == DTRAIN_OK &&
         (closed != 0 || dtrain__file_sys_rename(temp->directory, temp->temporary, temp->directory, temp->name) != 0))
-        status = dtrain__file_temp_fail(temp, "putting in place", errno);
+        status = dtrain__file_temp_fail(temp, "move into place", errno);
     if (status != DTRAIN_OK) {
         dtrain__file_sys_unlink(temp->directory, temp->temporary, 0);
         return status;

@@ -97,7 +97,8 @@ static dtrain_status dtrain__huggingface_line_read(dtrain__huggingface_parser *p
     if (dtrain__huggingface_next(parser, &value) == DTRAIN__JSON_ERROR)
         return parser->status;
     if (value.kind != DTRAIN__JSON_STRING)
-        return dtrain__huggingface_broken(model, "S1", &line->name, "at byte %zu: its file is no string", value.begin);
+        return dtrain__huggingface_broken(model, "S1", &line->name, "at byte %zu: its file is not a string",
+                                          value.begin);
     line->file = dtrain__huggingface_text(parser, &value);
     if (line->file.length <= 12 || memcmp(line->file.text + line->file.length - 12, ".safetensors", 12) != 0 ||
         !dtrain__file_plain_name(line->file.text, line->file.length))
@@ -137,7 +138,8 @@ static dtrain_status dtrain__huggingface_part(dtrain__huggingface_parser *parser
                : dtrain__json_is(&parser->json, key, "weight_map") ? 2
                                                                    : 0;
     if ((*has & part) != 0)
-        return dtrain__huggingface_broken(model, "S6", NULL, "at byte %zu: a key comes twice", key->begin);
+        return dtrain__huggingface_broken(model, "S6", NULL, "at byte %zu: the key \"%s\" comes twice", key->begin,
+                                          part == 1 ? "metadata" : "weight_map");
     *has |= part;
     if (dtrain__huggingface_next(parser, &value) == DTRAIN__JSON_ERROR)
         return parser->status;
@@ -146,7 +148,7 @@ static dtrain_status dtrain__huggingface_part(dtrain__huggingface_parser *parser
         return DTRAIN_OK;
     }
     if (value.kind != DTRAIN__JSON_OBJECT)
-        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s is no object", value.begin,
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: %s is not an object", value.begin,
                                           part == 1 ? "metadata" : "weight_map");
     while (dtrain__huggingface_next(parser, &token) == DTRAIN__JSON_KEY)
         parser->status =
@@ -176,7 +178,8 @@ static dtrain_status dtrain__huggingface_index(dtrain_safetensors_model *model)
     parser.model = model;
     dtrain__json_open(&parser.json, model->index, model->index_bytes);
     if (dtrain__huggingface_next(&parser, &token) != DTRAIN__JSON_OBJECT && parser.status == DTRAIN_OK)
-        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is no object", token.begin);
+        return dtrain__huggingface_broken(model, "S1", NULL, "at byte %zu: the index is not an object",
+                                          token.begin);
     while (dtrain__huggingface_next(&parser, &token) == DTRAIN__JSON_KEY)
         parser.status = dtrain__huggingface_part(&parser, &token, &has);
     dtrain__huggingface_next(&parser, &token); /* the end, or what follows it */
@@ -232,10 +235,10 @@ static dtrain_status dtrain__huggingface_stray(const dtrain_safetensors_model *m
     for (size_t i = 0; i < file->count; i++) {
         dtrain__names_text name = dtrain__names_at(&file->names, i);
         if (!dtrain__names_find(&model->names, name.text, name.length, &line))
-            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, and not in the index",
+            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, but not in the index",
                                               (int)model->shards[shard].name.length, model->shards[shard].name.text);
         if (model->lines[line].shard != shard)
-            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, and the index says %.*s",
+            return dtrain__huggingface_broken(model, "S6", &name, "is in %.*s, but the index says %.*s",
                                               (int)model->shards[shard].name.length, model->shards[shard].name.text,
                                               (int)model->lines[line].file.length, model->lines[line].file.text);
     }
@@ -249,7 +252,7 @@ static dtrain_status dtrain__huggingface_agree(dtrain_safetensors_model *model)
     for (size_t i = 0; i < model->line_count; i++) {
         const dtrain__huggingface_line *line = &model->lines[i];
         if (dtrain_safetensors_find(model->shards[line->shard].file, line->name.text, line->name.length) == NULL)
-            return dtrain__huggingface_broken(model, "S6", &line->name, "is not in %.*s, as the index says",
+            return dtrain__huggingface_broken(model, "S6", &line->name, "is not in %.*s, where the index puts it",
                                               (int)line->file.length, line->file.text);
     }
     for (size_t i = 0; i < model->shard_count; i++) {
@@ -260,7 +263,7 @@ static dtrain_status dtrain__huggingface_agree(dtrain_safetensors_model *model)
         total += shard->file->file_bytes - shard->file->header_bytes;
     }
     if (model->has_total && model->total_size != total)
-        dtrain__log(DTRAIN_LOG_WARN, "%s: total_size is %llu, and its files hold %llu bytes of tensors (S3)",
+        dtrain__log(DTRAIN_LOG_WARN, "%s: total_size is %llu, but the files hold %llu bytes of tensors (S3)",
                     model->label, (unsigned long long)model->total_size, (unsigned long long)total);
     return DTRAIN_OK;
 }
@@ -326,8 +329,8 @@ static dtrain_status dtrain__huggingface_open_path(dtrain_safetensors_model *mod
     else if (directory >= 0 && dtrain__huggingface_has(directory, DTRAIN__HUGGINGFACE_INDEX))
         status = dtrain__huggingface_open_index(model, directory, DTRAIN__HUGGINGFACE_INDEX, desc);
     else if (directory >= 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\" has neither %s nor %s", what, path,
-                              DTRAIN__HUGGINGFACE_FILE, DTRAIN__HUGGINGFACE_INDEX);
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "%s: directory \"%s\" has neither %s nor %s, expected one of them",
+                              what, path, DTRAIN__HUGGINGFACE_FILE, DTRAIN__HUGGINGFACE_INDEX);
     else if (length <= 5 || strcmp(path + length - 5, ".json") != 0)
         return dtrain__huggingface_open_one(model, DTRAIN__FILE_HERE, path, desc);
     else {
@@ -345,13 +348,14 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_open(dtrain_safetensors_model 
     dtrain_allocator *allocator = desc != NULL ? desc->allocator : NULL;
     dtrain_safetensors_model *made;
     if (model == NULL || path == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_open: %s is NULL",
-                            model == NULL ? "model" : "path");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_open: %s is NULL, expected %s",
+                            model == NULL ? "model" : "path",
+                            model == NULL ? "a pointer to set" : "the path of a file or directory");
     *model = NULL;
     made = (dtrain_safetensors_model *)dtrain__memory_owner(allocator, sizeof *made,
                                                             offsetof(dtrain_safetensors_model, own), &allocator);
     if (made == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", path);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_model_open: no memory to open \"%s\"", path);
     made->allocator = allocator;
     snprintf(made->label, sizeof made->label, "%.255s", path);
     dtrain_status status = dtrain__huggingface_open_path(made, path, desc);

@@ -298,10 +298,11 @@ static dtrain_status dtrain__huggingface_free_place(int parent, const char *name
     dtrain__file_close(fd);
     if (error == ENOTDIR || error == ELOOP || error == ENOTEMPTY) /* a link would not be followed by the rename */
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "safetensors_model_save: \"%s\" is there and %s: choose another name, or move it away",
-                            name, error == ENOTEMPTY ? "not empty" : "no directory");
+                            "safetensors_model_save: \"%s\" exists and is %s: choose another name, or move it away",
+                            name, error == ENOTEMPTY ? "not empty" : "not a directory");
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: \"%s\": %s", name, strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot look into \"%s\": %s", name,
+                            strerror(error));
     return DTRAIN_OK;
 }
 
@@ -316,13 +317,13 @@ static dtrain_status dtrain__huggingface_save_in(const dtrain__huggingface_plan 
     if (status != DTRAIN_OK)
         return status;
     if (!dtrain__os_name_beside(temporary, sizeof temporary, name) || dtrain__file_sys_mkdir(parent, temporary) != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: making a directory beside \"%s\": %s", name,
-                            strerror(errno));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot make a directory beside \"%s\": %s",
+                            name, strerror(errno));
     status = dtrain__file_open_directory(&directory, parent, temporary, "safetensors_model_save");
     if (status == DTRAIN_OK)
         status = dtrain__huggingface_write_files(plan, directory, desc);
     if (status == DTRAIN_OK && dtrain__file_sys_rename(parent, temporary, parent, name) != 0)
-        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: putting \"%s\" in place: %s", name,
+        status = dtrain__fail(NULL, DTRAIN_ERR_IO, "safetensors_model_save: cannot put \"%s\" in place: %s", name,
                               strerror(errno));
     dtrain__file_close(directory);
     if (status != DTRAIN_OK) {
@@ -349,8 +350,9 @@ DTRAIN_API dtrain_status dtrain_safetensors_model_save(const char *directory, co
     while (length > 1 && directory[length - 1] == '/')
         length--;
     if (length == 0 || length >= sizeof path)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_model_save: directory is %s",
-                            length == 0 ? "missing" : "too long a path");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "safetensors_model_save: directory is %s, expected a path of 1 to %zu bytes",
+                            length == 0 ? "missing" : "longer", sizeof path - 1);
     memcpy(path, directory, length);
     path[length] = '\0';
     dtrain_status status = dtrain__huggingface_plan_begin(&plan, sources, count, max_file_bytes, desc);

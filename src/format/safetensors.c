@@ -235,7 +235,7 @@ static void dtrain__safetensors_dtype(dtrain__safetensors_parser *parser, const 
 {
     char name[16] = {0}, quoted[64], text[128];
     if (value->kind != DTRAIN__JSON_STRING) {
-        dtrain__safetensors_bad(parser, 11, value->begin, "its dtype is no string");
+        dtrain__safetensors_bad(parser, 11, value->begin, "its dtype is not a string");
         return;
     }
     size_t length = dtrain__json_string(&parser->json, value, name, sizeof name);
@@ -264,13 +264,14 @@ static void dtrain__safetensors_shape(dtrain__safetensors_parser *parser, const 
     uint64_t count = 1;
     dtrain__json_token token;
     if (value->kind != DTRAIN__JSON_ARRAY)
-        dtrain__safetensors_bad(parser, 14, value->begin, "its shape is no list of sizes");
+        dtrain__safetensors_bad(parser, 14, value->begin, "its shape is not a list of sizes");
     entry->shape_at = (uint32_t)file->shape_count;
     while (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_ARRAY_END && parser->status == DTRAIN_OK) {
-        uint64_t size = dtrain__safetensors_number(parser, &token, 14, "a size is no whole number from 0 to 2^64 - 1");
+        uint64_t size = dtrain__safetensors_number(parser, &token, 14, "a size is not a whole number below 2^64");
         if (parser->status == DTRAIN_OK && size > SIZE_MAX)
             parser->status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                                          "%s: at byte %zu: a size of %llu, and this machine counts to %zu",
+                                          "%s: at byte %zu: a size is %llu, and this machine counts to %zu: use a "
+                                          "64-bit program",
                                           file->label, token.begin + 8, (unsigned long long)size, SIZE_MAX);
         if (!DTRAIN__SAFETENSORS_ROOM(file->allocator, &parser->json, file->shapes, file->shape_count)) {
             parser->status = dtrain__safetensors_memory(file);
@@ -293,15 +294,15 @@ static void dtrain__safetensors_offsets(dtrain__safetensors_parser *parser, cons
     dtrain__json_token token;
     int count = 0;
     if (value->kind != DTRAIN__JSON_ARRAY)
-        dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are no list of two numbers");
+        dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are not a list of two numbers");
     while (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_ARRAY_END && parser->status == DTRAIN_OK)
         if (count == 2)
-            dtrain__safetensors_bad(parser, 15, token.begin, "its data_offsets are more than two");
+            dtrain__safetensors_bad(parser, 15, token.begin, "it has more than two data_offsets");
         else
             *offsets[count++] =
-                dtrain__safetensors_number(parser, &token, 15, "an offset is no whole number from 0 to 2^64 - 1");
+                dtrain__safetensors_number(parser, &token, 15, "an offset is not a whole number below 2^64");
     if (count < 2)
-        dtrain__safetensors_bad(parser, 15, value->begin, "its data_offsets are fewer than two");
+        dtrain__safetensors_bad(parser, 15, value->begin, "it has fewer than two data_offsets");
 }
 
 /* Reads a tensor's entry, whose key is given. */
@@ -324,7 +325,7 @@ static void dtrain__safetensors_entry_read(dtrain__safetensors_parser *parser, c
     entry->at = (uint32_t)at;
     parser->entry = entry;
     if (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_OBJECT)
-        dtrain__safetensors_bad(parser, 11, token.begin, "its entry is no object");
+        dtrain__safetensors_bad(parser, 11, token.begin, "its entry is not an object");
     while (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_KEY) {
         field = dtrain__json_is(&parser->json, &token, "dtype")          ? 0
                 : dtrain__json_is(&parser->json, &token, "shape")        ? 1
@@ -363,7 +364,7 @@ static void dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser
     if (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_NULL) /* as MLX writes it where there is none */
         return;
     if (token.kind != DTRAIN__JSON_OBJECT)
-        dtrain__safetensors_bad(parser, 10, token.begin, "the metadata is no object");
+        dtrain__safetensors_bad(parser, 10, token.begin, "the metadata is not an object");
     while (dtrain__safetensors_next(parser, &token) == DTRAIN__JSON_KEY) {
         if (!DTRAIN__SAFETENSORS_ROOM(file->allocator, &parser->json, file->pairs, file->pair_count)) {
             parser->status = dtrain__safetensors_memory(file);
@@ -371,7 +372,7 @@ static void dtrain__safetensors_metadata_read(dtrain__safetensors_parser *parser
         }
         dtrain__names_text key = dtrain__safetensors_text(&parser->json, file->header, &token);
         if (dtrain__safetensors_next(parser, &token) != DTRAIN__JSON_STRING) {
-            dtrain__safetensors_bad(parser, 10, token.begin, "a value of the metadata is no string");
+            dtrain__safetensors_bad(parser, 10, token.begin, "a value of the metadata is not a string");
             return;
         }
         dtrain__names_text value = dtrain__safetensors_text(&parser->json, file->header, &token);
@@ -388,7 +389,7 @@ static dtrain_status dtrain__safetensors_parse(dtrain_safetensors *file)
     parser.file = file;
     dtrain__json_open(&parser.json, file->header, file->header_have);
     if (dtrain__safetensors_next(&parser, &token) != DTRAIN__JSON_OBJECT)
-        dtrain__safetensors_bad(&parser, 9, token.begin, "the header is no object");
+        dtrain__safetensors_bad(&parser, 9, token.begin, "the header is not an object");
     while (dtrain__safetensors_next(&parser, &token) == DTRAIN__JSON_KEY) {
         size_t at = token.begin - 1;
         dtrain__names_text name = dtrain__safetensors_text(&parser.json, file->header, &token);
@@ -489,12 +490,14 @@ static dtrain_status dtrain__safetensors_check_entry(const dtrain_safetensors *f
         return dtrain__safetensors_broken(file, 16, at, tensor, "its data begin at %llu and end before that, at %llu",
                                           (unsigned long long)tensor->begin, (unsigned long long)tensor->end);
     if (entry->overflow || tensor->count > UINT64_MAX / bits)
-        return dtrain__safetensors_broken(file, 17, at, tensor, "its sizes multiply to more than 64 bits");
+        return dtrain__safetensors_broken(file, 17, at, tensor, "its %d sizes give more than 2^64 - 1 bits",
+                                          tensor->ndim);
     if (tensor->count * bits % 8 != 0)
         return dtrain__safetensors_broken(file, 18, at, tensor, "%zu elements of %u bits end inside a byte",
                                           tensor->count, (unsigned)bits);
     if (tensor->end - tensor->begin != tensor->count * bits / 8)
-        return dtrain__safetensors_broken(file, 19, at, tensor, "%llu bytes of data, and %zu elements of %s take %llu",
+        return dtrain__safetensors_broken(file, 19, at, tensor,
+                                          "it has %llu bytes of data, and its %zu elements of %s take %llu",
                                           (unsigned long long)(tensor->end - tensor->begin), tensor->count,
                                           dtrain_dtype_name(tensor->dtype),
                                           (unsigned long long)(tensor->count * bits / 8));

@@ -9,23 +9,24 @@ static dtrain_status dtrain__safetensors_frame(dtrain_safetensors *file)
 {
     unsigned char first[8];
     if (file->file_bytes < 8)
-        return dtrain__safetensors_broken(file, 1, 0, NULL, "%llu bytes, expected at least 8",
+        return dtrain__safetensors_broken(file, 1, 0, NULL, "it has %llu bytes, expected at least 8",
                                           (unsigned long long)file->file_bytes);
     dtrain_status status =
-        file->fd >= 0 ? dtrain__file_read_at(file->fd, first, 8, 0, file->label, "reading") : DTRAIN_OK;
+        file->fd >= 0 ? dtrain__file_read_at(file->fd, first, 8, 0, file->label, "safetensors_open") : DTRAIN_OK;
     if (status != DTRAIN_OK)
         return status;
     uint64_t length = dtrain__load_le64(file->fd >= 0 ? first : file->memory);
     if (length > DTRAIN__SAFETENSORS_HEADER_MOST)
-        return dtrain__safetensors_broken(file, 2, 0, NULL, "a header of %llu bytes, expected at most 100000000",
+        return dtrain__safetensors_broken(file, 2, 0, NULL, "its header has %llu bytes, expected at most 100000000",
                                           (unsigned long long)length);
     if (length > file->file_bytes - 8)
-        return dtrain__safetensors_broken(file, 3, 0, NULL, "a header of %llu bytes in a file of %llu: it was cut",
+        return dtrain__safetensors_broken(file, 3, 0, NULL,
+                                          "its header has %llu bytes, and the file has %llu: it was cut",
                                           (unsigned long long)length, (unsigned long long)file->file_bytes);
     file->header_bytes = length + 8;
     if (file->fd >= 0) /* up to a zero byte, which the parser refuses */
         return dtrain__file_read_text(file->fd, 8, length, file->allocator, &file->header, &file->header_have,
-                                      file->label, "reading");
+                                      file->label, "safetensors_open");
     file->header = (unsigned char *)dtrain__resize(file->allocator, NULL, length > 0 ? (size_t)length : 1);
     if (file->header == NULL)
         return dtrain__safetensors_memory(file);
@@ -41,7 +42,8 @@ static dtrain_status dtrain__safetensors_map(dtrain_safetensors *file)
         file->file_bytes <= SIZE_MAX ? dtrain__file_sys_map(file->fd, (size_t)file->file_bytes) : MAP_FAILED;
     if (file->mapping == MAP_FAILED) {
         file->mapping = NULL;
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: it cannot be mapped: %s; open it without map",
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
+                            "safetensors_open: \"%s\" cannot be mapped: %s; open it without map",
                             file->label, strerror(errno));
     }
     file->memory = (const unsigned char *)file->mapping;
@@ -63,7 +65,7 @@ static dtrain_status dtrain__safetensors_make(dtrain_safetensors **out, int fd, 
     *out = NULL;
     if (file == NULL) {
         dtrain__file_close(fd);
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "%s: no memory to open it", label);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_open: no memory to open \"%s\"", label);
     }
     file->allocator = allocator;
     file->fd = fd;
@@ -96,7 +98,8 @@ DTRAIN_API dtrain_status dtrain_safetensors_open(dtrain_safetensors **file, cons
                                                  const dtrain_safetensors_desc *desc)
 {
     if (file == NULL || path == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open: %s is NULL", file == NULL ? "file" : "path");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open: %s is NULL, expected %s",
+                            file == NULL ? "file" : "path", file == NULL ? "a pointer to set" : "the path of a file");
     return dtrain__safetensors_open_at(file, DTRAIN__FILE_HERE, path, desc, path);
 }
 
@@ -104,8 +107,8 @@ DTRAIN_API dtrain_status dtrain_safetensors_open_memory(dtrain_safetensors **fil
                                                         const dtrain_safetensors_desc *desc)
 {
     if (file == NULL || (data == NULL && bytes > 0))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_memory: %s is NULL",
-                            file == NULL ? "file" : "data");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_open_memory: %s is NULL, expected %s",
+                            file == NULL ? "file" : "data", file == NULL ? "a pointer to set" : "the bytes of a file");
     return dtrain__safetensors_make(file, -1, data, bytes, desc, "memory");
 }
 

@@ -85,7 +85,8 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
 { /* a missing out is the caller's to refuse: nothing can be read to nowhere */
     char quoted[64];
     if (file == NULL || tensor == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s is NULL", file == NULL ? "file" : "tensor");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s is NULL, expected %s",
+                            file == NULL ? "file" : "tensor", file == NULL ? "an open file" : "one of its tensors");
     dtrain__safetensors_quote(quoted, tensor->name, tensor->name_length);
     reading->file = file;
     reading->tensor = tensor;
@@ -93,7 +94,8 @@ static dtrain_status dtrain__safetensors_reading_begin(dtrain__safetensors_readi
     reading->bits = dtrain_dtype_bits(tensor->dtype);
     reading->out = (unsigned char *)out;
     if (tensor->end > file->file_bytes)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: tensor \"%s\" is of another file",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "safetensors_read: %s: tensor \"%s\" is of another file: pass the file that it comes from",
                             file->label, quoted);
     if (reading->dtype != tensor->dtype && !dtrain__dtype_converts(tensor->dtype, reading->dtype))
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -108,7 +110,8 @@ static dtrain_status dtrain__safetensors_reading_bad(const dtrain__safetensors_r
 {
     char quoted[64];
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "safetensors_read: %s: tensor \"%s\" (%s): %s: %zu from %zu on, of %zu", reading->file->label,
+                        "safetensors_read: %s: tensor \"%s\" (%s): %s: %zu elements from element %zu on, of %zu",
+                        reading->file->label,
                         dtrain__safetensors_quote(quoted, reading->tensor->name, reading->tensor->name_length),
                         dtrain_dtype_name(reading->tensor->dtype), what, count, begin, limit);
 }
@@ -122,7 +125,8 @@ DTRAIN_API dtrain_status dtrain_safetensors_read(dtrain_safetensors *file, const
     if (status != DTRAIN_OK)
         return status;
     if (out == NULL && count > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_read: %s: out is NULL", file->label);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "safetensors_read: %s: out is NULL, expected memory of %zu elements", file->label, count);
     if (begin > tensor->count || count > tensor->count - begin)
         return dtrain__safetensors_reading_bad(&reading, "a range beyond its elements", begin, count, tensor->count);
     if (begin % 8 * reading.bits % 8 != 0 || count % 8 * reading.bits % 8 != 0)
@@ -138,7 +142,8 @@ DTRAIN_API dtrain_status dtrain_safetensors_load(dtrain_safetensors *file, const
                                                  dtrain_dtype dtype)
 {
     if (file == NULL || name == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_load: %s is NULL", file == NULL ? "file" : "name");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_load: %s is NULL, expected %s",
+                            file == NULL ? "file" : "name", file == NULL ? "an open file" : "the name of a tensor");
     const dtrain_safetensors_tensor *tensor = dtrain_safetensors_find(file, name, strlen(name));
     char quoted[64];
     dtrain__safetensors_quote(quoted, name, strlen(name));
@@ -158,7 +163,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const
     dtrain__safetensors_reading reading;
     char quoted[64];
     if (data == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_view: data is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_view: data is NULL, expected a pointer to set");
     *data = NULL;
     dtrain_status status = dtrain__safetensors_reading_begin(&reading, file, tensor, NULL, (dtrain_dtype)0);
     if (status != DTRAIN_OK || tensor->count == 0)
@@ -167,13 +172,14 @@ DTRAIN_API dtrain_status dtrain_safetensors_view(dtrain_safetensors *file, const
     size_t align = tensor->dtype == DTRAIN_C64 ? 4 : reading.bits < 8 ? 1 : (size_t)reading.bits / 8;
     if (file->memory == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                            "safetensors_view: %s is not mapped: open it with map, or read", file->label);
+                            "safetensors_view: %s is not mapped: open it with map = 1, or read the tensor",
+                            file->label);
     const unsigned char *at = file->memory + tensor->begin;
     if ((uintptr_t)at % align != 0 || (DTRAIN__FILE_SWAP && align > 1))
         return dtrain__fail(
             NULL, DTRAIN_ERR_UNSUPPORTED, "safetensors_view: %s: tensor \"%s\" (%s) %s at byte %llu: read it instead",
             file->label, quoted, dtrain_dtype_name(tensor->dtype),
-            DTRAIN__FILE_SWAP ? "is stored the other way round" : "is not aligned", (unsigned long long)tensor->begin);
+            DTRAIN__FILE_SWAP ? "is little-endian" : "is not aligned", (unsigned long long)tensor->begin);
     *data = at;
     return DTRAIN_OK;
 }

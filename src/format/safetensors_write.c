@@ -81,23 +81,23 @@ static dtrain_status dtrain__safetensors_take(dtrain__safetensors_item *item, co
     if (!dtrain__safetensors_is_utf8(item->name.text, item->name.length))
         return dtrain__safetensors_refuse(item, "has a name that is not UTF-8 (R4)");
     if (item->name.length == 12 && memcmp(item->name.text, DTRAIN__SAFETENSORS_METADATA, 12) == 0)
-        return dtrain__safetensors_refuse(item, "has the name of the metadata (R10): choose another");
+        return dtrain__safetensors_refuse(item, "has the name of the metadata (R10): give it another");
     if (bits == 0)
         return dtrain__safetensors_refuse(item, "has no dtype of the format (R13): use one of dtrain_dtype");
     if (source->ndim < 0 || (source->ndim > 0 && source->shape == NULL))
         return dtrain__safetensors_refuse(item, "has no shape: give ndim sizes, or an ndim of 0");
     for (int d = 0; d < source->ndim; d++) {
         if (source->shape[d] != 0 && count > UINT64_MAX / source->shape[d])
-            return dtrain__safetensors_refuse(item, "has sizes that multiply to more than 64 bits (R17)");
+            return dtrain__safetensors_refuse(item, "has sizes that give more than 2^64 - 1 bits (R17)");
         count *= source->shape[d];
     }
     if (count > UINT64_MAX / bits)
-        return dtrain__safetensors_refuse(item, "has sizes that multiply to more than 64 bits (R17)");
+        return dtrain__safetensors_refuse(item, "has sizes that give more than 2^64 - 1 bits (R17)");
     if (count * bits % 8 != 0)
         return dtrain__safetensors_refuse(item, "ends inside a byte (R18): its elements must fill whole bytes");
     item->bytes = count * bits / 8;
     if (item->bytes > 0 && source->data == NULL && source->fill == NULL)
-        return dtrain__safetensors_refuse(item, "has neither data nor fill");
+        return dtrain__safetensors_refuse(item, "has neither data nor fill: give it one of the two");
     return DTRAIN_OK;
 }
 
@@ -111,7 +111,8 @@ static dtrain_status dtrain__safetensors_plan_tensors(dtrain__safetensors_plan *
         if (status != DTRAIN_OK)
             return status;
         if (plan->items[i].bytes > (uint64_t)INT64_MAX - plan->data_bytes)
-            return dtrain__safetensors_refuse(&plan->items[i], "makes the file longer than 2^63 - 1 bytes");
+            return dtrain__safetensors_refuse(&plan->items[i],
+                                              "makes the file longer than 2^63 - 1 bytes: write several files");
         plan->data_bytes += plan->items[i].bytes;
     }
     if (plan->count > 1)
@@ -121,7 +122,7 @@ static dtrain_status dtrain__safetensors_plan_tensors(dtrain__safetensors_plan *
     if (!built)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "safetensors_write: no memory for %zu names", plan->count);
     if (twice < plan->count)
-        return dtrain__safetensors_refuse(&plan->items[twice], "comes twice (R12)");
+        return dtrain__safetensors_refuse(&plan->items[twice], "comes twice (R12): give each tensor its own name");
     return DTRAIN_OK;
 }
 
@@ -132,8 +133,9 @@ static dtrain_status dtrain__safetensors_plan_pairs(dtrain__safetensors_plan *pl
         dtrain_safetensors_pair *pair = &plan->pairs[i];
         *pair = from[i];
         if (pair->key == NULL || pair->value == NULL)
-            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: pair %zu of the metadata has no %s", i,
-                                pair->key == NULL ? "key" : "value");
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "safetensors_write: pair %zu of %zu of the metadata has no %s, expected a text", i,
+                                plan->pair_count, pair->key == NULL ? "key" : "value");
         pair->key_length = pair->key_length > 0 ? pair->key_length : strlen(pair->key);
         pair->value_length = pair->value_length > 0 ? pair->value_length : strlen(pair->value);
         if (!dtrain__safetensors_is_utf8(pair->key, pair->key_length) ||
@@ -196,7 +198,7 @@ static dtrain_status dtrain__safetensors_plan_header(dtrain__safetensors_plan *p
     if (length > DTRAIN__SAFETENSORS_HEADER_MOST || padded > DTRAIN__SAFETENSORS_HEADER_MOST)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "safetensors_write: a header of %zu bytes for %zu tensors, expected at most 100000000 (R2): "
+            "safetensors_write: the header has %zu bytes for %zu tensors, expected at most 100000000 (R2): "
             "write several files",
             length, plan->count);
     plan->header = (unsigned char *)dtrain__alloc(plan->allocator, padded + 8);
@@ -230,13 +232,15 @@ static dtrain_status dtrain__safetensors_plan_begin(dtrain__safetensors_plan *pl
     plan->pair_count = desc != NULL ? desc->metadata_count : 0;
     plan->has_metadata = desc != NULL && desc->metadata != NULL;
     if ((count > 0 && sources == NULL) || (plan->pair_count > 0 && !plan->has_metadata))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: %s is NULL",
-                            count > 0 && sources == NULL ? "sources" : "metadata");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: %s is NULL, expected %zu %s",
+                            count > 0 && sources == NULL ? "sources" : "metadata",
+                            count > 0 && sources == NULL ? count : plan->pair_count,
+                            count > 0 && sources == NULL ? "tensors" : "pairs");
     if (!dtrain__mul_size(count, sizeof *plan->items, &item_bytes) ||
         !dtrain__mul_size(plan->pair_count, sizeof *plan->pairs, &pair_bytes) || count > INT_MAX)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "safetensors_write: %zu tensors and %zu pairs of metadata: too "
-                            "many for a header (R2)",
+                            "safetensors_write: %zu tensors and %zu pairs of metadata are too many for a header (R2): "
+                            "write several files",
                             count, plan->pair_count);
     plan->items = (dtrain__safetensors_item *)dtrain__alloc(plan->allocator, item_bytes);
     plan->pairs = (dtrain_safetensors_pair *)dtrain__alloc(plan->allocator, pair_bytes);
@@ -326,7 +330,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_write(dtrain_safetensors_sink sink, 
 {
     dtrain__safetensors_plan plan;
     if (sink == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: sink is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_write: sink is NULL, expected a function");
     dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
     if (status != DTRAIN_OK)
         return status;
@@ -340,7 +344,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_size(uint64_t *bytes, const dtrain_s
 {
     dtrain__safetensors_plan plan;
     if (bytes == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_size: bytes is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_size: bytes is NULL, expected a number to set");
     *bytes = 0;
     dtrain_status status = dtrain__safetensors_plan_begin(&plan, sources, count, desc);
     if (status != DTRAIN_OK)
@@ -376,7 +380,7 @@ DTRAIN_API dtrain_status dtrain_safetensors_save(const char *path, const dtrain_
     const char *name;
     int directory;
     if (path == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_save: path is NULL");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "safetensors_save: path is NULL, expected the path of a file");
     dtrain_status status = dtrain__file_open_parent(&directory, &name, path, "safetensors_save");
     if (status != DTRAIN_OK)
         return status;

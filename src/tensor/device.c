@@ -26,8 +26,8 @@ DTRAIN_API DTRAIN__NOINLINE const char *dtrain_device_name(const dtrain_device *
 static DTRAIN__NOINLINE dtrain_status dtrain__device_lacks(const dtrain_device *device, const char *call)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "%s on %s: the device's table has no such function: copy to the CPU's memory, and call it with "
-                        "device NULL",
+                        "%s on %s: the device's table lacks this function: copy the data to the CPU's memory and call "
+                        "with device NULL",
                         call, dtrain_device_name(device));
 }
 
@@ -86,7 +86,7 @@ static dtrain_status dtrain__device_queue_create(dtrain_device *device, dtrain_d
     if (device->ops == NULL || device->ops->queue_create == NULL || device->ops->queue_destroy == NULL)
         return dtrain__fail(
             NULL, DTRAIN_ERR_UNSUPPORTED,
-            "device_queue_create on %s: the device's table makes no queues: go on with the one there is",
+            "device_queue_create on %s: the device's table makes no other queues: use the one that you have",
             dtrain_device_name(device));
     dtrain_status status = device->ops->queue_create(device, made);
     if (status != DTRAIN_OK)
@@ -106,7 +106,7 @@ DTRAIN_API dtrain_status dtrain_device_alloc(dtrain_device *device, dtrain_memor
 {
     dtrain_allocator heap = {NULL, NULL, 0, 0};
     if (pointer == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_alloc on %s: pointer is NULL, expected a place for it",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "device_alloc on %s: pointer is NULL, expected one to set",
                             dtrain_device_name(device));
     *pointer = NULL;
     if (memory != DTRAIN_MEMORY_DEVICE && memory != DTRAIN_MEMORY_PINNED)
@@ -271,11 +271,11 @@ DTRAIN_API dtrain_status dtrain_device_reduce(dtrain_device *device, dtrain_dtyp
         status = dtrain__device_list(device, "out", (const void *const *)out, m, count);
     if (status == DTRAIN_OK && (count > SIZE_MAX - begin || (uint64_t)begin + count > DTRAIN__DEVICE_ELEMENTS))
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                              "device_reduce on %s: %zu elements from %zu on end beyond what can be counted",
+                              "device_reduce on %s: %zu elements from element %zu on are more than memory holds",
                               dtrain_device_name(device), count, begin);
     if (status == DTRAIN_OK && !dtrain__fold_supported(dtype, op))
         status = dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                              "device_reduce on %s: dtype %d (%s) has no op %d; see dtrain_op for which have",
+                              "device_reduce on %s: dtype %d (%s) has no op %d; dtrain_op says which dtypes have it",
                               dtrain_device_name(device), (int)dtype, dtrain_dtype_name(dtype), (int)op);
     if (status != DTRAIN_OK || count == 0)
         return status;

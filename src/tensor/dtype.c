@@ -52,7 +52,7 @@ DTRAIN_API dtrain_status dtrain_dtype_from_name(dtrain_dtype *dtype, const char 
     }
     return dtrain__fail(
         NULL, DTRAIN_ERR_INVALID,
-        "\"%.*s\" names no dtype; the names are those of safetensors: \"F32\", \"BF16\", \"I64\" and so on",
+        "dtype_from_name: no dtype has the name \"%.*s\", expected one of safetensors: \"F32\", \"BF16\", \"I64\" ...",
         name != NULL && length < 64 ? (int)length : 0, name != NULL ? name : "");
 }
 
@@ -237,8 +237,8 @@ DTRAIN_API dtrain_status dtrain_convert(const void *in, dtrain_dtype from, void 
                             "convert %s to %s: both must be among F64, F32, F16, BF16, F8_E4M3 and F8_E5M2",
                             dtrain_dtype_name(from), dtrain_dtype_name(to));
     if (count > 0 && (in == NULL || out == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert %zu elements: %s is NULL", count,
-                            in == NULL ? "in" : "out");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert: %s is NULL, expected memory of %zu elements",
+                            in == NULL ? "in" : "out", count);
     mode = dtrain__fpmode_enter();
     dtrain__dtype_convert(in, from, out, to, count);
     dtrain__fpmode_restore(mode);
@@ -254,8 +254,8 @@ DTRAIN_API dtrain_status dtrain_convert_saturating(const void *in, dtrain_dtype 
                             "F8_E4M3 or F8_E5M2",
                             dtrain_dtype_name(from), dtrain_dtype_name(to));
     if (count > 0 && (in == NULL || out == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert_saturating %zu elements: %s is NULL", count,
-                            in == NULL ? "in" : "out");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "convert_saturating: %s is NULL, expected memory of %zu elements",
+                            in == NULL ? "in" : "out", count);
     const uint64_t largest = dtrain__dtype_widen(to == DTRAIN_F8_E4M3 ? 0x7e : 0x7b, *dtrain__dtype_find(to));
     dtrain__dtype_convert_any(in, from, out, to, count, largest);
     return DTRAIN_OK;
@@ -284,18 +284,24 @@ static dtrain_status dtrain__tensor_shape(dtrain_tensor *tensor, dtrain_dtype dt
     size_t bits = dtrain_dtype_bits(dtype), count = 1;
     int fits = 1;
     if (tensor == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: nowhere to put it (tensor is NULL)");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: tensor is NULL, expected a dtrain_tensor to fill");
     memset(tensor, 0, sizeof *tensor);
     if (bits == 0 || ndim < 0 || ndim > DTRAIN_MAX_DIMS || (ndim > 0 && shape == NULL))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: dtype %d (%s) with %d dimensions; 0 to %d are possible",
-                            (int)dtype, dtrain_dtype_name(dtype), ndim, DTRAIN_MAX_DIMS);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "tensor: dtype is %d (%s), ndim %d and shape %s; expected one of dtrain_dtype, 0 to %d "
+                            "dimensions, and as many sizes",
+                            (int)dtype, dtrain_dtype_name(dtype), ndim, shape != NULL ? "given" : "NULL",
+                            DTRAIN_MAX_DIMS);
     for (int i = 0; i < ndim; i++)
         fits = dtrain__mul_size(count, shape[i], &count) && fits;
     if (!fits || !dtrain__mul_size(count, bits, &bits))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: its %d sizes multiply to more than a size_t of bits",
-                            ndim);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "tensor: its %d sizes give more than %zu bits of %s, the most that can be counted: make "
+                            "them smaller",
+                            ndim, SIZE_MAX, dtrain_dtype_name(dtype));
     if (bits % 8 != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor: %zu elements of %s are no whole number of bytes", count,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "tensor: %zu elements of %s end inside a byte: choose sizes that fill whole bytes", count,
                             dtrain_dtype_name(dtype));
     tensor->dtype = dtype;
     tensor->ndim = ndim;
@@ -313,7 +319,8 @@ DTRAIN_API dtrain_status dtrain_tensor_create(dtrain_tensor *tensor, dtrain_dtyp
     if (status != DTRAIN_OK)
         return status;
     if (allocator == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_create: needs an allocator; a zeroed one will do");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "tensor_create: allocator is NULL, expected one; a zeroed one is the C library");
     tensor->data = dtrain__alloc(allocator, tensor->bytes);
     if (tensor->data == NULL) {
         status = dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "tensor_create: no memory for %s, %zu bytes",
@@ -332,8 +339,8 @@ DTRAIN_API dtrain_status dtrain_tensor_view(dtrain_tensor *tensor, dtrain_dtype 
     if (status != DTRAIN_OK)
         return status;
     if (data == NULL && tensor->bytes > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_view: %s needs %zu bytes, data is NULL",
-                            dtrain__tensor_text(tensor).text, tensor->bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "tensor_view: data is NULL, expected %zu bytes for %s",
+                            tensor->bytes, dtrain__tensor_text(tensor).text);
     tensor->data = data;
     return DTRAIN_OK;
 }

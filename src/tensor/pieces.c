@@ -46,7 +46,8 @@ static void dtrain__pieces_put(dtrain__lister *lister, const dtrain_piece *piece
         int length = snprintf(name, sizeof name, "%s%s", lister->list->name, piece->name);
         if (length >= (int)sizeof name)
             lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                          "list %zu: the name \"%.200s\" has %d bytes, expected fewer than %zu",
+                                          "list %zu: the name \"%.200s\" has %d bytes, expected fewer than %zu: "
+                                          "shorten it or the list's name",
                                           lister->number, name, length, sizeof name);
         named.name = name;
     }
@@ -105,8 +106,9 @@ static void dtrain__pieces_tell_f64(dtrain__lister *lister, const char *key, dou
     dtrain__json_write_double(&json, value);
     text[json.bytes] = '\0';
     if (json.broken)
-        lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "list %zu: the setting %s is %g, expected a number",
-                                      lister->number, key, value);
+        lister->status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                      "list %zu: the setting %s is %g, expected a finite number", lister->number, key,
+                                      value);
     else
         dtrain__pieces_tell(lister, key, text, fixed);
 }
@@ -130,15 +132,15 @@ static dtrain_pieces dtrain__pieces_make(const void *object,
 static dtrain_status dtrain__pieces_walk(const dtrain_pieces *lists, size_t count, dtrain__lister *lister)
 {
     if (lists == NULL && count > 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%zu lists are promised, but lists is NULL", count);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "pieces: lists is NULL, expected %zu lists", count);
     for (size_t i = 0; i < count; i++) {
         const dtrain_pieces *list = &lists[i];
         int given =
             list->list != NULL ? list->object != NULL || list->table != NULL : list->count == 0 || list->pieces != NULL;
         if (!given)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "list %zu of %zu is of something that is NULL: give it, or leave the list out", i,
-                                count);
+                                "list %zu of %zu is of an object that is NULL: create it first, or leave the list out",
+                                i, count);
         lister->list = list;
         lister->number = i;
         lister->status = DTRAIN_OK;
@@ -158,8 +160,8 @@ DTRAIN_API dtrain_status dtrain_pieces_each(const dtrain_pieces *lists, size_t c
     if (visit == NULL || rank < 0 || rank >= ranks)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "dtrain_pieces_each: rank is %d of %d, visit %s NULL: expected a rank below ranks, and a visit", rank,
-            ranks, visit == NULL ? "is" : "is not");
+            "pieces_each: rank is %d of %d ranks, visit is %s; expected a rank from 0 to ranks - 1 and a function",
+            rank, ranks, visit == NULL ? "NULL" : "given");
     return dtrain__pieces_walk(lists, count, &lister);
 }
 

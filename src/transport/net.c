@@ -114,8 +114,9 @@ static dtrain_status dtrain__net_unix_address(dtrain__address *address, const ch
     size_t bytes = strlen(path);
     memset(address, 0, sizeof *address);
     if (bytes == 0 || bytes >= sizeof local->sun_path)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "unix:%.120s: a path of 1 to %zu bytes is possible, this has %zu",
-                            path, sizeof local->sun_path - 1, bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "unix:%.120s: the path has %zu bytes, expected 1 to %zu: choose another", path, bytes,
+                            sizeof local->sun_path - 1);
     local->sun_family = AF_UNIX;
     memcpy(local->sun_path, path, bytes + 1);
     address->bytes = (socklen_t)sizeof *local;
@@ -134,8 +135,8 @@ static dtrain_status dtrain__net_directory(char *out, size_t capacity)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: cannot make the directory %s: %s", out, strerror(errno));
     if (lstat(out, &what) != 0 || !S_ISDIR(what.st_mode) || what.st_uid != geteuid() || (what.st_mode & 077) != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "comm_create: %s must be a directory of this user that nobody else may enter (chmod 700); "
-                            "set TMPDIR to have it elsewhere",
+                            "comm_create: %s must be a directory of this user that nobody else may enter: run chmod "
+                            "700 on it, or set TMPDIR to another place",
                             out);
     return DTRAIN_OK;
 }
@@ -219,14 +220,15 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     }
     if (!dtrain__net_split(text, host, port))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "\"%.200s\" is no address: host:port, [address]:port or unix:/path is expected", text);
+                            "\"%.200s\" is not an address, expected host:port, [address]:port or unix:/path", text);
     memset(&hints, 0, sizeof hints);
     hints.ai_socktype = SOCK_STREAM;
     hints.ai_flags = flags | AI_NUMERICSERV | (host[0] == 0 ? AI_PASSIVE : 0);
     error = getaddrinfo(host[0] != 0 ? host : NULL, port, &hints, &list);
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: the name cannot be looked up (%s)", text,
-                            gai_strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                            "%.200s: the name cannot be looked up (%s): correct it, or give the address in numbers",
+                            text, gai_strerror(error));
     for (struct addrinfo *at = list; at != NULL && *count < DTRAIN__MAX_ADDRESSES; at = at->ai_next) {
         if ((at->ai_family != AF_INET && at->ai_family != AF_INET6) || at->ai_addrlen > sizeof out->at.storage ||
             (flags == 0 && !dtrain__net_has(at->ai_family))) /* a spelled one has no other beside it */
@@ -238,7 +240,8 @@ static dtrain_status dtrain__net_look_up(const char *text, int flags, dtrain__ad
     freeaddrinfo(list);
     return *count > 0
                ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_IO, "%.200s: no IPv4 or IPv6 address that this host can use", text);
+               : dtrain__fail(NULL, DTRAIN_ERR_IO,
+                              "%.200s: no IPv4 or IPv6 address that this host can use: give another", text);
 }
 
 /* The address that text spells in numbers, or as the path of a unix socket. */
@@ -275,7 +278,8 @@ static dtrain_status dtrain__net_interface(const char *name, int family, dtrain_
         return DTRAIN_OK;
     snprintf(spelled, sizeof spelled, strchr(name, ':') != NULL ? "[%.200s]:0" : "%.200s:0", name);
     if (dtrain__net_parse(spelled, out) != DTRAIN_OK)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "\"%.100s\" is neither an interface of this host nor an address",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "\"%.100s\" is neither an interface of this host nor an address, expected one of them",
                             name);
     return DTRAIN_OK;
 }

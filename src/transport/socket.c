@@ -309,7 +309,7 @@ static dtrain_status dtrain__socket_listen(dtrain__hub *hub, int inherited)
     if (error != 0)
         return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank 0 cannot listen on %.200s (%.120s): %s%s",
                             hub->root, dtrain__net_text(&chosen).text, strerror(error),
-                            error == EADDRINUSE ? "; another group, or the last one, is there" : "");
+                            error == EADDRINUSE ? "; another group, or an earlier one, uses it: choose another address" : "");
     if (port == 0 && !dtrain__net_is_unix(&hub->listening))
         dtrain__socket_set_port(hub, dtrain__net_port(&hub->listening));
     return DTRAIN_OK;
@@ -409,7 +409,8 @@ static dtrain_status dtrain__socket_open(dtrain__hub *hub, const dtrain__hub_des
     if (error == 0 && hub->rank == 0)
         error = dtrain__os_random(hub->keys.run, DTRAIN__RUN_BYTES);
     if (error != 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d: %s", hub->rank, strerror(error));
+        return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_create: rank %d cannot get a pipe or random bytes: %s",
+                            hub->rank, strerror(error));
     status = dtrain__socket_find_root(hub);
     if (status == DTRAIN_OK && hub->rank == 0)
         status = dtrain__socket_listen(hub, desc->listen_fd);

@@ -235,7 +235,7 @@ TEST(a_disk_that_stays_full_leaves_the_old_file)
         fault_set(at, ENOSPC, 1, "write");
         CHECK_EQ(dtrain_safetensors_save(path, &renewed, 1, NULL), DTRAIN_ERR_IO);
         fault_set(0, 0, 0, NULL);
-        CHECK_CONTAINS(dtrain_last_error(), "what was there before is untouched");
+        CHECK_CONTAINS(dtrain_last_error(), "what was there before is unchanged");
         CHECK_EQ(stamp_of(path), 1);
         CHECK_EQ(files_in(directory), 1);
     }

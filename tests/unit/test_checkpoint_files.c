@@ -426,7 +426,7 @@ static dtrain_status sparse_load(dtrain_comm *world, void *user)
     p.desc.allocator = &heap;
     CHECK_EQ(dtrain_checkpoint_create(&p.ckpt, world, &p.desc), DTRAIN_OK);
     CHECK_EQ(dtrain_checkpoint_load(p.ckpt, &p.state, NULL, &report), DTRAIN_ERR_CORRUPT);
-    CHECK_CONTAINS(dtrain_last_error(), "rank 0: checkpoint: \"index.json\" is no text: its byte ");
+    CHECK_CONTAINS(dtrain_last_error(), "rank 0: checkpoint: \"index.json\" is not a text: its byte ");
     CHECK(report.bytes_read == 0); /* rank 0 came no further, and nobody else began */
     dtrain_checkpoint_destroy(p.ckpt);
     CHECK(heap.peak_bytes < 2 << 20);
@@ -480,7 +480,7 @@ TEST(a_file_of_holes_takes_no_memory_however_long_it_is)
     CHECK_CONTAINS(dtrain_last_error(), "at byte 26: "); /* the first zero byte */
     snprintf(path, sizeof path, "%s/h.json", p.desc.directory);
     CHECK_EQ(dtrain_safetensors_model_open(&other, path, &desc), DTRAIN_ERR_CORRUPT);
-    CHECK_CONTAINS(dtrain_last_error(), "\"h.json\" is no text: its byte 15 of 94371840 is zero");
+    CHECK_CONTAINS(dtrain_last_error(), "\"h.json\" is not a text: its byte 15 of 94371840 is zero");
     CHECK(heap.peak_bytes < 2 << 20);
     CHECK_EQ(heap.bytes, 0);
 }

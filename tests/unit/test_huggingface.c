@@ -85,7 +85,7 @@ TEST(an_index_and_its_files_agree_both_ways)
     GOOD("{\"metadata\":null," MAP ",\"more\":[[]]}");
     GOOD("{\"weight_map\":{\"c\":\"y.safetensors\",\"\\u0062\":\"x.safeten\\u0073ors\",\"a\":\"x.safetensors\"}}");
     BAD("{\"weight_map\":{\"a\":\"x.safetensors\",\"c\":\"y.safetensors\"}}",
-        "S6: \"b\" is in x.safetensors, and not in the index");
+        "S6: \"b\" is in x.safetensors, but not in the index");
     BAD("{\"weight_map\":{\"a\":\"x.safetensors\",\"b\":\"y.safetensors\",\"c\":\"y.safetensors\"}}",
         "S6: \"b\" is not in y.safetensors");
     BAD("{\"weight_map\":{\"a\":\"x.safetensors\",\"b\":\"x.safetensors\",\"c\":\"y.safetensors\",\"d\":\"y."
@@ -108,7 +108,7 @@ TEST(a_second_copy_in_another_file_is_refused)
     snprintf(path, sizeof path, "%s/y.safetensors", directory);
     put_letters(path, "bc");
     CHECK_EQ(dtrain_safetensors_model_open(&model, directory, NULL), DTRAIN_ERR_CORRUPT);
-    CHECK_CONTAINS(dtrain_last_error(), "S6: \"b\" is in y.safetensors, and the index says x.safetensors");
+    CHECK_CONTAINS(dtrain_last_error(), "S6: \"b\" is in y.safetensors, but the index says x.safetensors");
 }
 
 TEST(an_index_is_json_of_its_form)
@@ -118,7 +118,7 @@ TEST(an_index_is_json_of_its_form)
     BAD("{" MAP "}}", "S1");
     BAD("{\"weight_map\":[]}", "S1");
     BAD("{\"metadata\":1," MAP "}", "S1");
-    BAD("{\"weight_map\":{\"a\":1}}", "S1: \"a\" at byte 19: its file is no string");
+    BAD("{\"weight_map\":{\"a\":1}}", "S1: \"a\" at byte 19: its file is not a string");
     BAD("{\"weight_map\":{\"a\":\"\377\"}}", "S1");
     BAD("{\"metadata\":{\"x\":[[}}," MAP "}", "S1");
 }
@@ -160,7 +160,7 @@ TEST(a_wrong_total_is_told_and_no_error)
     GOOD("{\"metadata\":{\"total_size\":3}," MAP "}");
     CHECK(logged[0] == 0);
     GOOD("{\"metadata\":{\"total_size\":4}," MAP "}");
-    CHECK_CONTAINS(logged, "total_size is 4, and its files hold 3 bytes");
+    CHECK_CONTAINS(logged, "total_size is 4, but the files hold 3 bytes");
     dtrain_set_log(NULL, NULL);
 }
 
@@ -318,7 +318,7 @@ TEST(a_model_that_fits_is_one_file)
     dtrain_safetensors_model_close(model);
     /* once more to the same place: taken, and nothing of it is touched */
     CHECK_EQ(dtrain_safetensors_model_save(directory, sources, 4, 0, NULL), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "is there and not empty");
+    CHECK_CONTAINS(dtrain_last_error(), "exists and is not empty");
     CHECK_EQ(dtrain_safetensors_model_open(&model, directory, NULL), DTRAIN_OK);
     CHECK_EQ(dtrain_safetensors_model_count(model), 5);
     dtrain_safetensors_model_close(model);
@@ -329,7 +329,7 @@ TEST(a_model_that_fits_is_one_file)
     CHECK_EQ(dtrain_safetensors_model_save("", sources, 5, 0, NULL), DTRAIN_ERR_INVALID);
     CHECK_EQ(symlink(".", files_path("a link")), 0);
     CHECK_EQ(dtrain_safetensors_model_save(files_path("a link"), sources, 5, 0, NULL), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "is there and no directory");
+    CHECK_CONTAINS(dtrain_last_error(), "exists and is not a directory");
 }
 
 TEST(a_tensor_larger_than_a_file_has_one_to_itself)

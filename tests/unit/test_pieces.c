@@ -132,7 +132,7 @@ TEST(settings_can_be_read_and_another_schedule_is_refused)
     CHECK_CONTAINS(dtrain_last_error(), "list 1: the setting schedule.lr is nan");
     m.lists[1] = dtrain_schedule_pieces(NULL);
     CHECK_EQ(dtrain_checkpoint_save(ckpt, &state), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "list 1 of 2 is of something that is NULL");
+    CHECK_CONTAINS(dtrain_last_error(), "list 1 of 2 is of an object that is NULL");
     dtrain_checkpoint_destroy(ckpt);
     model_destroy(&m);
 }

@@ -409,7 +409,7 @@ TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
     scene_begin(&s, 2, 1);
     dtrain__net_look_up(s.root, 0, &address, &count);
     CHECK_EQ(dtrain__net_listen(&address, &fd), 0);
-    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or the last one, is there"), 10), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or an earlier one, uses it"), 10), 0);
     close(fd);
     s.desc.connections = 9;
     CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "9 connections to a peer; 1 to 8"), 10), 0);

@@ -363,7 +363,7 @@ TEST(what_is_no_file_is_refused)
     CHECK_EQ(mkfifo(files_path("fifo"), 0600), 0); /* which would block whoever opens it */
     CHECK_EQ(dtrain_safetensors_open(&file, files_path("fifo"), NULL), DTRAIN_ERR_UNSUPPORTED);
     CHECK_EQ(dtrain_safetensors_open(&file, "/dev/zero", NULL), DTRAIN_ERR_UNSUPPORTED);
-    CHECK_CONTAINS(dtrain_last_error(), "\"/dev/zero\" is no regular file");
+    CHECK_CONTAINS(dtrain_last_error(), "\"/dev/zero\" is not a regular file");
     CHECK_EQ(dtrain_safetensors_model_open(&model, files_path("fifo"), NULL), DTRAIN_ERR_UNSUPPORTED);
     CHECK_EQ(rename(files_path("fifo"), strcpy(moved, files_path("fifo.json"))), 0);
     CHECK_EQ(dtrain_safetensors_model_open(&model, moved, NULL), DTRAIN_ERR_UNSUPPORTED);
