@@ -4042,13 +4042,13 @@ DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp);
 #ifndef DTRAIN_NO_PARALLEL
 
 /* ---- >>module ----
- * A model as a list of layers with callbacks, for programs in which the library orders the work. The library gathers a
- * layer's parameters, calls it, and releases them; backward goes the other way and reduces gradients as each unit is
- * complete. It owns the activations between layers and what a layer saves for its backward, for each micro-batch that
- * is in flight. A program with a loop of its own needs none of this.
+ * A model as a list of layers, whose callbacks the library calls. For each layer it gathers the parameters, calls the
+ * callback, and releases the parameters. Backward runs the other way and reduces the gradients of each unit as soon as
+ * they are complete. The library also keeps the activations between layers, and what a layer saves for its backward,
+ * for each micro-batch in flight. If your program has a training loop of its own, you need no module.
  *
- * Gradients are sums over a micro-batch's examples: callbacks add to them and never divide. The step divides once, by
- * the weight of all ranks (dtrain_fsdp_begin). Without FSDP they stay in the caller's table, as sums.
+ * Callbacks add to gradients and never divide: gradients are sums over the examples of a micro-batch. The step divides
+ * once, by the weight of all ranks (dtrain_fsdp_begin). Without FSDP the sums stay in your table.
  *
  *     for (int i = 0; i < micro_batches; i++) {
  *         DTRAIN_CHECK(dtrain_fsdp_forward(fsdp, module, 0, &tokens, &targets, &loss));
@@ -4062,64 +4062,68 @@ DTRAIN_API void dtrain_ddp_destroy(dtrain_ddp *ddp);
 extern "C" {
 #endif
 
-#define DTRAIN_EVALUATE (-1) /* in place of a micro-batch: a forward pass that no backward follows */
+#define DTRAIN_EVALUATE (-1) /* in place of a micro-batch: a forward pass without a backward pass */
 
-/* What a callback computes from and into; good until it returns. Memory of tensors is aligned to 64 bytes, but for the
- * caller's own. */
+/* What a callback gets; valid until the callback returns. Tensors of the library are aligned to 64 bytes; tensors that
+ * you pass in keep your alignment. */
 typedef struct dtrain_layer_context {
-    int layer;              /* its index */
-    int micro_batch;        /* the place, as given to dtrain_fsdp_forward; DTRAIN_EVALUATE: no backward follows. In a
-                             * pipeline micro-batches take turns in a place: batch says which it is */
-    void *batch;            /* as given to dtrain_fsdp_forward */
-    float *const *params;   /* an address for each name of the layer; of a stacked one, its own layer's. Read only */
-    float *const *grads;    /* in backward: to add to; NULL where the parameter is frozen */
+    int layer;              /* index of the layer */
+    int micro_batch;        /* the place that dtrain_fsdp_forward got, or DTRAIN_EVALUATE. A pipeline uses a place for
+                             * several micro-batches in turn: there, batch tells them apart */
+    void *batch;            /* as dtrain_fsdp_forward got it */
+    float *const *params;   /* one address for each name of the layer; of a stacked parameter this layer's part. Read
+                             * only */
+    float *const *grads;    /* backward: add to these; NULL for a frozen parameter */
     dtrain_tensor input;    /* read only */
     dtrain_tensor output;   /* forward writes all of it; backward reads it */
-    void *saved;            /* forward writes it, backward reads it; as many bytes as shape said */
-    dtrain_tensor d_output; /* in backward: of output's shape, read only; data NULL for a last layer that is the loss */
-    dtrain_tensor d_input;  /* in backward: of input's shape, to be written in full; data NULL: not wanted */
+    void *saved;            /* forward writes it, backward reads it; saved_bytes bytes, as shape said */
+    dtrain_tensor d_output; /* backward: read only, shaped as output. If the last layer is the loss, its data is NULL */
+    dtrain_tensor d_input;  /* backward: write all of it; shaped as input. If its data is NULL, it is not wanted */
 } dtrain_layer_context;
 
-/* Computes a layer, or its gradients; any status but DTRAIN_OK fails the step (see dtrain_fsdp_forward). */
+/* Computes a layer, or its gradients. Any status but DTRAIN_OK fails the step: see dtrain_fsdp_forward. */
 typedef dtrain_status (*dtrain_layer_fn)(void *user, const dtrain_layer_context *context);
 
-/* Says what a layer makes of an input, by its dtype and shape alone: they have no data.
+/* Says what shape the output of a layer has for an input. Both tensors come without data.
  *
- *   output        holds input's dtype, ndim and shape; change what differs. Its count and bytes are not read
- *   saved_bytes   holds 0 */
+ *   input         dtype and shape of the input
+ *   output        in: a copy of input; out: change dtype, ndim and shape where they differ. The library computes count
+ *                 and bytes
+ *   saved_bytes   in: 0; out: bytes that forward saves for backward */
 typedef dtrain_status (*dtrain_layer_shape_fn)(void *user, const dtrain_tensor *input, dtrain_tensor *output,
                                                size_t *saved_bytes);
 
 typedef struct dtrain_layer {
-    const char *name;            /* for texts */
-    const char *const *params;   /* names of the table */
+    const char *name;            /* for error texts */
+    const char *const *params;   /* names of parameters in the table */
     size_t param_count;          /* 0: none, and unit is not read */
-    int unit;                    /* of its parameters; others it may have are tied, and of an earlier layer's unit */
-    dtrain_layer_shape_fn shape; /* NULL: output has input's shape, and nothing is saved */
+    int unit;                    /* unit of its parameters. A parameter of another unit must be tied, and an earlier
+                                  * layer must have that unit */
+    dtrain_layer_shape_fn shape; /* NULL: the output has the shape of the input, and nothing is saved */
     dtrain_layer_fn forward;
-    dtrain_layer_fn backward;         /* gradients of the input, and of the parameters where backward_weights is NULL */
+    dtrain_layer_fn backward;         /* gradient of the input, and of the parameters if backward_weights is NULL */
     dtrain_layer_fn backward_weights; /* gradients of the parameters alone, at some time after backward; may be NULL */
-    void *user;                       /* handed to all four */
-    int recompute; /* 1: what it saves is not kept; forward is called again, its output not used, just before backward,
-                    * and before backward_weights where that comes apart. The same each time */
+    void *user;                       /* passed to all four callbacks */
+    int recompute; /* 1: saves memory. What forward saves is not kept: forward runs again just before backward, and
+                    * before a separate backward_weights. It must compute the same each time; its output is not used */
 } dtrain_layer;
 
 typedef struct dtrain_module_desc {
-    int micro_batches;           /* in flight at once, forward done and backward not; 0: 1 */
+    int micro_batches;           /* most in flight at once: forward done, backward not; 0: 1 */
     dtrain_allocator *allocator; /* of activations; must outlive the module; NULL: the C library */
 } dtrain_module_desc;
 
 typedef struct dtrain_module dtrain_module;
 
-/* Makes a module of layers over the parameters of a table.
+/* Makes a module from layers and a table of parameters.
  *
- *   layers   in the order of forward; copied, names included. Their units do not descend
- *   table    the one that dtrain_fsdp_create takes, on a pipeline's rank that of its own layers; copied, names
- *            included. Parameters need memory only where the module is used without FSDP
+ *   layers   in the order of forward, units ascending; copied, names included
+ *   table    the table that dtrain_fsdp_create gets; in a pipeline that of the rank's own layers. Copied, names
+ *            included. Its data may be NULL if you use the module with FSDP
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID      no layers; a layer without name, forward or backward, with a parameter that the
- *                                    table has not, or of another unit and not tied; a bad table
- *            DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32
+ *   errors   DTRAIN_ERR_INVALID      no layers; a layer without name, forward or backward; a parameter that is not in
+ *                                    the table, or that has another unit and is not tied; a bad table
+ *            DTRAIN_ERR_UNSUPPORTED  a parameter that is not F32, or not in the CPU's memory
  *            DTRAIN_ERR_MEMORY
  *
  * any thread */
@@ -4132,38 +4136,43 @@ DTRAIN_API_MUST dtrain_status dtrain_module_create(dtrain_module **module, const
  * one thread per object */
 DTRAIN_API void dtrain_module_destroy(dtrain_module *module);
 
-/* Runs all layers over one micro-batch.
+/* Runs all layers forward over one micro-batch.
  *
- * Memory is allocated when a micro-batch is larger than any before it in its place, and reused. A forward over one that
- * had no backward replaces it. DTRAIN_EVALUATE has a place of its own, keeps nothing, and disturbs none.
+ * Each place below desc.micro_batches holds one micro-batch in flight. A forward in a place replaces the micro-batch
+ * that is there. The module allocates memory if a micro-batch is larger than all before it in its place, and reuses it
+ * otherwise. DTRAIN_EVALUATE has a place of its own, which keeps nothing for a backward pass.
  *
- * When a callback fails on this rank, or there is no memory, the rank gives the step up: this call and backward return
- * DTRAIN_OK and go on gathering and reducing with the others, the output is zeros, and the step ends on every rank with
- * DTRAIN_ERR_ABORTED, this rank's number, the layer and its status. Without FSDP, and under DTRAIN_EVALUATE, the
- * callback's status is returned, on this rank alone.
+ * A callback may fail on one rank, or memory may run out there. What follows depends on the call:
+ *
+ *   with FSDP         this call and backward return DTRAIN_OK and go on gathering and reducing, without callbacks. The
+ *                     output is zeros. The step ends with DTRAIN_ERR_ABORTED on every rank; the text names the rank,
+ *                     the layer and its status
+ *   without FSDP      the call returns the callback's status
+ *   DTRAIN_EVALUATE   the call returns the callback's status, on this rank alone
  *
  *   fsdp          made from the module's table; NULL: parameters are in the table's memory
  *   micro_batch   a place below desc.micro_batches, or DTRAIN_EVALUATE
- *   input         copied, unless it is to evaluate
- *   batch         handed to callbacks, in backward too, until when it must stay; may be NULL
- *   output        out: of the last layer, a view that is good until the next forward in this place. Without dtype,
- *                 shape and data where a failure left none
- *   errors        DTRAIN_ERR_INVALID  no such place; no input or output; fsdp is of another table; a parameter without
- *                                     memory. Nothing is changed
+ *   input         copied, but not for DTRAIN_EVALUATE
+ *   batch         passed to callbacks, in backward too: keep it until then; may be NULL
+ *   output        out: a view of the last layer's output, valid until the next forward in this place. After some
+ *                 failures there is none: then its dtype is 0 and its data NULL
+ *   errors        DTRAIN_ERR_INVALID  no such place; no input or output; fsdp made from another table; a parameter
+ *                                     without memory. Nothing is changed
  *                 those of dtrain_fsdp_gather, or of the callback
  *
  * collective: every rank, same order; blocks up to timeout_ms a unit */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_forward(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
                                                   const dtrain_tensor *input, void *batch, dtrain_tensor *output);
 
-/* Runs all layers backward over a micro-batch that was run forward, and reduces each unit's gradients after its first
- * layer. If a table has units that no layer uses, end the micro-batch with dtrain_fsdp_next, as in a loop of your own.
+/* Runs all layers backward over a micro-batch, and reduces the gradients of each unit once its first layer is done.
  *
- *   d_output   gradient of the output, of its dtype and shape; NULL: the last layer is the loss and begins by itself
- *   d_input    out: memory of the input's dtype and shape for its gradient; NULL: not wanted
- *   errors     DTRAIN_ERR_INVALID  no forward in this place; other shapes; more micro-batches than announced, or
- *                                  gradients that are finished and not used. Nothing is changed
- *              those of dtrain_fsdp_reduce, or of the callback; failures as in dtrain_fsdp_forward
+ * If the table has units that no layer uses, call dtrain_fsdp_next after each micro-batch.
+ *
+ *   d_output   gradient of the output, with its dtype and shape; NULL: the last layer is the loss
+ *   d_input    out: memory for the gradient of the input, with its dtype and shape; NULL: not wanted
+ *   errors     DTRAIN_ERR_INVALID  no forward in this place; other shapes; more micro-batches than announced; finished
+ *                                  gradients that no step has used yet. Nothing is changed
+ *              those of dtrain_fsdp_reduce, or of the callback; a failing callback as in dtrain_fsdp_forward
  *
  * collective: every rank, same order; blocks up to timeout_ms a unit */
 DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_module *module, int micro_batch,
@@ -4176,9 +4185,45 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_mod
 #endif
 
 /* ---- >>pipeline ----
- * Pipelines: layers cut into stages, one or more a rank, through which a step's micro-batches go one after the other.
- * What each rank does is planned before anything runs: in which order, how long ranks idle, how many micro-batches they
- * hold. dtrain_pipeline then runs the plan over modules, one for each stage of the rank:
+ * Models in parts, and pipelines.
+ *
+ * MODELS IN PARTS: use this for a model that is too large for one rank. A mesh lays the ranks out as replicas, stages
+ * of a pipeline, and parts of each layer. The table says which part of a tensor a rank holds. The norm then counts
+ * every element once, and a checkpoint of one layout loads under another. From examples/gpt_mesh.h, shortened:
+ *
+ *     dtrain_mesh_dim dims[] = {{"data", 0}, {"pipeline", 2}, {"tensor", 2}};     0: what is left of the ranks
+ *     const char *both[] = {"pipeline", "tensor"};
+ *     DTRAIN_CHECK(dtrain_mesh_create(&mesh, world, dims, 3));
+ *     DTRAIN_CHECK(dtrain_mesh_join(mesh, world, both, 2, &model));               the ranks of one copy of the model
+ *     DTRAIN_CHECK(dtrain_param_layers(&table[QKVW], &parts[QKVW], first, count));          layers of this stage
+ *     DTRAIN_CHECK(dtrain_param_cut(&table[QKVW], &parts[QKVW], 1, 3, channels, tp, rank)); q, k, v of this rank's
+ * heads DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, dtrain_mesh_group(mesh, "data"), table, table_count, &desc));
+ *     DTRAIN_CHECK(dtrain_module_create(&module, layers, layer_count, table, table_count, NULL));
+ *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, dtrain_mesh_group(mesh, "pipeline"), &schedule));
+ *     ...
+ *     DTRAIN_CHECK(dtrain_pipeline_step(pipeline, inputs, batches));              all micro-batches, both ways
+ *     DTRAIN_CHECK(dtrain_fsdp_clip_model_grad_norm(&fsdp, 1, model, 1.0f, &norm));
+ *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *
+ * The callbacks of the module call the layers of >>tensor-parallel, which compute this rank's part and communicate.
+ * Layouts that only distribute layers and micro-batches end with the same weights, bit for bit. Layers that are split
+ * inside add in another order: their losses equal those of one rank to rounding. If a rank dies, every group of the
+ * mesh ends.
+ *
+ * WHICH LAYOUT: build/plan estimates a step of train_gpt under each layout: memory, bytes sent, and time with its
+ * parts. It computes from the sizes of the model, the links and a rank's memory; with --measure it times this machine
+ * instead. It prints the fastest layout that fits as flags of train_gpt. If none fits, it prints what the smallest
+ * would need.
+ *
+ *     $ build/plan --layers 24 --heads 16 --width 2048 --context 1024 --sequences 256 --micro 64 --ranks 16 \
+ *           --bandwidth 12 --rate 10000 --copy 1000 --memory 16 | tail -1
+ *     best: train_gpt --layers 24 --heads 16 --width 2048 --context 1024 --batch 4 --mesh dp=8,pp=1,tp=2 --micro 64 \
+ *           --strategy full
+ *
+ * A PIPELINE cuts the layers into stages. Each rank holds one stage or more, and the micro-batches of a step go through
+ * the stages one after the other. A plan, made before anything runs, fixes the order of work on each rank. It says how
+ * long ranks idle and how many micro-batches they hold. dtrain_pipeline runs the plan over modules, one for each stage
+ * of the rank:
  *
  *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, group, &desc));
  *     DTRAIN_CHECK(dtrain_pipeline_agree(pipeline, rank == 0 ? inputs : NULL));
@@ -4188,8 +4233,8 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_mod
  *         DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
  *     }
  *
- * Gradients have the same bits under every schedule and on any number of ranks: each stage adds micro-batches up in
- * the order of their numbers. */
+ * Gradients have the same bits under every schedule and on any number of ranks: each stage adds micro-batches in the
+ * order of their numbers. */
 #ifndef DTRAIN__PIPELINE_H
 #define DTRAIN__PIPELINE_H
 
@@ -4197,75 +4242,88 @@ DTRAIN_API_MUST dtrain_status dtrain_fsdp_backward(dtrain_fsdp *fsdp, dtrain_mod
 extern "C" {
 #endif
 
-/* Splits layers into stages of a pipeline, so that the most expensive stage is as cheap as can be; of such cuts, the
- * one whose earlier stages are longest. Every stage has a layer.
+/* Splits layers into contiguous stages so that the most expensive stage costs as little as possible.
  *
- *   costs    one a layer, finite, 0 or above; NULL: the numbers of layers differ by at most one, earlier stages longer
+ * If several cuts are equally good, earlier stages get more layers. Every stage has at least one layer.
+ *
+ *   costs    one a layer, finite, at least 0; NULL: equal costs. Then numbers of layers differ by at most one, and
+ *            earlier stages are longer
  *   begins   out: stages + 1 numbers; stage s has layers begins[s] to begins[s + 1] - 1
- *   errors   DTRAIN_ERR_INVALID  no stage, or more of them than layers: the text says what would fit. Or a bad cost
+ *   errors   DTRAIN_ERR_INVALID  no stage, or more stages than layers: the text says what fits; a bad cost
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_split_stages(const double *costs, int layers, int stages, int *begins);
 
-/* In which order a rank makes forward and backward passes. With p ranks, m micro-batches, v chunks a rank, and equal
- * times, ranks idle for this share of a step: GPipe and 1F1B (p - 1) / (m + p - 1); interleaved, where p divides m,
- * (p - 1) / (v m + p - 1); ZB-H1, from m = p on and with weight gradients that take a third, (p - 1) / (3 m + p - 1).
- */
+/* The order in which a rank runs forward and backward passes.
+ *
+ * Idle is the share of a step in which ranks wait, for p ranks, m micro-batches, v chunks a rank and equal times. Held
+ * is the most that rank r keeps activations of at once: micro-batches, or if interleaved chunks of micro-batches.
+ *
+ *   schedule      idle                      held                        condition of idle
+ *   GPIPE         (p - 1) / (m + p - 1)     m
+ *   1F1B          (p - 1) / (m + p - 1)     p - r
+ *   INTERLEAVED   (p - 1) / (v m + p - 1)   2 (p - r) + (v - 1) p - 1   p divides m
+ *   ZB_H1         (p - 1) / (3 m + p - 1)   p                           m is at least p */
 typedef enum dtrain_pipeline_schedule {
     DTRAIN_PIPELINE_DEFAULT = 0,  /* 1F1B */
-    DTRAIN_PIPELINE_GPIPE = 1001, /* all forward, then all backward; holds all micro-batches */
-    DTRAIN_PIPELINE_1F1B,         /* one forward, one backward; rank r holds p - r */
+    DTRAIN_PIPELINE_GPIPE = 1001, /* all forward, then all backward */
+    DTRAIN_PIPELINE_1F1B,         /* one forward, one backward, in turn */
     DTRAIN_PIPELINE_INTERLEAVED,  /* 1F1B over several chunks a rank: chunk c of rank r is stage c p + r */
-    DTRAIN_PIPELINE_ZB_H1         /* 1F1B whose weight gradients fill the gaps; every rank holds up to p */
+    DTRAIN_PIPELINE_ZB_H1         /* 1F1B that computes weight gradients in the gaps */
 } dtrain_pipeline_schedule;
 
 typedef enum dtrain_pipeline_part {
     DTRAIN_PART_FORWARD = 1101,
     DTRAIN_PART_BACKWARD, /* gradients of the input, then of the weights */
     DTRAIN_PART_INPUT,    /* gradients of the input alone */
-    DTRAIN_PART_WEIGHTS   /* gradients of the weights alone, at some time after those of the input */
+    DTRAIN_PART_WEIGHTS   /* gradients of the weights alone, at some time after DTRAIN_PART_INPUT */
 } dtrain_pipeline_part;
 
+/* One piece of work of a rank. */
 typedef struct dtrain_pipeline_task {
     dtrain_pipeline_part part;
     int micro_batch, chunk;
-    double begin, end; /* in the unit of the desc's times */
+    double begin, end; /* in the unit of the times in the desc */
 } dtrain_pipeline_task;
 
-/* What is to be planned. Zero means the default. */
+/* What to plan. Zero means the default. */
 typedef struct dtrain_pipeline_plan_desc {
     dtrain_pipeline_schedule schedule;
     int ranks;                                        /* 0: 1 */
-    int micro_batches;                                /* of a step; 0: 1 */
-    int chunks;                                       /* a rank; 0: 1, interleaved 2. Others than interleaved have 1 */
-    double forward, backward_input, backward_weights; /* that a micro-batch takes on one rank, all its chunks; 0: 1 */
-    double transfer;                                  /* that an activation takes from a rank to the next */
-    const double *shares; /* ranks * chunks numbers: what a stage takes, in the above divided by chunks; NULL: 1 each */
+    int micro_batches;                                /* in a step; 0: 1 */
+    int chunks;                                       /* stages a rank; 0: 2 if interleaved, else 1. Above 1 only if
+                                                       * interleaved */
+    double forward, backward_input, backward_weights; /* time of a micro-batch on one rank, all its chunks. All three
+                                                       * 0: 1 each */
+    double transfer;                                  /* time of an activation from one rank to the next */
+    const double *shares; /* ranks * chunks factors, one a stage, on the times above divided by chunks; NULL: 1 each */
 } dtrain_pipeline_plan_desc;
 
-/* A plan; its fields are to be read. */
+/* A plan. Read its fields; do not write them. */
 typedef struct dtrain_pipeline_plan {
-    dtrain_pipeline_plan_desc desc; /* defaults filled in; shares are the caller's, and needed by later calls */
-    dtrain_pipeline_task *tasks;    /* of rank r: tasks[r * rank_tasks] and those after it, in order */
+    dtrain_pipeline_plan_desc desc; /* with defaults filled in; shares still points to your memory */
+    dtrain_pipeline_task *tasks;    /* rank_tasks a rank, in order; those of rank r begin at tasks[r * rank_tasks] */
     size_t rank_tasks;
-    double span;                      /* from the first task to the end of the last */
+    double span;                      /* from the begin of the first task to the end of the last */
     double bubble;                    /* share of span * ranks in which ranks idle */
-    int *peak;                        /* of each rank: chunks of micro-batches that are held at once, at most */
-    dtrain_allocator *allocator, own; /* own: where the caller gave none */
+    int *peak;                        /* for each rank: the most chunks of micro-batches that it holds at once */
+    dtrain_allocator *allocator, own; /* own: used if you gave none */
 } dtrain_pipeline_plan;
 
-/* Plans a step: what every rank does in which order, and when, were it alone on its processors.
+/* Plans a step: the order of work on every rank, and the time of each piece.
  *
- * A rank begins a task when it is done with the one before and its input is there. Fewer micro-batches than ranks are
- * legal. If the ranks do not divide micro_batches, an interleaved plan rounds up and skips the extra slots.
+ * A rank begins a task when the task before it is done and its input has arrived. There may be fewer micro-batches than
+ * ranks. If the ranks do not divide micro_batches, an interleaved plan rounds up and skips the extra slots.
  *
- *   allocator   must outlive it; NULL: the C library
- *   errors   DTRAIN_ERR_INVALID  numbers below 0; chunks without interleaving; times not finite or below 0. The text
- *                                says what would fit
- *            DTRAIN_ERR_MEMORY
- *   source   Huang and others, GPipe, NeurIPS 2019; 1F1B: Narayanan and others, PipeDream, SOSP 2019; interleaved:
- *            Narayanan and others, Megatron-LM, SC 2021; ZB-H1: Qi, Wan, Huang, Lin, Zero bubble pipeline parallelism,
- *            ICLR 2024
+ *   desc        NULL: all defaults
+ *   allocator   must outlive the plan; NULL: the C library
+ *   errors      DTRAIN_ERR_INVALID  a negative number; chunks without interleaving; a time that is negative or not
+ *                                   finite. The text says what fits
+ *               DTRAIN_ERR_MEMORY
+ *   source      Huang and others, GPipe, NeurIPS 2019.
+ *               1F1B: Narayanan and others, PipeDream, SOSP 2019.
+ *               Interleaved: Narayanan and others, Megatron-LM, SC 2021.
+ *               ZB-H1: Qi, Wan, Huang, Lin, Zero bubble pipeline parallelism, ICLR 2024
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan,
@@ -4280,89 +4338,95 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan);
 /* One rank's end of a pipeline. */
 typedef struct dtrain_pipeline dtrain_pipeline;
 
-/* What a pipeline runs; the same numbers on every rank. Zero means the default. */
+/* What a pipeline runs. The numbers are the same on every rank. Zero means the default. */
 typedef struct dtrain_pipeline_desc {
     dtrain_pipeline_schedule schedule; /* 0: 1F1B */
-    int micro_batches;                 /* of a step; 0: 1; fewer than ranks is legal */
-    int chunks;                        /* a rank; 0: 1, interleaved 2. Others than interleaved have 1 */
-    dtrain_module *const *modules;     /* of each chunk: chunk c of rank r is stage c * ranks + r. The last stage's last
-                                        * layer is the loss. As many micro-batches in flight as the plan has of the
-                                        * chunk at once; plan.peak of the rank is always enough */
-    dtrain_fsdp *const *fsdps;         /* of each chunk, over the ranks that hold the same stage of several pipelines;
-                                        * NULL, or NULL in it: parameters are in memory of the table's */
+    int micro_batches;                 /* in a step; 0: 1; fewer than ranks is legal */
+    int chunks;                        /* stages a rank; 0: 2 if interleaved, else 1. Above 1 only if interleaved */
+    dtrain_module *const *modules;     /* one a chunk; chunk c of rank r is stage c * ranks + r. The last layer of the
+                                        * last stage is the loss. Each module has as many micro-batches in flight as the
+                                        * plan holds of its chunk; plan.peak of the rank is always enough */
+    dtrain_fsdp *const *fsdps;         /* one a chunk, each over the ranks that hold this stage in their pipelines.
+                                        * NULL, or an element NULL: parameters are in the table's memory */
     dtrain_allocator *allocator;       /* must outlive the pipeline; NULL: the C library */
 } dtrain_pipeline_desc;
 
-/* Makes this rank's end of a pipeline over a group; nothing is communicated.
+/* Makes this rank's end of a pipeline over a group. It communicates nothing.
  *
- *   group    the ranks in the order of their stages; one rank is legal. It must outlive the pipeline, which sends by it
- *            during its own calls alone
- *   desc     modules and fsdps must outlive the pipeline; the arrays are copied
- *   errors   DTRAIN_ERR_INVALID  no group, desc or module; a module for fewer micro-batches than the plan holds, with
- *                                what it needs; one of two chunks; an fsdp of another table than its module's, or a
- *                                parameter without memory; those of dtrain_pipeline_plan_create
+ *   group    the ranks in the order of their stages; one rank is legal. It must outlive the pipeline. You may use it
+ *            between calls of the pipeline
+ *   desc     modules and fsdps must outlive the pipeline; the arrays of pointers are copied
+ *   errors   DTRAIN_ERR_INVALID  no group, desc or module; one module or fsdp for two chunks. A
+ *                                module for fewer micro-batches than the plan holds: the text says how many. An fsdp
+ *                                of another table than its module's; a parameter without memory. And those of
+ *                                dtrain_pipeline_plan_create
  *            DTRAIN_ERR_MEMORY
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtrain_comm *group,
                                                      const dtrain_pipeline_desc *desc);
 
-/* Tells every stage the shapes of a step's micro-batches, and takes the memory for what will travel. Before the first
- * step, and again whenever shapes change.
+/* Passes the shapes of a step's micro-batches through the stages, and allocates memory for what will travel.
  *
- *   inputs   as many as micro-batches, of the first stage: dtype and shape are read, data is not. They may differ among
- *            each other. Read on rank 0; NULL elsewhere
+ * Call it before the first step, and again whenever shapes change.
+ *
+ *   inputs   on rank 0: micro_batches tensors, the inputs of the first stage. Their dtypes and shapes are read, their
+ *            data is not; shapes may differ. NULL on other ranks
  *   errors   on every rank: DTRAIN_ERR_MISMATCH  ranks have other schedules, micro-batches or chunks
- *                           DTRAIN_ERR_ABORTED   a rank cannot go on: bad inputs, a layer's shape that fails, no
- *                                                memory; the text has the rank and why. It can be called again
+ *                           DTRAIN_ERR_ABORTED   a rank cannot go on: bad inputs, a shape callback that fails, no
+ *                                                memory. The text names the rank and the cause. You may call it again
  *            those of dtrain_send and dtrain_recv: the pipeline is broken
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs);
 
-/* Makes one step's forward and backward passes in the order of the plan. Gradients are left where dtrain_fsdp_backward
- * leaves them; a step of FSDP is opened and ended by the caller.
+/* Runs the forward and backward passes of one step in the order of the plan.
  *
- * Activations and their gradients are received while the task before is computed. A callback that fails keeps nobody
- * waiting: its rank then passes zeros on, takes part in what its FSDP gathers and reduces, and without FSDP calls no
- * callback. After DTRAIN_ERR_ABORTED gradients are worthless; with FSDP call dtrain_fsdp_step all the same: it drops
- * the step on every rank, those of other pipelines included.
+ * Gradients are where dtrain_fsdp_backward leaves them. With FSDP, begin the step before this call and end it after, as
+ * in the example above. Activations and their gradients arrive while the task before theirs is computed.
  *
- *   inputs    the micro-batches, of the shapes agreed on; read on rank 0, during the call; NULL elsewhere
- *   batches   as many as micro-batches, handed to this rank's callbacks; may be NULL
+ * If a callback fails, no rank waits for its rank. That rank sends zeros from then on and takes part in what its FSDP
+ * gathers and reduces. Without FSDP it calls no further callbacks. After DTRAIN_ERR_ABORTED do not use the gradients.
+ * With FSDP call dtrain_fsdp_step all the same: it drops the step on every rank, in other pipelines too.
+ *
+ *   inputs    on rank 0: the micro-batches, with the shapes agreed on; read during the call. NULL on other ranks
+ *   batches   micro_batches pointers, passed to the callbacks of this rank; may be NULL
  *   errors    on every rank:
- *             DTRAIN_ERR_ABORTED    a callback or its rank failed; the text has the rank, the layer and its status
+ *             DTRAIN_ERR_ABORTED    a callback or its rank failed; the text names the rank, the layer and its status
+ *             DTRAIN_ERR_PEER_LOST  a callback returned it, because a group that the callback uses lost a rank
  *             DTRAIN_ERR_INVALID    dtrain_pipeline_agree has not been called
- *             DTRAIN_ERR_PEER_LOST  a callback returned this, as a rank of a group of its own is lost: else as aborted
- *             those of group or of an FSDP: the pipeline, group and the fsdps are broken: no rank waits for this one
+ *             those of group, or of an FSDP: the pipeline, its group and its fsdps are broken, and no rank waits for
+ *             this one
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const dtrain_tensor *inputs,
                                                    void *const *batches);
 
-/* Runs one input forward through all stages; no backward follows, and a step is not disturbed.
+/* Runs one input forward through all stages, without a backward pass. It does not disturb a step.
  *
- *   input    of any shape; read on rank 0; NULL elsewhere
- *   batch    handed to this rank's callbacks; may be NULL
- *   output   out: of the last stage, on the last rank; good until the next call of this kind. Elsewhere and on an error
- *            without dtype, shape and data; may be NULL there
- *   errors   as dtrain_pipeline_step; needs no dtrain_pipeline_agree, and lets no step of FSDP fail
+ * It needs no dtrain_pipeline_agree: the input may have any shape. If it fails, the step of an FSDP does not.
+ *
+ *   input    on rank 0; NULL on other ranks
+ *   batch    passed to the callbacks of this rank; may be NULL
+ *   output   out, on the last rank: the output of the last stage, valid until the next call of this function. On other
+ *            ranks, and on an error, its dtype is 0 and its data NULL; there it may be NULL
+ *   errors   as dtrain_pipeline_step
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_evaluate(dtrain_pipeline *pipeline, const dtrain_tensor *input,
                                                        void *batch, dtrain_tensor *output);
 
-/* Returns the plan that is run, with all times equal; NULL for NULL.
+/* Returns the plan that the pipeline runs, with equal times; NULL for NULL.
  *
  * one thread per object */
 DTRAIN_API const dtrain_pipeline_plan *dtrain_pipeline_get_plan(const dtrain_pipeline *pipeline);
 
-/* What the last step was on this rank. */
+/* Figures of the last step on this rank. */
 typedef struct dtrain_pipeline_stats {
-    int64_t step_ns;     /* the call, to the end of the slowest rank */
-    int64_t computed_ns; /* of it in modules, and what these waited for FSDP */
-    double bubble;       /* the share that was neither */
-    int peak;            /* chunks of micro-batches that were held at once, at most */
+    int64_t step_ns;     /* time of the call; it ends when the slowest rank is done */
+    int64_t computed_ns; /* time in modules, including their waits for FSDP */
+    double bubble;       /* share of step_ns outside modules */
+    int peak;            /* most chunks of micro-batches held at once */
 } dtrain_pipeline_stats;
 
 /* Returns the figures of the last step; zeros before the first, and for NULL.
@@ -4370,7 +4434,7 @@ typedef struct dtrain_pipeline_stats {
  * one thread per object */
 DTRAIN_API dtrain_pipeline_stats dtrain_pipeline_get_stats(const dtrain_pipeline *pipeline);
 
-/* Frees this end; NULL is legal. Group, modules and fsdps stay.
+/* Frees this rank's end; NULL is legal. It does not free group, modules and fsdps.
  *
  * one thread per object */
 DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline);

@@ -1,7 +1,43 @@
 /* ---- >>pipeline ----
- * Pipelines: layers cut into stages, one or more a rank, through which a step's micro-batches go one after the other.
- * What each rank does is planned before anything runs: in which order, how long ranks idle, how many micro-batches they
- * hold. dtrain_pipeline then runs the plan over modules, one for each stage of the rank:
+ * Models in parts, and pipelines.
+ *
+ * MODELS IN PARTS: use this for a model that is too large for one rank. A mesh lays the ranks out as replicas, stages
+ * of a pipeline, and parts of each layer. The table says which part of a tensor a rank holds. The norm then counts
+ * every element once, and a checkpoint of one layout loads under another. From examples/gpt_mesh.h, shortened:
+ *
+ *     dtrain_mesh_dim dims[] = {{"data", 0}, {"pipeline", 2}, {"tensor", 2}};     0: what is left of the ranks
+ *     const char *both[] = {"pipeline", "tensor"};
+ *     DTRAIN_CHECK(dtrain_mesh_create(&mesh, world, dims, 3));
+ *     DTRAIN_CHECK(dtrain_mesh_join(mesh, world, both, 2, &model));               the ranks of one copy of the model
+ *     DTRAIN_CHECK(dtrain_param_layers(&table[QKVW], &parts[QKVW], first, count));          layers of this stage
+ *     DTRAIN_CHECK(dtrain_param_cut(&table[QKVW], &parts[QKVW], 1, 3, channels, tp, rank)); q, k, v of this rank's
+ * heads DTRAIN_CHECK(dtrain_fsdp_create(&fsdp, dtrain_mesh_group(mesh, "data"), table, table_count, &desc));
+ *     DTRAIN_CHECK(dtrain_module_create(&module, layers, layer_count, table, table_count, NULL));
+ *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, dtrain_mesh_group(mesh, "pipeline"), &schedule));
+ *     ...
+ *     DTRAIN_CHECK(dtrain_pipeline_step(pipeline, inputs, batches));              all micro-batches, both ways
+ *     DTRAIN_CHECK(dtrain_fsdp_clip_model_grad_norm(&fsdp, 1, model, 1.0f, &norm));
+ *     DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
+ *
+ * The callbacks of the module call the layers of >>tensor-parallel, which compute this rank's part and communicate.
+ * Layouts that only distribute layers and micro-batches end with the same weights, bit for bit. Layers that are split
+ * inside add in another order: their losses equal those of one rank to rounding. If a rank dies, every group of the
+ * mesh ends.
+ *
+ * WHICH LAYOUT: build/plan estimates a step of train_gpt under each layout: memory, bytes sent, and time with its
+ * parts. It computes from the sizes of the model, the links and a rank's memory; with --measure it times this machine
+ * instead. It prints the fastest layout that fits as flags of train_gpt. If none fits, it prints what the smallest
+ * would need.
+ *
+ *     $ build/plan --layers 24 --heads 16 --width 2048 --context 1024 --sequences 256 --micro 64 --ranks 16 \
+ *           --bandwidth 12 --rate 10000 --copy 1000 --memory 16 | tail -1
+ *     best: train_gpt --layers 24 --heads 16 --width 2048 --context 1024 --batch 4 --mesh dp=8,pp=1,tp=2 --micro 64 \
+ *           --strategy full
+ *
+ * A PIPELINE cuts the layers into stages. Each rank holds one stage or more, and the micro-batches of a step go through
+ * the stages one after the other. A plan, made before anything runs, fixes the order of work on each rank. It says how
+ * long ranks idle and how many micro-batches they hold. dtrain_pipeline runs the plan over modules, one for each stage
+ * of the rank:
  *
  *     DTRAIN_CHECK(dtrain_pipeline_create(&pipeline, group, &desc));
  *     DTRAIN_CHECK(dtrain_pipeline_agree(pipeline, rank == 0 ? inputs : NULL));
@@ -11,8 +47,8 @@
  *         DTRAIN_CHECK(dtrain_fsdp_step(fsdp, lr));
  *     }
  *
- * Gradients have the same bits under every schedule and on any number of ranks: each stage adds micro-batches up in
- * the order of their numbers. */
+ * Gradients have the same bits under every schedule and on any number of ranks: each stage adds micro-batches in the
+ * order of their numbers. */
 #ifndef DTRAIN__PIPELINE_H
 #define DTRAIN__PIPELINE_H
 #include "module.h"
@@ -22,75 +58,88 @@
 extern "C" {
 #endif
 
-/* Splits layers into stages of a pipeline, so that the most expensive stage is as cheap as can be; of such cuts, the
- * one whose earlier stages are longest. Every stage has a layer.
+/* Splits layers into contiguous stages so that the most expensive stage costs as little as possible.
  *
- *   costs    one a layer, finite, 0 or above; NULL: the numbers of layers differ by at most one, earlier stages longer
+ * If several cuts are equally good, earlier stages get more layers. Every stage has at least one layer.
+ *
+ *   costs    one a layer, finite, at least 0; NULL: equal costs. Then numbers of layers differ by at most one, and
+ *            earlier stages are longer
  *   begins   out: stages + 1 numbers; stage s has layers begins[s] to begins[s + 1] - 1
- *   errors   DTRAIN_ERR_INVALID  no stage, or more of them than layers: the text says what would fit. Or a bad cost
+ *   errors   DTRAIN_ERR_INVALID  no stage, or more stages than layers: the text says what fits; a bad cost
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_split_stages(const double *costs, int layers, int stages, int *begins);
 
-/* In which order a rank makes forward and backward passes. With p ranks, m micro-batches, v chunks a rank, and equal
- * times, ranks idle for this share of a step: GPipe and 1F1B (p - 1) / (m + p - 1); interleaved, where p divides m,
- * (p - 1) / (v m + p - 1); ZB-H1, from m = p on and with weight gradients that take a third, (p - 1) / (3 m + p - 1).
- */
+/* The order in which a rank runs forward and backward passes.
+ *
+ * Idle is the share of a step in which ranks wait, for p ranks, m micro-batches, v chunks a rank and equal times. Held
+ * is the most that rank r keeps activations of at once: micro-batches, or if interleaved chunks of micro-batches.
+ *
+ *   schedule      idle                      held                        condition of idle
+ *   GPIPE         (p - 1) / (m + p - 1)     m
+ *   1F1B          (p - 1) / (m + p - 1)     p - r
+ *   INTERLEAVED   (p - 1) / (v m + p - 1)   2 (p - r) + (v - 1) p - 1   p divides m
+ *   ZB_H1         (p - 1) / (3 m + p - 1)   p                           m is at least p */
 typedef enum dtrain_pipeline_schedule {
     DTRAIN_PIPELINE_DEFAULT = 0,  /* 1F1B */
-    DTRAIN_PIPELINE_GPIPE = 1001, /* all forward, then all backward; holds all micro-batches */
-    DTRAIN_PIPELINE_1F1B,         /* one forward, one backward; rank r holds p - r */
+    DTRAIN_PIPELINE_GPIPE = 1001, /* all forward, then all backward */
+    DTRAIN_PIPELINE_1F1B,         /* one forward, one backward, in turn */
     DTRAIN_PIPELINE_INTERLEAVED,  /* 1F1B over several chunks a rank: chunk c of rank r is stage c p + r */
-    DTRAIN_PIPELINE_ZB_H1         /* 1F1B whose weight gradients fill the gaps; every rank holds up to p */
+    DTRAIN_PIPELINE_ZB_H1         /* 1F1B that computes weight gradients in the gaps */
 } dtrain_pipeline_schedule;
 
 typedef enum dtrain_pipeline_part {
     DTRAIN_PART_FORWARD = 1101,
     DTRAIN_PART_BACKWARD, /* gradients of the input, then of the weights */
     DTRAIN_PART_INPUT,    /* gradients of the input alone */
-    DTRAIN_PART_WEIGHTS   /* gradients of the weights alone, at some time after those of the input */
+    DTRAIN_PART_WEIGHTS   /* gradients of the weights alone, at some time after DTRAIN_PART_INPUT */
 } dtrain_pipeline_part;
 
+/* One piece of work of a rank. */
 typedef struct dtrain_pipeline_task {
     dtrain_pipeline_part part;
     int micro_batch, chunk;
-    double begin, end; /* in the unit of the desc's times */
+    double begin, end; /* in the unit of the times in the desc */
 } dtrain_pipeline_task;
 
-/* What is to be planned. Zero means the default. */
+/* What to plan. Zero means the default. */
 typedef struct dtrain_pipeline_plan_desc {
     dtrain_pipeline_schedule schedule;
     int ranks;                                        /* 0: 1 */
-    int micro_batches;                                /* of a step; 0: 1 */
-    int chunks;                                       /* a rank; 0: 1, interleaved 2. Others than interleaved have 1 */
-    double forward, backward_input, backward_weights; /* that a micro-batch takes on one rank, all its chunks; 0: 1 */
-    double transfer;                                  /* that an activation takes from a rank to the next */
-    const double *shares; /* ranks * chunks numbers: what a stage takes, in the above divided by chunks; NULL: 1 each */
+    int micro_batches;                                /* in a step; 0: 1 */
+    int chunks;                                       /* stages a rank; 0: 2 if interleaved, else 1. Above 1 only if
+                                                       * interleaved */
+    double forward, backward_input, backward_weights; /* time of a micro-batch on one rank, all its chunks. All three
+                                                       * 0: 1 each */
+    double transfer;                                  /* time of an activation from one rank to the next */
+    const double *shares; /* ranks * chunks factors, one a stage, on the times above divided by chunks; NULL: 1 each */
 } dtrain_pipeline_plan_desc;
 
-/* A plan; its fields are to be read. */
+/* A plan. Read its fields; do not write them. */
 typedef struct dtrain_pipeline_plan {
-    dtrain_pipeline_plan_desc desc; /* defaults filled in; shares are the caller's, and needed by later calls */
-    dtrain_pipeline_task *tasks;    /* of rank r: tasks[r * rank_tasks] and those after it, in order */
+    dtrain_pipeline_plan_desc desc; /* with defaults filled in; shares still points to your memory */
+    dtrain_pipeline_task *tasks;    /* rank_tasks a rank, in order; those of rank r begin at tasks[r * rank_tasks] */
     size_t rank_tasks;
-    double span;                      /* from the first task to the end of the last */
+    double span;                      /* from the begin of the first task to the end of the last */
     double bubble;                    /* share of span * ranks in which ranks idle */
-    int *peak;                        /* of each rank: chunks of micro-batches that are held at once, at most */
-    dtrain_allocator *allocator, own; /* own: where the caller gave none */
+    int *peak;                        /* for each rank: the most chunks of micro-batches that it holds at once */
+    dtrain_allocator *allocator, own; /* own: used if you gave none */
 } dtrain_pipeline_plan;
 
-/* Plans a step: what every rank does in which order, and when, were it alone on its processors.
+/* Plans a step: the order of work on every rank, and the time of each piece.
  *
- * A rank begins a task when it is done with the one before and its input is there. Fewer micro-batches than ranks are
- * legal. If the ranks do not divide micro_batches, an interleaved plan rounds up and skips the extra slots.
+ * A rank begins a task when the task before it is done and its input has arrived. There may be fewer micro-batches than
+ * ranks. If the ranks do not divide micro_batches, an interleaved plan rounds up and skips the extra slots.
  *
- *   allocator   must outlive it; NULL: the C library
- *   errors   DTRAIN_ERR_INVALID  numbers below 0; chunks without interleaving; times not finite or below 0. The text
- *                                says what would fit
- *            DTRAIN_ERR_MEMORY
- *   source   Huang and others, GPipe, NeurIPS 2019; 1F1B: Narayanan and others, PipeDream, SOSP 2019; interleaved:
- *            Narayanan and others, Megatron-LM, SC 2021; ZB-H1: Qi, Wan, Huang, Lin, Zero bubble pipeline parallelism,
- *            ICLR 2024
+ *   desc        NULL: all defaults
+ *   allocator   must outlive the plan; NULL: the C library
+ *   errors      DTRAIN_ERR_INVALID  a negative number; chunks without interleaving; a time that is negative or not
+ *                                   finite. The text says what fits
+ *               DTRAIN_ERR_MEMORY
+ *   source      Huang and others, GPipe, NeurIPS 2019.
+ *               1F1B: Narayanan and others, PipeDream, SOSP 2019.
+ *               Interleaved: Narayanan and others, Megatron-LM, SC 2021.
+ *               ZB-H1: Qi, Wan, Huang, Lin, Zero bubble pipeline parallelism, ICLR 2024
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_plan_create(dtrain_pipeline_plan **plan,
@@ -105,89 +154,95 @@ DTRAIN_API void dtrain_pipeline_plan_destroy(dtrain_pipeline_plan *plan);
 /* One rank's end of a pipeline. */
 typedef struct dtrain_pipeline dtrain_pipeline;
 
-/* What a pipeline runs; the same numbers on every rank. Zero means the default. */
+/* What a pipeline runs. The numbers are the same on every rank. Zero means the default. */
 typedef struct dtrain_pipeline_desc {
     dtrain_pipeline_schedule schedule; /* 0: 1F1B */
-    int micro_batches;                 /* of a step; 0: 1; fewer than ranks is legal */
-    int chunks;                        /* a rank; 0: 1, interleaved 2. Others than interleaved have 1 */
-    dtrain_module *const *modules;     /* of each chunk: chunk c of rank r is stage c * ranks + r. The last stage's last
-                                        * layer is the loss. As many micro-batches in flight as the plan has of the
-                                        * chunk at once; plan.peak of the rank is always enough */
-    dtrain_fsdp *const *fsdps;         /* of each chunk, over the ranks that hold the same stage of several pipelines;
-                                        * NULL, or NULL in it: parameters are in memory of the table's */
+    int micro_batches;                 /* in a step; 0: 1; fewer than ranks is legal */
+    int chunks;                        /* stages a rank; 0: 2 if interleaved, else 1. Above 1 only if interleaved */
+    dtrain_module *const *modules;     /* one a chunk; chunk c of rank r is stage c * ranks + r. The last layer of the
+                                        * last stage is the loss. Each module has as many micro-batches in flight as the
+                                        * plan holds of its chunk; plan.peak of the rank is always enough */
+    dtrain_fsdp *const *fsdps;         /* one a chunk, each over the ranks that hold this stage in their pipelines.
+                                        * NULL, or an element NULL: parameters are in the table's memory */
     dtrain_allocator *allocator;       /* must outlive the pipeline; NULL: the C library */
 } dtrain_pipeline_desc;
 
-/* Makes this rank's end of a pipeline over a group; nothing is communicated.
+/* Makes this rank's end of a pipeline over a group. It communicates nothing.
  *
- *   group    the ranks in the order of their stages; one rank is legal. It must outlive the pipeline, which sends by it
- *            during its own calls alone
- *   desc     modules and fsdps must outlive the pipeline; the arrays are copied
- *   errors   DTRAIN_ERR_INVALID  no group, desc or module; a module for fewer micro-batches than the plan holds, with
- *                                what it needs; one of two chunks; an fsdp of another table than its module's, or a
- *                                parameter without memory; those of dtrain_pipeline_plan_create
+ *   group    the ranks in the order of their stages; one rank is legal. It must outlive the pipeline. You may use it
+ *            between calls of the pipeline
+ *   desc     modules and fsdps must outlive the pipeline; the arrays of pointers are copied
+ *   errors   DTRAIN_ERR_INVALID  no group, desc or module; one module or fsdp for two chunks. A
+ *                                module for fewer micro-batches than the plan holds: the text says how many. An fsdp
+ *                                of another table than its module's; a parameter without memory. And those of
+ *                                dtrain_pipeline_plan_create
  *            DTRAIN_ERR_MEMORY
  *
  * any thread */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_create(dtrain_pipeline **pipeline, dtrain_comm *group,
                                                      const dtrain_pipeline_desc *desc);
 
-/* Tells every stage the shapes of a step's micro-batches, and takes the memory for what will travel. Before the first
- * step, and again whenever shapes change.
+/* Passes the shapes of a step's micro-batches through the stages, and allocates memory for what will travel.
  *
- *   inputs   as many as micro-batches, of the first stage: dtype and shape are read, data is not. They may differ among
- *            each other. Read on rank 0; NULL elsewhere
+ * Call it before the first step, and again whenever shapes change.
+ *
+ *   inputs   on rank 0: micro_batches tensors, the inputs of the first stage. Their dtypes and shapes are read, their
+ *            data is not; shapes may differ. NULL on other ranks
  *   errors   on every rank: DTRAIN_ERR_MISMATCH  ranks have other schedules, micro-batches or chunks
- *                           DTRAIN_ERR_ABORTED   a rank cannot go on: bad inputs, a layer's shape that fails, no
- *                                                memory; the text has the rank and why. It can be called again
+ *                           DTRAIN_ERR_ABORTED   a rank cannot go on: bad inputs, a shape callback that fails, no
+ *                                                memory. The text names the rank and the cause. You may call it again
  *            those of dtrain_send and dtrain_recv: the pipeline is broken
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_agree(dtrain_pipeline *pipeline, const dtrain_tensor *inputs);
 
-/* Makes one step's forward and backward passes in the order of the plan. Gradients are left where dtrain_fsdp_backward
- * leaves them; a step of FSDP is opened and ended by the caller.
+/* Runs the forward and backward passes of one step in the order of the plan.
  *
- * Activations and their gradients are received while the task before is computed. A callback that fails keeps nobody
- * waiting: its rank then passes zeros on, takes part in what its FSDP gathers and reduces, and without FSDP calls no
- * callback. After DTRAIN_ERR_ABORTED gradients are worthless; with FSDP call dtrain_fsdp_step all the same: it drops
- * the step on every rank, those of other pipelines included.
+ * Gradients are where dtrain_fsdp_backward leaves them. With FSDP, begin the step before this call and end it after, as
+ * in the example above. Activations and their gradients arrive while the task before theirs is computed.
  *
- *   inputs    the micro-batches, of the shapes agreed on; read on rank 0, during the call; NULL elsewhere
- *   batches   as many as micro-batches, handed to this rank's callbacks; may be NULL
+ * If a callback fails, no rank waits for its rank. That rank sends zeros from then on and takes part in what its FSDP
+ * gathers and reduces. Without FSDP it calls no further callbacks. After DTRAIN_ERR_ABORTED do not use the gradients.
+ * With FSDP call dtrain_fsdp_step all the same: it drops the step on every rank, in other pipelines too.
+ *
+ *   inputs    on rank 0: the micro-batches, with the shapes agreed on; read during the call. NULL on other ranks
+ *   batches   micro_batches pointers, passed to the callbacks of this rank; may be NULL
  *   errors    on every rank:
- *             DTRAIN_ERR_ABORTED    a callback or its rank failed; the text has the rank, the layer and its status
+ *             DTRAIN_ERR_ABORTED    a callback or its rank failed; the text names the rank, the layer and its status
+ *             DTRAIN_ERR_PEER_LOST  a callback returned it, because a group that the callback uses lost a rank
  *             DTRAIN_ERR_INVALID    dtrain_pipeline_agree has not been called
- *             DTRAIN_ERR_PEER_LOST  a callback returned this, as a rank of a group of its own is lost: else as aborted
- *             those of group or of an FSDP: the pipeline, group and the fsdps are broken: no rank waits for this one
+ *             those of group, or of an FSDP: the pipeline, its group and its fsdps are broken, and no rank waits for
+ *             this one
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_step(dtrain_pipeline *pipeline, const dtrain_tensor *inputs,
                                                    void *const *batches);
 
-/* Runs one input forward through all stages; no backward follows, and a step is not disturbed.
+/* Runs one input forward through all stages, without a backward pass. It does not disturb a step.
  *
- *   input    of any shape; read on rank 0; NULL elsewhere
- *   batch    handed to this rank's callbacks; may be NULL
- *   output   out: of the last stage, on the last rank; good until the next call of this kind. Elsewhere and on an error
- *            without dtype, shape and data; may be NULL there
- *   errors   as dtrain_pipeline_step; needs no dtrain_pipeline_agree, and lets no step of FSDP fail
+ * It needs no dtrain_pipeline_agree: the input may have any shape. If it fails, the step of an FSDP does not.
+ *
+ *   input    on rank 0; NULL on other ranks
+ *   batch    passed to the callbacks of this rank; may be NULL
+ *   output   out, on the last rank: the output of the last stage, valid until the next call of this function. On other
+ *            ranks, and on an error, its dtype is 0 and its data NULL; there it may be NULL
+ *   errors   as dtrain_pipeline_step
  *
  * collective: every rank of group, same order; blocks up to timeout_ms a message */
 DTRAIN_API_MUST dtrain_status dtrain_pipeline_evaluate(dtrain_pipeline *pipeline, const dtrain_tensor *input,
                                                        void *batch, dtrain_tensor *output);
 
-/* Returns the plan that is run, with all times equal; NULL for NULL.
+/* Returns the plan that the pipeline runs, with equal times; NULL for NULL.
  *
  * one thread per object */
 DTRAIN_API const dtrain_pipeline_plan *dtrain_pipeline_get_plan(const dtrain_pipeline *pipeline);
 
-/* What the last step was on this rank. */
+/* Figures of the last step on this rank. */
 typedef struct dtrain_pipeline_stats {
-    int64_t step_ns;     /* the call, to the end of the slowest rank */
-    int64_t computed_ns; /* of it in modules, and what these waited for FSDP */
-    double bubble;       /* the share that was neither */
-    int peak;            /* chunks of micro-batches that were held at once, at most */
+    int64_t step_ns;     /* time of the call; it ends when the slowest rank is done */
+    int64_t computed_ns; /* time in modules, including their waits for FSDP */
+    double bubble;       /* share of step_ns outside modules */
+    int peak;            /* most chunks of micro-batches held at once */
 } dtrain_pipeline_stats;
 
 /* Returns the figures of the last step; zeros before the first, and for NULL.
@@ -195,7 +250,7 @@ typedef struct dtrain_pipeline_stats {
  * one thread per object */
 DTRAIN_API dtrain_pipeline_stats dtrain_pipeline_get_stats(const dtrain_pipeline *pipeline);
 
-/* Frees this end; NULL is legal. Group, modules and fsdps stay.
+/* Frees this rank's end; NULL is legal. It does not free group, modules and fsdps.
  *
  * one thread per object */
 DTRAIN_API void dtrain_pipeline_destroy(dtrain_pipeline *pipeline);
