@@ -4644,19 +4644,24 @@ DTRAIN_API_MUST dtrain_status dtrain_sequence_parallel_sum(dtrain_comm *group, c
 #ifndef DTRAIN_NO_LOOSE
 
 /* ---- >>server ----
- * The parameter server: one rank of a group to which all others, the workers, send their gradients.
+ * The parameter server: one rank of a group, to which all others, the workers, send their gradients. It comes in two
+ * forms.
  *
- * Synchronous: the server trains too. It folds the gradients of all ranks in the order of >>order and sends the mean
- * back, the same bits as dtrain_aggregator_all_reduce gives. A worker that dies is left out from there on.
+ * Synchronous: the server trains too. It adds up the gradients of all ranks in the order of >>order and sends the mean
+ * back, with the bits of dtrain_aggregator_all_reduce. Use it as an aggregator (dtrain_aggregator_server). If a worker
+ * dies, the others go on without it.
  *
- * Asynchronous: the server holds the parameters and the optimizer and only serves. A worker pushes the gradients of
- * its step, pulls the newest parameters, and goes on; it waits for a slower one only when it would otherwise be more
- * than `staleness` steps ahead of it (stale synchronous parallel).
+ * Asynchronous: the server holds the parameters and the optimizer, and only serves (dtrain_server_run). A worker pushes
+ * the gradients of its step, pulls the newest parameters, and goes on. It waits only if it would otherwise be more than
+ * `staleness` steps ahead of the slowest worker (stale synchronous parallel):
  *
- *     DTRAIN_CHECK(dtrain_server_push(server, weight));      after its backward pass
+ *     DTRAIN_CHECK(dtrain_server_push(server, weight));      after the backward pass
  *     DTRAIN_CHECK(dtrain_server_pull(server));
  *
- * Each worker and the server are a group of two of their own, so that each can be lost by itself. */
+ * Both forms can pack what travels (compress in the desc). The server has a group of two with each worker, so that it
+ * can lose one without the others. To see how much is sent, call dtrain_server_get_stats or
+ * dtrain_aggregator_get_stats. The file examples/parameter_server.c shows both forms, and train_gpt --aggregator ps
+ * trains through the first. */
 #ifndef DTRAIN__SERVER_H
 #define DTRAIN__SERVER_H
 
@@ -4668,137 +4673,152 @@ typedef struct dtrain_server dtrain_server;
 
 /* How a server works; the same on every rank. Zero means the default. */
 typedef struct dtrain_server_desc {
-    int server;       /* its rank; 0 */
+    int server;       /* rank of the server; 0 */
     int async;        /* 1: asynchronous */
-    int staleness;    /* asynchronous: steps that a worker may be ahead of the slowest; 0: 4; negative: none */
-    int no_broadcast; /* 1: the parameters are the same on all ranks already */
-    const dtrain_compress_desc *compress; /* copied; a kind that packs: TOPK of one ratio, taken piece by piece, BF16,
-                                           * F16, INT8, FP8, SIGN, or an OWN without reduce. NULL: as they are */
+    int staleness;    /* asynchronous: how many steps a worker may be ahead of the slowest; 0: 4; negative: none */
+    int no_broadcast; /* 1: all ranks have the same parameters already */
+    const dtrain_compress_desc *compress; /* copied; how gradients and parameters travel. A kind that packs: TOPK with
+                                           * one ratio, which selects in each piece of 65,536 elements; BF16, F16, INT8,
+                                           * FP8, SIGN, or an OWN without reduce. NULL: as float32 */
 } dtrain_server_desc;
 
 /* Makes one rank's end of a parameter server, and gives every rank the server's parameters, frozen ones too.
  *
- * Memory, in bytes for P trained elements: synchronous, up to 2 MiB on a worker and 1 MiB a worker on the server; with
- * compression, 4 P on each rank for what was not sent. Asynchronous, 4 P on a worker and 4 P a worker on the server;
- * with compression fewer, but 4 P on a worker for what was not sent, and on the server 4 P a worker for what each has.
+ * Memory, at most, for P trained elements. F is 4 P bytes with error feedback (the default), and 0 without; packed is
+ * the size of all packed gradients:
  *
- *   comm     must outlive it; may be used for other things, and may break, without harm to it
- *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
+ *   form           rank     without compression         with compression
+ *   synchronous    worker   2.5 MiB                     2.5 MiB + F
+ *                  server   1.5 MiB + 1 MiB a worker    1.5 MiB + 1.25 MiB a worker + F
+ *   asynchronous   worker   0.5 MiB + 4 P               0.5 MiB + packed + F
+ *                  server   0.5 MiB + 4 P a worker      0.5 MiB + (packed + 4 P) a worker
+ *
+ *   comm     must outlive the server. You may use it for other things, and it may break, without harm to the server
+ *   table    copied; its data and grad are used until the server is destroyed. The same on every rank but for addresses
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID      a bad table, a rank outside the group, constants out of range
- *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32; a compressor that does not pack; a transport of your
- *                                    own
- *            DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the parameter or field, and who gave what
- *            DTRAIN_ERR_ABORTED      another rank could not make its end; the text has its number and why
+ *   errors   the same on every rank, whichever rank has the cause:
+ *            DTRAIN_ERR_INVALID      a bad table, a rank outside the group, constants out of range
+ *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or not in the CPU's memory; a compressor that does not
+ *                                    pack; a transport of your own
+ *            DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the parameter or field, and both values
+ *            DTRAIN_ERR_ABORTED      another rank could not make its end; the text names it and the cause
  *            DTRAIN_ERR_MEMORY; those of dtrain_broadcast and dtrain_comm_split
- *            on every rank, whichever it was
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms a call of those two */
 DTRAIN_API_MUST dtrain_status dtrain_server_create(dtrain_server **server, dtrain_comm *comm, const dtrain_param *table,
                                                    size_t count, const dtrain_server_desc *desc);
 
-/* Makes the aggregator of a server, which must outlive it; every call has the table's parameters, whose memory may
- * move.
+/* Makes an aggregator of a server, which must outlive it.
  *
- * Synchronous: sends each rank's sums and weight to the server, and gives every rank the mean, in pieces that are on
- * their way in both directions at once. With compression each piece is packed by the worker, folded as float32,
- * packed by the server, and what either packing loses is kept for the next step; all ranks get the same bits.
- * When a worker is lost, the mean is over those that are left, by their weights: in the step in which it is lost, from
- * the first piece that it did not send. total_weight is that of the last piece.
+ * Every call gets the parameters of the server's table; their memory may have moved.
  *
- * Asynchronous, on workers: dtrain_server_push, then dtrain_server_pull. *total_weight is 0, as the server applies
- * the gradients: dtrain_train_step does not. After a pull that came too late, call dtrain_server_pull first.
+ * Synchronous: each rank sends its sums and its weight to the server, and gets the mean. Pieces travel in both
+ * directions at once. With compression the worker packs each piece, the server adds the pieces as float32 and packs the
+ * sum. What either packing loses is added in the next step. All ranks get the same bits. A lost
+ * worker is left out from the first piece on that it did not send. The mean is over the others then, by their weights.
+ * *total_weight is that of the last piece.
  *
- *   errors   DTRAIN_ERR_PEER_LOST  the server is lost; the text has its rank. For good, as the next three
- *            DTRAIN_ERR_CORRUPT    a rank sent what no rank sends; the text names it
+ * Asynchronous, on workers: dtrain_server_push, then dtrain_server_pull. *total_weight is 0: the server applies the
+ * gradients, and dtrain_train_step applies none. If the pull fails with DTRAIN_ERR_TIMEOUT, call dtrain_server_pull
+ * before the next step.
+ *
+ *   errors   DTRAIN_ERR_INVALID    another table, a bad weight, or the asynchronous server's own rank
+ *            After one of these the server cannot be used any more:
+ *            DTRAIN_ERR_PEER_LOST  the server is lost; the text names its rank
+ *            DTRAIN_ERR_CORRUPT    a rank sent data that is not valid; the text names it
  *            DTRAIN_ERR_TIMEOUT    synchronous: a rank has sent nothing for timeout_ms; the text names it
  *            DTRAIN_ERR_ABORTED    the server gave up; the text says why
- *            DTRAIN_ERR_INVALID    another table, a bad weight, or the asynchronous server's own rank
  *
  * any thread; its aggregate is collective over the server and the workers that are left, and blocks up to timeout_ms a
  * message */
 DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server);
 
-/* Sends the sums in the table's gradients to an asynchronous server, which divides them by weight and applies them.
+/* Sends the gradient sums in the table to an asynchronous server, which divides them by weight and applies them.
  *
- * Returns when they are copied. They count from the parameters of the last pull, of which each push needs one; the
- * first has those of dtrain_server_create.
+ * It returns when they are copied. Each push needs a pull before it; the first push follows dtrain_server_create.
  *
- *   weight   of the step's examples; 0: nothing is applied, but the step counts
- *   errors   DTRAIN_ERR_INVALID    no pull since the last push; the server's own rank; it is synchronous; a bad weight
- *            DTRAIN_ERR_PEER_LOST  the server is lost; the text has its rank
+ *   weight   weight of the step's examples, at least 0. With 0 nothing is applied, but the step counts
+ *   errors   DTRAIN_ERR_INVALID    no pull since the last push; called on the server's rank; a synchronous server; a
+ *                                  bad weight; this worker has left
+ *            DTRAIN_ERR_PEER_LOST  the server is lost; the text names its rank
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_server_push(dtrain_server *server, double weight);
 
-/* Fetches the asynchronous server's newest parameters into the table.
+/* Fetches the newest parameters of an asynchronous server into the table.
  *
- * A worker that has pushed c gradients gets them once every other worker that is left has pushed c - staleness, and
- * so they hold all but the last `staleness` steps of the slowest. How many steps of the slowest they lack is the
- * staleness of the gradient that is computed from them: never above the bound. Packed, what has changed since
- * the last pull travels, and what packing loses of it comes with later pulls. The age of a gradient, the number of
- * updates between its pull and its own application, is so never above (workers - 1) * (2 * staleness + 1).
+ * A worker that has pushed c gradients gets an answer once every other worker that is left has pushed c - staleness.
+ * The staleness of a gradient is the number of the slowest worker's steps that its parameters lack. It never exceeds
+ * desc.staleness. The age of a gradient is the number of updates between its pull and its own application. It never
+ * exceeds (workers - 1) * (2 * staleness + 1).
  *
- *   errors   DTRAIN_ERR_TIMEOUT    a slower worker did not come within timeout_ms; the text says which, and how far
- *                                  behind. It can be called again
- *            DTRAIN_ERR_PEER_LOST  the server is lost; the text has its rank
- *            DTRAIN_ERR_INVALID    as dtrain_server_push
+ * With compression, only the change since the last pull travels. What packing loses of it comes with later pulls.
+ *
+ *   errors   DTRAIN_ERR_TIMEOUT    a slower worker did not catch up within timeout_ms; the text names it and how far
+ *                                  behind it is. You may call it again
+ *            DTRAIN_ERR_PEER_LOST  the server is lost; the text names its rank
+ *            DTRAIN_ERR_INVALID    as dtrain_server_push, but a pull needs no push before it
  *   source   Ho and others, More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013
  *
  * one thread per object; blocks up to timeout_ms a message, for the server's answer twice that */
 DTRAIN_API_MUST dtrain_status dtrain_server_pull(dtrain_server *server);
 
-/* Says that this worker is done: nobody waits for it any more. A worker that is destroyed without it counts as lost.
+/* Says that this worker is done, so that no other worker waits for it.
  *
- *   errors   as dtrain_server_push; DTRAIN_OK for one that has left already
+ * Call it before dtrain_server_destroy: without it the worker counts as lost. A second call returns DTRAIN_OK.
+ *
+ *   errors   as dtrain_server_push
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_server_leave(dtrain_server *server);
 
 #define DTRAIN_STALENESS_BINS 16
 
-/* What an end of a server has done. */
+/* What one end of a server has done so far. */
 typedef struct dtrain_server_stats {
-    uint64_t steps;                                   /* synchronous: aggregated; asynchronous: gradients pushed, on the
-                                                       * server those of all workers */
-    uint64_t updates;                                 /* of the asynchronous server: gradients applied */
-    uint64_t pulls, waits;                            /* on the server those of all; how many had to wait for another */
-    uint64_t largest_staleness, staleness_sum;        /* of the gradients in updates; on a worker of those it pulled */
-    uint64_t staleness_counts[DTRAIN_STALENESS_BINS]; /* how many had 0, 1, ...; the last: that or more */
-    uint64_t largest_age, age_sum;                    /* of the gradients in updates; on a worker 0 */
+    uint64_t steps;                                   /* synchronous: steps aggregated; asynchronous: gradients pushed,
+                                                       * on the server those of all workers */
+    uint64_t updates;                                 /* asynchronous server: gradients applied */
+    uint64_t pulls, waits;                            /* pulls, and how many of them had to wait for another worker; on
+                                                       * the server those of all workers */
+    uint64_t largest_staleness, staleness_sum;        /* over the gradients applied; on a worker over its pulls */
+    uint64_t staleness_counts[DTRAIN_STALENESS_BINS]; /* how many had a staleness of 0, 1, ...; the last bin: that or
+                                                       * more */
+    uint64_t largest_age, age_sum;                    /* over the gradients applied; on a worker 0 */
     uint64_t sent_bytes, received_bytes;              /* of gradients and parameters */
-    int workers, left, lost;                          /* on the server: there now, left, lost; on a worker 0 */
+    int workers, left, lost;                          /* on the server: workers present, left, lost; on a worker 0 */
 } dtrain_server_stats;
 
-/* How an asynchronous server applies what is pushed. */
+/* How an asynchronous server applies gradients. */
 typedef struct dtrain_serve_desc {
     dtrain_optimizer *optimizer; /* made from the server's table */
     dtrain_schedule schedule;    /* of the learning rate; its steps are updates */
-    float max_norm;              /* of each gradient; 0: not clipped */
-    /* Called after each update with the worker whose gradient it was; what is saved there is whole. May be NULL. A
-     * status other than DTRAIN_OK ends dtrain_server_run with it. */
+    float max_norm;              /* each gradient is clipped to this norm; 0: not clipped */
+    /* Called after each update, with the rank of the worker whose gradient it was; may be NULL. The parameters are
+     * whole then, so that you may save them. A status other than DTRAIN_OK ends dtrain_server_run with it. */
     dtrain_status (*on_update)(void *user, int worker, const dtrain_server_stats *stats);
     void *user;
 } dtrain_serve_desc;
 
-/* Serves until no worker is left: all have left or are lost. The table's data are the parameters.
+/* Serves until every worker has left or is lost. The parameters are the table's data.
  *
- * A lost worker is left out, with a line in the log; a gradient that it had not sent in full is not applied.
+ * If a worker is lost, the server logs it and goes on without it. A gradient that had not arrived in full is not
+ * applied.
  *
- *   errors   DTRAIN_ERR_INVALID  another rank than the server's; it is synchronous; no optimizer
- *            DTRAIN_ERR_TIMEOUT  no worker has sent anything for timeout_ms; the text names the slowest. It can be
- *                                called again
- *            that of on_update: it can be called again
+ *   errors   DTRAIN_ERR_INVALID  called on another rank than the server's; a synchronous server; no optimizer
+ *            DTRAIN_ERR_TIMEOUT  no worker has sent anything for timeout_ms; the text names the slowest. You may call
+ *                                it again
+ *            that of on_update: you may call it again
  *
  * one thread per object; blocks until then */
 DTRAIN_API_MUST dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_serve_desc *desc);
 
-/* Says what this end has done; zeroes for NULL.
+/* Returns what this end has done so far; zeros for NULL.
  *
  * one thread per object */
 DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *server);
 
-/* Leaves the groups and frees this end; NULL is legal. Never waits for a peer.
+/* Leaves the groups and frees this end; NULL is legal. It never waits for a peer.
  *
  * one thread per object */
 DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
@@ -4810,13 +4830,32 @@ DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
 #endif
 
 /* ---- >>local-sgd ----
- * Local SGD and DiLoCo: each rank trains by itself for many steps with any optimizer, then the ranks average how far
- * they have come, and make one outer step with it. A thread of each object carries these rounds; a training step never
- * waits for the network. A round happens on all members that are left, or on none.
+ * Local SGD and DiLoCo: less often over slow links. Each rank trains by itself for many steps, with any optimizer. Then
+ * a round averages how far the ranks have come, and every rank makes the same outer step with the average. A thread of
+ * the object runs the rounds, so that a training step never waits for the network.
  *
- * The first member that hands in its difference opens a round, which waits up to window_ms for the others. Who has
- * handed nothing in takes part with a weight of 0, so that all have the newest outer weights and nobody has to catch
- * up. Sums are all-reduces, or go through a server. */
+ * The first member that hands in its difference opens a round, which waits up to window_ms for the others. A member
+ * that hands in nothing takes part with a weight of 0, and so gets the newest outer weights, too. A round happens on
+ * all members that are left, or on none. If a member dies, the others go on (examples/robot_swarm.c).
+ *
+ * Differences travel as float32 or packed (compress), in one piece or in fragments. A round is an all-reduce, or goes
+ * through one member that all others can reach (through_server), with the same bits.
+ *
+ * With H steps a round, each rank sends 1 / H of what an all-reduce in every step sends. What it costs: held-out loss
+ * of train_gpt after 300 steps on 4 ranks with AdamW, measured with tools/loss_table. The outer momentum there is 0.8
+ * unless the flags say another:
+ *
+ *     flags of train_gpt                          loss
+ *     none: an all-reduce in every step           1.981
+ *     --local-steps 20                            2.054   +3.7 %
+ *     --local-steps 20 --outer-warmup 0           2.114   +6.7 %
+ *     --local-steps 5                             2.401   +21.2 %
+ *     --local-steps 5 --outer-momentum 0.5        2.175   +9.8 %
+ *     --local-steps 5 --outer-momentum 0          2.183   +10.2 %
+ *
+ * So rounds of few steps need less outer momentum. The first rounds have none (warmup_rounds), which also helps long
+ * runs. After 1,200 steps with H = 20 the loss is 0.5 % below that of an all-reduce in every step with this warm-up,
+ * and 2.3 % above it without. */
 #ifndef DTRAIN__LOCAL_SGD_H
 #define DTRAIN__LOCAL_SGD_H
 
@@ -4826,52 +4865,54 @@ extern "C" {
 
 typedef struct dtrain_local_sgd dtrain_local_sgd;
 
-/* How rounds are made. Zero means the default, which is the paper's where it has one. */
+/* How rounds work. Zero means the default, which is that of the DiLoCo papers where they have one. */
 typedef struct dtrain_local_sgd_desc {
-    int steps;            /* inner steps a round; 0: 500 */
-    float outer_lr;       /* 0: 0.7 */
-    float outer_momentum; /* Nesterov's; 0: 0.9; for few rounds, and for rounds of few steps, 0.5 trains better */
-    int no_momentum;      /* 1: the outer step is outer_lr times the mean difference; with outer_lr 1 an average */
-    int warmup_rounds;    /* so many rounds of each fragment have no momentum at first; 0: 2; negative: none */
-    int fragments;        /* unit u is in fragment u % fragments, each with rounds of its own, evenly spread over the
-                             steps; 0: 1; at most as many as units */
-    int overlap;          /* steps that are made before what a round brings is applied, at least; below steps */
-    float mixing;         /* share of the outer weights where steps were made since the snapshot; 0: 0.5. Without
-                             such steps they are taken as they are */
+    int steps;            /* training steps a round; 0: 500 */
+    float outer_lr;       /* learning rate of the outer step; 0: 0.7 */
+    float outer_momentum; /* Nesterov momentum of the outer step; 0: 0.9. With few rounds, or few steps a round, 0.5
+                             trains better */
+    int no_momentum;      /* 1: the outer step is outer_lr times the mean difference; with outer_lr 1 it averages */
+    int warmup_rounds;    /* the first rounds of each fragment have no momentum; 0: 2; negative: none */
+    int fragments;        /* unit u is in fragment u % fragments. Each fragment has rounds of its own, spread evenly
+                             over the steps; 0: 1; at most the number of units */
+    int overlap;          /* at least this many steps pass between a snapshot and its round's result; below steps */
+    float mixing;         /* share of the outer weights if you made steps since the snapshot; 0: 0.5. Without such
+                             steps the parameters become the outer weights */
     int blocking;         /* 1: the overlap-th step after a snapshot waits for its round, up to window_ms and the
-                             group's timeout_ms: the same bits in every run in which nobody is late or lost */
-    const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN or OWN that
-                                           * packs. NULL: as float32 */
-    int64_t window_ms;  /* how long a round waits, from the first that has come; 0: 10,000; negative: for all */
-    size_t max_bytes;   /* that dtrain_local_sgd_create takes and keeps, at most; 0: no limit */
-    int no_broadcast;   /* 1: parameters are the same on all ranks already */
-    int through_server; /* 1: rounds go through one rank, see dtrain_local_sgd_create, in place of an all-reduce */
+                             group's timeout_ms. Every run in which nobody is late or lost then has the same bits */
+    const dtrain_compress_desc *compress; /* copied; how differences travel: BF16, F16, INT8, FP8, SIGN, or an OWN that
+                                           * packs. NULL: float32 */
+    int64_t window_ms;  /* how long a round waits after the first member has handed in; 0: 10,000; negative: for all */
+    size_t max_bytes;   /* most memory that the object may take; 0: no limit */
+    int no_broadcast;   /* 1: all ranks have the same parameters already */
+    int through_server; /* 1: rounds go through one rank instead of an all-reduce: see dtrain_local_sgd_create */
     int server;         /* that rank, which trains too; 0 */
 } dtrain_local_sgd_desc;
 
-/* Gives every rank the parameters of rank 0, which are the first outer weights, and starts the thread.
+/* Makes the object, gives every rank the parameters of rank 0 as first outer weights, and starts the thread.
  *
- * Through a server, differences and sums travel between that rank and each member alone. The bits are those of the
- * all-reduce, unless packing keeps what it loses (feedback): what the packing of the sum loses is then the server's.
- * When the server is lost, every other member trains on alone, and the log says so. A server that makes no steps holds
- * up every round for window_ms.
+ * Through a server, that rank exchanges differences and sums with each member, and members do not talk to each other.
+ * The bits are those of the all-reduce, with one exception: if packing has feedback, the server keeps what packing the
+ * sum loses. If the server is lost, every other member goes on alone, and the log says so. The server must make steps,
+ * too: every round waits window_ms for a server that makes none.
  *
- * Memory, from the group's allocator: 4 floats an element (outer weights, momentum, the weights that this rank started
- * from, its difference), what a round needs of the largest fragment, and residuals. A server holds the members' pieces
- * besides. Nothing is allocated later. The two groups that it makes are not in it.
+ * Memory comes from the group's allocator. It is 4 floats an element (outer weights, momentum, the weights that this
+ * rank started from, its difference), what a round of the largest fragment needs, and residuals. A server also holds
+ * pieces of all members. The three groups that the object makes come on top. Nothing is allocated later.
  *
- *   comm      must outlive it, and is the caller's to use; progress by a service thread, unless it has one rank
- *   table     copied; its data is read and written by the calls below alone, never by the thread; the same on every
- *             rank but for addresses
- *   desc      NULL: all defaults; the same on every rank
- *   errors    DTRAIN_ERR_INVALID      a bad table or one without gradients; constants or server out of range
- *             DTRAIN_ERR_MEMORY       also when max_bytes is too few: the text has the number needed
- *             DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32; a compressor that does not pack; a group that the
- *                                     program polls, or over a transport of its own
- *             DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the parameter or field, and who gave what
- *             DTRAIN_ERR_ABORTED      another rank could not create it; the text has its number and why
+ *   comm      must outlive the object; you may go on using it. Its progress is by a service thread, unless it has one
+ *             rank
+ *   table     copied. Only the calls below read and write its data; the thread never does. The same on every rank but
+ *             for addresses
+ *   desc      NULL: all defaults; the same on every rank but for mixing, blocking and max_bytes
+ *   errors    DTRAIN_ERR_INVALID      a bad table, or one without gradients; constants or server out of range
+ *             DTRAIN_ERR_MEMORY       no memory, or more than max_bytes: the text says how much it takes
+ *             DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or not in the CPU's memory; a compressor that does
+ *                                     not pack; a group under DTRAIN_PROGRESS_POLL, or over a transport of your own
+ *             DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the parameter or field, and both values
+ *             DTRAIN_ERR_ABORTED      another rank could not make its object; the text names it and the cause
  *             those of dtrain_comm_split
- *   source    Douillard and others, DiLoCo, arXiv:2311.08105, 2023; fragments, overlap and mixing: Douillard and
+ *   source    Douillard and others, DiLoCo, arXiv:2311.08105, 2023. Fragments, overlap and mixing: Douillard and
  *             others, Streaming DiLoCo, arXiv:2501.18512, 2025
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms */
@@ -4879,78 +4920,87 @@ DTRAIN_API_MUST dtrain_status dtrain_local_sgd_create(dtrain_local_sgd **local, 
                                                       const dtrain_param *table, size_t count,
                                                       const dtrain_local_sgd_desc *desc);
 
-/* Tells that the program has made an inner step; called after each.
+/* Says that the program has made a training step. Call it after each one.
  *
- * After every steps-th it hands in how far the parameters are from the outer weights that they started from, and it
- * applies what has come in. The outer step is that of dtrain_device_sgd on the outer weights, whose gradient is the
- * mean of the members' differences by their weights.
+ * It applies the results of rounds that have arrived. In every steps-th call it also hands in a difference: how far the
+ * parameters are from the outer weights that they started from. The outer step is dtrain_device_sgd on the outer
+ * weights. Its gradient is the mean of the members' differences by their weights.
  *
- * A difference that a round did not wait for counts in the next one. Lost members are no error: rounds go on with those
- * left, and a member that is alone makes its outer steps alone.
+ * A difference that is too late for a round counts in the next one. A lost member is no error: rounds go on with the
+ * others, and a member that is alone makes its outer steps alone.
  *
- *   weight   of the step's examples on this rank, usually their number or that of their tokens
- *   errors   DTRAIN_ERR_INVALID  NULL, or weight negative or not finite: nothing was done
+ *   weight   weight of the step on this rank, at least 0: usually its number of examples or tokens
+ *   errors   DTRAIN_ERR_INVALID  NULL, or a weight that is negative or not finite: nothing was done
  *
  * one thread per object; never blocks, unless desc.blocking; allocates nothing */
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_step(dtrain_local_sgd *local, double weight);
 
-/* Waits until no round of this rank is under way, and applies what came of them. When every rank has returned from it,
- * and none has made a step since, checkpoints may be made of dtrain_local_sgd_pieces.
+/* Waits until no round of this rank is under way, and applies the results.
  *
- *   errors   DTRAIN_ERR_TIMEOUT  a round did not come within window_ms and timeout_ms: the others are not there yet.
- *                                It can be called again, and training can go on
+ * Call it before a checkpoint. Once it has returned on every rank, and before the next step, dtrain_local_sgd_pieces
+ * may be saved.
+ *
+ *   errors   DTRAIN_ERR_TIMEOUT  no result within window_ms and timeout_ms, because other members are late. You may
+ * call it again, or train on
  *
  * one thread per object; blocks up to timeout_ms and window_ms */
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_sync(dtrain_local_sgd *local);
 
-/* Ends training: takes part in rounds until every member that is left has called it. Then all have the same
- * parameters, bit for bit, in which all their steps are. Training may go on afterwards.
+/* Ends training: takes part in rounds until every member that is left has called it.
  *
- *   errors   DTRAIN_ERR_TIMEOUT  no round was made within timeout_ms. It can be called again; the parameters are the
- *                                newest outer weights that came
+ * Then all have the same parameters, bit for bit, and all their steps are in them. You may train on afterwards.
+ *
+ *   errors   DTRAIN_ERR_TIMEOUT  no round within timeout_ms. You may call it again; the parameters are the newest outer
+ *                                weights that arrived
  *
  * collective: every member that is left; blocks up to timeout_ms after each round that is made meanwhile */
 DTRAIN_API_MUST dtrain_status dtrain_local_sgd_finish(dtrain_local_sgd *local);
 
 typedef struct dtrain_local_sgd_stats {
-    uint64_t steps;       /* inner steps of this rank */
-    uint64_t rounds;      /* that were made, of all fragments, with or without this rank */
-    uint64_t taken;       /* of them with this rank */
-    uint64_t missed;      /* of them without it */
-    uint64_t undone;      /* attempts in which a member was lost; they are made again */
-    uint64_t applied;     /* how often this rank's parameters were changed */
-    int members;          /* that had handed in, in the last round */
+    uint64_t steps;       /* training steps of this rank */
+    uint64_t rounds;      /* rounds of all fragments, with or without this rank */
+    uint64_t taken;       /* rounds with a difference of this rank */
+    uint64_t missed;      /* rounds without one */
+    uint64_t undone;      /* attempts that ended because a member was lost; the round is made again */
+    uint64_t applied;     /* how often a result changed this rank's parameters */
+    int members;          /* members that had handed in for the last round */
     int left;             /* members that are left */
-    uint64_t sent_bytes;  /* by this rank in rounds */
-    uint64_t dense_bytes; /* that it would have sent, had it all-reduced gradients in every step */
+    uint64_t sent_bytes;  /* bytes that this rank sent in rounds */
+    uint64_t dense_bytes; /* bytes that it would have sent with an all-reduce of gradients in every step */
 } dtrain_local_sgd_stats;
 
-/* Returns the counters; zeroes for NULL.
+/* Returns the counters; zeros for NULL.
  *
  * any thread */
 DTRAIN_API dtrain_local_sgd_stats dtrain_local_sgd_get_stats(dtrain_local_sgd *local);
 
-/* Lists the ranks, as comm had them, that had handed in for the last round.
+/* Lists the members that had handed in for the last round, by their ranks in comm.
  *
- *   ranks     out: room for as many as comm has
- *   returns   how many
+ *   ranks     out: room for as many numbers as comm has ranks
+ *   returns   how many there are; 0 for NULL
  *
  * any thread */
 DTRAIN_API int dtrain_local_sgd_members(dtrain_local_sgd *local, int *ranks);
 
-/* Lists what a checkpoint keeps besides the parameters, when dtrain_local_sgd_sync says that one may be made. A load
- * writes it into a new object, made from the same table and desc; parameters and these give the same bits as a run
- * never stopped.
+/* Lists what a checkpoint keeps besides the parameters. Call dtrain_local_sgd_sync on every rank first.
  *
- * Each has one row for each rank, from which as many ranks go on: outer, momentum, and base, what this rank started
- * from (DTRAIN_F32); weights of the steps since the last snapshots (DTRAIN_F64); counters of steps, then of the rounds
- * of each fragment (DTRAIN_U64); residual.0, ... of the fragments.
+ * A load writes into a new object, made from the same table and desc. With the parameters loaded too, the run goes on
+ * with the bits of one that never stopped. It needs as many ranks as saved: each list has one row for each rank.
+ *
+ *   outer          F32   outer weights
+ *   momentum       F32   of the outer step; not listed if it has none
+ *   base           F32   the weights that this rank started from
+ *   weights        F64   of the steps since the last snapshot, for each fragment
+ *   counters       U64   steps, then rounds of each fragment
+ *   residual.0 ... F32   of each fragment that is packed with feedback
  *
  * any thread */
 DTRAIN_API dtrain_pieces dtrain_local_sgd_pieces(dtrain_local_sgd *local);
 
-/* Leaves, ends the thread and frees; NULL is legal. Unless all have finished (dtrain_local_sgd_finish), the others log
- * that they go on without this rank; a round that it has handed in for may count it or not, for all alike.
+/* Leaves the group, ends the thread and frees the object; NULL is legal.
+ *
+ * Unless all have called dtrain_local_sgd_finish, the others log that they go on without this rank. A round that it has
+ * handed in for may count its difference or not, but in the same way on all ranks.
  *
  * one thread per object; never waits for a peer */
 DTRAIN_API void dtrain_local_sgd_destroy(dtrain_local_sgd *local);

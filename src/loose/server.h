@@ -1,17 +1,22 @@
 /* ---- >>server ----
- * The parameter server: one rank of a group to which all others, the workers, send their gradients.
+ * The parameter server: one rank of a group, to which all others, the workers, send their gradients. It comes in two
+ * forms.
  *
- * Synchronous: the server trains too. It folds the gradients of all ranks in the order of >>order and sends the mean
- * back, the same bits as dtrain_aggregator_all_reduce gives. A worker that dies is left out from there on.
+ * Synchronous: the server trains too. It adds up the gradients of all ranks in the order of >>order and sends the mean
+ * back, with the bits of dtrain_aggregator_all_reduce. Use it as an aggregator (dtrain_aggregator_server). If a worker
+ * dies, the others go on without it.
  *
- * Asynchronous: the server holds the parameters and the optimizer and only serves. A worker pushes the gradients of
- * its step, pulls the newest parameters, and goes on; it waits for a slower one only when it would otherwise be more
- * than `staleness` steps ahead of it (stale synchronous parallel).
+ * Asynchronous: the server holds the parameters and the optimizer, and only serves (dtrain_server_run). A worker pushes
+ * the gradients of its step, pulls the newest parameters, and goes on. It waits only if it would otherwise be more than
+ * `staleness` steps ahead of the slowest worker (stale synchronous parallel):
  *
- *     DTRAIN_CHECK(dtrain_server_push(server, weight));      after its backward pass
+ *     DTRAIN_CHECK(dtrain_server_push(server, weight));      after the backward pass
  *     DTRAIN_CHECK(dtrain_server_pull(server));
  *
- * Each worker and the server are a group of two of their own, so that each can be lost by itself. */
+ * Both forms can pack what travels (compress in the desc). The server has a group of two with each worker, so that it
+ * can lose one without the others. To see how much is sent, call dtrain_server_get_stats or
+ * dtrain_aggregator_get_stats. The file examples/parameter_server.c shows both forms, and train_gpt --aggregator ps
+ * trains through the first. */
 #ifndef DTRAIN__SERVER_H
 #define DTRAIN__SERVER_H
 #include "../train/train.h"
@@ -24,137 +29,152 @@ typedef struct dtrain_server dtrain_server;
 
 /* How a server works; the same on every rank. Zero means the default. */
 typedef struct dtrain_server_desc {
-    int server;       /* its rank; 0 */
+    int server;       /* rank of the server; 0 */
     int async;        /* 1: asynchronous */
-    int staleness;    /* asynchronous: steps that a worker may be ahead of the slowest; 0: 4; negative: none */
-    int no_broadcast; /* 1: the parameters are the same on all ranks already */
-    const dtrain_compress_desc *compress; /* copied; a kind that packs: TOPK of one ratio, taken piece by piece, BF16,
-                                           * F16, INT8, FP8, SIGN, or an OWN without reduce. NULL: as they are */
+    int staleness;    /* asynchronous: how many steps a worker may be ahead of the slowest; 0: 4; negative: none */
+    int no_broadcast; /* 1: all ranks have the same parameters already */
+    const dtrain_compress_desc *compress; /* copied; how gradients and parameters travel. A kind that packs: TOPK with
+                                           * one ratio, which selects in each piece of 65,536 elements; BF16, F16, INT8,
+                                           * FP8, SIGN, or an OWN without reduce. NULL: as float32 */
 } dtrain_server_desc;
 
 /* Makes one rank's end of a parameter server, and gives every rank the server's parameters, frozen ones too.
  *
- * Memory, in bytes for P trained elements: synchronous, up to 2 MiB on a worker and 1 MiB a worker on the server; with
- * compression, 4 P on each rank for what was not sent. Asynchronous, 4 P on a worker and 4 P a worker on the server;
- * with compression fewer, but 4 P on a worker for what was not sent, and on the server 4 P a worker for what each has.
+ * Memory, at most, for P trained elements. F is 4 P bytes with error feedback (the default), and 0 without; packed is
+ * the size of all packed gradients:
  *
- *   comm     must outlive it; may be used for other things, and may break, without harm to it
- *   table    copied; its data and grad are used until destroyed; the same on every rank but for addresses
+ *   form           rank     without compression         with compression
+ *   synchronous    worker   2.5 MiB                     2.5 MiB + F
+ *                  server   1.5 MiB + 1 MiB a worker    1.5 MiB + 1.25 MiB a worker + F
+ *   asynchronous   worker   0.5 MiB + 4 P               0.5 MiB + packed + F
+ *                  server   0.5 MiB + 4 P a worker      0.5 MiB + (packed + 4 P) a worker
+ *
+ *   comm     must outlive the server. You may use it for other things, and it may break, without harm to the server
+ *   table    copied; its data and grad are used until the server is destroyed. The same on every rank but for addresses
  *   desc     NULL: all defaults
- *   errors   DTRAIN_ERR_INVALID      a bad table, a rank outside the group, constants out of range
- *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32; a compressor that does not pack; a transport of your
- *                                    own
- *            DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the parameter or field, and who gave what
- *            DTRAIN_ERR_ABORTED      another rank could not make its end; the text has its number and why
+ *   errors   the same on every rank, whichever rank has the cause:
+ *            DTRAIN_ERR_INVALID      a bad table, a rank outside the group, constants out of range
+ *            DTRAIN_ERR_UNSUPPORTED  a gradient that is not F32, or not in the CPU's memory; a compressor that does not
+ *                                    pack; a transport of your own
+ *            DTRAIN_ERR_MISMATCH     tables or descs differ; the text names the parameter or field, and both values
+ *            DTRAIN_ERR_ABORTED      another rank could not make its end; the text names it and the cause
  *            DTRAIN_ERR_MEMORY; those of dtrain_broadcast and dtrain_comm_split
- *            on every rank, whichever it was
  *
  * collective: every rank of comm, same order; blocks up to timeout_ms a call of those two */
 DTRAIN_API_MUST dtrain_status dtrain_server_create(dtrain_server **server, dtrain_comm *comm, const dtrain_param *table,
                                                    size_t count, const dtrain_server_desc *desc);
 
-/* Makes the aggregator of a server, which must outlive it; every call has the table's parameters, whose memory may
- * move.
+/* Makes an aggregator of a server, which must outlive it.
  *
- * Synchronous: sends each rank's sums and weight to the server, and gives every rank the mean, in pieces that are on
- * their way in both directions at once. With compression each piece is packed by the worker, folded as float32,
- * packed by the server, and what either packing loses is kept for the next step; all ranks get the same bits.
- * When a worker is lost, the mean is over those that are left, by their weights: in the step in which it is lost, from
- * the first piece that it did not send. total_weight is that of the last piece.
+ * Every call gets the parameters of the server's table; their memory may have moved.
  *
- * Asynchronous, on workers: dtrain_server_push, then dtrain_server_pull. *total_weight is 0, as the server applies
- * the gradients: dtrain_train_step does not. After a pull that came too late, call dtrain_server_pull first.
+ * Synchronous: each rank sends its sums and its weight to the server, and gets the mean. Pieces travel in both
+ * directions at once. With compression the worker packs each piece, the server adds the pieces as float32 and packs the
+ * sum. What either packing loses is added in the next step. All ranks get the same bits. A lost
+ * worker is left out from the first piece on that it did not send. The mean is over the others then, by their weights.
+ * *total_weight is that of the last piece.
  *
- *   errors   DTRAIN_ERR_PEER_LOST  the server is lost; the text has its rank. For good, as the next three
- *            DTRAIN_ERR_CORRUPT    a rank sent what no rank sends; the text names it
+ * Asynchronous, on workers: dtrain_server_push, then dtrain_server_pull. *total_weight is 0: the server applies the
+ * gradients, and dtrain_train_step applies none. If the pull fails with DTRAIN_ERR_TIMEOUT, call dtrain_server_pull
+ * before the next step.
+ *
+ *   errors   DTRAIN_ERR_INVALID    another table, a bad weight, or the asynchronous server's own rank
+ *            After one of these the server cannot be used any more:
+ *            DTRAIN_ERR_PEER_LOST  the server is lost; the text names its rank
+ *            DTRAIN_ERR_CORRUPT    a rank sent data that is not valid; the text names it
  *            DTRAIN_ERR_TIMEOUT    synchronous: a rank has sent nothing for timeout_ms; the text names it
  *            DTRAIN_ERR_ABORTED    the server gave up; the text says why
- *            DTRAIN_ERR_INVALID    another table, a bad weight, or the asynchronous server's own rank
  *
  * any thread; its aggregate is collective over the server and the workers that are left, and blocks up to timeout_ms a
  * message */
 DTRAIN_API dtrain_aggregator dtrain_aggregator_server(dtrain_server *server);
 
-/* Sends the sums in the table's gradients to an asynchronous server, which divides them by weight and applies them.
+/* Sends the gradient sums in the table to an asynchronous server, which divides them by weight and applies them.
  *
- * Returns when they are copied. They count from the parameters of the last pull, of which each push needs one; the
- * first has those of dtrain_server_create.
+ * It returns when they are copied. Each push needs a pull before it; the first push follows dtrain_server_create.
  *
- *   weight   of the step's examples; 0: nothing is applied, but the step counts
- *   errors   DTRAIN_ERR_INVALID    no pull since the last push; the server's own rank; it is synchronous; a bad weight
- *            DTRAIN_ERR_PEER_LOST  the server is lost; the text has its rank
+ *   weight   weight of the step's examples, at least 0. With 0 nothing is applied, but the step counts
+ *   errors   DTRAIN_ERR_INVALID    no pull since the last push; called on the server's rank; a synchronous server; a
+ *                                  bad weight; this worker has left
+ *            DTRAIN_ERR_PEER_LOST  the server is lost; the text names its rank
  *
  * one thread per object */
 DTRAIN_API_MUST dtrain_status dtrain_server_push(dtrain_server *server, double weight);
 
-/* Fetches the asynchronous server's newest parameters into the table.
+/* Fetches the newest parameters of an asynchronous server into the table.
  *
- * A worker that has pushed c gradients gets them once every other worker that is left has pushed c - staleness, and
- * so they hold all but the last `staleness` steps of the slowest. How many steps of the slowest they lack is the
- * staleness of the gradient that is computed from them: never above the bound. Packed, what has changed since
- * the last pull travels, and what packing loses of it comes with later pulls. The age of a gradient, the number of
- * updates between its pull and its own application, is so never above (workers - 1) * (2 * staleness + 1).
+ * A worker that has pushed c gradients gets an answer once every other worker that is left has pushed c - staleness.
+ * The staleness of a gradient is the number of the slowest worker's steps that its parameters lack. It never exceeds
+ * desc.staleness. The age of a gradient is the number of updates between its pull and its own application. It never
+ * exceeds (workers - 1) * (2 * staleness + 1).
  *
- *   errors   DTRAIN_ERR_TIMEOUT    a slower worker did not come within timeout_ms; the text says which, and how far
- *                                  behind. It can be called again
- *            DTRAIN_ERR_PEER_LOST  the server is lost; the text has its rank
- *            DTRAIN_ERR_INVALID    as dtrain_server_push
+ * With compression, only the change since the last pull travels. What packing loses of it comes with later pulls.
+ *
+ *   errors   DTRAIN_ERR_TIMEOUT    a slower worker did not catch up within timeout_ms; the text names it and how far
+ *                                  behind it is. You may call it again
+ *            DTRAIN_ERR_PEER_LOST  the server is lost; the text names its rank
+ *            DTRAIN_ERR_INVALID    as dtrain_server_push, but a pull needs no push before it
  *   source   Ho and others, More effective distributed ML via a stale synchronous parallel parameter server, NIPS 2013
  *
  * one thread per object; blocks up to timeout_ms a message, for the server's answer twice that */
 DTRAIN_API_MUST dtrain_status dtrain_server_pull(dtrain_server *server);
 
-/* Says that this worker is done: nobody waits for it any more. A worker that is destroyed without it counts as lost.
+/* Says that this worker is done, so that no other worker waits for it.
  *
- *   errors   as dtrain_server_push; DTRAIN_OK for one that has left already
+ * Call it before dtrain_server_destroy: without it the worker counts as lost. A second call returns DTRAIN_OK.
+ *
+ *   errors   as dtrain_server_push
  *
  * one thread per object; blocks up to timeout_ms */
 DTRAIN_API_MUST dtrain_status dtrain_server_leave(dtrain_server *server);
 
 #define DTRAIN_STALENESS_BINS 16
 
-/* What an end of a server has done. */
+/* What one end of a server has done so far. */
 typedef struct dtrain_server_stats {
-    uint64_t steps;                                   /* synchronous: aggregated; asynchronous: gradients pushed, on the
-                                                       * server those of all workers */
-    uint64_t updates;                                 /* of the asynchronous server: gradients applied */
-    uint64_t pulls, waits;                            /* on the server those of all; how many had to wait for another */
-    uint64_t largest_staleness, staleness_sum;        /* of the gradients in updates; on a worker of those it pulled */
-    uint64_t staleness_counts[DTRAIN_STALENESS_BINS]; /* how many had 0, 1, ...; the last: that or more */
-    uint64_t largest_age, age_sum;                    /* of the gradients in updates; on a worker 0 */
+    uint64_t steps;                                   /* synchronous: steps aggregated; asynchronous: gradients pushed,
+                                                       * on the server those of all workers */
+    uint64_t updates;                                 /* asynchronous server: gradients applied */
+    uint64_t pulls, waits;                            /* pulls, and how many of them had to wait for another worker; on
+                                                       * the server those of all workers */
+    uint64_t largest_staleness, staleness_sum;        /* over the gradients applied; on a worker over its pulls */
+    uint64_t staleness_counts[DTRAIN_STALENESS_BINS]; /* how many had a staleness of 0, 1, ...; the last bin: that or
+                                                       * more */
+    uint64_t largest_age, age_sum;                    /* over the gradients applied; on a worker 0 */
     uint64_t sent_bytes, received_bytes;              /* of gradients and parameters */
-    int workers, left, lost;                          /* on the server: there now, left, lost; on a worker 0 */
+    int workers, left, lost;                          /* on the server: workers present, left, lost; on a worker 0 */
 } dtrain_server_stats;
 
-/* How an asynchronous server applies what is pushed. */
+/* How an asynchronous server applies gradients. */
 typedef struct dtrain_serve_desc {
     dtrain_optimizer *optimizer; /* made from the server's table */
     dtrain_schedule schedule;    /* of the learning rate; its steps are updates */
-    float max_norm;              /* of each gradient; 0: not clipped */
-    /* Called after each update with the worker whose gradient it was; what is saved there is whole. May be NULL. A
-     * status other than DTRAIN_OK ends dtrain_server_run with it. */
+    float max_norm;              /* each gradient is clipped to this norm; 0: not clipped */
+    /* Called after each update, with the rank of the worker whose gradient it was; may be NULL. The parameters are
+     * whole then, so that you may save them. A status other than DTRAIN_OK ends dtrain_server_run with it. */
     dtrain_status (*on_update)(void *user, int worker, const dtrain_server_stats *stats);
     void *user;
 } dtrain_serve_desc;
 
-/* Serves until no worker is left: all have left or are lost. The table's data are the parameters.
+/* Serves until every worker has left or is lost. The parameters are the table's data.
  *
- * A lost worker is left out, with a line in the log; a gradient that it had not sent in full is not applied.
+ * If a worker is lost, the server logs it and goes on without it. A gradient that had not arrived in full is not
+ * applied.
  *
- *   errors   DTRAIN_ERR_INVALID  another rank than the server's; it is synchronous; no optimizer
- *            DTRAIN_ERR_TIMEOUT  no worker has sent anything for timeout_ms; the text names the slowest. It can be
- *                                called again
- *            that of on_update: it can be called again
+ *   errors   DTRAIN_ERR_INVALID  called on another rank than the server's; a synchronous server; no optimizer
+ *            DTRAIN_ERR_TIMEOUT  no worker has sent anything for timeout_ms; the text names the slowest. You may call
+ *                                it again
+ *            that of on_update: you may call it again
  *
  * one thread per object; blocks until then */
 DTRAIN_API_MUST dtrain_status dtrain_server_run(dtrain_server *server, const dtrain_serve_desc *desc);
 
-/* Says what this end has done; zeroes for NULL.
+/* Returns what this end has done so far; zeros for NULL.
  *
  * one thread per object */
 DTRAIN_API dtrain_server_stats dtrain_server_get_stats(const dtrain_server *server);
 
-/* Leaves the groups and frees this end; NULL is legal. Never waits for a peer.
+/* Leaves the groups and frees this end; NULL is legal. It never waits for a peer.
  *
  * one thread per object */
 DTRAIN_API void dtrain_server_destroy(dtrain_server *server);
