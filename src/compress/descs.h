@@ -1,6 +1,6 @@
 /* ---- >>compress-descs ----
- * What compression is asked for and what it says it has sent: fields of other descs, too. A program that defines
- * DTRAIN_NO_COMPRESS has them as well, and calls that are given one return DTRAIN_ERR_UNSUPPORTED. */
+ * Descs and counters of compression, which other descs contain. With DTRAIN_NO_COMPRESS they stay, and a call that asks
+ * for compression returns DTRAIN_ERR_UNSUPPORTED. */
 #ifndef DTRAIN__DESCS_H
 #define DTRAIN__DESCS_H
 #include "../base/base.h"
@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-/* What gradients become before they travel. */
+/* How gradients are compressed before they are sent: see >>compress. */
 typedef enum dtrain_compression {
     DTRAIN_COMPRESS_DEFAULT = 0, /* top-k */
     DTRAIN_COMPRESS_TOPK = 901,
@@ -25,80 +25,82 @@ typedef enum dtrain_compression {
     DTRAIN_COMPRESS_OWN
 } dtrain_compression;
 
-/* A way to pack float32 vectors: a table of functions, to be filled by you or by those below. Each function gets the
- * table itself, and sets no global state: ranks are threads, too. */
+/* A compressor for float32 vectors: a table of functions. dtrain_compressor_of and its like fill it, or you do. Each
+ * function gets the table itself. No function may use global state: ranks can be threads of one process. */
 typedef struct dtrain_compressor dtrain_compressor;
 struct dtrain_compressor {
     const char *name;
     void *self;   /* yours */
-    size_t block; /* of the compressors below: elements that share a scale, or the dtype of a cast */
-    /* How many bytes count elements are packed into. It depends on count alone. */
+    size_t block; /* of dtrain_compressor_of: elements that share a scale; of a cast its dtype */
+    /* Returns the packed bytes of count elements. It depends on count alone. */
     size_t (*bytes)(const dtrain_compressor *compressor, size_t count);
     void (*pack)(const dtrain_compressor *compressor, const float *in, size_t count, void *out);
-    /* Any bytes must do: they come from another rank. */
+    /* Must accept any bytes: they come from another rank. */
     void (*unpack)(const dtrain_compressor *compressor, const void *in, float *out, size_t count);
-    /* Instead of the three above, for what is no packing: adds in to residual (NULL: counts as zero, nothing is kept),
-     * sums what it sends of that over all ranks of comm into out, which may be in, and leaves the rest in residual.
-     * Adds the bytes that this rank sent to *sent. Collective; the same bits on every rank. */
+    /* Set this instead of the three functions above for a compressor that does not pack. It adds in to residual, and
+     * sums over all ranks of comm what each sends of that. The sum goes to out; what is not sent stays in residual.
+     * out may be in. residual may be NULL: then it counts as zeros, and nothing is kept. The function adds the bytes
+     * that this rank sent to *sent. Collective; the result has the same bits on every rank. */
     dtrain_status (*reduce)(const dtrain_compressor *compressor, dtrain_comm *comm, const float *in, float *residual,
                             float *out, size_t count, uint64_t *sent);
-    void (*destroy)(void *self); /* may be NULL; called once, by what takes the compressor over */
+    void (*destroy)(void *self); /* called once, by the object that takes the compressor over; may be NULL */
 };
 
-/* A ratio that falls to its last value while training warms up: first, then each stage's factor times the one before.
- * The defaults are those of Deep Gradient Compression: 0.25, 0.0625, 0.015625, ... */
+/* A ratio for top-k that falls to its last value while training warms up. The ratio of each stage is factor times that
+ * of the stage before. The defaults are those of Deep Gradient Compression: 0.25, 0.0625, 0.015625, ... */
 typedef struct dtrain_topk_schedule {
-    double ratio;         /* the last */
-    uint64_t stage_steps; /* steps of a stage; 0: no warm-up */
+    double ratio;         /* the last one */
+    uint64_t stage_steps; /* steps a stage; 0: no warm-up */
     double first_ratio;   /* 0: 0.25 */
     double factor;        /* above 0, below 1; 0: 0.25 */
 } dtrain_topk_schedule;
 
-/* How indices are packed. */
+/* How the indices of selected elements are packed. */
 typedef enum dtrain_index_form {
-    DTRAIN_INDEX_AUTO = 0,  /* whichever is shortest */
-    DTRAIN_INDEX_U32 = 701, /* as they are */
-    DTRAIN_INDEX_U16,       /* as they are, for up to 65,536 elements */
-    DTRAIN_INDEX_DELTA,     /* how many elements were left out before each, 7 bits a byte, the lowest first */
-    DTRAIN_INDEX_NONE       /* every element of the vector is there, zeros where sparse has none */
+    DTRAIN_INDEX_AUTO = 0,  /* the shortest of the others */
+    DTRAIN_INDEX_U32 = 701, /* 32 bits each */
+    DTRAIN_INDEX_U16,       /* 16 bits each, for up to 65,536 elements */
+    DTRAIN_INDEX_DELTA,     /* the number of elements skipped before each one, 7 bits a byte, the lowest first */
+    DTRAIN_INDEX_NONE       /* no indices: every element of the vector is sent, 0 for those not selected */
 } dtrain_index_form;
 
-/* How ranks add up what each has selected. The result is the same bits for all but SPLIT_TOPK. */
+/* How ranks add up their selections. All forms but SPLIT_TOPK give the same bits. */
 typedef enum dtrain_sparse_exchange {
     DTRAIN_EXCHANGE_AUTO = 0,     /* GATHER for up to 8 ranks, SPLIT for more */
-    DTRAIN_EXCHANGE_GATHER = 801, /* every rank gets every selection; where those are longer than the whole vectors,
-                                   * these are all-reduced instead */
-    DTRAIN_EXCHANGE_SPLIT,        /* each rank adds up one part of the vector, then all get all sums; a part whose sums
-                                   * are shorter without indices travels as it is */
-    DTRAIN_EXCHANGE_SPLIT_TOPK    /* as SPLIT, but of its part's sums each rank passes on only the ratio's share, the
-                                   * largest, and keeps the others in its residual */
+    DTRAIN_EXCHANGE_GATHER = 801, /* every rank gets every selection. If these are longer than two whole vectors
+                                   * together, the whole vectors are all-reduced instead */
+    DTRAIN_EXCHANGE_SPLIT,        /* each rank adds up one part of the vector, then all ranks get all sums. Sums that
+                                   * are shorter without indices travel without them */
+    DTRAIN_EXCHANGE_SPLIT_TOPK    /* as SPLIT, but each rank passes on only the largest sums of its part, as many as the
+                                   * ratio says, and keeps the others in its residual */
 } dtrain_sparse_exchange;
 
 typedef struct dtrain_topk_desc {
-    dtrain_topk_schedule schedule; /* its ratio is needed, unless threshold is */
-    float threshold;               /* above 0: selects by magnitude, not by ratio */
-    dtrain_dtype values;           /* on the wire; 0: DTRAIN_F32; DTRAIN_BF16, DTRAIN_F16 */
-    dtrain_index_form indices;     /* 0: the shortest */
+    dtrain_topk_schedule schedule; /* its ratio is required, unless you set threshold */
+    float threshold;               /* above 0: select by magnitude instead of by ratio */
+    dtrain_dtype values;           /* as they are sent: DTRAIN_F32, DTRAIN_BF16 or DTRAIN_F16; 0: DTRAIN_F32 */
+    dtrain_index_form indices;     /* AUTO, U32 or DELTA; 0: AUTO */
     dtrain_sparse_exchange exchange;
 } dtrain_topk_desc;
 
-/* The all-reduce of one vector, step after step, through a compressor, with what was not sent kept for the next. */
+/* The compressed all-reduce of one vector, step after step. It keeps what is not sent for the next step. */
 typedef struct dtrain_compressed dtrain_compressed;
 
 typedef struct dtrain_compressed_desc {
     int no_feedback; /* 1: what is not sent is lost */
-    float momentum;  /* top-k alone: of the velocity that is sent in the gradient's stead; the optimizer then has none.
-                      * 0: none */
-    int no_masking;  /* 1: the velocity of what was sent goes on; 0: it starts anew */
-    float max_norm;  /* of this rank's vector, times the root of the number of ranks, at most; 0: any */
-    uint64_t start_step; /* of the first step that is compressed, counted from 0. Those before it are all-reduced as
-                          * they are, and leave no residual */
-    dtrain_device *device; /* where in, out and the state are; in a dtrain_compress_desc it is NULL. NULL: the CPU */
+    float momentum;  /* top-k with feedback only: momentum of a velocity that is sent instead of the gradient. The
+                      * optimizer then has no momentum of its own. 0: none */
+    int no_masking;  /* 1: the velocity of elements that were sent goes on; 0: it starts again from 0 */
+    float max_norm;  /* this rank's vector is shortened to at most max_norm / sqrt(ranks); 0: not */
+    uint64_t start_step; /* first step that is compressed, counted from 0. Steps before it are all-reduced as float32,
+                          * and leave no residual */
+    dtrain_device *device; /* whose memory in, out and the state are; NULL: the CPU's. In a dtrain_compress_desc leave
+                            * it NULL */
 } dtrain_compressed_desc;
 
 typedef struct dtrain_compressed_stats {
     uint64_t steps;
-    uint64_t dense_bytes; /* that this rank would have sent without the compressor: 2 (ranks - 1) / ranks a vector */
+    uint64_t dense_bytes; /* that this rank would have sent without compression: 2 (ranks - 1) / ranks of each vector */
     uint64_t sent_bytes;  /* that this rank has sent */
 } dtrain_compressed_stats;
 
