@@ -12835,8 +12835,9 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
     if (store->total + all <= DTRAIN__STORE_TOTAL_BYTES)
         entry = (dtrain__entry *)dtrain__alloc(allocator, all);
     if (entry == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "store_set: no room for %zu bytes; the store holds %zu of %zu",
-                            all, store->total, DTRAIN__STORE_TOTAL_BYTES);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "store_set: no room for %zu bytes; the store holds %zu of %zu bytes", all, store->total,
+                            DTRAIN__STORE_TOTAL_BYTES);
     if (*old != NULL)
         dtrain__store_remove(store, allocator, old);
     entry->key_bytes = key_bytes;
@@ -13009,7 +13010,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
         return DTRAIN_OK;
     seat->asks = NULL;
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
-                        "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read them",
+                        "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read requests",
                         dtrain__store_names[call->what], seat->rank, call->key);
 }
 
@@ -14343,7 +14344,7 @@ static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
     else if (status == DTRAIN_ERR_PEER_LOST)
         snprintf(why, sizeof why, "its end of the transport is closed");
     else
-        snprintf(why, sizeof why, "the transport said %s", dtrain_status_name(status));
+        snprintf(why, sizeof why, "the transport returned %s", dtrain_status_name(status));
     for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
         post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
     for (dtrain__seat *seat = mux->council.seats; seat != NULL; seat = seat->next)
@@ -14464,7 +14465,9 @@ static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
         return 1;
     dtrain__mux_gone(
         mux, peer,
-        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d sends to %d groups that this rank has not made", peer, ahead));
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                     "rank %d sends to %d groups that this rank has not made; make the same groups on every rank", peer,
+                     ahead));
     return 0;
 }
 
@@ -14483,8 +14486,7 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     if (p->kind >= DTRAIN__MUX_OTHERS) {
         dtrain__reader reader = {p->control, bytes};
         if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader))
-            dtrain__mux_gone(mux, peer,
-                             dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent what is no control message of dtrain"));
+            dtrain__mux_gone(mux, peer, dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent a malformed control message"));
         return;
     }
     if (p->kind == DTRAIN__MUX_BYE) {
@@ -14523,8 +14525,7 @@ static void dtrain__mux_open(dtrain__mux *mux, int peer)
         (kind == DTRAIN__MUX_DATA && check != dtrain__xxh64_of(p->header, 16, 0))) {
         p->left = 0;
         dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                     "what came from rank %d is damaged, or no frame of dtrain: use this version of it on every rank",
-                     peer);
+                     "what came from rank %d is damaged, or no frame of dtrain: use one dtrain.h on every rank", peer);
         dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
         return;
     }
@@ -14714,7 +14715,8 @@ static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
 {
     if (raw == NULL || raw->moved <= raw->bytes)
         return 0;
-    dtrain__fail(NULL, DTRAIN_ERR_INVALID, "the transport says that %zu of %zu bytes to or from rank %d have moved",
+    dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                 "the transport reports %zu of %zu bytes moved to or from rank %d; expected no more than asked for",
                  raw->moved, raw->bytes, raw->peer);
     raw->moved = 0;
     dtrain__mux_gone(mux, raw->peer, DTRAIN_ERR_INVALID);
@@ -14895,12 +14897,12 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
         int peer = ways[way] != NULL ? lane->seat.worlds[ways[way]->peer] : mux->table.rank;
         const dtrain__mux_peer *p = &mux->peers[peer];
         if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->seat.id)
-            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                                "group %llx waits on rank %d of the world while rank %d sends to group %llx, of which "
-                                "nobody here receives; %zu bytes of it are kept, the most there can be: receive from "
-                                "groups in the order in which peers send, or give the transport `lanes`",
-                                (unsigned long long)lane->seat.id, mux->table.rank, peer, (unsigned long long)p->lane,
-                                p->kept);
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_MEMORY,
+                "group %llx waits on rank %d of the world, but rank %d sends to group %llx, which nobody here "
+                "receives; %zu bytes of it are kept, and no more fit: receive from groups in the order in which peers "
+                "send, or give the transport `lanes`",
+                (unsigned long long)lane->seat.id, mux->table.rank, peer, (unsigned long long)p->lane, p->kept);
     }
     return DTRAIN_ERR_TIMEOUT;
 }
@@ -15392,7 +15394,7 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
         return status;
     }
     if (dtrain__thread_error.status != status)
-        dtrain__fail(NULL, status, "the transport has no lane for a group of %d ranks: it said %s", desc->size,
+        dtrain__fail(NULL, status, "the transport made no lanes for a group of %d ranks: it returned %s", desc->size,
                      dtrain_status_name(status));
     memset(&lane->own, 0, sizeof lane->own);
     dtrain__mux_plane_leave(lane, "");
@@ -16647,7 +16649,7 @@ static dtrain_status dtrain__handshake_same_build(dtrain__handshake *handshake, 
                             handshake->peer_name, version, DTRAIN__WIRE_VERSION);
     if (message[10] != dtrain__byte_order())
         return dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH,
-                            "%s has %s bytes first, this rank %s: ranks of one group need one byte order",
+                            "%s stores %s bytes first, this rank %s: ranks of one group need one byte order",
                             handshake->peer_name, message[10] == 1 ? "low" : "high", message[10] == 1 ? "high" : "low");
     return DTRAIN_OK;
 }
@@ -16697,7 +16699,8 @@ static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const
         return;
     }
     if (dtrain__get_le(handshake->challenge + 12, 4) != (uint64_t)handshake->peer) {
-        dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH, "rank %d was expected at %s, and rank %u answers",
+        dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH,
+                     "rank %d was expected at %s, but rank %u answers; check the address and the ranks",
                      handshake->peer, handshake->peer_name, (unsigned)dtrain__get_le(handshake->challenge + 12, 4));
         dtrain__handshake_close(handshake);
         return;
@@ -16803,9 +16806,7 @@ static int dtrain__handshake_events(const dtrain__handshake *handshake)
 
 static void dtrain__handshake_lost(dtrain__handshake *handshake, int error)
 {
-    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST,
-                 "%s: the connection to %s ended while both were introducing "
-                 "themselves (%s)",
+    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s: the connection to %s ended during the handshake (%s)",
                  handshake->initiator ? "connect" : "accept", handshake->peer_name, dtrain__net_why(error));
     handshake->system_error = error;
     dtrain__handshake_close(handshake);
@@ -17604,10 +17605,10 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char 
  * nobody there to tell: then who needs it fails, and others go on. */
 static void dtrain__hub_refused(dtrain__hub *hub, int rank)
 {
-    static const char why[] = "it takes no connection since the rank has left that would have told of its end";
+    static const char why[] = "it refuses connections, and the rank that would have reported its end has left";
     dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, rank, DTRAIN_OK, why, 0};
     if (!hub->handed) {
-        dtrain__hub_lost(hub, rank, 0, "it takes no connection; its process has died");
+        dtrain__hub_lost(hub, rank, 0, "it refuses connections; its process has died");
         return;
     }
     if (dtrain__hub_leads(hub))
@@ -17690,7 +17691,7 @@ static int dtrain__hub_send(void *self, int to, int type, const void *head, size
     int good = dtrain__frame_close(member, begin);
     dtrain__hub_kick(hub);
     if (!good && type == DTRAIN__FRAME_CONSENT)
-        dtrain__hub_note(hub, "rank %d has no room to tell rank %d of an agreement", hub->rank, to);
+        dtrain__hub_note(hub, "rank %d has no memory to send rank %d a vote or decision", hub->rank, to);
     return good;
 }
 
@@ -17757,7 +17758,7 @@ static int dtrain__channel_lay(dtrain__channel *channel)
 static void dtrain__hub_formed(dtrain__hub *hub)
 {
     dtrain__channel *world = dtrain__hub_channel(hub, 0);
-    dtrain__error cause = {DTRAIN_ERR_MEMORY, "no memory for connections"};
+    dtrain__error cause;
     int neighbours = 0;
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
@@ -17765,8 +17766,10 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++)
         neighbours += hub->members[rank].host == hub->members[hub->rank].host;
     hub->crowded = neighbours > dtrain__os_processors();
-    if (world != NULL && !dtrain__channel_lay(world))
+    if (world != NULL && !dtrain__channel_lay(world)) {
+        dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its connections", hub->rank);
         dtrain__seat_end(&world->seat, hub->rank, &cause);
+    }
     dtrain__hub_tell(hub);
 }
 
@@ -18048,7 +18051,7 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
         if (!dtrain__hub_frames(hub, rank)) {
-            dtrain__hub_lost(hub, rank, 0, "it sent what is no control message of dtrain");
+            dtrain__hub_lost(hub, rank, 0, "it sent a malformed control message");
             return;
         }
         if (member->held || member->control.fd < 0)
@@ -18170,7 +18173,7 @@ static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, i
         return -1;
     if (!dtrain__hub_late(hub, handshake, now))
         return 0;
-    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", handshake->peer_name);
+    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s does not answer", handshake->peer_name);
     return -1;
 }
 
@@ -18228,8 +18231,8 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
                                    channel->seat.rank, rank);
     else if (status != DTRAIN_OK)
         dtrain__membership_because(&cause, status,
-                                   "rank %d (%s) is lost: its connection came back, but more was lost than can be sent "
-                                   "again",
+                                   "rank %d (%s) is lost: its connection came back, but more data was lost than can be "
+                                   "sent again",
                                    rank, hub->members[handshake->peer].name);
     if (status != DTRAIN_OK) {
         dtrain__seat_end(&channel->seat, status == DTRAIN_ERR_MEMORY ? channel->seat.rank : rank, &cause);
@@ -18252,7 +18255,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
         dtrain__hub_lost(hub, handshake->peer, 0,
                          status == DTRAIN_ERR_MEMORY
                              ? "there is no memory to seal the connection to it"
-                             : "its connection came back, but more was lost than can be sent again");
+                             : "its connection came back, but more data was lost than can be sent again");
         return;
     }
     member->expected = 0;
@@ -18287,7 +18290,8 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
         handshake->received = member->control.received;
         dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
     } else if (hub->formed) { /* perhaps the last one, about to end: the peer may try again */
-        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "its group is complete and runs");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED,
+                           "its group is complete and runs; give each job a root of its own");
     } else if (member->control.fd >= 0) {
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
                            "two processes say they are rank %d: %.60s came first, now %.60s; give each process a rank "
@@ -18377,13 +18381,13 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__handshake *handshake)
                            dtrain__hub_job_text(hub->keys.job));
     else if (handshake->peer_world != hub->size)
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
-                           "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give every process "
+                           "rank %d at %.80s expects a world of %d ranks, rank %d one of %d; give every process "
                            "the same world size",
                            peer, handshake->peer_name, handshake->peer_world, hub->rank, hub->size);
     else if (peer < 0 || peer >= hub->size || peer == hub->rank || wanted != (unsigned)hub->rank)
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
-                           "rank %d at %.80s wants rank %u, and this is rank %d of %d", peer, handshake->peer_name,
-                           wanted, hub->rank, hub->size);
+                           "rank %d at %.80s wants rank %u, but this is rank %d of %d; check the addresses", peer,
+                           handshake->peer_name, wanted, hub->rank, hub->size);
     else if (dtrain__handshake_disagrees(handshake))
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
                            "rank %d at %.80s has DTRAIN_SECURE or desc.secure %s, rank %d has it %s; give every rank "
@@ -18472,20 +18476,23 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         if (error != 0) {
             hub->accept_ns = now + 100000000; /* out of descriptors, most often: look again in a while */
             dtrain__hub_note(hub,
-                             "rank %d cannot accept a connection (%s); this process may open more "
-                             "descriptors after \"ulimit -n\" with a higher number",
+                             "rank %d cannot accept a connection (%s); raise the number of descriptors that this "
+                             "process may open (ulimit -n)",
                              hub->rank, strerror(error));
             return;
         }
         if (!dtrain__hub_trusts(hub, fd, &hub->listening)) {
             close(fd);
-            dtrain__hub_turned_away(hub, DTRAIN_ERR_DENIED, "another user's process came, and there is no token", now);
+            dtrain__hub_turned_away(
+                hub, DTRAIN_ERR_DENIED,
+                "another user's process came, and there is no token: give every rank the same DTRAIN_TOKEN", now);
             continue;
         }
         handshake = dtrain__hub_new_handshake(hub, &peer);
         if (handshake == NULL) {
             close(fd);
-            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
+            snprintf(hub->refused, sizeof hub->refused, "%s: no memory for its connection",
+                     dtrain__net_text(&peer).text);
             return;
         }
         handshake->fd = fd;
@@ -18529,7 +18536,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     dtrain__address *here = &hub->listening;
     char path[DTRAIN__ADDRESS_BYTES];
     if (dtrain__net_end(hub->members[0].control.fd, 0, here) != 0)
-        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot read its own address: %s", hub->rank,
+                            strerror(errno));
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;
@@ -19036,8 +19044,8 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* what comes over the wire names it so */
         dtrain__free(hub->allocator, channel);
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                            "rank %d cannot make its end of a group of %d ranks: its members call it %llx, as another "
-                            "group is called",
+                            "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
+                            "group has that name",
                             rank, size, (unsigned long long)id);
     }
     if (channel != NULL) {
@@ -19834,8 +19842,8 @@ static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain_
 static dtrain_status dtrain__no_sockets(void)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "comm_create: a world of several processes, and this program was built with "
-                        "DTRAIN_NO_SOCKETS: remove that macro");
+                        "comm_create: this program was built with DTRAIN_NO_SOCKETS and has no worlds of several "
+                        "processes: remove that macro");
 }
 
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,
@@ -20079,13 +20087,15 @@ struct dtrain_comm {
 static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
 {
     if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?", call);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: the group is NULL; check the status of the call that makes it", call);
     if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "%s: this group was destroyed: make no call on it after dtrain_comm_destroy, nor once the mesh "
-                        "or the ranks' thread that owns it has ended",
-                        call);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_INVALID,
+        "%s: this group was destroyed; make no call on it after dtrain_comm_destroy, after the end of its "
+        "mesh, or after the body of dtrain_run_threads",
+        call);
 }
 
 /* Refuses a group that is destroyed, or between fuse_begin and fuse_end. */
@@ -21205,8 +21215,9 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
     trace.error = dtrain__os_put_in_place(trace.fd, recorder->beside, path, trace.error);
     if (trace.error == 0)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s; what was there is still",
-                        comm->rank, path, strerror(trace.error));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "comm_trace on rank %d: cannot write %.400s: %s; the old file is unchanged", comm->rank, path,
+                        strerror(trace.error));
 }
 
 DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
@@ -21234,7 +21245,7 @@ static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
     if (prefix == NULL)
         prefix = "";
     if (strlen(prefix) >= sizeof comm->recorder->prefix)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "rank %d: %s has %zu bytes; at most %d are possible", comm->rank,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "rank %d: %s has %zu bytes; expected at most %d", comm->rank,
                             from, strlen(prefix), DTRAIN__TRACE_PATH_BYTES - 1);
     snprintf(comm->recorder->prefix, sizeof comm->recorder->prefix, "%s", prefix);
     comm->desc.trace_on_failure = comm->recorder->prefix;
@@ -21308,7 +21319,7 @@ static dtrain_status dtrain__place_number(const char *name, int64_t low, int64_t
     errno = 0;
     value = text != NULL ? strtoll(text, &end, 10) : 0;
     if (text == NULL || *end != 0 || errno != 0 || value < low || value > high)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%.40s: a number from %lld to %lld is expected",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%.40s: expected a number from %lld to %lld",
                             name, text != NULL ? text : "(unset)", (long long)low, (long long)high);
     *out = value;
     return DTRAIN_OK;
@@ -21488,7 +21499,8 @@ static dtrain_status dtrain__place_given(dtrain__place *place, const char *name,
     dtrain__place_believe(place, "%s=%.120s", name, root);
     return strlen(root) < sizeof place->root
                ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s is too long", name);
+               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s has %zu bytes; expected at most %zu", name,
+                              strlen(root), sizeof place->root - 1);
 }
 
 static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
@@ -21538,15 +21550,15 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
 static dtrain_status dtrain__place_check_token(const char *what, const char *token, size_t bytes)
 {
     if (memchr(token, 0, bytes) != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has a byte of 0; a token is a text of 16 to 255 bytes", what);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has a byte of 0; expected a text of 16 to 255 bytes", what);
     if (bytes > 255)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has %zu bytes; 16 to 255 are possible", what, bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has %zu bytes; expected 16 to 255", what, bytes);
     if (bytes == 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "%s is empty; a token has 16 to 255 bytes; leave it out to have none", what);
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED, "%s is empty; expected 16 to 255 bytes; unset it to have no token",
+                            what);
     if (bytes < 16)
         return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "%s has %zu bytes; a token needs at least 16, which nobody can guess", what, bytes);
+                            "%s has %zu bytes; a token needs at least 16 bytes that nobody can guess", what, bytes);
     return DTRAIN_OK;
 }
 
@@ -21574,7 +21586,8 @@ static dtrain_status dtrain__place_read_token(const char *what, const char *path
     if (!regular)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s is no regular file; write the token to one", from);
     if ((file.st_mode & 077) != 0)
-        dtrain__log(DTRAIN_LOG_WARN, "%s is not its owner's alone; chmod 600 makes it so", from);
+        dtrain__log(DTRAIN_LOG_WARN, "%s can be read or written by others than its owner; chmod 600 prevents that",
+                    from);
     for (size_t i = 0; i < *bytes; i++)
         if (text[i] == '\n' || text[i] == '\r')
             *bytes = i;
@@ -21655,8 +21668,8 @@ static dtrain_status dtrain__place_check_root(const dtrain__place *place)
         host[0] != 0 && (place->keys.rank == 0 || atoi(port) > 0))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "comm_create: the root \"%.120s\" of rank %d: host:port, [address]:port or unix:/path is "
-                        "expected, a port of 1 to 65535 (0, any free one, on rank 0 only), a path of at most 95 bytes",
+                        "comm_create: the root is \"%.120s\" on rank %d; expected host:port, [address]:port or "
+                        "unix:/path; the port is 1 to 65535 (on rank 0 also 0: any), the path at most 95 bytes",
                         place->root, place->keys.rank);
 }
 
@@ -21675,8 +21688,8 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         if (desc->world_size < 0 || desc->world_size > DTRAIN__MAX_RANKS || desc->rank < 0 ||
             desc->rank >= desc->world_size)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "comm_create: rank %d of %d ranks; ranks count from 0, and 1 to %d are possible",
-                                desc->rank, desc->world_size, DTRAIN__MAX_RANKS);
+                                "comm_create: rank %d of %d ranks; expected 1 to %d ranks, counted from 0", desc->rank,
+                                desc->world_size, DTRAIN__MAX_RANKS);
         dtrain__place_believe(place, "desc.rank=%d desc.world_size=%d", desc->rank, desc->world_size);
     }
     if (status == DTRAIN_OK)
@@ -21695,7 +21708,7 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         status = dtrain__place_root(place, launcher);
     } else {
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                              "comm_create: rank %d of %d: desc.root is needed, host:port or "
+                              "comm_create: rank %d of %d: desc.root is needed: set it to the host:port or "
                               "unix:/path where rank 0 listens",
                               place->keys.rank, place->keys.world_size);
     }
@@ -23338,8 +23351,8 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 static dtrain_status dtrain__message_damaged(const dtrain_comm *comm, dtrain__op *op, int peer, const char *what)
 {
     return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT,
-                        "%s on rank %d: %s of a message from rank %d came damaged; the connection "
-                        "between the two cannot be trusted",
+                        "%s on rank %d: %s of a message from rank %d came damaged, by its checksum; "
+                        "check the transport and network between the two",
                         dtrain__op_text(comm, op).text, comm->rank, what, peer);
 }
 
@@ -23358,8 +23371,10 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
     dtrain__call mine = dtrain__op_call(comm, op, 1);
     int whole = dtrain__message_read(comm, op, &came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
-        return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
-                            dtrain__op_text(comm, op).text, step->from);
+        return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT,
+                            "%s on rank %d: what came from rank %d is no message of dtrain; check the transport "
+                            "between the two",
+                            dtrain__op_text(comm, op).text, comm->rank, step->from);
     if (!whole && came.check != dtrain__message_header_sum(&came))
         return dtrain__message_damaged(comm, op, step->from, "the header");
     if (memcmp(&came.call, &mine, sizeof mine) != 0 || (came.tag != step->tag_in && !dtrain__op_is_message(op)))
@@ -23496,7 +23511,7 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
         if (dtrain__thread_error.status == status)
             cause = dtrain__thread_error;
         else
-            dtrain__fail(&cause, status, "rank %d: the transport said %s", peer, dtrain_status_name(status));
+            dtrain__fail(&cause, status, "rank %d: the transport returned %s", peer, dtrain_status_name(status));
         dtrain__op_blame(comm, op, &cause);
     }
     return dtrain__message_fail(comm, op);
@@ -24118,9 +24133,9 @@ static void dtrain__work_tell_alone(dtrain_comm *comm)
     static uint32_t told;
     comm->alone = 0;
     if (__atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
-        dtrain__log(DTRAIN_LOG_WARN, "no launcher has set a rank, so this is a world of one; \"dtrun -n 4 PROGRAM\" "
-                                     "starts four ranks, as do torchrun, srun and mpirun; DTRAIN_WORLD_SIZE=1 says "
-                                     "that one is meant");
+        dtrain__log(DTRAIN_LOG_WARN, "no launcher has set a rank, so this is a world of one; start four ranks with "
+                                     "\"dtrun -n 4 PROGRAM\", torchrun, srun or mpirun, or set DTRAIN_WORLD_SIZE=1 if "
+                                     "one is meant");
 }
 
 static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
@@ -24265,8 +24280,9 @@ static dtrain_status dtrain__work_alive(const dtrain_work *work, const char *cal
     if (mark == DTRAIN__WORK_MARK)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s", call,
-                        mark == DTRAIN__GONE ? "the group of this handle was destroyed, and its handles with it"
-                                             : "this handle was waited for before, which ends it; wait once");
+                        mark == DTRAIN__GONE
+                            ? "the group of this handle was destroyed with its handles; wait before that"
+                            : "this handle was waited for before, which freed it; wait once");
 }
 
 /* Waits for work until until_ns. Returns its result and frees it; 0 in *ended: it goes on. */
@@ -24303,7 +24319,8 @@ DTRAIN_API DTRAIN__NOINLINE dtrain_status dtrain_work_wait(dtrain_work *work)
 {
     int ended;
     if (work == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "work_wait: the handle is NULL; check the status of the call that makes it");
     return dtrain__work_end(work, INT64_MAX, &ended);
 }
 
@@ -24460,7 +24477,8 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
     if (comm->desc.node_ranks < 0)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "comm desc: node_ranks is %d; expected 1 or more, or 0 to detect it",
                             comm->desc.node_ranks);
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
@@ -24527,24 +24545,22 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     *given = desc;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
         (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
-                            algorithm);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant", algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress is %d; expected a DTRAIN_PROGRESS constant",
                             progress);
     if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order %d is not a DTRAIN_ORDER constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order is %d; expected a DTRAIN_ORDER constant",
                             (int)desc->order);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: connections is %d; expected 1 to %d, or 0 for 1",
                             desc->connections, DTRAIN__MAX_LANES);
     if (desc->secure < -1 || desc->secure > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm desc: secure is %d; 1 (on), 0 (by itself) or -1 (off) is "
-                            "possible",
-                            desc->secure);
+                            "comm desc: secure is %d; expected 1 (on), 0 (automatic) or -1 (off)", desc->secure);
     if (desc->fingerprint != NULL && strlen(desc->fingerprint) > DTRAIN__FINGERPRINT_BYTES - 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: a fingerprint of %zu bytes; at most %d are possible",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: fingerprint has %zu bytes; expected at most %d",
                             strlen(desc->fingerprint), DTRAIN__FINGERPRINT_BYTES - 1);
     return DTRAIN_OK;
 }
@@ -24576,8 +24592,9 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     dtrain__threads_group *group;
     dtrain__end end;
     if (comms == NULL || ranks < 1 || ranks > DTRAIN__MAX_RANKS)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threads_create: %d ranks (1 to %d are possible) into %s array",
-                            ranks, DTRAIN__MAX_RANKS, comms == NULL ? "no" : "an");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "threads_create: ranks is %d and comms is %s; expected 1 to %d ranks and an array for them",
+                            ranks, comms == NULL ? "NULL" : "given", DTRAIN__MAX_RANKS);
     for (int rank = 0; rank < ranks; rank++)
         comms[rank] = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
@@ -24605,7 +24622,7 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
     dtrain__place place;
     dtrain__end end;
     if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: comm is NULL; give an address for the group");
     *comm = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
     if (status == DTRAIN_OK)
@@ -24659,7 +24676,8 @@ DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
 {
     if (comm == NULL || ready == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "comm_ready: needs a group and a place for the answer");
+                            "comm_ready: %s is NULL; give a group and an address for the answer",
+                            comm == NULL ? "comm" : "ready");
     *ready = 0;
     dtrain_status status = dtrain__group_alive(comm, "comm_ready");
     return status == DTRAIN_OK ? dtrain__create_form(comm, ready, 0) : status;
@@ -24761,7 +24779,7 @@ static void dtrain__create_runner_main(void *pointer)
         runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
     }
     if (dtrain__group_alive(runner->comm, "run_threads") != DTRAIN_OK) {
-        dtrain__log(DTRAIN_LOG_ERROR, "run_threads: rank %d has destroyed its world, which ends by itself", rank);
+        dtrain__log(DTRAIN_LOG_ERROR, "run_threads: rank %d has destroyed its world; leave that to run_threads", rank);
         return;
     }
     if (status != DTRAIN_OK)
@@ -24778,8 +24796,8 @@ static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int rank
         dtrain__create_runner *runner = &runners[started];
         int error = dtrain__os_thread_start(&runner->thread, dtrain__create_runner_main, runner, stack);
         if (error != 0)
-            dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", started, ranks,
-                         strerror(error));
+            dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s); run fewer ranks",
+                         started, ranks, strerror(error));
         else
             started++;
     }
@@ -24801,11 +24819,12 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
     size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
     uint32_t failures = 0;
     if (n == 0 || body == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
-                            DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "run_threads: ranks is %d and body is %s; expected 1 to %d ranks and a function", ranks,
+                            body == NULL ? "NULL" : "given", DTRAIN__MAX_RANKS);
     if (stack < DTRAIN__LEAST_STACK)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "run_threads: desc.stack_bytes is %zu; calls need %d, and body what it needs beside", stack,
+                            "run_threads: desc.stack_bytes is %zu; calls need %d; add what body needs", stack,
                             DTRAIN__LEAST_STACK);
     dtrain__create_runner *runners =
         (dtrain__create_runner *)dtrain__alloc(&heap, n * (sizeof *runners + sizeof(dtrain_comm *)));
@@ -24840,12 +24859,18 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
     dtrain_transport held;
     dtrain__end end;
     if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_from_transport: needs a place for the group and a table with send and recv");
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "comm_from_transport: %s is NULL; give an address for the group and a table with send and recv",
+            comm == NULL              ? "comm"
+            : transport == NULL       ? "transport"
+            : transport->send == NULL ? "send"
+                                      : "recv");
     *comm = NULL;
     if (transport->size < 1 || transport->size > DTRAIN__MAX_RANKS || transport->rank < 0 ||
         transport->rank >= transport->size)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: rank %d of %d ranks; expected 1 to %d ranks, counted from 0",
                             transport->rank, transport->size, DTRAIN__MAX_RANKS);
     dtrain_status status = dtrain__create_check_desc(&desc);
     if (status != DTRAIN_OK)
@@ -25262,7 +25287,8 @@ static dtrain_status dtrain__fuse_check(dtrain_comm *comm, int open, const char 
     if (comm->fusing == open)
         return DTRAIN_OK;
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s", call, comm->rank,
-                        open ? "there was no fuse_begin" : "it was called before; call fuse_end first");
+                        open ? "there was no fuse_begin; call it first"
+                             : "a fuse is open already; call fuse_end first");
 }
 
 DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
@@ -25801,7 +25827,8 @@ static dtrain_status dtrain__split_meet(dtrain__split_state *split, uint64_t col
     for (int rank = 0; rank < parent->size && status == DTRAIN_OK; rank++)
         if (split->entries[rank].origin != (uint64_t)dtrain__seat_world(parent->seat, rank))
             status = dtrain__fail(&parent->error, DTRAIN_ERR_CORRUPT,
-                                  "%s on rank %d: rank %d says that it is rank %llu of the world, and it is rank %d",
+                                  "%s on rank %d: rank %d says that it is rank %llu of the world, and it is rank %d; "
+                                  "check the transport between the two",
                                   split->call, parent->rank, rank, (unsigned long long)split->entries[rank].origin,
                                   dtrain__seat_world(parent->seat, rank));
     return status;
@@ -25856,7 +25883,7 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
         good = dtrain__seat_bind(group->seat, bound, count);
     dtrain__free(allocator, bound);
     return good ? DTRAIN_OK
-                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", split->call);
+                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to list the ranks that %s depends on", split->call);
 }
 
 static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm **group)
@@ -25992,7 +26019,7 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
             return dtrain__mesh_flaw(world, "needs a name of 1 to 31 characters", dims, i);
         for (int k = 0; k < i; k++)
             if (strcmp(dims[k].name, dims[i].name) == 0)
-                return dtrain__mesh_flaw(world, "has a name that is taken", dims, i);
+                return dtrain__mesh_flaw(world, "has a name that is taken; give each its own", dims, i);
         if (dims[i].size < 0 || (dims[i].size == 0 && open >= 0))
             return dtrain__mesh_flaw(world, "needs a size of 1 or more; one dimension alone may have 0", dims, i);
         open = dims[i].size == 0 ? i : open;
@@ -26003,8 +26030,8 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
     *rest = world->size / product;
     if (world->size % product != 0 || (open < 0 && *rest != 1))
         return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
-                            "mesh_create on rank %d: the sizes multiply to %d, and the world has %d ranks%s",
-                            world->rank, product, world->size, open >= 0 ? ", which that does not divide" : "");
+                            "mesh_create on rank %d: the sizes multiply to %d; expected %s of the world's %d ranks",
+                            world->rank, product, open >= 0 ? "a divisor" : "all", world->size);
     return DTRAIN_OK;
 }
 
@@ -26198,8 +26225,9 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
     dtrain_comm *comm = part->split.parent;
     dtrain__error *error = &comm->error;
     if (part->vote.given_up)
-        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have given this rank up: %.400s",
-                            part->split.call, comm->rank, comm->members->cause.text);
+        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST,
+                            "%s on rank %d: the others have given this rank up: %.400s; end it", part->split.call,
+                            comm->rank, comm->members->cause.text);
     if (part->vote.status == DTRAIN_ERR_MISMATCH)
         return dtrain__fail(error, DTRAIN_ERR_MISMATCH,
                             "%s on rank %d: ranks called comm_shrink and comm_agree at once; all must make the same "
@@ -26207,12 +26235,13 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
                             part->split.call, comm->rank);
     if (part->vote.status != DTRAIN_OK)
         return dtrain__fail(error, part->vote.status,
-                            "%s on rank %d: %d of %d ranks are here, and that others are silent is no proof that they "
-                            "are gone: only the larger part goes on",
+                            "%s on rank %d: %d of %d ranks are here; the others are silent but may still run, so "
+                            "only the larger part continues; end this rank",
                             part->split.call, comm->rank, part->split.size, comm->size);
     if (part->split.rank < 0)
-        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have gone on without this rank",
-                            part->split.call, comm->rank);
+        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST,
+                            "%s on rank %d: the others have gone on without this rank; end it", part->split.call,
+                            comm->rank);
     return DTRAIN_OK;
 }
 
@@ -26299,7 +26328,7 @@ DTRAIN_API dtrain_status dtrain_comm_shrink_poll(dtrain_comm *comm, int64_t budg
     int64_t now = dtrain__os_now_ns();
     if (comm != NULL && budget_us < 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "comm_shrink_poll on rank %d: a budget of %lld us; 0 or more is possible", comm->rank,
+                            "comm_shrink_poll on rank %d: budget_us is %lld; expected 0 or more", comm->rank,
                             (long long)budget_us);
     return dtrain__survive_shrink(comm, budget_us < (INT64_MAX - now) / 1000 ? now + budget_us * 1000 : INT64_MAX,
                                   survivors);
@@ -26380,7 +26409,8 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
         flaw = buffers[i] == NULL && bytes[i] > 0;
     if (comm == NULL || flaw)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "resync: needs a group and %d buffers with their sizes", count);
+                            "resync: %s; give a group, and each of the %d buffers with its size",
+                            comm == NULL ? "comm is NULL" : "count is negative or a buffer is missing", count);
     dtrain_status status = dtrain__survive_source(comm, &sizes, &step, &source);
     if (status == DTRAIN_OK)
         status = dtrain__survive_room(comm, source, &sizes, &room, &total);

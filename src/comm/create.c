@@ -39,7 +39,8 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     for (int kind = 0; kind < DTRAIN__KINDS; kind++)
         comm->asked[kind] = comm->desc.algorithm;
     if (comm->desc.node_ranks < 0)
-        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "comm desc: %d ranks of a node; 1 or more are possible",
+        return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
+                            "comm desc: node_ranks is %d; expected 1 or more, or 0 to detect it",
                             comm->desc.node_ranks);
     if (dtrain__place_option(ranks == 0, "DTRAIN_NODE_RANKS", 0, INT_MAX, &ranks) != DTRAIN_OK)
         return DTRAIN_ERR_INVALID;
@@ -106,24 +107,22 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     *given = desc;
     if (algorithm != DTRAIN_ALGORITHM_AUTO &&
         (algorithm < DTRAIN_ALGORITHM_FUSED || algorithm > DTRAIN_ALGORITHM_DOUBLE_TREE))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: algorithm %d is not a DTRAIN_ALGORITHM constant",
-                            algorithm);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm desc: algorithm is %d; expected a DTRAIN_ALGORITHM constant", algorithm);
     if (progress != DTRAIN_PROGRESS_THREAD && progress != DTRAIN_PROGRESS_POLL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress %d is not a DTRAIN_PROGRESS constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: progress is %d; expected a DTRAIN_PROGRESS constant",
                             progress);
     if (desc->order != DTRAIN_ORDER_TREE && desc->order != DTRAIN_ORDER_ANY)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order %d is not a DTRAIN_ORDER constant",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: order is %d; expected a DTRAIN_ORDER constant",
                             (int)desc->order);
     if (desc->connections < 0 || desc->connections > DTRAIN__MAX_LANES)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: %d connections to a peer; 1 to %d are possible",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: connections is %d; expected 1 to %d, or 0 for 1",
                             desc->connections, DTRAIN__MAX_LANES);
     if (desc->secure < -1 || desc->secure > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm desc: secure is %d; 1 (on), 0 (by itself) or -1 (off) is "
-                            "possible",
-                            desc->secure);
+                            "comm desc: secure is %d; expected 1 (on), 0 (automatic) or -1 (off)", desc->secure);
     if (desc->fingerprint != NULL && strlen(desc->fingerprint) > DTRAIN__FINGERPRINT_BYTES - 1)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: a fingerprint of %zu bytes; at most %d are possible",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm desc: fingerprint has %zu bytes; expected at most %d",
                             strlen(desc->fingerprint), DTRAIN__FINGERPRINT_BYTES - 1);
     return DTRAIN_OK;
 }
@@ -155,8 +154,9 @@ DTRAIN_API dtrain_status dtrain_threads_create(dtrain_comm **comms, int ranks, c
     dtrain__threads_group *group;
     dtrain__end end;
     if (comms == NULL || ranks < 1 || ranks > DTRAIN__MAX_RANKS)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "threads_create: %d ranks (1 to %d are possible) into %s array",
-                            ranks, DTRAIN__MAX_RANKS, comms == NULL ? "no" : "an");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "threads_create: ranks is %d and comms is %s; expected 1 to %d ranks and an array for them",
+                            ranks, comms == NULL ? "NULL" : "given", DTRAIN__MAX_RANKS);
     for (int rank = 0; rank < ranks; rank++)
         comms[rank] = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
@@ -184,7 +184,7 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
     dtrain__place place;
     dtrain__end end;
     if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: nowhere to put the group (comm is NULL)");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: comm is NULL; give an address for the group");
     *comm = NULL;
     dtrain_status status = dtrain__create_check_desc(&desc);
     if (status == DTRAIN_OK)
@@ -238,7 +238,8 @@ DTRAIN_API dtrain_status dtrain_comm_ready(dtrain_comm *comm, int *ready)
 {
     if (comm == NULL || ready == NULL)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "comm_ready: needs a group and a place for the answer");
+                            "comm_ready: %s is NULL; give a group and an address for the answer",
+                            comm == NULL ? "comm" : "ready");
     *ready = 0;
     dtrain_status status = dtrain__group_alive(comm, "comm_ready");
     return status == DTRAIN_OK ? dtrain__create_form(comm, ready, 0) : status;
@@ -340,7 +341,7 @@ static void dtrain__create_runner_main(void *pointer)
         runner->place = __atomic_add_fetch(runner->failures, 1, __ATOMIC_SEQ_CST);
     }
     if (dtrain__group_alive(runner->comm, "run_threads") != DTRAIN_OK) {
-        dtrain__log(DTRAIN_LOG_ERROR, "run_threads: rank %d has destroyed its world, which ends by itself", rank);
+        dtrain__log(DTRAIN_LOG_ERROR, "run_threads: rank %d has destroyed its world; leave that to run_threads", rank);
         return;
     }
     if (status != DTRAIN_OK)
@@ -357,8 +358,8 @@ static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int rank
         dtrain__create_runner *runner = &runners[started];
         int error = dtrain__os_thread_start(&runner->thread, dtrain__create_runner_main, runner, stack);
         if (error != 0)
-            dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s)", started, ranks,
-                         strerror(error));
+            dtrain__fail(&first, DTRAIN_ERR_IO, "run_threads: the system refused thread %d of %d (%s); run fewer ranks",
+                         started, ranks, strerror(error));
         else
             started++;
     }
@@ -380,11 +381,12 @@ DTRAIN_API dtrain_status dtrain_run_threads(int ranks, dtrain_status (*body)(dtr
     size_t stack = desc != NULL && desc->stack_bytes > 0 ? desc->stack_bytes : (size_t)8 << 20;
     uint32_t failures = 0;
     if (n == 0 || body == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "run_threads: %d ranks (1 to %d are possible) of %s body", ranks,
-                            DTRAIN__MAX_RANKS, body == NULL ? "no" : "a");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "run_threads: ranks is %d and body is %s; expected 1 to %d ranks and a function", ranks,
+                            body == NULL ? "NULL" : "given", DTRAIN__MAX_RANKS);
     if (stack < DTRAIN__LEAST_STACK)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "run_threads: desc.stack_bytes is %zu; calls need %d, and body what it needs beside", stack,
+                            "run_threads: desc.stack_bytes is %zu; calls need %d; add what body needs", stack,
                             DTRAIN__LEAST_STACK);
     dtrain__create_runner *runners =
         (dtrain__create_runner *)dtrain__alloc(&heap, n * (sizeof *runners + sizeof(dtrain_comm *)));

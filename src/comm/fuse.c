@@ -17,7 +17,8 @@ static dtrain_status dtrain__fuse_check(dtrain_comm *comm, int open, const char 
     if (comm->fusing == open)
         return DTRAIN_OK;
     return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID, "%s on rank %d: %s", call, comm->rank,
-                        open ? "there was no fuse_begin" : "it was called before; call fuse_end first");
+                        open ? "there was no fuse_begin; call it first"
+                             : "a fuse is open already; call fuse_end first");
 }
 
 DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)

@@ -216,13 +216,15 @@ struct dtrain_comm {
 static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
 {
     if (comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the group is NULL; was its creation checked?", call);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: the group is NULL; check the status of the call that makes it", call);
     if (__atomic_load_n(&comm->mark, __ATOMIC_RELAXED) == DTRAIN__COMM_MARK)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "%s: this group was destroyed: make no call on it after dtrain_comm_destroy, nor once the mesh "
-                        "or the ranks' thread that owns it has ended",
-                        call);
+    return dtrain__fail(
+        NULL, DTRAIN_ERR_INVALID,
+        "%s: this group was destroyed; make no call on it after dtrain_comm_destroy, after the end of its "
+        "mesh, or after the body of dtrain_run_threads",
+        call);
 }
 
 /* Refuses a group that is destroyed, or between fuse_begin and fuse_end. */

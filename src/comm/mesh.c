@@ -35,7 +35,7 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
             return dtrain__mesh_flaw(world, "needs a name of 1 to 31 characters", dims, i);
         for (int k = 0; k < i; k++)
             if (strcmp(dims[k].name, dims[i].name) == 0)
-                return dtrain__mesh_flaw(world, "has a name that is taken", dims, i);
+                return dtrain__mesh_flaw(world, "has a name that is taken; give each its own", dims, i);
         if (dims[i].size < 0 || (dims[i].size == 0 && open >= 0))
             return dtrain__mesh_flaw(world, "needs a size of 1 or more; one dimension alone may have 0", dims, i);
         open = dims[i].size == 0 ? i : open;
@@ -46,8 +46,8 @@ static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_di
     *rest = world->size / product;
     if (world->size % product != 0 || (open < 0 && *rest != 1))
         return dtrain__fail(&world->error, DTRAIN_ERR_INVALID,
-                            "mesh_create on rank %d: the sizes multiply to %d, and the world has %d ranks%s",
-                            world->rank, product, world->size, open >= 0 ? ", which that does not divide" : "");
+                            "mesh_create on rank %d: the sizes multiply to %d; expected %s of the world's %d ranks",
+                            world->rank, product, open >= 0 ? "a divisor" : "all", world->size);
     return DTRAIN_OK;
 }
 

@@ -267,8 +267,8 @@ static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, c
 static dtrain_status dtrain__message_damaged(const dtrain_comm *comm, dtrain__op *op, int peer, const char *what)
 {
     return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT,
-                        "%s on rank %d: %s of a message from rank %d came damaged; the connection "
-                        "between the two cannot be trusted",
+                        "%s on rank %d: %s of a message from rank %d came damaged, by its checksum; "
+                        "check the transport and network between the two",
                         dtrain__op_text(comm, op).text, comm->rank, what, peer);
 }
 
@@ -287,8 +287,10 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
     dtrain__call mine = dtrain__op_call(comm, op, 1);
     int whole = dtrain__message_read(comm, op, &came);
     if (came.magic != DTRAIN__MESSAGE_MAGIC)
-        return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT, "%s: what came from rank %d is no message of dtrain",
-                            dtrain__op_text(comm, op).text, step->from);
+        return dtrain__fail(&op->error, DTRAIN_ERR_CORRUPT,
+                            "%s on rank %d: what came from rank %d is no message of dtrain; check the transport "
+                            "between the two",
+                            dtrain__op_text(comm, op).text, comm->rank, step->from);
     if (!whole && came.check != dtrain__message_header_sum(&came))
         return dtrain__message_damaged(comm, op, step->from, "the header");
     if (memcmp(&came.call, &mine, sizeof mine) != 0 || (came.tag != step->tag_in && !dtrain__op_is_message(op)))
@@ -425,7 +427,7 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
         if (dtrain__thread_error.status == status)
             cause = dtrain__thread_error;
         else
-            dtrain__fail(&cause, status, "rank %d: the transport said %s", peer, dtrain_status_name(status));
+            dtrain__fail(&cause, status, "rank %d: the transport returned %s", peer, dtrain_status_name(status));
         dtrain__op_blame(comm, op, &cause);
     }
     return dtrain__message_fail(comm, op);

@@ -12,12 +12,18 @@ DTRAIN_API dtrain_status dtrain_comm_from_transport(dtrain_comm **comm, const dt
     dtrain_transport held;
     dtrain__end end;
     if (comm == NULL || transport == NULL || transport->send == NULL || transport->recv == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "comm_from_transport: needs a place for the group and a table with send and recv");
+        return dtrain__fail(
+            NULL, DTRAIN_ERR_INVALID,
+            "comm_from_transport: %s is NULL; give an address for the group and a table with send and recv",
+            comm == NULL              ? "comm"
+            : transport == NULL       ? "transport"
+            : transport->send == NULL ? "send"
+                                      : "recv");
     *comm = NULL;
     if (transport->size < 1 || transport->size > DTRAIN__MAX_RANKS || transport->rank < 0 ||
         transport->rank >= transport->size)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_from_transport: rank %d of %d ranks; 1 to %d are possible",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "comm_from_transport: rank %d of %d ranks; expected 1 to %d ranks, counted from 0",
                             transport->rank, transport->size, DTRAIN__MAX_RANKS);
     dtrain_status status = dtrain__create_check_desc(&desc);
     if (status != DTRAIN_OK)

@@ -43,7 +43,7 @@ static dtrain_status dtrain__place_number(const char *name, int64_t low, int64_t
     errno = 0;
     value = text != NULL ? strtoll(text, &end, 10) : 0;
     if (text == NULL || *end != 0 || errno != 0 || value < low || value > high)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%.40s: a number from %lld to %lld is expected",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s=%.40s: expected a number from %lld to %lld",
                             name, text != NULL ? text : "(unset)", (long long)low, (long long)high);
     *out = value;
     return DTRAIN_OK;
@@ -223,7 +223,8 @@ static dtrain_status dtrain__place_given(dtrain__place *place, const char *name,
     dtrain__place_believe(place, "%s=%.120s", name, root);
     return strlen(root) < sizeof place->root
                ? DTRAIN_OK
-               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s is too long", name);
+               : dtrain__fail(NULL, DTRAIN_ERR_INVALID, "comm_create: %s has %zu bytes; expected at most %zu", name,
+                              strlen(root), sizeof place->root - 1);
 }
 
 static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
@@ -273,15 +274,15 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
 static dtrain_status dtrain__place_check_token(const char *what, const char *token, size_t bytes)
 {
     if (memchr(token, 0, bytes) != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has a byte of 0; a token is a text of 16 to 255 bytes", what);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has a byte of 0; expected a text of 16 to 255 bytes", what);
     if (bytes > 255)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has %zu bytes; 16 to 255 are possible", what, bytes);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s has %zu bytes; expected 16 to 255", what, bytes);
     if (bytes == 0)
-        return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "%s is empty; a token has 16 to 255 bytes; leave it out to have none", what);
+        return dtrain__fail(NULL, DTRAIN_ERR_DENIED, "%s is empty; expected 16 to 255 bytes; unset it to have no token",
+                            what);
     if (bytes < 16)
         return dtrain__fail(NULL, DTRAIN_ERR_DENIED,
-                            "%s has %zu bytes; a token needs at least 16, which nobody can guess", what, bytes);
+                            "%s has %zu bytes; a token needs at least 16 bytes that nobody can guess", what, bytes);
     return DTRAIN_OK;
 }
 
@@ -309,7 +310,8 @@ static dtrain_status dtrain__place_read_token(const char *what, const char *path
     if (!regular)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s is no regular file; write the token to one", from);
     if ((file.st_mode & 077) != 0)
-        dtrain__log(DTRAIN_LOG_WARN, "%s is not its owner's alone; chmod 600 makes it so", from);
+        dtrain__log(DTRAIN_LOG_WARN, "%s can be read or written by others than its owner; chmod 600 prevents that",
+                    from);
     for (size_t i = 0; i < *bytes; i++)
         if (text[i] == '\n' || text[i] == '\r')
             *bytes = i;
@@ -390,8 +392,8 @@ static dtrain_status dtrain__place_check_root(const dtrain__place *place)
         host[0] != 0 && (place->keys.rank == 0 || atoi(port) > 0))
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                        "comm_create: the root \"%.120s\" of rank %d: host:port, [address]:port or unix:/path is "
-                        "expected, a port of 1 to 65535 (0, any free one, on rank 0 only), a path of at most 95 bytes",
+                        "comm_create: the root is \"%.120s\" on rank %d; expected host:port, [address]:port or "
+                        "unix:/path; the port is 1 to 65535 (on rank 0 also 0: any), the path at most 95 bytes",
                         place->root, place->keys.rank);
 }
 
@@ -410,8 +412,8 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         if (desc->world_size < 0 || desc->world_size > DTRAIN__MAX_RANKS || desc->rank < 0 ||
             desc->rank >= desc->world_size)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "comm_create: rank %d of %d ranks; ranks count from 0, and 1 to %d are possible",
-                                desc->rank, desc->world_size, DTRAIN__MAX_RANKS);
+                                "comm_create: rank %d of %d ranks; expected 1 to %d ranks, counted from 0", desc->rank,
+                                desc->world_size, DTRAIN__MAX_RANKS);
         dtrain__place_believe(place, "desc.rank=%d desc.world_size=%d", desc->rank, desc->world_size);
     }
     if (status == DTRAIN_OK)
@@ -430,7 +432,7 @@ static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_
         status = dtrain__place_root(place, launcher);
     } else {
         status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                              "comm_create: rank %d of %d: desc.root is needed, host:port or "
+                              "comm_create: rank %d of %d: desc.root is needed: set it to the host:port or "
                               "unix:/path where rank 0 listens",
                               place->keys.rank, place->keys.world_size);
     }

@@ -76,7 +76,8 @@ static dtrain_status dtrain__split_meet(dtrain__split_state *split, uint64_t col
     for (int rank = 0; rank < parent->size && status == DTRAIN_OK; rank++)
         if (split->entries[rank].origin != (uint64_t)dtrain__seat_world(parent->seat, rank))
             status = dtrain__fail(&parent->error, DTRAIN_ERR_CORRUPT,
-                                  "%s on rank %d: rank %d says that it is rank %llu of the world, and it is rank %d",
+                                  "%s on rank %d: rank %d says that it is rank %llu of the world, and it is rank %d; "
+                                  "check the transport between the two",
                                   split->call, parent->rank, rank, (unsigned long long)split->entries[rank].origin,
                                   dtrain__seat_world(parent->seat, rank));
     return status;
@@ -131,7 +132,7 @@ static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm 
         good = dtrain__seat_bind(group->seat, bound, count);
     dtrain__free(allocator, bound);
     return good ? DTRAIN_OK
-                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory for the ranks that %s depends on", split->call);
+                : dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "no memory to list the ranks that %s depends on", split->call);
 }
 
 static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm **group)

@@ -21,8 +21,9 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
     dtrain_comm *comm = part->split.parent;
     dtrain__error *error = &comm->error;
     if (part->vote.given_up)
-        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have given this rank up: %.400s",
-                            part->split.call, comm->rank, comm->members->cause.text);
+        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST,
+                            "%s on rank %d: the others have given this rank up: %.400s; end it", part->split.call,
+                            comm->rank, comm->members->cause.text);
     if (part->vote.status == DTRAIN_ERR_MISMATCH)
         return dtrain__fail(error, DTRAIN_ERR_MISMATCH,
                             "%s on rank %d: ranks called comm_shrink and comm_agree at once; all must make the same "
@@ -30,12 +31,13 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
                             part->split.call, comm->rank);
     if (part->vote.status != DTRAIN_OK)
         return dtrain__fail(error, part->vote.status,
-                            "%s on rank %d: %d of %d ranks are here, and that others are silent is no proof that they "
-                            "are gone: only the larger part goes on",
+                            "%s on rank %d: %d of %d ranks are here; the others are silent but may still run, so "
+                            "only the larger part continues; end this rank",
                             part->split.call, comm->rank, part->split.size, comm->size);
     if (part->split.rank < 0)
-        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST, "%s on rank %d: the others have gone on without this rank",
-                            part->split.call, comm->rank);
+        return dtrain__fail(error, DTRAIN_ERR_PEER_LOST,
+                            "%s on rank %d: the others have gone on without this rank; end it", part->split.call,
+                            comm->rank);
     return DTRAIN_OK;
 }
 
@@ -122,7 +124,7 @@ DTRAIN_API dtrain_status dtrain_comm_shrink_poll(dtrain_comm *comm, int64_t budg
     int64_t now = dtrain__os_now_ns();
     if (comm != NULL && budget_us < 0)
         return dtrain__fail(&comm->error, DTRAIN_ERR_INVALID,
-                            "comm_shrink_poll on rank %d: a budget of %lld us; 0 or more is possible", comm->rank,
+                            "comm_shrink_poll on rank %d: budget_us is %lld; expected 0 or more", comm->rank,
                             (long long)budget_us);
     return dtrain__survive_shrink(comm, budget_us < (INT64_MAX - now) / 1000 ? now + budget_us * 1000 : INT64_MAX,
                                   survivors);
@@ -203,7 +205,8 @@ DTRAIN_API dtrain_status dtrain_resync(dtrain_comm *comm, uint64_t step, void *c
         flaw = buffers[i] == NULL && bytes[i] > 0;
     if (comm == NULL || flaw)
         return dtrain__fail(comm != NULL ? &comm->error : NULL, DTRAIN_ERR_INVALID,
-                            "resync: needs a group and %d buffers with their sizes", count);
+                            "resync: %s; give a group, and each of the %d buffers with its size",
+                            comm == NULL ? "comm is NULL" : "count is negative or a buffer is missing", count);
     dtrain_status status = dtrain__survive_source(comm, &sizes, &step, &source);
     if (status == DTRAIN_OK)
         status = dtrain__survive_room(comm, source, &sizes, &room, &total);

@@ -200,8 +200,9 @@ static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
     trace.error = dtrain__os_put_in_place(trace.fd, recorder->beside, path, trace.error);
     if (trace.error == 0)
         return DTRAIN_OK;
-    return dtrain__fail(NULL, DTRAIN_ERR_IO, "comm_trace on rank %d: cannot write %.400s: %s; what was there is still",
-                        comm->rank, path, strerror(trace.error));
+    return dtrain__fail(NULL, DTRAIN_ERR_IO,
+                        "comm_trace on rank %d: cannot write %.400s: %s; the old file is unchanged", comm->rank, path,
+                        strerror(trace.error));
 }
 
 DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
@@ -229,7 +230,7 @@ static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
     if (prefix == NULL)
         prefix = "";
     if (strlen(prefix) >= sizeof comm->recorder->prefix)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "rank %d: %s has %zu bytes; at most %d are possible", comm->rank,
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "rank %d: %s has %zu bytes; expected at most %d", comm->rank,
                             from, strlen(prefix), DTRAIN__TRACE_PATH_BYTES - 1);
     snprintf(comm->recorder->prefix, sizeof comm->recorder->prefix, "%s", prefix);
     comm->desc.trace_on_failure = comm->recorder->prefix;

@@ -28,9 +28,9 @@ static void dtrain__work_tell_alone(dtrain_comm *comm)
     static uint32_t told;
     comm->alone = 0;
     if (__atomic_exchange_n(&told, 1, __ATOMIC_RELAXED) == 0)
-        dtrain__log(DTRAIN_LOG_WARN, "no launcher has set a rank, so this is a world of one; \"dtrun -n 4 PROGRAM\" "
-                                     "starts four ranks, as do torchrun, srun and mpirun; DTRAIN_WORLD_SIZE=1 says "
-                                     "that one is meant");
+        dtrain__log(DTRAIN_LOG_WARN, "no launcher has set a rank, so this is a world of one; start four ranks with "
+                                     "\"dtrun -n 4 PROGRAM\", torchrun, srun or mpirun, or set DTRAIN_WORLD_SIZE=1 if "
+                                     "one is meant");
 }
 
 static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
@@ -175,8 +175,9 @@ static dtrain_status dtrain__work_alive(const dtrain_work *work, const char *cal
     if (mark == DTRAIN__WORK_MARK)
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: %s", call,
-                        mark == DTRAIN__GONE ? "the group of this handle was destroyed, and its handles with it"
-                                             : "this handle was waited for before, which ends it; wait once");
+                        mark == DTRAIN__GONE
+                            ? "the group of this handle was destroyed with its handles; wait before that"
+                            : "this handle was waited for before, which freed it; wait once");
 }
 
 /* Waits for work until until_ns. Returns its result and frees it; 0 in *ended: it goes on. */
@@ -213,7 +214,8 @@ DTRAIN_API DTRAIN__NOINLINE dtrain_status dtrain_work_wait(dtrain_work *work)
 {
     int ended;
     if (work == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "work_wait: the handle is NULL; was its call checked?");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "work_wait: the handle is NULL; check the status of the call that makes it");
     return dtrain__work_end(work, INT64_MAX, &ended);
 }
 

@@ -196,7 +196,7 @@ static dtrain_status dtrain__handshake_same_build(dtrain__handshake *handshake, 
                             handshake->peer_name, version, DTRAIN__WIRE_VERSION);
     if (message[10] != dtrain__byte_order())
         return dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH,
-                            "%s has %s bytes first, this rank %s: ranks of one group need one byte order",
+                            "%s stores %s bytes first, this rank %s: ranks of one group need one byte order",
                             handshake->peer_name, message[10] == 1 ? "low" : "high", message[10] == 1 ? "high" : "low");
     return DTRAIN_OK;
 }
@@ -246,7 +246,8 @@ static void dtrain__handshake_take_challenge(dtrain__handshake *handshake, const
         return;
     }
     if (dtrain__get_le(handshake->challenge + 12, 4) != (uint64_t)handshake->peer) {
-        dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH, "rank %d was expected at %s, and rank %u answers",
+        dtrain__fail(&handshake->error, DTRAIN_ERR_MISMATCH,
+                     "rank %d was expected at %s, but rank %u answers; check the address and the ranks",
                      handshake->peer, handshake->peer_name, (unsigned)dtrain__get_le(handshake->challenge + 12, 4));
         dtrain__handshake_close(handshake);
         return;
@@ -352,9 +353,7 @@ static int dtrain__handshake_events(const dtrain__handshake *handshake)
 
 static void dtrain__handshake_lost(dtrain__handshake *handshake, int error)
 {
-    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST,
-                 "%s: the connection to %s ended while both were introducing "
-                 "themselves (%s)",
+    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s: the connection to %s ended during the handshake (%s)",
                  handshake->initiator ? "connect" : "accept", handshake->peer_name, dtrain__net_why(error));
     handshake->system_error = error;
     dtrain__handshake_close(handshake);

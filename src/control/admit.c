@@ -64,7 +64,7 @@ static int dtrain__hub_advance(dtrain__hub *hub, dtrain__handshake *handshake, i
         return -1;
     if (!dtrain__hub_late(hub, handshake, now))
         return 0;
-    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s: no answer", handshake->peer_name);
+    dtrain__fail(&handshake->error, DTRAIN_ERR_PEER_LOST, "%s does not answer", handshake->peer_name);
     return -1;
 }
 
@@ -122,8 +122,8 @@ static void dtrain__hub_adopt_data(dtrain__channel *channel, int rank, dtrain__h
                                    channel->seat.rank, rank);
     else if (status != DTRAIN_OK)
         dtrain__membership_because(&cause, status,
-                                   "rank %d (%s) is lost: its connection came back, but more was lost than can be sent "
-                                   "again",
+                                   "rank %d (%s) is lost: its connection came back, but more data was lost than can be "
+                                   "sent again",
                                    rank, hub->members[handshake->peer].name);
     if (status != DTRAIN_OK) {
         dtrain__seat_end(&channel->seat, status == DTRAIN_ERR_MEMORY ? channel->seat.rank : rank, &cause);
@@ -146,7 +146,7 @@ static void dtrain__hub_adopt_control(dtrain__hub *hub, dtrain__handshake *hands
         dtrain__hub_lost(hub, handshake->peer, 0,
                          status == DTRAIN_ERR_MEMORY
                              ? "there is no memory to seal the connection to it"
-                             : "its connection came back, but more was lost than can be sent again");
+                             : "its connection came back, but more data was lost than can be sent again");
         return;
     }
     member->expected = 0;
@@ -181,7 +181,8 @@ static void dtrain__hub_admit_control(dtrain__hub *hub, dtrain__handshake *hands
         handshake->received = member->control.received;
         dtrain__hub_answer(hub, handshake, DTRAIN_OK, "%s", "");
     } else if (hub->formed) { /* perhaps the last one, about to end: the peer may try again */
-        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED, "its group is complete and runs");
+        dtrain__hub_answer(hub, handshake, DTRAIN_ERR_ABORTED,
+                           "its group is complete and runs; give each job a root of its own");
     } else if (member->control.fd >= 0) {
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
                            "two processes say they are rank %d: %.60s came first, now %.60s; give each process a rank "
@@ -271,13 +272,13 @@ static void dtrain__hub_admit(dtrain__hub *hub, dtrain__handshake *handshake)
                            dtrain__hub_job_text(hub->keys.job));
     else if (handshake->peer_world != hub->size)
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
-                           "rank %d at %.80s believes in a world of %d ranks, rank %d in one of %d; give every process "
+                           "rank %d at %.80s expects a world of %d ranks, rank %d one of %d; give every process "
                            "the same world size",
                            peer, handshake->peer_name, handshake->peer_world, hub->rank, hub->size);
     else if (peer < 0 || peer >= hub->size || peer == hub->rank || wanted != (unsigned)hub->rank)
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
-                           "rank %d at %.80s wants rank %u, and this is rank %d of %d", peer, handshake->peer_name,
-                           wanted, hub->rank, hub->size);
+                           "rank %d at %.80s wants rank %u, but this is rank %d of %d; check the addresses", peer,
+                           handshake->peer_name, wanted, hub->rank, hub->size);
     else if (dtrain__handshake_disagrees(handshake))
         dtrain__hub_answer(hub, handshake, DTRAIN_ERR_MISMATCH,
                            "rank %d at %.80s has DTRAIN_SECURE or desc.secure %s, rank %d has it %s; give every rank "
@@ -366,20 +367,23 @@ static void dtrain__hub_accept(dtrain__hub *hub, int64_t now)
         if (error != 0) {
             hub->accept_ns = now + 100000000; /* out of descriptors, most often: look again in a while */
             dtrain__hub_note(hub,
-                             "rank %d cannot accept a connection (%s); this process may open more "
-                             "descriptors after \"ulimit -n\" with a higher number",
+                             "rank %d cannot accept a connection (%s); raise the number of descriptors that this "
+                             "process may open (ulimit -n)",
                              hub->rank, strerror(error));
             return;
         }
         if (!dtrain__hub_trusts(hub, fd, &hub->listening)) {
             close(fd);
-            dtrain__hub_turned_away(hub, DTRAIN_ERR_DENIED, "another user's process came, and there is no token", now);
+            dtrain__hub_turned_away(
+                hub, DTRAIN_ERR_DENIED,
+                "another user's process came, and there is no token: give every rank the same DTRAIN_TOKEN", now);
             continue;
         }
         handshake = dtrain__hub_new_handshake(hub, &peer);
         if (handshake == NULL) {
             close(fd);
-            snprintf(hub->refused, sizeof hub->refused, "%s, as there is no memory", dtrain__net_text(&peer).text);
+            snprintf(hub->refused, sizeof hub->refused, "%s: no memory for its connection",
+                     dtrain__net_text(&peer).text);
             return;
         }
         handshake->fd = fd;

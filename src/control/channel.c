@@ -47,8 +47,8 @@ static dtrain_status dtrain__channel_create(dtrain__channel **out, dtrain__hub *
     if (hub->formed && (id == 0 || dtrain__hub_channel(hub, id) != NULL)) { /* what comes over the wire names it so */
         dtrain__free(hub->allocator, channel);
         return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                            "rank %d cannot make its end of a group of %d ranks: its members call it %llx, as another "
-                            "group is called",
+                            "rank %d cannot make its end of a group of %d ranks: its members name it %llx, and another "
+                            "group has that name",
                             rank, size, (unsigned long long)id);
     }
     if (channel != NULL) {

@@ -20,7 +20,7 @@ static int dtrain__hub_send(void *self, int to, int type, const void *head, size
     int good = dtrain__frame_close(member, begin);
     dtrain__hub_kick(hub);
     if (!good && type == DTRAIN__FRAME_CONSENT)
-        dtrain__hub_note(hub, "rank %d has no room to tell rank %d of an agreement", hub->rank, to);
+        dtrain__hub_note(hub, "rank %d has no memory to send rank %d a vote or decision", hub->rank, to);
     return good;
 }
 
@@ -87,7 +87,7 @@ static int dtrain__channel_lay(dtrain__channel *channel)
 static void dtrain__hub_formed(dtrain__hub *hub)
 {
     dtrain__channel *world = dtrain__hub_channel(hub, 0);
-    dtrain__error cause = {DTRAIN_ERR_MEMORY, "no memory for connections"};
+    dtrain__error cause;
     int neighbours = 0;
     hub->formed = 1;
     for (int rank = 0; rank < hub->size; rank++)
@@ -95,8 +95,10 @@ static void dtrain__hub_formed(dtrain__hub *hub)
     for (int rank = 0; rank < hub->size; rank++)
         neighbours += hub->members[rank].host == hub->members[hub->rank].host;
     hub->crowded = neighbours > dtrain__os_processors();
-    if (world != NULL && !dtrain__channel_lay(world))
+    if (world != NULL && !dtrain__channel_lay(world)) {
+        dtrain__membership_because(&cause, DTRAIN_ERR_MEMORY, "rank %d has no memory for its connections", hub->rank);
         dtrain__seat_end(&world->seat, hub->rank, &cause);
+    }
     dtrain__hub_tell(hub);
 }
 
@@ -378,7 +380,7 @@ static void dtrain__hub_listen_to(dtrain__hub *hub, int rank)
     dtrain__member *member = &hub->members[rank];
     while (member->control.fd >= 0) {
         if (!dtrain__hub_frames(hub, rank)) {
-            dtrain__hub_lost(hub, rank, 0, "it sent what is no control message of dtrain");
+            dtrain__hub_lost(hub, rank, 0, "it sent a malformed control message");
             return;
         }
         if (member->held || member->control.fd < 0)

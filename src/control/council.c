@@ -440,8 +440,9 @@ static dtrain_status dtrain__store_put(dtrain__store *store, dtrain_allocator *a
     if (store->total + all <= DTRAIN__STORE_TOTAL_BYTES)
         entry = (dtrain__entry *)dtrain__alloc(allocator, all);
     if (entry == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "store_set: no room for %zu bytes; the store holds %zu of %zu",
-                            all, store->total, DTRAIN__STORE_TOTAL_BYTES);
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "store_set: no room for %zu bytes; the store holds %zu of %zu bytes", all, store->total,
+                            DTRAIN__STORE_TOTAL_BYTES);
     if (*old != NULL)
         dtrain__store_remove(store, allocator, old);
     entry->key_bytes = key_bytes;
@@ -614,7 +615,7 @@ static dtrain_status dtrain__council_ask(dtrain__seat *seat, dtrain__store_call 
         return DTRAIN_OK;
     seat->asks = NULL;
     return dtrain__fail(call->error, DTRAIN_ERR_MEMORY,
-                        "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read them",
+                        "%s on rank %d (\"%s\"): no memory for the request, or rank 0 does not read requests",
                         dtrain__store_names[call->what], seat->rank, call->key);
 }
 

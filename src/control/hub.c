@@ -385,10 +385,10 @@ static void dtrain__hub_lost(dtrain__hub *hub, int rank, int silent, const char 
  * nobody there to tell: then who needs it fails, and others go on. */
 static void dtrain__hub_refused(dtrain__hub *hub, int rank)
 {
-    static const char why[] = "it takes no connection since the rank has left that would have told of its end";
+    static const char why[] = "it refuses connections, and the rank that would have reported its end has left";
     dtrain__reason gone = {DTRAIN__FRAME_GONE, 0, rank, DTRAIN_OK, why, 0};
     if (!hub->handed) {
-        dtrain__hub_lost(hub, rank, 0, "it takes no connection; its process has died");
+        dtrain__hub_lost(hub, rank, 0, "it refuses connections; its process has died");
         return;
     }
     if (dtrain__hub_leads(hub))

@@ -279,7 +279,7 @@ static void dtrain__mux_gone(dtrain__mux *mux, int peer, dtrain_status status)
     else if (status == DTRAIN_ERR_PEER_LOST)
         snprintf(why, sizeof why, "its end of the transport is closed");
     else
-        snprintf(why, sizeof why, "the transport said %s", dtrain_status_name(status));
+        snprintf(why, sizeof why, "the transport returned %s", dtrain_status_name(status));
     for (dtrain__mux_message *post = dtrain__mux_posted(mux, p, 0); post != NULL;)
         post = dtrain__mux_posted(mux, p, post->bytes - post->begin);
     for (dtrain__seat *seat = mux->council.seats; seat != NULL; seat = seat->next)
@@ -400,7 +400,9 @@ static int dtrain__mux_may_be(dtrain__mux *mux, int peer)
         return 1;
     dtrain__mux_gone(
         mux, peer,
-        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d sends to %d groups that this rank has not made", peer, ahead));
+        dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                     "rank %d sends to %d groups that this rank has not made; make the same groups on every rank", peer,
+                     ahead));
     return 0;
 }
 
@@ -419,8 +421,7 @@ static void dtrain__mux_deliver(dtrain__mux *mux, int peer)
     if (p->kind >= DTRAIN__MUX_OTHERS) {
         dtrain__reader reader = {p->control, bytes};
         if (!dtrain__council_take(&mux->council, peer, p->kind - DTRAIN__MUX_OTHERS, &reader))
-            dtrain__mux_gone(mux, peer,
-                             dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent what is no control message of dtrain"));
+            dtrain__mux_gone(mux, peer, dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "it sent a malformed control message"));
         return;
     }
     if (p->kind == DTRAIN__MUX_BYE) {
@@ -459,8 +460,7 @@ static void dtrain__mux_open(dtrain__mux *mux, int peer)
         (kind == DTRAIN__MUX_DATA && check != dtrain__xxh64_of(p->header, 16, 0))) {
         p->left = 0;
         dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
-                     "what came from rank %d is damaged, or no frame of dtrain: use this version of it on every rank",
-                     peer);
+                     "what came from rank %d is damaged, or no frame of dtrain: use one dtrain.h on every rank", peer);
         dtrain__mux_gone(mux, peer, DTRAIN_ERR_CORRUPT);
         return;
     }

@@ -28,7 +28,8 @@ static int dtrain__mux_lied(dtrain__mux *mux, dtrain_transfer *raw)
 {
     if (raw == NULL || raw->moved <= raw->bytes)
         return 0;
-    dtrain__fail(NULL, DTRAIN_ERR_INVALID, "the transport says that %zu of %zu bytes to or from rank %d have moved",
+    dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                 "the transport reports %zu of %zu bytes moved to or from rank %d; expected no more than asked for",
                  raw->moved, raw->bytes, raw->peer);
     raw->moved = 0;
     dtrain__mux_gone(mux, raw->peer, DTRAIN_ERR_INVALID);
@@ -209,12 +210,12 @@ static dtrain_status dtrain__mux_full(const dtrain__mux_lane *lane, const dtrain
         int peer = ways[way] != NULL ? lane->seat.worlds[ways[way]->peer] : mux->table.rank;
         const dtrain__mux_peer *p = &mux->peers[peer];
         if (p->full_ns > 0 && now - p->full_ns > DTRAIN__MUX_FULL_NS && p->lane != lane->seat.id)
-            return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
-                                "group %llx waits on rank %d of the world while rank %d sends to group %llx, of which "
-                                "nobody here receives; %zu bytes of it are kept, the most there can be: receive from "
-                                "groups in the order in which peers send, or give the transport `lanes`",
-                                (unsigned long long)lane->seat.id, mux->table.rank, peer, (unsigned long long)p->lane,
-                                p->kept);
+            return dtrain__fail(
+                NULL, DTRAIN_ERR_MEMORY,
+                "group %llx waits on rank %d of the world, but rank %d sends to group %llx, which nobody here "
+                "receives; %zu bytes of it are kept, and no more fit: receive from groups in the order in which peers "
+                "send, or give the transport `lanes`",
+                (unsigned long long)lane->seat.id, mux->table.rank, peer, (unsigned long long)p->lane, p->kept);
     }
     return DTRAIN_ERR_TIMEOUT;
 }

@@ -160,7 +160,7 @@ static dtrain_status dtrain__mux_plane_group(void *self, const dtrain__group_des
         return status;
     }
     if (dtrain__thread_error.status != status)
-        dtrain__fail(NULL, status, "the transport has no lane for a group of %d ranks: it said %s", desc->size,
+        dtrain__fail(NULL, status, "the transport made no lanes for a group of %d ranks: it returned %s", desc->size,
                      dtrain_status_name(status));
     memset(&lane->own, 0, sizeof lane->own);
     dtrain__mux_plane_leave(lane, "");

@@ -8,8 +8,8 @@
 static dtrain_status dtrain__no_sockets(void)
 {
     return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
-                        "comm_create: a world of several processes, and this program was built with "
-                        "DTRAIN_NO_SOCKETS: remove that macro");
+                        "comm_create: this program was built with DTRAIN_NO_SOCKETS and has no worlds of several "
+                        "processes: remove that macro");
 }
 
 static dtrain_status dtrain__socket_plane_create(dtrain__end *end, const dtrain__keys *keys,

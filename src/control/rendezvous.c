@@ -23,7 +23,8 @@ static dtrain_status dtrain__hub_own_address(dtrain__hub *hub, int *local)
     dtrain__address *here = &hub->listening;
     char path[DTRAIN__ADDRESS_BYTES];
     if (dtrain__net_end(hub->members[0].control.fd, 0, here) != 0)
-        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d: %s", hub->rank, strerror(errno));
+        return dtrain__fail(&hub->root_error, DTRAIN_ERR_IO, "rank %d cannot read its own address: %s", hub->rank,
+                            strerror(errno));
     *local = dtrain__net_is_local(here);
     if (dtrain__net_is_unix(&hub->reached)) {
         *local = 0;

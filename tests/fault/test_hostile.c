@@ -186,7 +186,7 @@ static int finds_the_wrong_frame(dtrain_comm *world, scene *s)
     if (rank == 2)
         return 0;
     CHECK_CONTAINS(world->error.text, "rank 2 (");
-    CHECK_CONTAINS(world->error.text, "is lost: it sent what is no control message of dtrain");
+    CHECK_CONTAINS(world->error.text, "is lost: it sent a malformed control message");
     CHECK_EQ(dtrain_comm_shrink(world, &rest), DTRAIN_OK);
     CHECK_EQ(dtrain_comm_size(rest), 2);
     x = (float)(1 + rank);

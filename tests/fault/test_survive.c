@@ -639,7 +639,7 @@ static int among_silent(dtrain_comm *world, scene *s)
     } else {
         CHECK_EQ(status, DTRAIN_ERR_PEER_LOST);
         CHECK_CONTAINS(world->error.text, "2 of 4 ranks are here");
-        CHECK_CONTAINS(world->error.text, "only the larger part goes on");
+        CHECK_CONTAINS(world->error.text, "only the larger part continues");
     }
     dtrain_comm_destroy(rest);
     return 0;

@@ -169,10 +169,10 @@ static void hear(world *w, int from, int kind, const uint8_t *data, size_t bytes
         dtrain__put_le(member->in.data + at - sizeof head, fits, 4);
     }
     if (!dtrain__hub_frames(&w->hub, from))
-        dtrain__hub_lost(&w->hub, from, 0, "it sent what is no control message of dtrain");
+        dtrain__hub_lost(&w->hub, from, 0, "it sent a malformed control message");
     for (int rank = 0; rank < SIZE; rank++) /* what waited for another leader */
         if (w->members[rank].in.bytes > 0 && !w->members[rank].held && !dtrain__hub_frames(&w->hub, rank))
-            dtrain__hub_lost(&w->hub, rank, 0, "it sent what is no control message of dtrain");
+            dtrain__hub_lost(&w->hub, rank, 0, "it sent a malformed control message");
     must(member->out.bytes <= DTRAIN__QUEUE_MOST + DTRAIN__FRAME_BYTES);
 }
 

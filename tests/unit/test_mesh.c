@@ -50,11 +50,11 @@ static int in_no_mesh(dtrain_comm *world, scene *s)
     CHECK_EQ(dtrain_mesh_create(&mesh, world, open, 2), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "one dimension alone may have 0");
     CHECK_EQ(dtrain_mesh_create(&mesh, world, small, 2), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "the sizes multiply to 3, and the world has 4 ranks");
+    CHECK_CONTAINS(dtrain_last_error(), "the sizes multiply to 3; expected all of the world's 4 ranks");
     CHECK_EQ(dtrain_mesh_create(&mesh, world, large, 2), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "dimension 1 (b, size 3) makes the mesh larger than the world");
     CHECK_EQ(dtrain_mesh_create(&mesh, world, odd, 2), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "multiply to 3, and the world has 4 ranks, which that does not divide");
+    CHECK_CONTAINS(dtrain_last_error(), "multiply to 3; expected a divisor of the world's 4 ranks");
     CHECK_EQ(dtrain_mesh_create(&mesh, world, nameless, 1), DTRAIN_ERR_INVALID);
     CHECK_EQ(dtrain_mesh_create(&mesh, world, NULL, 0), DTRAIN_ERR_INVALID);
     CHECK_CONTAINS(dtrain_last_error(), "0 dimensions; give at least one");

@@ -132,7 +132,7 @@ TEST(a_handle_is_waited_for_once)
     CHECK_EQ(dtrain_broadcast_async(world, &x, 1, DTRAIN_F32, 0, &work), DTRAIN_OK);
     CHECK_EQ(dtrain_work_wait(work), DTRAIN_OK);
     CHECK_EQ(dtrain_work_wait(work), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "work_wait: this handle was waited for before, which ends it; wait once");
+    CHECK_CONTAINS(dtrain_last_error(), "work_wait: this handle was waited for before, which freed it; wait once");
     dtrain_work *again, *more;
     CHECK_EQ(dtrain_broadcast_async(world, &x, 1, DTRAIN_F32, 0, &again),
              DTRAIN_OK); /* and is in the list of spare ones once */

@@ -99,9 +99,9 @@ TEST(dtrain_variables_come_first)
     environment("DTRAIN_RANK", "1", "DTRAIN_WORLD_SIZE", "2", NULL);
     refused("set DTRAIN_ROOT=host:port");
     environment("DTRAIN_RANK", "4", "DTRAIN_WORLD_SIZE", "4", "DTRAIN_ROOT", "a:1", NULL);
-    refused("DTRAIN_RANK=4: a number from 0 to 3 is expected");
+    refused("DTRAIN_RANK=4: expected a number from 0 to 3");
     environment("DTRAIN_RANK", "one", "DTRAIN_WORLD_SIZE", "4", "DTRAIN_ROOT", "a:1", NULL);
-    refused("DTRAIN_RANK=one: a number");
+    refused("DTRAIN_RANK=one: expected a number");
     environment("DTRAIN_RANK", "0", "DTRAIN_WORLD_SIZE", "4x", "DTRAIN_ROOT", "a:1", NULL);
     refused("DTRAIN_WORLD_SIZE=4x");
 }
@@ -414,8 +414,8 @@ TEST(a_world_of_one_that_nobody_asked_for_is_told_of_once)
     CHECK_EQ(dtrain_barrier(world), DTRAIN_OK);
     dtrain_comm_destroy(world);
     CHECK_EQ(warnings, 1);
-    CHECK_CONTAINS(warned, "this is a world of one; \"dtrun -n 4 PROGRAM\" starts four ranks");
-    CHECK_CONTAINS(warned, "DTRAIN_WORLD_SIZE=1 says that one is meant");
+    CHECK_CONTAINS(warned, "this is a world of one; start four ranks with \"dtrun -n 4 PROGRAM\"");
+    CHECK_CONTAINS(warned, "set DTRAIN_WORLD_SIZE=1 if one is meant");
     environment(NULL);
     world_of_one(NULL);
     CHECK_EQ(warnings, 1);
@@ -496,7 +496,7 @@ TEST(a_number_of_ranks_of_a_node_is_one)
     unsetenv("DTRAIN_NODE_RANKS");
     desc.node_ranks = -3;
     CHECK_EQ(dtrain_threads_create(&world, 1, &desc), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "-3 ranks of a node");
+    CHECK_CONTAINS(dtrain_last_error(), "node_ranks is -3");
     desc.node_ranks = INT_MAX; /* all on one */
     desc.algorithm = DTRAIN_ALGORITHM_NODES;
     float x = 1;

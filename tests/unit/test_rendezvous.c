@@ -80,8 +80,8 @@ TEST(another_world_size_is_a_mismatch_that_names_both)
     larger = s;
     larger.ranks = 3;
     dtrain_set_log(quiet, NULL);
-    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "believes in a world of 3 ranks");
-    pid_t other = start_refused(&larger, 1, DTRAIN_ERR_MISMATCH, "believes in a world of 3 ranks, rank 0 in one of 2");
+    pid_t root = start_refused(&s, 0, DTRAIN_ERR_TIMEOUT, "expects a world of 3 ranks");
+    pid_t other = start_refused(&larger, 1, DTRAIN_ERR_MISMATCH, "expects a world of 3 ranks, rank 0 one of 2");
     CHECK_EQ(end_of(root, 10), 0);
     CHECK_EQ(end_of(other, 10), 0);
     dtrain_set_log(NULL, NULL);
@@ -412,12 +412,12 @@ TEST(a_root_that_is_taken_and_a_desc_that_cannot_be_are_named)
     CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_IO, "another group, or an earlier one, uses it"), 10), 0);
     close(fd);
     s.desc.connections = 9;
-    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "9 connections to a peer; 1 to 8"), 10), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "connections is 9; expected 1 to 8"), 10), 0);
     s.desc.connections = 0;
     memset(long_text, 'x', sizeof long_text);
     long_text[sizeof long_text - 1] = 0;
     s.desc.fingerprint = long_text;
-    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "a fingerprint of 199 bytes"), 10), 0);
+    CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "fingerprint has 199 bytes"), 10), 0);
     s.desc.fingerprint = NULL;
     s.desc.algorithm = DTRAIN_ALGORITHM_FUSED;
     CHECK_EQ(end_of(start_refused(&s, 0, DTRAIN_ERR_INVALID, "DTRAIN_ALGORITHM_FUSED is for ranks that share"), 10), 0);
