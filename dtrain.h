@@ -19878,8 +19878,8 @@ static int dtrain__net_split(const char *text, char host[DTRAIN__ADDRESS_BYTES],
 #endif
 
 /* ---- >>group ----
- * One rank's end of a group: what it is made of, which call is in it, and what it knows of its other ranks. Operations
- * are here as types alone, as a group keeps them: >>op has what is done with one. */
+ * One rank's end of a group: its parts, the call that is in it, and what it knows of the other ranks. Only the types of
+ * operations are here, as a group keeps them; >>op has what is done with one. */
 #ifndef DTRAIN__GROUP
 #define DTRAIN__GROUP
 DTRAIN__FAST_BEGIN
@@ -19903,7 +19903,7 @@ typedef enum dtrain__kind {
 } dtrain__kind;
 
 #define DTRAIN__ON_DEVICE ((uint64_t)1 << 32)
-#define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: in any order */
+#define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: the order is free */
 #define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
 
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
@@ -19914,12 +19914,12 @@ typedef struct dtrain__call {
     uint64_t op;
     uint64_t count;
     uint64_t root;
-    uint64_t algorithm; /* and what else its steps depend on: see dtrain__op_way */
+    uint64_t algorithm; /* and everything else that its steps depend on: see dtrain__op_way */
     uint64_t ranks;
-    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
+    uint64_t parts; /* a hash of per-rank counts and offsets, or elements of a row; 0: shards as of dtrain_shard */
     uint64_t group;
     uint64_t form;   /* 0: one call; DTRAIN__ON_DEVICE; else the number of calls that were fused */
-    uint64_t first;  /* the count of the first of these, or of the call that this is a step of */
+    uint64_t first;  /* the count of the first fused call, or of the call that this is a step of */
     uint64_t digest; /* of the counts of all of them; see dtrain__op_call_whole */
 } dtrain__call;
 
@@ -19932,16 +19932,16 @@ typedef struct dtrain__message_header {
     uint64_t check;      /* of everything above */
 } dtrain__message_header;
 
-/* Where a rank's part of a vector is, in elements. */
+/* A rank's part of a vector, in elements. */
 typedef struct dtrain__extent {
     size_t begin, count;
 } dtrain__extent;
 
-/* One direction between this rank and a peer: what has gone that way. */
+/* What has moved in one direction between this rank and a peer. */
 typedef struct dtrain__direction {
     uint64_t number; /* of the last message */
-    uint64_t sweep;  /* the last sweep of the queue that met a message under way */
-    size_t owed;     /* bytes of a message that was cut off, which are still to go */
+    uint64_t sweep;  /* the last sweep of the queue that found a message under way */
+    size_t owed;     /* bytes of a message that was cut off, still to move */
 } dtrain__direction;
 
 /* The buffers of one of several fused calls. */
@@ -19959,31 +19959,32 @@ typedef struct dtrain__op {
     int from; /* of an exchange's message in; -1: none */
     size_t count;
     size_t in_count;                                           /* of an exchange's message in */
-    size_t row;                                                /* parts are cut between rows of so many elements */
-    const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, a rank; out: an all-to-all's */
+    size_t row;                                                /* parts consist of whole rows of this many elements */
+    const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, one for each rank; out_: of an
+                                                                * all-to-all */
     const void *in;
     void *out;
-    int scattered; /* in is an array of dtrain__segment, which count elements in all */
+    int scattered; /* in is an array of dtrain__segment with count elements in all */
     int partial;   /* a reduce-scatter with counts, of sums: results are partial sums, which are not rounded */
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
-    uint64_t check, check_due;       /* of the data that come in: so far, and what their header says; 0: not checked */
-    uint64_t turn;                   /* among the fused operations */
+    uint64_t check, check_due;       /* checksum of incoming data: so far, and as the header says; 0: not checked */
+    uint64_t turn;                   /* its number among the FUSED operations */
     int64_t started_ns, deadline_ns; /* of the call */
-    int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
+    int64_t run_ns, moved_ns;        /* when its turn came and its first byte moved; 0: not yet */
     int64_t ended_ns;
     uint64_t serial;              /* of its record; 0: none yet */
-    int async, queued;            /* has a handle of the caller's; waited for its turn */
+    int async, queued;            /* has a handle of the caller's; has waited for its turn */
     uint64_t form, first, digest; /* as in the call */
-    uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it had none */
-    unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's are used */
+    uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it has none */
+    unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's buffers serve */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
     int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
-    int salvages;            /* a recv that began on a broken group: it takes what has come whole, or fails */
+    int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
-    size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
+    size_t entered, send_at; /* steps that are prepared; the step whose message is being sent */
     size_t sent, received;   /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
@@ -20006,8 +20007,8 @@ typedef struct dtrain__note {
     dtrain__op op;
 } dtrain__note;
 
-/* Time that this rank's callers have spent waiting in a group and in those made from it. Outlives its group while
- * groups made from that count on. */
+/* The time that this rank's callers have spent waiting in a group and in those made from it. It outlives its group as
+ * long as such groups exist. */
 typedef struct dtrain__blocked {
     struct dtrain__blocked *above; /* of the group that this one was made from */
     int64_t ns;
@@ -20017,7 +20018,7 @@ typedef struct dtrain__blocked {
 typedef struct dtrain__service dtrain__service;
 typedef struct dtrain__recorder dtrain__recorder;
 
-/* Words that tell a live object from a freed one, as long as nobody else has written to the memory. */
+/* Words that tell a live object from a freed one, until somebody writes to the memory. */
 #define DTRAIN__COMM_MARK 0x6d6d6f63u
 #define DTRAIN__WORK_MARK 0x6b726f77u
 #define DTRAIN__GONE 0x656e6f67u
@@ -20032,39 +20033,40 @@ struct dtrain_comm {
     dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
     int forming;            /* the group is not complete yet */
     int checks;             /* messages carry a checksum of their data */
-    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
+    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
-    int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
-    pid_t process;         /* that made it */
-    int alone;             /* a world of one as no launcher has set a rank; 0 once the log has it */
+    int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
+    pid_t process;         /* the one that made the group */
+    int alone;             /* a world of one because no launcher has set a rank; 0 once the log says so */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
-    dtrain__error broken; /* by a message operation */
+    dtrain__error broken; /* what a message operation of this rank broke the group with */
     uint64_t number;      /* of the last collective */
     uint64_t turn;        /* of the last fused one */
     dtrain__recorder *recorder;
     int published;                 /* the transport owns it */
-    dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; in one block with the next four */
+    dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */
     uint64_t sweep;                /* the number of the last one */
     const void **ins;              /* size pointers each, for folds */
     void **outs;
-    uint64_t group;                 /* names it among the groups of these ranks; 0: the first */
-    dtrain__extent *parts, *others; /* size each, of the operation under way; others: of what an all-to-all receives */
+    uint64_t group;                 /* its name among the groups of these ranks; 0: the first */
+    dtrain__extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     dtrain__blocked *blocked;
-    int apart;                   /* a thread of the library's waits in it, not the caller */
-    int64_t waited_ns[2];        /* when the operation waited for last had its turn, and ended */
+    int apart;                   /* a thread of the library waits in it, not the caller */
+    int64_t waited_ns[2];        /* when the operation that was waited for last had its turn, and ended */
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
     uint32_t pending;             /* queued and not done */
-    unsigned char waste[2][4096]; /* bytes that are owed */
-    uint64_t missed;              /* the last collective before which a rank had left << 16, and that rank; 0: none */
-    unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that a collective met, for its recv */
+    unsigned char waste[2][4096]; /* where owed bytes go */
+    uint64_t missed;              /* the last collective that a leaver missed << 16, and that rank; 0: none */
+    unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
+                                                * takes it */
     int held_from;
     size_t held_bytes, held_at;
     int fusing; /* between fuse_begin and fuse_end */
@@ -20073,17 +20075,16 @@ struct dtrain_comm {
     unsigned char *packed; /* buffers of fused calls, one after another */
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
-    uint64_t consents;        /* that this end has taken part in */
-    void *split_room;         /* of the last split of a group made from this one, for the next */
-    int64_t vote_ns;          /* when it voted in the one that is pending; 0: none is */
+    uint64_t consents;        /* agreements that this end has taken part in */
+    void *split_room;         /* of the last split of this group; the next one uses it */
+    int64_t vote_ns;          /* when it voted in the agreement that is pending; 0: none is */
     int vote_kind;
     uint32_t mark;       /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
     uintptr_t caller;    /* the thread that is in a call of the group; 0: none */
     const char *calling; /* that call's name */
 };
 
-/* Refuses NULL and a group that is destroyed. Best effort: nothing can be known of memory that somebody else has taken.
- */
+/* Refuses NULL and a destroyed group. Best effort: if somebody else has taken the memory, nothing is known of it. */
 static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
 {
     if (comm == NULL)
@@ -20098,7 +20099,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
         call);
 }
 
-/* Refuses a group that is destroyed, or between fuse_begin and fuse_end. */
+/* Refuses a group that is destroyed, or inside a fuse. */
 static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, const char *call)
 {
     if (dtrain__group_alive(comm, call) != DTRAIN_OK)
@@ -20110,7 +20111,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
                         comm->rank);
 }
 
-/* Refuses a child of the process that made the group. error: where to keep that, beside the thread; NULL: nowhere. */
+/* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */
 static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
 {
     if (comm->process == getpid())
@@ -20120,19 +20121,19 @@ static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *
                         call, (long)comm->process, (long)getpid());
 }
 
-/* When the time is up that a call of the group has, which begins at now. */
+/* The deadline of a call of the group that begins at now. */
 static int64_t dtrain__group_deadline(const dtrain_comm *comm, int64_t now)
 {
     return comm->desc.timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
 }
 
-/* For calls from here on: -1: no deadline. */
+/* Sets the timeout of later calls; -1: no deadline. */
 static void dtrain__group_set_timeout(dtrain_comm *comm, int64_t ms)
 {
     comm->desc.timeout_ms = ms;
 }
 
-/* The calling thread enters a call of the group. *entered: it must leave; a call inside another one does not. */
+/* The calling thread enters a call of the group. *entered: it must leave; a call inside another one need not. */
 static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, int *entered)
 {
     uintptr_t me = (uintptr_t)&dtrain__thread_error, other = 0;
@@ -20160,25 +20161,25 @@ static void dtrain__group_exit(dtrain_comm *comm, int entered)
         __atomic_store_n(&comm->caller, 0, __ATOMIC_RELEASE);
 }
 
-/* What has broken the group, as far as its transport knows; NULL: nothing. */
+/* What has broken the group, as its transport knows; NULL: nothing. */
 static const dtrain__error *dtrain__group_cause(const dtrain_comm *comm)
 {
     return dtrain__membership_cause(comm->members);
 }
 
-/* Whether calls that begin fail, as a call of this rank has broken the group or its transport knows of one. */
+/* Whether new calls fail: a call of this rank has broken the group, or its transport knows that it is broken. */
 static int dtrain__group_is_broken(const dtrain_comm *comm)
 {
     return comm->broken.status != DTRAIN_OK || dtrain__group_cause(comm) != NULL;
 }
 
-/* Whether a rank's end of the group is known to be gone, whatever became of its process; any thread. */
+/* Whether a rank's end of the group is known to be gone, for whatever reason; any thread. */
 static int dtrain__group_has_left(const dtrain_comm *comm, int rank)
 {
     return dtrain__membership_left(comm->members, rank);
 }
 
-/* Says what has broken the group, or else that a rank has left it; DTRAIN_OK: neither. */
+/* Returns what has broken the group, or that a rank has left it; DTRAIN_OK: neither. */
 static dtrain_status dtrain__group_gone(const dtrain_comm *comm)
 {
     int gone = 0;
@@ -20190,7 +20191,7 @@ static dtrain_status dtrain__group_gone(const dtrain_comm *comm)
     return gone < comm->size ? dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "rank %d has left the group", gone) : DTRAIN_OK;
 }
 
-/* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
+/* Breaks the group for all its ranks; any thread. The first cause stays. */
 static void dtrain__group_break(dtrain_comm *comm, const dtrain__error *cause)
 {
     if (comm->transport.fail != NULL)
@@ -20684,11 +20685,12 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>recorder ----
- * The last operations of one rank's end of a group, and what is said of a rank that others wait for. The thread that
- * runs an operation records it, one at a time. Any thread reads without a lock, peers in the same process included: a
- * record is whole when its version is the same before and after it was copied. Source: Boehm, "Can seqlocks get along
- * with programming language memory models?", MSPC 2012. A transport whose peers read the recorder owns it, so that they
- * may do so after the rank has left. */
+ * The last operations of one rank's end of a group, and what others say of a rank that they wait for. The thread that
+ * runs an operation records it, one at a time. Any thread reads without a lock, also a peer in the same process. A
+ * record is whole if its version is the same before and after the copy. If peers read the recorder, the transport owns
+ * it: they may read it after the rank has left.
+ *
+ * Source: Boehm, "Can seqlocks get along with programming language memory models?", MSPC 2012. */
 #ifndef DTRAIN__RECORDER
 #define DTRAIN__RECORDER
 DTRAIN__FAST_BEGIN
@@ -20698,7 +20700,7 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__TRACE_TEXT_BYTES 4096
 
 typedef struct dtrain__record {
-    dtrain__call call; /* its kind is the one called, its root the peer of a message */
+    dtrain__call call; /* its kind is what was called, its root the peer of a message */
     uint64_t awaited;  /* the last peer that it waited for, + 1 */
     uint64_t status;
     uint64_t async;
@@ -20708,28 +20710,28 @@ typedef struct dtrain__record {
 #define DTRAIN__RECORD_WORDS (sizeof(dtrain__record) / sizeof(uint64_t))
 
 typedef struct dtrain__record_place {
-    uint64_t version; /* of record s: 4 s + 2 under way, 4 s + 4 ended, one less while it is written */
+    uint64_t version; /* record s: 4 s + 2 under way, 4 s + 4 ended; one less while it is written */
     uint64_t words[DTRAIN__RECORD_WORDS];
 } dtrain__record_place;
 
 struct dtrain__recorder {
-    uint64_t begun;                    /* records so far; record s is at s % DTRAIN__RECORDS, the first is 1 */
+    uint64_t begun;                    /* records so far, counted from 1; record s is at s % DTRAIN__RECORDS */
     uint32_t awaited;                  /* by the operation under way, + 1 */
     int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
     pthread_mutex_t error_mutex;       /* guards error and failed; held for a few instructions */
-    dtrain__error error;               /* of the first of the last failures in a row */
-    uint64_t failed;                   /* its record; 0: none */
-    uint64_t good;                     /* the last record that ended well; of whoever records */
-    pthread_mutex_t mutex;             /* held while a file is written; guards what follows */
+    dtrain__error error;               /* the first of the latest failures in a row */
+    uint64_t failed;                   /* that failure's record; 0: none */
+    uint64_t good;                     /* the last record that ended well; only the recording thread uses it */
+    pthread_mutex_t mutex;             /* held while a file is written; guards the rest */
     dtrain__error shown;               /* error and failed, as the file has them */
     uint64_t shown_failed;
-    int written; /* the file of trace_on_failure, or its writing was tried */
+    int written; /* the file of trace_on_failure is written, or was tried */
     char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
     unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
     dtrain__record_place places[DTRAIN__RECORDS];
 };
 
-/* What a rank does, as others are told; words, as a heartbeat carries them. */
+/* What a rank does, as others are told; in words, for a heartbeat to carry. */
 typedef struct dtrain__last {
     dtrain__call call;
     uint64_t state; /* a DTRAIN__LAST constant */
@@ -20777,7 +20779,7 @@ static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, 
     __atomic_store_n(&place->version, version, __ATOMIC_RELEASE);
 }
 
-/* Copies record `serial`; 0 when it is no more, or its writer was stopped in the middle. */
+/* Copies record `serial`. Returns 0 if it is overwritten, or its writer was stopped in the middle. */
 static int dtrain__recorder_read(dtrain__recorder *recorder, uint64_t serial, dtrain__record *out)
 {
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
@@ -20807,7 +20809,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
         __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
-        return; /* a message that others overtook: its place is theirs */
+        return; /* later records have overwritten a message that they overtook */
     record.call = dtrain__op_called(comm, op);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
@@ -20819,7 +20821,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     dtrain__recorder_write(recorder, op->serial, &record);
 }
 
-/* The operation has its number and may have to wait. */
+/* Records that the operation has its number and may wait. */
 static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->serial != 0)
@@ -20829,7 +20831,8 @@ static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
     dtrain__recorder_note(comm, op, 0);
 }
 
-/* The first bytes of the operation move. Of messages peers are told so at once: see dtrain__recorder_contradicts. */
+/* Records that the operation moves its first bytes. For a message peers hear of it at once: see
+ * dtrain__recorder_contradicts. */
 static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->moved_ns != 0)
@@ -20860,7 +20863,7 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
     pthread_mutex_unlock(&recorder->error_mutex);
 }
 
-/* What the rank of this recorder does now; 0 when it cannot be read. */
+/* Reads what the rank of this recorder does now; 0: it cannot be read. */
 static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
 {
     dtrain__record record;
@@ -20880,14 +20883,14 @@ static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
     return 1;
 }
 
-/* The rank that a rank waits for, or waited for when it gave up at its deadline; or -1. */
+/* The rank that a rank waits for, or was waiting for at its deadline; -1: none. */
 static int dtrain__recorder_awaits(const dtrain__last *last)
 {
     int gave_up = last->state == DTRAIN__LAST_ENDED && last->status == DTRAIN_ERR_TIMEOUT;
     return last->state == DTRAIN__LAST_UNDER_WAY || gave_up ? (int)last->awaited - 1 : -1;
 }
 
-/* What this rank's peers are told that it does; user: its recorder. */
+/* Writes what this rank's peers are told of it; user: its recorder. */
 static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capacity, int *awaits)
 {
     dtrain__last last;
@@ -20898,7 +20901,7 @@ static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capac
     return sizeof last;
 }
 
-/* What `rank` does, where that is known; of processes no older than the wait that began at since_ns. */
+/* Reads what `rank` does, if known. News of a process counts only if it came after since_ns, when the wait began. */
 static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t since_ns, dtrain__last *out)
 {
     int64_t age_ns = 0;
@@ -20929,9 +20932,9 @@ static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrai
         snprintf(text, capacity, "; rank %d is in %s%s since %.1f s%s", rank, call.text, where, seconds, then);
 }
 
-/* Whether the awaited rank is in a call, or gave one up at its own deadline, that can never meet this one: another one
- * of the same number, or a message where this is a collective (or the other way round), each waiting for the other and
- * nothing of either moved. */
+/* Whether the awaited rank is in a call that can never meet this one, or has given such a call up at its own deadline.
+ * That is another call of the same number. Or one is a message and the other a collective, each waits for the other,
+ * and nothing of either has moved. */
 static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
 {
     dtrain__call mine = dtrain__op_called(comm, op);
@@ -20945,8 +20948,8 @@ static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__o
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }
 
-/* Walks along the ranks that wait for each other, from the awaited one: says what each does, as far as the text has
- * room, and finds the first whose call contradicts this one: that one or -1, with what it does in *last. */
+/* Follows the ranks that wait for each other, beginning with the awaited one, and writes what each does while the text
+ * has room. Returns the first rank whose call contradicts this one, with what it does in *last; -1: none. */
 static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity,
                                   dtrain__last *last)
 {
@@ -20972,7 +20975,8 @@ static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op,
     return culprit;
 }
 
-/* Ends an operation at its deadline: with what the awaited rank does, or as a mismatch where that says why. */
+/* Ends an operation at its deadline: as a mismatch if ranks contradict each other, else with what the awaited rank
+ * does. */
 static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
@@ -20991,7 +20995,7 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
         dtrain__op_is_message(op) ? "" : " (every rank must call it, not one inside an if (rank == 0))");
 }
 
-/* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
+/* Returns whether the deadline has passed. After a quarter of it the log says who is awaited. */
 static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
 {
     int64_t now;
@@ -21017,9 +21021,11 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>trace ----
- * The recorder as a file that chrome://tracing and Perfetto load and tools/dtrace.c merges: one process a rank, one
- * thread a group, one event an operation. Times are of CLOCK_MONOTONIC; otherData names a moment on it and on
- * CLOCK_REALTIME, by which hosts are put side by side. Written beside the target and renamed when it is whole.
+ * The recorder as a file that chrome://tracing and Perfetto load and tools/dtrace.c merges: a process for each rank, a
+ * thread for each group, an event for each operation. Times are of CLOCK_MONOTONIC. otherData names one moment on it
+ * and on CLOCK_REALTIME, which lines up the clocks of hosts. The file is written beside its target and renamed when it
+ * is whole.
+ *
  * Source: Trace Event Format, catapult project, JSON object format. */
 #ifndef DTRAIN__TRACE
 #define DTRAIN__TRACE
@@ -21028,7 +21034,7 @@ DTRAIN__FAST_END
 
 typedef struct dtrain__trace {
     dtrain_comm *comm;
-    dtrain__json_writer json; /* of the event under way, in the recorder's text */
+    dtrain__json_writer json; /* of the event being written, in the recorder's text */
     int fd;
     int error; /* errno of the first write that went wrong; 0: none */
     int64_t now;
@@ -21052,7 +21058,7 @@ static void dtrain__trace_begin(dtrain__trace *trace)
     dtrain__json_begin(&trace->json, 1);
 }
 
-/* Writes the object that dtrain__trace_begin began, and what stands after it. */
+/* Ends the object that dtrain__trace_begin began and writes it, then `after`. */
 static void dtrain__trace_end(dtrain__trace *trace, const char *after)
 {
     dtrain__json_end(&trace->json);
@@ -21062,7 +21068,7 @@ static void dtrain__trace_end(dtrain__trace *trace, const char *after)
     dtrain__trace_put(trace, after, strlen(after));
 }
 
-/* A value that may be missing. */
+/* Writes a value, or null if there is none. */
 static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, uint64_t value)
 {
     dtrain__json_member(&trace->json, key);
@@ -21072,7 +21078,7 @@ static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, u
         dtrain__json_write_word(&trace->json, "null");
 }
 
-/* Nanoseconds as microseconds, exactly. */
+/* Writes nanoseconds as microseconds, exactly. */
 static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
 {
     char text[32];
@@ -21081,7 +21087,7 @@ static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
     dtrain__json_write_word(&trace->json, text);
 }
 
-/* What every event has; the caller goes on with its args. */
+/* Begins an event with what all events have; the caller adds its args. */
 static void dtrain__trace_event(dtrain__trace *trace, const char *name, const char *phase)
 {
     dtrain__trace_begin(trace);
@@ -21134,7 +21140,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__trace_title(trace, "thread_name", title);
 }
 
-/* The call of an operation, and how it went. */
+/* Writes the call of an operation, and how it ended. */
 static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtrain__record *record)
 {
     const dtrain__call *call = &record->call;
@@ -21194,7 +21200,7 @@ static void dtrain__trace_operations(dtrain__trace *trace)
     dtrain__trace_end(trace, "\n]}\n");
 }
 
-/* Writes the file; the caller holds the recorder's mutex, and the path is not too long. */
+/* Writes the file. The caller holds the recorder's mutex and has checked the path's length. */
 static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
 {
     dtrain__recorder *recorder = comm->recorder;
@@ -21236,7 +21242,7 @@ DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
     return status;
 }
 
-/* Keeps the prefix of the failure file, the desc's or the environment's. */
+/* Keeps the prefix of the failure file: the desc's, or the environment's. */
 static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
 {
     const char *from = prefix != NULL ? "desc.trace_on_failure" : "DTRAIN_TRACE";
@@ -21252,7 +21258,7 @@ static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
     return DTRAIN_OK;
 }
 
-/* Writes the failure file when the operation's error is more than a deadline after which it can be called again. */
+/* Writes the failure file, unless the error is a deadline after which the operation can be called again. */
 static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__recorder *recorder = comm->recorder;
@@ -21278,19 +21284,20 @@ static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
 #endif
 
 /* ---- >>place ----
- * Where this process stands: its rank, the world's size, the root and the token, from a desc or from the
- * environment of one of the known launchers, and what was believed, for the texts of errors. Reads, and
- * connects to nothing. */
+ * Where this process stands: its rank, the world's size, the root and the token. They come from a desc or from the
+ * environment of a known launcher. What was used is kept for error texts. This module reads, and connects to nothing.
+ */
 #ifndef DTRAIN__PLACE
 #define DTRAIN__PLACE
 
 typedef struct dtrain__place {
     dtrain__keys keys;                /* rank and size of the world, token, job */
-    dtrain__hub_desc hub;             /* its texts are those below and of the desc */
+    dtrain__hub_desc hub;             /* its texts point to those below and to the desc */
     char root[DTRAIN__ADDRESS_BYTES]; /* empty in a world of one */
     char listen_on[64];               /* empty: the interface that routes to the root */
-    char believed[400];               /* the variables or fields, with their values; of the token its length only */
-    int alone;                        /* a world of one, as no launcher has set a variable */
+    char believed[400];               /* the variables or fields that were used, with values; of the token its length
+                                       * only */
+    int alone;                        /* a world of one because no launcher has set a variable */
 } dtrain__place;
 
 /* The value of a variable; an empty one counts as unset. */
@@ -21325,7 +21332,7 @@ static dtrain_status dtrain__place_number(const char *name, int64_t low, int64_t
     return DTRAIN_OK;
 }
 
-/* The same, where the variable is set and stands for a field that is not. */
+/* The same for an optional variable; keeps *out unless the variable is wanted and set. */
 static dtrain_status dtrain__place_option(int wanted, const char *name, int64_t low, int64_t high, int64_t *out)
 {
     return wanted && dtrain__place_get(name) != NULL ? dtrain__place_number(name, low, high, out) : DTRAIN_OK;
@@ -21361,15 +21368,15 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
     const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
     const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
-    /* In a Slurm job mpirun hands on the variables of the task that it runs in itself, the same to all its ranks; srun
-     * sets neither of these two. */
+    /* Inside a Slurm job mpirun passes on the variables of its own task, the same to all its ranks. srun sets neither
+     * of these two. */
     int inner = dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL ||
                 (dtrain__place_get("PMI_RANK") != NULL && dtrain__place_get("MPI_LOCALNRANKS") != NULL);
     place->keys.world_size = 1;
     *launcher = DTRAIN__LAUNCHER_OWN;
     if (dtrain__place_get("DTRAIN_RANK") != NULL)
         return dtrain__place_pair(place, "DTRAIN_RANK", "DTRAIN_WORLD_SIZE");
-    *launcher = DTRAIN__LAUNCHER_TORCH; /* names so common that one alone means nothing */
+    *launcher = DTRAIN__LAUNCHER_TORCH; /* the names are so common that one alone means nothing */
     if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
         return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_SLURM;
@@ -21398,8 +21405,9 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
     return DTRAIN_OK;
 }
 
-/* The id that tells the launcher's job from others. torchrun's is "none" where nobody gave one; the parts of a
- * heterogeneous Slurm job have ids of their own. What does not fit or print ends with a hash of it all. */
+/* Takes the id that tells the launcher's job from others. torchrun's id is "none" if nobody gave one. The parts of a
+ * heterogeneous Slurm job have ids of their own. An id that is too long or not printable ends with a hash of all of it.
+ */
 static void dtrain__place_job(dtrain__place *place, int launcher)
 {
     const char *own = dtrain__place_get("DTRAIN_JOB"), *kind = "", *id = own, *step = NULL;
@@ -21457,8 +21465,8 @@ static int dtrain__place_first_node(const char *list, char *out, size_t capacity
     return n > 0;
 }
 
-/* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names; without such
- * sockets, at a port that the name gives. */
+/* If the launcher says that all ranks are on this host, they meet at a unix socket named after the job. Without such
+ * sockets they meet at a port computed from the name. */
 static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
 {
     char directory[128], name[32];
@@ -21467,7 +21475,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
         local != place->keys.world_size)
         return DTRAIN_OK;
-    if (job != NULL && strlen(job) >= sizeof name) /* its end tells jobs of one host apart */
+    if (job != NULL && strlen(job) >= sizeof name) /* its end differs between jobs of one host */
         job += strlen(job) - (sizeof name - 1);
     for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
         name[n] =
@@ -21475,7 +21483,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
                 ? job[n]
                 : '_';
     name[n] = 0;
-    if (n == 0) /* the local ranks have one parent */
+    if (n == 0) /* the local ranks have the same parent */
         snprintf(name, sizeof name, "p%ld", (long)getppid());
     dtrain__place_believe(place, "%s=%d (all on this host)", local_size, (int)local);
     if (!dtrain__net_has(AF_UNIX)) {
@@ -21492,7 +21500,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
     return DTRAIN_OK;
 }
 
-/* Takes the root that is given by name. */
+/* Takes a root and remembers which variable or field gave it. */
 static dtrain_status dtrain__place_given(dtrain__place *place, const char *name, const char *root)
 {
     snprintf(place->root, sizeof place->root, "%s", root);
@@ -21514,7 +21522,7 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     if (root != NULL)
         return dtrain__place_given(place, "DTRAIN_ROOT", root);
     if (host != NULL && port != NULL) {
-        /* torchrun's own agent listens at MASTER_PORT then */
+        /* then torchrun's own agent listens at MASTER_PORT */
         const char *agent = dtrain__place_get("TORCHELASTIC_USE_AGENT_STORE");
         int taken = agent != NULL && strcmp(agent, "True") == 0;
         status = dtrain__place_number("MASTER_PORT", 0, 65535 - taken, &number);
@@ -21546,7 +21554,7 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
                                        : "DTRAIN_ROOT=host:port, the same on every rank");
 }
 
-/* what: where the token is from. */
+/* Checks a token. what: where it comes from. */
 static dtrain_status dtrain__place_check_token(const char *what, const char *token, size_t bytes)
 {
     if (memchr(token, 0, bytes) != NULL)
@@ -21562,7 +21570,8 @@ static dtrain_status dtrain__place_check_token(const char *what, const char *tok
     return DTRAIN_OK;
 }
 
-/* Takes the first line of a regular file: another kind may keep its reader waiting for ever. dtrun reads its own so. */
+/* Reads the first line of a regular file; another kind of file may make its reader wait for ever. dtrun reads its token
+ * file with this function. */
 static dtrain_status dtrain__place_read_token(const char *what, const char *path, char token[256], size_t *bytes)
 {
     char text[512], from[300];
@@ -21605,7 +21614,7 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
     size_t bytes;
     dtrain_status status;
     if (token == NULL && environment) {
-        token = getenv("DTRAIN_TOKEN"); /* set and empty is an error: a secret is missing there */
+        token = getenv("DTRAIN_TOKEN"); /* a variable that is set and empty is an error: a secret is missing */
         file = token == NULL ? getenv("DTRAIN_TOKEN_FILE") : NULL;
         from = file != NULL ? "DTRAIN_TOKEN_FILE" : "DTRAIN_TOKEN";
     }
@@ -21624,7 +21633,7 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
     return DTRAIN_OK;
 }
 
-/* Reads what stands beside rank, size and root. */
+/* Reads everything but rank, size and root. */
 static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
 {
     dtrain__hub_desc *hub = &place->hub;
@@ -21673,7 +21682,7 @@ static dtrain_status dtrain__place_check_root(const dtrain__place *place)
                         place->root, place->keys.rank);
 }
 
-/* Finds out where this process stands; desc may not be NULL. */
+/* Finds out where this process stands; desc is not NULL. */
 static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_desc *desc)
 {
     int launcher = DTRAIN__LAUNCHER_NONE, environment = desc->world_size == 0;
@@ -22142,17 +22151,17 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>step ----
- * What collectives over messages are made of: a step is at most one message out and one in. A plan computes step k
- * of an operation from nothing but the call, so that an operation can stop anywhere and go on later. Here are the
- * step itself and what all plans share; each plan has a file of its own and >>plan chooses between them. */
+ * What collectives over messages are made of. A step is at most one message out and one in. A plan computes step k of
+ * an operation from the call alone, so an operation can stop anywhere and continue later. Here are the step itself and
+ * what all plans share. Each plan has a file of its own, and >>plan chooses between them. */
 #ifndef DTRAIN__STEP
 #define DTRAIN__STEP
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__BLOCK_BYTES DTRAIN__TUNED(block_bytes, (size_t)256 << 10) /* of partial sums, for each rank */
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
-#define DTRAIN__BLOCK_ALONE DTRAIN__TUNED(block_alone, (size_t)1 << 20) /* of them, where one piece is under way */
-/* Received and folded at once; at least DTRAIN__MESSAGE_SMALL. */
+#define DTRAIN__BLOCK_ALONE DTRAIN__TUNED(block_alone, (size_t)1 << 20) /* the same where one piece is under way */
+/* Bytes that are received, then folded; at least DTRAIN__MESSAGE_SMALL. */
 #define DTRAIN__MESSAGE_CHUNK DTRAIN__TUNED(message_chunk, (size_t)128 << 10)
 
 typedef struct dtrain__step {
@@ -22162,15 +22171,15 @@ typedef struct dtrain__step {
     size_t send_bytes;
     unsigned char *recv;
     size_t recv_bytes;
-    void *fold; /* what the received partial sums are folded into; NULL: nothing */
+    void *fold; /* received partial sums are folded into this; NULL: nothing is */
     size_t fold_count;
-    int fold_early;           /* nothing of it is still to be sent: folds while more arrives */
-    int ahead;                /* may be sent before the step before it has been received */
+    int fold_early;           /* nothing of `fold` is still to be sent: fold while more arrives */
+    int ahead;                /* may be sent before the previous step is received */
     uint64_t tag_out, tag_in; /* the same at both ends of a message */
-    void (*prepare)(dtrain_comm *comm, dtrain__op *op, size_t k); /* done before any of it moves; may be NULL */
+    void (*prepare)(dtrain_comm *comm, dtrain__op *op, size_t k); /* called before any of it moves; may be NULL */
 } dtrain__step;
 
-/* Ranks in a row of their own: every stride-th from first on. */
+/* A line of ranks: every stride-th one from first on. */
 typedef struct dtrain__line {
     int index; /* of this rank in it */
     int size, first, stride;
@@ -22181,7 +22190,7 @@ static int dtrain__line_rank(const dtrain__line *line, int index)
     return line->first + index * line->stride;
 }
 
-/* The number of bits that ranks below size have. */
+/* The number of bits of the ranks below size. */
 static int dtrain__step_levels(int size)
 {
     int levels = 0;
@@ -22195,7 +22204,7 @@ static int dtrain__step_power_of_two(int size)
     return (size & (size - 1)) == 0;
 }
 
-/* Where partial sums are kept, all of them in the partial dtype. */
+/* The dtype in which an operation keeps its partial sums. */
 static dtrain_dtype dtrain__step_dtype(const dtrain__op *op)
 {
     return dtrain__op_reduces(op) ? dtrain__fold_partial(op->dtype) : op->dtype;
@@ -22211,8 +22220,8 @@ static size_t dtrain__step_line(size_t bytes)
     return (bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
 }
 
-/* Plans that keep partial sums of the whole vector have scratch = [these, unless they are in out | what was received].
- */
+/* Plans that keep partial sums of the whole vector divide scratch into [partial sums, unless out holds them | what was
+ * received]. */
 static size_t dtrain__step_half(const dtrain__op *op)
 {
     return dtrain__step_line(op->count * dtrain__step_width(op));
@@ -22265,7 +22274,7 @@ static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data,
     step->fold_count = count;
 }
 
-/* `count` elements of this rank's input, from `begin` on, as partial sums. */
+/* Writes `count` elements of this rank's input, from `begin` on, as partial sums. */
 static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
 {
     dtrain_dtype partial = dtrain__step_dtype(op);
@@ -22280,13 +22289,13 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>tree ----
- * Plans that move whole vectors in a logarithmic number of steps: up and down a binomial tree, recursive doubling,
- * node by node. Every sum is one of the balanced tree's, except where ranks of a node are no power of two. And the
- * double binary tree, which has an order of its own. Sources: see dtrain_algorithm. */
+ * Plans that move whole vectors in a logarithmic number of steps: up and down a binomial tree, recursive doubling, and
+ * node by node. Every sum is one of the balanced tree's, except if the number of ranks in a node is no power of two.
+ * Here is also the double binary tree, which has an order of its own. Sources: see dtrain_algorithm. */
 #ifndef DTRAIN__TREE
 #define DTRAIN__TREE
 
-/* One level of the binomial tree over a line rotated so that root comes first: pairs at a distance of 2^level. */
+/* One level of the binomial tree over a line, rotated so that root comes first: pairs at a distance of 2^level. */
 static void dtrain__tree_level(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int root,
                                int level, int down, dtrain__step *step)
 {
@@ -22316,8 +22325,8 @@ static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, c
     step->send_first = comm->rank < peer;
 }
 
-/* Recursive doubling; or up to rank 0 and down again; a broadcast only down, from its root; a reduce only up, and from
- * rank 0 to its root unless any order will do. */
+/* Recursive doubling, or up to rank 0 and down again. A broadcast only goes down from its root. A reduce only goes up,
+ * then from rank 0 to its root. If any order will do, it goes up to its root. */
 static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__line line = {comm->rank, comm->size, 0, 1};
@@ -22346,7 +22355,7 @@ static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int 
     return k < 2 * levels;
 }
 
-/* To the first rank of each node, between these, and back. */
+/* To the first rank of each node, then between these, and back. */
 static int dtrain__tree_nodes(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     int ranks = comm->node_ranks, first = comm->rank - comm->rank % ranks, nodes = (comm->size + ranks - 1) / ranks;
@@ -22391,7 +22400,7 @@ static dtrain__branch dtrain__tree_branch(int index, int size)
     return branch;
 }
 
-/* Pieces go alternately up and down two trees; who is inside one is a leaf of the other, or nearly. */
+/* Pieces alternate between two trees, up and down. An inner rank of one tree is a leaf of the other, or nearly. */
 static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     size_t width = dtrain__step_width(op), most = DTRAIN__BLOCK_BYTES / width, begin, n;
@@ -22426,12 +22435,12 @@ static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k
 #ifndef DTRAIN__HALVING_PLAN
 #define DTRAIN__HALVING_PLAN
 
-/* Rank's place in the binary blocks of a world: powers of two, largest first, as the tree order splits it. */
+/* A rank's place in the binary blocks of a world: powers of two, largest first, as the tree order splits it. */
 typedef struct dtrain__blocks {
     int first, size, levels; /* of this rank's block */
     int index;               /* of the rank in it */
-    int next_size;           /* of the block after it; 0: none */
-    int previous_size;       /* of the one before; 0: none */
+    int next_size;           /* size of the block after it; 0: none */
+    int previous_size;       /* size of the block before it; 0: none */
 } dtrain__blocks;
 
 static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
@@ -22454,8 +22463,8 @@ static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
     return blocks;
 }
 
-/* What is left to the index-th of a block's ranks after `halvings` halvings of n elements. Cuts lie on cache
- * lines of the output, whatever the partial sums are. */
+/* The part that the index-th rank of a block keeps after `halvings` halvings of n elements. Cuts lie on cache lines of
+ * the output, whatever the dtype of partial sums. */
 static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
 {
     dtrain__extent part = {0, n};
@@ -22474,22 +22483,22 @@ static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
 
 typedef struct dtrain__halving {
     dtrain__blocks blocks;
-    size_t begin, n;     /* elements of the whole that this piece of work covers */
+    size_t begin, n;     /* the elements that this piece of work covers */
     unsigned char *held; /* its partial sums, n of them */
     unsigned char *out;  /* its results */
     unsigned char *recv;
-    int step, up, down, doubling, steps; /* this step; where the phases begin; steps of one piece */
-    int paired;                          /* another piece is under way in turn with this one */
+    int step, up, down, doubling, steps; /* this step; where each phase begins; how many steps a piece has */
+    int paired;                          /* another piece takes turns with this one */
 } dtrain__halving;
 
-/* Pieces under way at once. Between hosts one moves while the other is folded or on its way; on one host that would
- * only drive both out of the cache. */
+/* How many pieces are under way at once. Between hosts, one moves while the other is folded. On one host a second piece
+ * would only drive both out of the cache. */
 static size_t dtrain__halving_lanes(const dtrain_comm *comm)
 {
     return comm->node_ranks == comm->size ? 1 : 2;
 }
 
-/* Elements of one piece: as many pieces as lanes take turns at, about as large as each other. */
+/* The elements of one piece. Pieces are about equally large, and their number is a multiple of the lanes. */
 static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, lanes = dtrain__halving_lanes(comm), most, turns;
@@ -22499,8 +22508,8 @@ static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *o
     return (op->count / (lanes * turns) / 64 + 1) * 64;
 }
 
-/* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
- * nothing later than the one before the last. */
+/* Finds what step k does; returns 0 if there is no such step. The steps of a pair of pieces alternate, so each step
+ * depends on nothing later than the step before the last. */
 static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
     size_t width = dtrain__op_width(op), piece = dtrain__halving_piece(comm, op);
@@ -22536,7 +22545,7 @@ static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__hal
     step->fold_early = 1;
 }
 
-/* Between binary blocks: the smaller one's partial sums go up to the larger one, the results come down again. */
+/* Between binary blocks: partial sums go up from the smaller to the larger block, results come down again. */
 static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
 {
     const dtrain__blocks *b = &at->blocks;
@@ -22556,7 +22565,7 @@ static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving 
         dtrain__step_send_part(step, next, at->out, mine, width);
 }
 
-/* Loads a piece before its first step, and turns this rank's own sums into results before they are passed on. */
+/* Loads a piece before its first step. Turns this rank's own sums into results before they are passed on. */
 static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
 {
     dtrain__halving at;
@@ -22571,9 +22580,9 @@ static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
     }
 }
 
-/* Recursive halving, then doubling, at distances 1, 2, 4, ..., in pieces that stay in the cache. Neighbours fold
- * first and the lower block of ranks is the left operand, so the sums are the tree's. Where the world is no power
- * of two, binary blocks each do so and hand their partial sums to the next larger one. */
+/* Recursive halving, then doubling, at distances 1, 2, 4, ..., in pieces that stay in the cache. Neighbours fold first,
+ * and the lower block of ranks is the left operand, so the sums are the tree's. If the world is no power of two, each
+ * binary block does this and passes its partial sums to the next larger block. */
 static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__halving at;
@@ -22610,23 +22619,23 @@ static size_t dtrain__halving_scratch(const dtrain_comm *comm, const dtrain__op 
 /* ---- >>rounds ----
  * Plans in which every rank sends and receives in each of a number of rounds. Sources: see dtrain_algorithm.
  *
- * Ring: to the right neighbour, from the left one, at full bandwidth: reductions in an order of their own, all-gather,
- * and broadcast in pieces.
+ * Ring: each rank sends to its right neighbour and receives from its left one, at full bandwidth. Used for reductions
+ * in an order of their own, all-gather, and broadcast in pieces.
  *
- * Bruck: ceil(log2 n) rounds for any number of ranks and small vectors. After round k a rank holds what 2^(k+1) ranks
- * had, in slots of scratch that begin with its own. At the end it holds all, and copies them to their places
- * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier: Hensgen, Finkel,
+ * Bruck: ceil(log2 n) rounds for any number of ranks, for small vectors. After round k a rank holds the inputs of
+ * 2^(k+1) ranks, in slots of scratch that begin with its own. In the end it holds all of them. An all-gather copies
+ * them to their places, an all-reduce folds them in the tree order. Without data it is a barrier: Hensgen, Finkel,
  * Manber, Int. J. Parallel Programming 17(1), 1988.
  *
- * Direct: every pair of ranks exchanges once, in rounds of disjoint pairs: all-to-all and all-gather; and reductions in
- * which each rank receives its part of everybody's input and folds all of them in one pass, in the tree order, in the
- * dtype they came in. Gather and scatter are one message for each rank but the root. */
+ * Direct: every pair of ranks exchanges once, in rounds of disjoint pairs. Used for all-to-all and all-gather. In a
+ * reduction each rank receives its part of everybody's input. It folds all of them in one pass, in the tree order, in
+ * the dtype they came in. Gather and scatter are one message for each rank but the root. */
 #ifndef DTRAIN__ROUNDS_PLAN
 #define DTRAIN__ROUNDS_PLAN
 
-/* Step k: block rank - k - 1 goes to the right, the one before it comes from the left and is folded, until this
- * rank's own is complete; then complete blocks go round. An all-gather does the second half, a reduce-scatter the
- * first. */
+/* In step k block rank - k - 1 goes to the right. The block before it comes from the left and is folded. Once this
+ * rank's own block is complete, complete blocks go round. A reduce-scatter does the first half, an all-gather the
+ * second. */
 static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     int n = comm->size, reduces = dtrain__op_reduces(op), gathers = !reduces || k >= n - 1;
@@ -22648,7 +22657,7 @@ static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int 
     return 1;
 }
 
-/* A broadcast in pieces from rank to rank: step k takes in piece k and sends on the one before it. */
+/* A broadcast in pieces from rank to rank: step k receives piece k and sends the piece before it. */
 static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     size_t width = dtrain__op_width(op), most = DTRAIN__BLOCK_BYTES / width, at = (size_t)k;
@@ -22668,7 +22677,7 @@ static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op,
     return at <= pieces;
 }
 
-/* Elements before slot number `slot`. */
+/* The elements before slot number `slot`. */
 static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
 {
     size_t begin = 0;
@@ -22733,7 +22742,7 @@ static int dtrain__direct_rounds(const dtrain_comm *comm)
     return dtrain__step_power_of_two(comm->size) ? comm->size - 1 : comm->size;
 }
 
-/* Whom this rank meets in a round: it meets this rank in the same one. May be the rank itself. */
+/* The rank that this one meets in a round, and that meets this one in the same round. It may be the rank itself. */
 static int dtrain__direct_peer(const dtrain_comm *comm, int round)
 {
     if (dtrain__step_power_of_two(comm->size))
@@ -22741,9 +22750,9 @@ static int dtrain__direct_peer(const dtrain_comm *comm, int round)
     return (round - comm->rank + comm->size) % comm->size;
 }
 
-/* Reductions go block by block: the same elements of every part. */
+/* Reductions work block by block: the same elements of every part. */
 typedef struct dtrain__direct {
-    size_t most, blocks; /* elements of each part in a block; blocks */
+    size_t most, blocks; /* elements of each part in a block; how many blocks there are */
     size_t block;        /* this one */
     int turn, turns;     /* step in the block, and how many it has */
 } dtrain__direct;
@@ -22785,7 +22794,7 @@ static unsigned char *dtrain__direct_slot(const dtrain_comm *comm, const dtrain_
     return comm->scratch + (size_t)rank * dtrain__step_line(at->most * dtrain__op_width(op));
 }
 
-/* Where the block of this rank's part of the result goes. */
+/* Returns where the block of this rank's part of the result goes. */
 static unsigned char *dtrain__direct_result(const dtrain_comm *comm, const dtrain__op *op, const dtrain__direct *at)
 {
     size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? 0 : comm->parts[comm->rank].begin;
@@ -22811,7 +22820,7 @@ static dtrain__direct dtrain__direct_where(const dtrain_comm *comm, const dtrain
     return at;
 }
 
-/* Folds the block of this rank's part of everybody's input. */
+/* Folds a block of this rank's part of all ranks' inputs. */
 static void dtrain__direct_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
 {
     dtrain__direct at = dtrain__direct_where(comm, op, k);
@@ -22852,7 +22861,7 @@ static int dtrain__direct_reduce(const dtrain_comm *comm, const dtrain__op *op, 
     return 1;
 }
 
-/* In place, a block that has come lies in scratch until the one that went is gone. */
+/* In place, a received block lies in scratch until the block that it replaces is sent. */
 static void dtrain__direct_place(dtrain_comm *comm, dtrain__op *op, size_t k)
 {
     size_t width = dtrain__op_width(op);
@@ -22901,17 +22910,17 @@ static int dtrain__direct_root(const dtrain_comm *comm, const dtrain__op *op, in
 #endif
 
 /* ---- >>plan ----
- * Which plan an operation follows: asked for by name, or selected by kind, size and number of ranks, so that all
- * ranks come to the same. */
+ * The plan that an operation follows. It is asked for by name, or selected by kind, size and number of ranks, so that
+ * all ranks select the same. */
 #ifndef DTRAIN__PLAN
 #define DTRAIN__PLAN
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
-#define DTRAIN__PLAN_WHOLE ((size_t)32 << 10) /* bytes that are reduced in few whole messages */
-#define DTRAIN__PLAN_PIPE ((size_t)2 << 20)   /* bytes above which a broadcast goes from rank to rank */
+#define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of all ranks' inputs */
+#define DTRAIN__PLAN_WHOLE ((size_t)32 << 10) /* up to these bytes, reductions use few whole messages */
+#define DTRAIN__PLAN_PIPE ((size_t)2 << 20)   /* above these bytes, a broadcast goes from rank to rank */
 
-/* Keeps partial sums of the whole vector: loaded before the first step, finished after the last. */
+/* Whether it keeps partial sums of the whole vector: loaded before the first step, finished after the last. */
 static int dtrain__plan_whole(const dtrain__op *op)
 {
     return dtrain__op_reduces(op) && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING &&
@@ -22928,7 +22937,7 @@ static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op
     }
 }
 
-/* A message of the caller's own, or two that cross. */
+/* A message of the caller, or two that cross. */
 static int dtrain__plan_message(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     size_t width = dtrain__op_width(op);
@@ -22943,7 +22952,7 @@ static int dtrain__plan_message(const dtrain_comm *comm, const dtrain__op *op, i
     return k == 0;
 }
 
-/* Fills in step k of an operation; returns 0 when there is none. */
+/* Fills in step k of an operation; returns 0 if there is no such step. */
 static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     memset(step, 0, sizeof *step);
@@ -22967,7 +22976,7 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
     }
 }
 
-/* Whether a kind of operation over messages has a form by this name. */
+/* Whether a kind of operation over messages has this algorithm. */
 static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
 {
     int sums = kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER;
@@ -22988,7 +22997,8 @@ static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrai
 static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
 {
     int doubles = dtrain__step_power_of_two(comm->size);
-    size_t kib = !doubles ? 32 : comm->size == 2 ? 256 : comm->size == 4 ? 64 : 128; /* faster in few whole steps */
+    size_t kib = !doubles ? 32 : comm->size == 2 ? 256 : comm->size == 4 ? 64 : 128; /* up to this size few whole steps
+                                                                                      * are faster */
     if (comm->size > 1 && bytes > kib << 10)
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
     if (doubles)
@@ -23031,7 +23041,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     }
 }
 
-/* The value from first to last that has the name; -1: none. */
+/* Returns the value from first to last that has the name; -1: none. */
 static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int last, const char *name, size_t bytes)
 {
     for (int value = first; value <= last; value++)
@@ -23040,7 +23050,7 @@ static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int la
     return -1;
 }
 
-/* An algorithm's constant from its name; 0 when there is none of that name. */
+/* Finds an algorithm by its name; returns 0 if there is none. */
 static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
 {
     int found = bytes == 4 && memcmp(name, "auto", 4) == 0
@@ -23052,7 +23062,7 @@ static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *
     return found >= 0;
 }
 
-/* Reads "ring" or "all_reduce=ring,broadcast=tree" into what is asked for. */
+/* Reads DTRAIN_ALGORITHM: "ring", or "all_reduce=ring,broadcast=tree". */
 static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
 {
     while (text != NULL && *text != 0) {
@@ -23076,7 +23086,7 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
     return DTRAIN_OK;
 }
 
-/* Bytes that a rank sends in an all-reduce of so many float32. */
+/* The bytes that a rank sends in an all-reduce of this many float32. */
 static uint64_t dtrain__plan_sent_bytes(size_t count, int ranks)
 {
     return 8 * (uint64_t)count / (uint64_t)ranks * (uint64_t)(ranks - 1);
@@ -23086,21 +23096,22 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>message ----
- * Collectives over messages. Runs the steps of a plan: what goes out and what comes in move together where the
- * transport can, else in an order in which blocked sends form no cycle. Sums are folded while more arrives.
+ * Collectives over messages: runs the steps of a plan. What goes out and what comes in move together if the transport
+ * can do that. Otherwise they move in an order in which blocked sends form no cycle. Sums are folded while more
+ * arrives.
  *
- * Every message carries the call it belongs to; one that does not fit is a mismatch before a byte of its
- * payload is taken. Small payloads travel with their header in one piece.
+ * Every message carries the call that it belongs to. A message of another call is a mismatch before a byte of its
+ * payload is taken. A small payload travels in one piece with its header.
  *
- * A rank that leaves may end a collective in the middle. Then each two of the others finish the message between them
- * that was under way, drop what has come of the collective, and tell a rank that is still in there. */
+ * A rank that leaves may end a collective in the middle. Each pair of the other ranks then finishes the message that
+ * was under way between them. They drop what belongs to the collective, and tell a rank that is still in it. */
 #ifndef DTRAIN__MESSAGE
 #define DTRAIN__MESSAGE
 DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 
-/* Whether one direction of an exchange has stopped in the middle of its message, and its peer is still there. */
+/* Whether one direction of an exchange has stopped in the middle of its message while its peer is still there. */
 static int dtrain__message_stuck(const dtrain_comm *comm, int peer, size_t moved)
 {
     return peer >= 0 && moved > 0 && moved < SIZE_MAX && !dtrain__group_has_left(comm, peer);
@@ -23111,7 +23122,8 @@ static dtrain__direction *dtrain__message_direction(const dtrain_comm *comm, int
     return &comm->directions[2 * peer + sending];
 }
 
-/* Counts the messages that a message operation has moved whole: the one with op->root, the one that comes in beside. */
+/* Counts the whole messages that an operation has moved. first: the one with op->root; in: the incoming one of an
+ * exchange. */
 static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int first, int in)
 {
     if (op->root >= 0 && first)
@@ -23120,14 +23132,15 @@ static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int f
         dtrain__message_direction(comm, op->from, 0)->number = op->in_number;
 }
 
-/* Where header and small payload of one direction are; messages of a queue move together and have their own. */
+/* Returns where header and small payload of one direction are. Messages of a queue move together and have buffers of
+ * their own. */
 static unsigned char *dtrain__message_buffer(dtrain_comm *comm, const dtrain__op *op, int sending)
 {
     return op->packet != NULL ? op->packet : sending ? comm->message_out : comm->message_in;
 }
 
-/* A collective ends as a rank has left. What is missing of its messages under way is owed: it goes and comes before the
- * next messages of the same two ranks, and means nothing. Returns 0 where it is not known how much that is. */
+/* A collective ends because a rank has left. The rest of its messages under way is owed: it moves before the next
+ * messages of the same two ranks and is dropped. Returns 0 if the size of the rest is unknown. */
 static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
 {
     const size_t header = sizeof(dtrain__message_header);
@@ -23144,12 +23157,12 @@ static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
     return 1;
 }
 
-/* Whether a rank that has left has ended the operation so that messages between others can follow. */
+/* Whether messages between other ranks can follow an operation that ended because a rank had left. */
 static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
 {
     if (dtrain__op_is_one_way(op))
-        return 1;                       /* nobody else has any of it */
-    if (op->kind == DTRAIN__EXCHANGE) { /* unless it has cut the other one's message off; a whole direction counts */
+        return 1;                       /* no third rank has a part of it */
+    if (op->kind == DTRAIN__EXCHANGE) { /* unless its other message was cut off; a whole direction counts */
         dtrain__message_count(comm, op, op->sent == SIZE_MAX || op->send_at > 0,
                               op->received == SIZE_MAX || op->at > 0);
         return !dtrain__message_stuck(comm, op->root, op->sent) && !dtrain__message_stuck(comm, op->from, op->received);
@@ -23158,10 +23171,11 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
     return dtrain__message_owe(comm, op);
 }
 
-/* The operation has failed, and so the group, unless no message was cut off and
- *   - its deadline has passed, so that it can be made again,
- *   - it needs a rank that has left, which others may not: of all that is worse the transport knows, or
- *   - it is a message, and the group was broken before: others may still be received. */
+/* The operation has failed. That breaks the group, unless no message was cut off and one of these holds:
+ *
+ *   - its deadline has passed: it can be called again
+ *   - it needs a rank that has left: other ranks may not need it, and the transport knows of all worse cases
+ *   - it is a message, and the group was broken before: others may still be received */
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     int broken = dtrain__group_cause(comm) != NULL;
@@ -23175,7 +23189,7 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Puts what this rank already has of its result in its place. */
+/* Puts this rank's own part of the result in its place. */
 static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
 {
     size_t width = dtrain__op_width(op), count = comm->parts[comm->rank].count;
@@ -23208,8 +23222,8 @@ static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
         op->in_number = 1 + dtrain__message_direction(comm, op->from, 0)->number;
 }
 
-/* Ends a collective before which a rank has left, and a message to such a rank that has not begun; returns 1 then. All
- * ranks of the collective come to this by themselves. */
+/* Ends a collective that a rank left before, and a message to such a rank that has not begun; returns 1 then. All ranks
+ * of the collective find this by themselves. */
 static int dtrain__message_needs_left(dtrain_comm *comm, dtrain__op *op)
 {
     int rank = -1;
@@ -23223,8 +23237,10 @@ static int dtrain__message_needs_left(dtrain_comm *comm, dtrain__op *op)
     return dtrain__message_fail(comm, op);
 }
 
-/* Returns 1 when the operation has ended already. cause: what the transport knows to have broken the group, or NULL.
- * A recv may begin after that, while no call of this rank has stopped in the middle of a message. */
+/* Starts an operation. Returns 1 if that ended it.
+ *
+ * cause: what the transport knows to have broken the group, or NULL. A recv may still begin on a broken group, unless a
+ * call of this rank has stopped in the middle of a message. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain__error *cause)
 {
     dtrain__message_number(comm, op);
@@ -23263,7 +23279,7 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Goes on with a checksum over more data; changes when any 8 bytes in line do. */
+/* Continues a checksum over more data. It changes if any 8 aligned bytes change. */
 static uint64_t dtrain__message_sum(uint64_t sum, const unsigned char *data, size_t bytes)
 {
     static const uint64_t odd = 0x9e3779b97f4a7c15u;
@@ -23288,7 +23304,7 @@ static uint64_t dtrain__message_sum(uint64_t sum, const unsigned char *data, siz
     return sum;
 }
 
-/* Of a whole message's data, in the pieces that a receiver may have of them. Never 0. */
+/* The checksum of a whole message's data, in the pieces in which a receiver may get them. Never 0. */
 static uint64_t dtrain__message_sum_all(const unsigned char *data, size_t bytes)
 {
     uint64_t sum = 0;
@@ -23318,7 +23334,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
         memcpy(packet + sizeof header, step->send, step->send_bytes);
 }
 
-/* The next run of bytes of one direction of a step. */
+/* Returns the next run of bytes of one direction of a step. */
 static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending)
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
@@ -23356,7 +23372,7 @@ static dtrain_status dtrain__message_damaged(const dtrain_comm *comm, dtrain__op
                         dtrain__op_text(comm, op).text, comm->rank, what, peer);
 }
 
-/* The header that has come; returns whether it is a whole one of this group. */
+/* Reads the header that has come. Returns whether it is a whole header of this group. */
 static int dtrain__message_read(dtrain_comm *comm, const dtrain__op *op, dtrain__message_header *came)
 {
     memcpy(came, dtrain__message_buffer(comm, op, 0), sizeof *came);
@@ -23386,8 +23402,8 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
     return DTRAIN_OK;
 }
 
-/* Drops what has come of a collective that a rank had left, in front of the message that a recv awaits. Returns 0 where
- * the header that has come is none of those. */
+/* Drops what has come of a collective that a rank had left, in front of the message that a recv awaits. Returns 0 if
+ * the header that has come belongs to no such collective. */
 static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
@@ -23408,8 +23424,8 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
     return 1;
 }
 
-/* Whether the sender has gone on from this collective, as it knows that a rank had left: so its message says. That is
- * held for its recv. */
+/* Whether the sender has given up this collective because a rank had left: its message says so. That message is held
+ * for its recv. */
 static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
@@ -23428,7 +23444,7 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     return 1;
 }
 
-/* A header has come: drops what belongs to a collective that a rank had left, and judges what then is there. */
+/* A header has come. Drops what belongs to a collective that a rank had left, then checks what remains. */
 static dtrain_status dtrain__message_arrived(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     while (op->received >= sizeof(dtrain__message_header))
@@ -23439,7 +23455,7 @@ static dtrain_status dtrain__message_arrived(dtrain_comm *comm, dtrain__op *op, 
     return DTRAIN_OK;
 }
 
-/* Says whether the data that have come are those that were sent, as far as they were checked. */
+/* Compares the data that have come with their checksum, if they have one. */
 static dtrain_status dtrain__message_whole(const dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     if (op->check_due == 0)
@@ -23449,7 +23465,7 @@ static dtrain_status dtrain__message_whole(const dtrain_comm *comm, dtrain__op *
     return (op->check | 1) == op->check_due ? DTRAIN_OK : dtrain__message_damaged(comm, op, step->from, "the data");
 }
 
-/* Counts what moved in one direction; checks a header that is whole now, folds a chunk that is. */
+/* Counts what moved in one direction. Checks a header and folds a chunk once they are whole. */
 static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending,
                                           size_t moved)
 {
@@ -23457,7 +23473,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     size_t payload = sending ? step->send_bytes : step->recv_bytes;
     dtrain__direction *direction = dtrain__message_direction(comm, sending ? step->to : step->from, sending);
     if (moved == 0)
-        return DTRAIN_OK; /* what is complete so far has been handled */
+        return DTRAIN_OK; /* everything complete has been handled */
     if (direction->owed > 0) {
         direction->owed -= moved;
         return DTRAIN_OK;
@@ -23483,7 +23499,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     return sending ? DTRAIN_OK : dtrain__message_whole(comm, op, step);
 }
 
-/* Gives a recv what was held of its message; returns 0 where nothing was. */
+/* Gives a recv what was held of its message; returns 0 if nothing was. */
 static int dtrain__message_feed(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, dtrain_status *taken)
 {
     dtrain_transfer next;
@@ -23500,8 +23516,8 @@ static int dtrain__message_feed(dtrain_comm *comm, dtrain__op *op, const dtrain_
     return 1;
 }
 
-/* Records why a step failed; the transport's text, where it has one, says more than ours. What a recv finds on a
- * broken group, if not its message, is what others had begun. */
+/* Records why a step failed. The transport's text, if there is one, says more than this module's. On a broken group a
+ * recv may find what others had begun instead of its message. */
 static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_status status, int peer)
 {
     if (op->salvages) {
@@ -23517,8 +23533,8 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-/* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
- * two pieces under way. Returns 0 when both are past the last step. */
+/* Advances sending and receiving past every complete step. Sending may be one step ahead if the plan has two pieces
+ * under way. Returns 0 when both are past the last step. */
 static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__step *out, dtrain__step *in, int *sends,
                                   int *receives)
 {
@@ -23550,7 +23566,7 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
     }
 }
 
-/* One call of the transport; either may be NULL. Where it has no exchange, both are given only where none waits. */
+/* One call of the transport; out or in may be NULL. Without an exchange, both are given only if neither waits. */
 static dtrain_status dtrain__message_transfer(dtrain_comm *comm, dtrain_transfer *out, dtrain_transfer *in,
                                               int64_t wait_ns)
 {
@@ -23566,8 +23582,8 @@ static dtrain_status dtrain__message_transfer(dtrain_comm *comm, dtrain_transfer
     return received == DTRAIN_ERR_TIMEOUT ? sent : received;
 }
 
-/* Moves what comes next of a step out of one operation and of a step into another, or the same; NULL: none. Returns as
- * dtrain_transport.exchange; *taken says whether what came fits. */
+/* Moves the next bytes of a step out of one operation and of a step into another, or the same; NULL: none. Returns as
+ * dtrain_transport.exchange. *taken says whether what came fits. */
 static dtrain_status dtrain__message_swap(dtrain_comm *comm, dtrain__op *sends, const dtrain__step *out,
                                           dtrain__op *receives, const dtrain__step *in, int64_t wait_ns,
                                           dtrain_status *taken)
@@ -23589,7 +23605,8 @@ static dtrain_status dtrain__message_swap(dtrain_comm *comm, dtrain__op *sends, 
     return *taken != DTRAIN_OK ? *taken : status;
 }
 
-/* Moves both directions together until the operation is done or wait_ns. Returns as dtrain_transport.exchange. */
+/* Moves both directions together until the operation is done, or until wait_ns. Returns as dtrain_transport.exchange.
+ */
 static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain__step out, in;
@@ -23610,7 +23627,7 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
     return DTRAIN_OK;
 }
 
-/* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
+/* Advances the operation without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain_status status;
@@ -23626,16 +23643,16 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     }
     dtrain__thread_error.status = DTRAIN_OK;
     status = dtrain__message_exchange(comm, op, wait_ns);
-    /* a TIMEOUT with a text is not that of a wait, but what the group was broken by */
+    /* a TIMEOUT with a text is the cause that broke the group, not the end of a wait */
     int late = dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
         return dtrain__message_needs_left(comm, op);
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
 }
 
-/* Moves the message of one operation out and that of another in, together, until one is complete or wait_ns; either
- * may be NULL. Both have begun. What fails here is met again, and told, by the operation's own turn; but what came
- * and does not fit is told at once: returns 1 when that ended the incoming one. */
+/* Moves the message of one operation out and that of another in, until one is complete, or until wait_ns. Either may be
+ * NULL, and both have begun. A failure is found again, and told, in the operation's own turn. Only a message that does
+ * not fit is told at once: returns 1 if that ended the incoming operation. */
 static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *in, int64_t wait_ns)
 {
     dtrain__step sends, receives;
@@ -24105,14 +24122,14 @@ static void dtrain__service_leave(dtrain_comm *comm, int forked)
 #endif
 
 /* ---- >>work ----
- * What a call becomes: it runs on its own thread, or goes into the queue as a work, which the service drives, a poll,
- * or whoever waits for it. A collective waits for all works before it, and all after it wait for it. Between two of
- * them each message ends by itself; it waits for those alone that go the same way. */
+ * What becomes of a call. It runs on its own thread, or goes into the queue as a work. The service, a poll, or whoever
+ * waits for it drives the queue. A collective waits for all works before it, and all works after it wait for it.
+ * Between two collectives each message ends by itself: it waits only for earlier messages to or from the same peer. */
 #ifndef DTRAIN__WORK
 #define DTRAIN__WORK
 DTRAIN__FAST_BEGIN
 
-/* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
+/* Refuses a group of processes in a forked child, and before all ranks have come. */
 static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
 {
     int ready = 1;
@@ -24126,8 +24143,8 @@ static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
-/* Says once a process that its world has one rank: often nobody meant that. A program that runs threads where no
- * launcher has started it makes no calls on such a world. */
+/* Logs once a process that its world has one rank, which is often a mistake. A program that runs threads makes no calls
+ * on such a world, so it gets no warning. */
 static void dtrain__work_tell_alone(dtrain_comm *comm)
 {
     static uint32_t told;
@@ -24152,7 +24169,7 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
     return DTRAIN_OK;
 }
 
-/* The time allowed to a call begins. */
+/* Starts the clock of a call's deadline. */
 static void dtrain__work_clock(dtrain_comm *comm, dtrain__op *op)
 {
     op->started_ns = dtrain__os_now_ns();
@@ -24182,7 +24199,7 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         work->op.packet = dtrain__op_is_one_way(op) ? work->packet : NULL;
         work->op.queued = 1;
         if (comm->tail != NULL)
-            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may stand there */
+            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may be at that work */
         else
             comm->head = work;
         comm->tail = work;
@@ -24220,11 +24237,11 @@ static int dtrain__work_ready(void *pointer)
     return dtrain_work_done((const dtrain_work *)pointer);
 }
 
-/* Drives the queue on the calling thread, or looks on while another thread does, until work has ended or until_ns. */
+/* Drives the queue on the calling thread, or watches another thread do so, until work has ended or until_ns. */
 static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
 {
     dtrain_comm *comm = work->comm;
-    /* who comes back again and again, and never waits, makes connections and answers peers all the same */
+    /* a caller that returns again and again without waiting still makes connections and answers peers */
     if (until_ns != INT64_MAX && !dtrain_work_done(work) && comm->desc.progress == DTRAIN_PROGRESS_POLL &&
         comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
@@ -24235,12 +24252,12 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                 dtrain_work *message = dtrain__op_is_one_way(&head->op) ? head : NULL;
                 if (!dtrain__queue_run(comm, &head->op, message, until_ns))
                     break;
-                if (message == NULL) /* else what has ended is off the queue */
+                if (message == NULL) /* messages take themselves off the queue */
                     dtrain__queue_finish(comm, NULL, head);
             }
             pthread_mutex_unlock(&comm->drive_mutex);
             if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
-                dtrain__bell_ring(comm->bell); /* the service goes on with the rest */
+                dtrain__bell_ring(comm->bell); /* the service continues with the rest */
         } else {
             dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
         }
@@ -24249,7 +24266,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
     }
 }
 
-/* Counts what the caller has waited since started_ns for what the group does, wherever it waited. */
+/* Counts the caller's wait since started_ns for the group's work, wherever it waited. */
 static void dtrain__work_blocked(dtrain_comm *comm, int64_t started_ns)
 {
     int64_t ns = dtrain__os_now_ns() - started_ns;
@@ -24273,7 +24290,7 @@ static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_alloca
     }
 }
 
-/* Refuses a handle that is no more. Best effort: a later call may have taken it again. */
+/* Refuses a handle that was waited for, or whose group is gone. Best effort: a later call may use the handle again. */
 static dtrain_status dtrain__work_alive(const dtrain_work *work, const char *call)
 {
     uint32_t mark = __atomic_load_n(&work->mark, __ATOMIC_RELAXED);
@@ -24285,7 +24302,7 @@ static dtrain_status dtrain__work_alive(const dtrain_work *work, const char *cal
                             : "this handle was waited for before, which freed it; wait once");
 }
 
-/* Waits for work until until_ns. Returns its result and frees it; 0 in *ended: it goes on. */
+/* Waits for work until until_ns. Returns its result and frees it; *ended = 0: it is still under way. */
 static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *ended)
 {
     dtrain_status status = dtrain__work_alive(work, "work_wait");
@@ -24332,7 +24349,7 @@ static dtrain_status dtrain__work_settle(dtrain_work **work)
     return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
 }
 
-/* It may be called beside another call of the group, whose error text so stays as it is. */
+/* It may run beside another call of the group, so the group's error text stays as it is. */
 DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
 {
     dtrain__error cause, kept = dtrain__thread_error;
@@ -24359,14 +24376,14 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
-    if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of the rank is at it */
+    if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of this rank drives it */
         dtrain__queue_drive(comm, until);
         pthread_mutex_unlock(&comm->drive_mutex);
     }
     return DTRAIN_OK;
 }
 
-/* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
+/* Notes a call for fuse_end. Its buffers and arrays belong to the fuse until then. */
 static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
 {
     void *notes = dtrain__memory_grow(comm->allocator, comm->notes, sizeof *comm->notes, comm->noted, 2);
@@ -24374,7 +24391,7 @@ static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
                             comm->noted + 1);
     comm->notes = (dtrain__note *)notes;
-    for (int receives = 0; receives < 2; receives++) { /* an exchange is a send and a recv */
+    for (int receives = 0; receives < 2; receives++) { /* an exchange becomes a send and a recv */
         dtrain__note *note = &comm->notes[comm->noted];
         int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
         if (splits ? peer < 0 : receives)
@@ -24391,7 +24408,7 @@ static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
     return DTRAIN_OK;
 }
 
-/* As dtrain__work_call, by the one thread that is in a call of the group. */
+/* As dtrain__work_call, on the one thread that is in a call of the group. */
 static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
 {
     dtrain_status status = dtrain__work_begin(comm, op);
@@ -24442,8 +24459,8 @@ DTRAIN__FAST_END
 #endif
 
 /* ---- >>create ----
- * Groups come and go: a world of one, the ranks of one process, those of several.
- * Leaving never waits for a peer; what was pending is cancelled, and whoever needs the leaver is told. */
+ * Makes and destroys groups: a world of one, the ranks of one process, and those of several processes. Destroying never
+ * waits for a peer. It cancels pending work and tells whoever needs this rank. */
 #ifndef DTRAIN__CREATE
 #define DTRAIN__CREATE
 
@@ -24469,7 +24486,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__free(allocator, comm);
 }
 
-/* The algorithms that desc and environment ask for; where nodes are said to be. */
+/* Takes the algorithms and the nodes from desc and environment. */
 static dtrain_status dtrain__create_choose(dtrain_comm *comm)
 {
     int64_t ranks = comm->desc.node_ranks;
@@ -24486,7 +24503,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
-/* Makes one rank's end; on an error the transport stays the caller's. */
+/* Makes one rank's end. On an error the transport stays the caller's. */
 static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *end, const dtrain_comm_desc *desc)
 {
     const dtrain_transport *transport = &end->transport;
@@ -24536,7 +24553,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     return status;
 }
 
-/* Checks a desc; in place of NULL it puts one with all defaults. */
+/* Checks a desc. NULL becomes a desc with all defaults. */
 static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
 {
     static dtrain_comm_desc defaults; /* only read */
@@ -24565,7 +24582,7 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     return DTRAIN_OK;
 }
 
-/* One rank's end of a group of this library's transports, which is gone on an error. */
+/* Makes one rank's end over a transport of this library; on an error the transport is destroyed. */
 static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *end, const dtrain_comm_desc *desc)
 {
     dtrain_comm *comm = NULL;
@@ -24648,12 +24665,12 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         status = dtrain__create_end(comm, &end, &placed);
     if (status != DTRAIN_OK)
         return status;
-    (*comm)->forming = 1; /* under the service thread, or by polling */
+    (*comm)->forming = 1; /* the service thread or polling completes it */
     (*comm)->started_ns = now;
     return DTRAIN_OK;
 }
 
-/* Whether all ranks have come; wait: until they have, or the call's time is up. */
+/* Says whether all ranks have come. wait: waits until they have, or until the deadline. */
 static dtrain_status dtrain__create_form(dtrain_comm *comm, int *ready, int wait)
 {
     dtrain_status status = DTRAIN_OK;
@@ -24697,7 +24714,7 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
     return status;
 }
 
-/* Leaves with a reason that peers will read; NULL: none. The thread's last error stays. */
+/* Leaves with a reason for the peers; NULL: none. The thread's last error stays. */
 static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
@@ -24705,12 +24722,12 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     dtrain_work *work = NULL;
     int forked = comm->process != getpid();
     dtrain__service_leave(comm, forked);
-    if (!forked) { /* a child has no right to the locks */
+    if (!forked) { /* the parent's threads may have held the locks */
         if (comm->plane->publish != NULL)
             comm->plane->publish(transport.self, NULL, NULL);
         work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
     }
-    if (work != NULL) { /* peers hear of it, and use no buffer after the handles are gone */
+    if (work != NULL) { /* peers hear of it, and no longer use the buffers of the handles */
         dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
                      dtrain__op_text(comm, &work->op).text);
         dtrain__group_break(comm, &cause);
@@ -24761,7 +24778,7 @@ typedef struct dtrain__create_runner {
     dtrain_comm *comm;
     dtrain_status (*body)(dtrain_comm *, void *);
     void *user;
-    uint32_t *failures; /* counts up, so that the first failure is known */
+    uint32_t *failures; /* counts up, to find the first failure */
     uint32_t place;
     dtrain__error error;
 } dtrain__create_runner;
@@ -24787,7 +24804,7 @@ static void dtrain__create_runner_main(void *pointer)
     dtrain__create_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
 }
 
-/* Runs the ranks on threads of their own; the error of the one that failed first is the call's. */
+/* Runs each rank on a thread of its own. Returns the error of the rank that failed first. */
 static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int ranks, size_t stack)
 {
     dtrain__error first = {DTRAIN_OK, ""};
@@ -25270,10 +25287,10 @@ DTRAIN_API dtrain_status dtrain_store_wait(dtrain_comm *comm, const char *key, v
 #endif
 
 /* ---- >>fuse ----
- * Many small calls as few operations. Between fuse_begin and fuse_end calls are noted; fuse_end runs the messages
- * among them as one set, then the collectives in the order of their calls, neighbours of one kind as one operation:
- * over messages packed into one buffer, between ranks of one address space as a list of the buffers. What becomes one
- * depends on nothing but the calls, so ranks that made the same calls make the same sets. */
+ * Runs many small calls as few operations. Calls between fuse_begin and fuse_end are noted. Then all messages run as
+ * one set, and the collectives in the order of their calls, neighbours of one kind as one operation. Over messages
+ * their buffers are packed into one. Between ranks of one address space the operation gets a list of the buffers. What
+ * becomes one operation depends on the calls alone, so ranks that made the same calls make the same sets. */
 #ifndef DTRAIN__FUSE
 #define DTRAIN__FUSE
 
@@ -25300,8 +25317,8 @@ DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
     return DTRAIN_OK;
 }
 
-/* Whether a call may join the set of the first one, which has `bytes` so far. An all_reduce may not where it adds in an
- * order that depends on where an element stands. */
+/* Whether a call may join the set of the first one, which has `bytes` so far. An all_reduce may not if its order of
+ * addition depends on the place of an element. */
 static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, const dtrain__op *next, size_t bytes)
 {
     int placed = comm->desc.order != DTRAIN_ORDER_TREE || next->algorithm == DTRAIN_ALGORITHM_RING ||
@@ -25312,7 +25329,7 @@ static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, c
            bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;
 }
 
-/* The set that begins with a noted collective: its calls as one operation; returns the note after it. */
+/* Makes one operation of the set that begins with a noted collective. Returns the note after the set. */
 static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *packed)
 {
     size_t end = at, width = dtrain_dtype_bits(comm->notes[at].op.dtype) / 8;
@@ -25333,7 +25350,8 @@ static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *p
     return end;
 }
 
-/* Copies the buffers of a set into the packed one, or the results back; or, of a scattered set, lists them there. */
+/* Copies the buffers of a set into the packed buffer; back: copies the results out of it. A scattered set lists its
+ * buffers there instead. */
 static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, const dtrain__op *set, int back)
 {
     unsigned char *packed = comm->packed;
@@ -25360,7 +25378,7 @@ static DTRAIN__NOINLINE void dtrain__fuse_keep(dtrain__error *first, dtrain_stat
         *first = dtrain__thread_error;
 }
 
-/* Runs the set that begins with a noted collective; returns the note after it. */
+/* Runs the set that begins with a noted collective. Returns the note after the set. */
 static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *first)
 {
     dtrain__op op;
@@ -25370,7 +25388,7 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
         dtrain__fuse_keep(first, dtrain__work_call(comm, &comm->notes[at].op, NULL));
         return at + 1;
     }
-    /* where ranks share an address space, only what is small enough to be posted is worth a copy */
+    /* between ranks of one address space a copy pays only if it fits into the post */
     op.scattered = dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
     if (dtrain__op_reserve(comm, &op, &comm->packed,
                            op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op))) {
@@ -25384,8 +25402,8 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
     return end;
 }
 
-/* Queues the noted messages and waits for all of them. Round k has those to the rank k above and from the rank k
- * below, so that what two ranks do at one time belongs together. */
+/* Queues the noted messages and waits for all of them. Round k has the messages to the rank k above and from the rank k
+ * below: what two ranks do at the same time belongs together. */
 static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
 {
     int messages = 0;
@@ -25427,19 +25445,19 @@ DTRAIN_API dtrain_status dtrain_fuse_end(dtrain_comm *comm)
 #endif
 
 /* ---- >>alike ----
- * How a collective create, load or save ends well on all ranks or on none: ranks hear whether all can go on, and
- * compare what they were given. Where all is well that is one small all-reduce. Else they exchange more, until each can
- * say who failed and why, or who differs, in what. What is compared are lines of text, so that nothing is compared that
- * cannot be named. */
+ * A collective create, load or save ends well on all ranks or on none. Ranks tell each other whether they can continue,
+ * and compare what they were given. If all is well, that takes one small all-reduce. Otherwise they exchange more,
+ * until each can say who failed and why, or who differs in what. They compare lines of text: whatever is compared has a
+ * name for the error. */
 #ifndef DTRAIN__ALIKE
 #define DTRAIN__ALIKE
 
-#define DTRAIN__ALIKE_WORDS 9 /* the first rank that cannot go on and why, a digest, and the digest's complement */
+#define DTRAIN__ALIKE_WORDS 9 /* the first rank that cannot continue and why, a digest, and its complement */
 #define DTRAIN__ALIKE_MOST 3
 #define DTRAIN__ALIKE_PIECE 64
-#define DTRAIN__ALIKE_VALUES 3 /* that an error text quotes at most */
+#define DTRAIN__ALIKE_VALUES 3 /* most values that an error text quotes */
 
-/* One thing that is the same on every rank: what it is, then its value. Lines before it have said how many there are.
+/* One thing that must be the same on every rank: what it is, and its value. Earlier lines say how many lines there are.
  */
 typedef struct dtrain__alike_line {
     char what[160], value[192];
@@ -25450,9 +25468,9 @@ typedef struct dtrain__alike {
     const void *given;
     int (*line)(const void *given, size_t index, dtrain__alike_line *line); /* 0: there are no more */
     const char *advice;
-    int told;                          /* 1: an error is every rank's in the words of the first that has one */
-    uint64_t most[DTRAIN__ALIKE_MOST]; /* in: this rank's; out, where all are heard: the largest of all ranks */
-    int unheard;                       /* out: the exchange broke off, others may have come to a verdict */
+    int told;                          /* 1: every rank gets the error of the first rank that has one */
+    uint64_t most[DTRAIN__ALIKE_MOST]; /* in: this rank's; out: the largest of all ranks, unless unheard */
+    int unheard;                       /* out: the exchange broke off; other ranks may have a verdict */
 } dtrain__alike;
 
 /* ---- lines ---- */
@@ -25464,7 +25482,7 @@ static DTRAIN__NOINLINE int dtrain__alike_text(dtrain__alike_line *line, const c
     return 1;
 }
 
-/* The shortest text that reads back as the value; narrow: as a float32. */
+/* Writes the shortest text that reads back as the value; narrow: as a float32. */
 static int dtrain__alike_number(dtrain__alike_line *line, const char *what, double value, int narrow)
 {
     int digits = 5, same = 0;
@@ -25475,11 +25493,11 @@ static int dtrain__alike_number(dtrain__alike_line *line, const char *what, doub
         same = narrow ? (float)read == (float)value : read == value;
     }
     for (char *at = line->value; *at != 0; at++)
-        *at = *at == ',' ? '.' : *at; /* another locale */
+        *at = *at == ',' ? '.' : *at; /* some locales write a comma */
     return 1;
 }
 
-/* A name may be longer than a line. */
+/* Writes a name; a long one becomes its beginning and a hash. */
 static int dtrain__alike_name(dtrain__alike_line *line, const char *what, const char *name)
 {
     snprintf(line->what, sizeof line->what, "%s", what);
@@ -25492,7 +25510,7 @@ static int dtrain__alike_name(dtrain__alike_line *line, const char *what, const 
 
 /* How a field of a desc is compared. */
 enum {
-    DTRAIN__ALIKE_OWN, /* it is not: each rank's own, or without effect on others, or compared elsewhere */
+    DTRAIN__ALIKE_OWN, /* it is not compared: it is each rank's own, affects no other rank, or is compared elsewhere */
     DTRAIN__ALIKE_NUMBER,
     DTRAIN__ALIKE_FLOAT,
     DTRAIN__ALIKE_FLAG,  /* 0 or not */
@@ -25500,12 +25518,12 @@ enum {
     DTRAIN__ALIKE_GIVEN, /* an address: NULL or not */
 };
 
-/* A field of a desc. The table of a desc has every field, which a test proves. */
+/* A field of a desc. A test proves that a desc's table has every field. */
 typedef struct dtrain__alike_field {
     const char *name;
     size_t offset, bytes;
     int kind;
-    const char *(*constant)(int value); /* of an enum: its names, NULL for what is none; NULL: no enum */
+    const char *(*constant)(int value); /* the names of an enum, NULL for other values; NULL: no enum */
 } dtrain__alike_field;
 
 #define DTRAIN__ALIKE_CONSTANT(desc, member, constant) \
@@ -25522,7 +25540,7 @@ static const char *dtrain__alike_dtype(int value)
     return dtrain_dtype_bits((dtrain_dtype)value) > 0 ? dtrain_dtype_name((dtrain_dtype)value) : NULL;
 }
 
-/* Says a field of a desc, which may be NULL; prefix: of its name. */
+/* Writes a field of a desc, which may be NULL. prefix goes before the field's name. */
 static int dtrain__alike_field_line(dtrain__alike_line *line, const char *prefix, const dtrain__alike_field *field,
                                     const void *desc)
 {
@@ -25554,7 +25572,7 @@ static int dtrain__alike_field_line(dtrain__alike_line *line, const char *prefix
 /* Ranks in rising order, as "2, 4 to 7". */
 typedef struct dtrain__alike_ranks {
     char text[72];
-    int count, first, last; /* first to last: not yet in the text */
+    int count, first, last; /* first to last: the run that is not yet in the text */
 } dtrain__alike_ranks;
 
 static void dtrain__alike_flush(dtrain__alike_ranks *ranks)
@@ -25584,8 +25602,9 @@ static void dtrain__alike_add(dtrain__alike_ranks *ranks, int rank)
 
 /* ---- meeting ---- */
 
-/* Finds the first index at which a rank's hash is not that of rank 0 of `alike`; SIZE_MAX where there is none. All of
- * `all` find the same. hash: 0 beyond the last, which all have at the same index, or no two are compared there. */
+/* Finds the first index at which a rank's hash is not that of rank 0 of `alike`; SIZE_MAX: there is none. All ranks of
+ * `all` find the same. hash returns 0 beyond the last index. That index is the same on all ranks of `all`, or no ranks
+ * are compared. */
 static dtrain_status dtrain__alike_first(dtrain_comm *alike, dtrain_comm *all, uint64_t (*hash)(const void *, size_t),
                                          const void *given, size_t *found)
 {
@@ -25635,7 +25654,7 @@ typedef struct dtrain__alike_values {
     dtrain__alike_ranks ranks;
 } dtrain__alike_values;
 
-/* Hears every rank's value of one line, and says who gave which. */
+/* Collects every rank's value of one line and makes the error that says who gave which. */
 static dtrain_status dtrain__alike_quote(dtrain_comm *comm, const dtrain__alike *alike, size_t index)
 {
     dtrain__alike_values values[DTRAIN__ALIKE_VALUES];
@@ -25673,7 +25692,7 @@ static dtrain_status dtrain__alike_quote(dtrain_comm *comm, const dtrain__alike 
                         alike->advice);
 }
 
-/* Hears why the first rank that cannot go on cannot, which ended with `told`. */
+/* Gets from the first rank that cannot continue the reason why. told: that rank's status. */
 static dtrain_status dtrain__alike_refused(dtrain_comm *comm, dtrain__alike *alike, int rank, uint64_t told,
                                            const dtrain__error *cause)
 {
@@ -25695,11 +25714,13 @@ static dtrain_status dtrain__alike_refused(dtrain_comm *comm, dtrain__alike *ali
                         rank, dtrain_comm_size(comm), DTRAIN__STATUS_CAUSE_BYTES - 1, why);
 }
 
-/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read. A
- * rank to which another is lost counts as the first that cannot: that is why others cannot.
+/* Ends well on all ranks, or on none.
  *
- *   errors   mine; DTRAIN_ERR_ABORTED another rank cannot, with its text; told: that rank's; DTRAIN_ERR_MISMATCH;
- *            DTRAIN_ERR_INVALID the group is fusing; those of dtrain_all_reduce */
+ * A rank that has lost another counts before all others that cannot continue: its loss is why they cannot.
+ *
+ *   mine     whether this rank can continue; if not, its lines are not read
+ *   errors   mine; DTRAIN_ERR_ABORTED: another rank cannot continue, with its text (alike->told: that rank's error);
+ *            DTRAIN_ERR_MISMATCH; DTRAIN_ERR_INVALID: the group is fusing; those of dtrain_all_reduce */
 static dtrain_status dtrain__alike_meet(dtrain_comm *comm, dtrain__alike *alike, dtrain_status mine)
 {
     dtrain__error cause = dtrain__thread_error;
@@ -25744,7 +25765,7 @@ static int dtrain__alike_nothing(const void *given, size_t index, dtrain__alike_
     return 0;
 }
 
-/* As dtrain__alike_meet, where there is nothing to compare. */
+/* As dtrain__alike_meet, with nothing to compare. */
 static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, int told, dtrain_status mine)
 {
     dtrain__alike alike = {call, NULL, dtrain__alike_nothing, "", told, {0}, 0};
@@ -25754,15 +25775,15 @@ static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, in
 #endif
 
 /* ---- >>split ----
- * Groups out of groups. The ranks of the parent exchange who wants to be where, each makes its own end, and then they
- * agree whether all could: either every rank has its group or every rank has the error. A group's name is
- * the lowest member's rank in the world and a count that this member keeps, so that no two are ever the same. */
+ * Groups out of groups. The ranks of the parent tell each other where they want to be, and each makes its own end. Then
+ * they agree whether all could: every rank has its group, or every rank has the error. A group's name is the lowest
+ * member's rank in the world and a count that this member keeps, so no two names are the same. */
 #ifndef DTRAIN__SPLIT
 #define DTRAIN__SPLIT
 
 /* What a rank tells the others before a group is made. */
 typedef struct dtrain__split_entry {
-    uint64_t color;  /* ranks of one color make a group; DTRAIN__SPLIT_NONE: of none */
+    uint64_t color;  /* ranks of one color make a group; DTRAIN__SPLIT_NONE: in no group */
     int64_t key;     /* their order in it */
     uint64_t origin; /* the rank in the world */
     uint64_t serial; /* for the name, if this is the lowest member */
@@ -25774,13 +25795,13 @@ typedef struct dtrain__split_entry {
 typedef struct dtrain__split_state {
     const char *call;
     dtrain_comm *parent;
-    dtrain__split_entry *entries; /* of all ranks of the parent; at the start of one block with the next three */
+    dtrain__split_entry *entries; /* of all ranks of the parent; one block with the next three */
     uint64_t *states;             /* 1: in the new group */
     int *members;                 /* ranks of the parent, in the new order */
-    int *origins;                 /* the same in the world */
-    int bound;      /* the loss of any rank of the parent ends the new group; else as the parent is bound */
-    int replaces;   /* the new group comes in the parent's place */
-    int size, rank; /* of the new group; rank -1: this rank is none of it */
+    int *origins;                 /* their ranks in the world */
+    int bound;      /* the loss of any rank of the parent ends the new group; 0: as with the parent */
+    int replaces;   /* the new group replaces the parent */
+    int size, rank; /* of the new group; rank -1: this rank is not in it */
     uint64_t id;    /* its name */
 } dtrain__split_state;
 
@@ -25807,14 +25828,14 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
     return DTRAIN_OK;
 }
 
-/* Keeps the block: the next split of the group needs as much. */
+/* Keeps the block for the next split of the group, which needs as much. */
 static void dtrain__split_end(dtrain__split_state *split)
 {
     void *entries = __atomic_exchange_n(&split->parent->split_room, (void *)split->entries, __ATOMIC_SEQ_CST);
     dtrain__free(split->parent->allocator, entries);
 }
 
-/* Hears from every rank of the parent where it wants to be. */
+/* Learns from every rank of the parent where it wants to be. */
 static dtrain_status dtrain__split_meet(dtrain__split_state *split, uint64_t color, int64_t key)
 {
     dtrain_comm *parent = split->parent;
@@ -25851,7 +25872,7 @@ static uint64_t dtrain__split_name(const dtrain__split_state *split)
     return dtrain__plane_group_id(split->entries[split->members[lowest]].serial, split->origins[lowest]);
 }
 
-/* As the parent has it, or the hosts of processes. */
+/* Ranks of a node in the new group, from the parent's nodes or the hosts of processes; 0: uneven. */
 static int dtrain__split_node_ranks(const dtrain__split_state *split, const dtrain_comm *group)
 {
     const int *members = split->members;
@@ -25867,7 +25888,7 @@ static int dtrain__split_node_ranks(const dtrain__split_state *split, const dtra
     return n;
 }
 
-/* Binds the new group to ranks beyond it, where its parent is bound so or the call says so. */
+/* Binds the new group to ranks that are not its own, if the parent is so bound or the call asks for it. */
 static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm *group)
 {
     const dtrain_comm *parent = split->parent;
@@ -25901,7 +25922,7 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
     if (parent->desc.progress == DTRAIN_PROGRESS_POLL && parent->service != NULL)
         dtrain__service_add(parent->service, *group);
     dtrain__blocked *above = split->replaces ? parent->blocked->above : parent->blocked;
-    if (above != NULL && (*group)->allocator == parent->allocator) { /* the group adds to what that counts */
+    if (above != NULL && (*group)->allocator == parent->allocator) { /* the group's waits count there, too */
         (*group)->blocked->above = above;
         __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
     }
@@ -25911,7 +25932,7 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
     return DTRAIN_OK;
 }
 
-/* Makes this rank's end and hears how the others fared; one that could not undoes it for all. */
+/* Makes this rank's end and learns how the others fared. If one rank could not, it is undone for all. */
 static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_comm **group)
 {
     dtrain_comm *parent = split->parent;
@@ -25933,7 +25954,7 @@ static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_com
     return status;
 }
 
-/* Where the call can begin: there is a group and a place for the new one. */
+/* Checks that there is a group, and an address for the new one. */
 static dtrain_status dtrain__split_check(dtrain_comm *comm, dtrain_comm **group, const char *call)
 {
     if (group != NULL)
@@ -25984,8 +26005,8 @@ DTRAIN_API dtrain_status dtrain_comm_split(dtrain_comm *comm, int color, int key
 #endif
 
 /* ---- >>mesh ----
- * The ranks of a world laid out in named dimensions, and the group along each: the ranks that differ in that
- * coordinate alone. Arithmetic over dtrain_comm_split. */
+ * Lays out the ranks of a world in named dimensions and makes the group along each. It is arithmetic over
+ * dtrain_comm_split. */
 #ifndef DTRAIN__MESH
 #define DTRAIN__MESH
 
@@ -26007,7 +26028,7 @@ static dtrain_status dtrain__mesh_flaw(dtrain_comm *world, const char *what, con
                         world->rank, i, dims[i].name != NULL ? dims[i].name : "NULL", dims[i].size, what);
 }
 
-/* Checks the dimensions; *rest is the size of one that says 0. */
+/* Checks the dimensions. *rest: the size of the dimension that says 0. */
 static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int *rest)
 {
     int product = 1, open = -1;
@@ -26087,7 +26108,7 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
     dtrain__alike alike = {"mesh_create", mesh, dtrain__mesh_line, "give every rank the same", 1, {0}, 0};
     status = dtrain__alike_meet(world, &alike, status);
     for (int i = count; status == DTRAIN_OK && i-- > 0;) {
-        dtrain__axis *axis = &mesh->axes[i]; /* its group: the rank with this coordinate taken out */
+        dtrain__axis *axis = &mesh->axes[i]; /* color: the rank without this coordinate */
         status = dtrain__split_by_color(world, world->rank - axis->index * stride, axis->index, 1, &axis->group,
                                         "mesh_create");
         stride *= axis->size;
@@ -26121,7 +26142,7 @@ DTRAIN_API dtrain_comm *dtrain_mesh_group(const dtrain_mesh *mesh, const char *n
     return axis != NULL ? axis->group : NULL;
 }
 
-/* Checks the names of a join, and that the mesh lies in this world. */
+/* Checks the names of a join, and that world is the mesh's. */
 static dtrain_status dtrain__mesh_check_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
                                              int count)
 {
@@ -26185,7 +26206,7 @@ DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *
     dtrain_status status = dtrain__mesh_check_join(mesh, world, names, count);
     status = dtrain__alike_meet(world, &alike, status);
     int rest = world->rank;
-    for (int i = mesh->count; status == DTRAIN_OK && i-- > 0;) { /* takes coordinates that are joined out of the rank */
+    for (int i = mesh->count; status == DTRAIN_OK && i-- > 0;) { /* takes the joined coordinates out of the rank */
         rest -= dtrain__mesh_joins(&join, i) ? mesh->axes[i].index * stride : 0;
         stride *= mesh->axes[i].size;
     }
@@ -26204,22 +26225,22 @@ DTRAIN_API void dtrain_mesh_destroy(dtrain_mesh *mesh)
 #endif
 
 /* ---- >>survive ----
- * Going on when ranks are lost: the survivors agree (by their control plane), make a group of those that are left,
- * and copy the state of the furthest to the rest. Works on a broken group: nothing here uses
- * its operations, but dtrain_resync, which is for the new one. */
+ * Continuing when ranks are lost. The survivors agree over their control plane and make a group of those that are left.
+ * Then they copy the state of the furthest to the rest. Agreeing works on a broken group, as it uses none of the
+ * group's operations. dtrain_resync uses them: it is for the new group. */
 #ifndef DTRAIN__SURVIVE
 #define DTRAIN__SURVIVE
 
 enum { DTRAIN__CONSENT_SHRINK = 1, DTRAIN__CONSENT_AGREE };
 
-/* A rank's part in an agreement, and what came of it. */
+/* A rank's part in an agreement, and its result. */
 typedef struct dtrain__survive_part {
-    dtrain__split_state split; /* who goes on */
+    dtrain__split_state split; /* who continues */
     dtrain__agreement vote;
-    int pending; /* there is time left, but not in this call */
+    int pending; /* the call returns; the deadline is still to come */
 } dtrain__survive_part;
 
-/* Says why there is no agreement, or that this rank is none of it. */
+/* Returns why there is no agreement, or why this rank is not part of it. */
 static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
 {
     dtrain_comm *comm = part->split.parent;
@@ -26245,8 +26266,8 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
     return DTRAIN_OK;
 }
 
-/* Comes to an agreement with the ranks that are left, or waits for one until until_ns: then it is pending. On success
- * and on failure the split is to be ended. */
+/* Agrees with the ranks that are left, or waits until until_ns: then the agreement is pending. The caller ends the
+ * split in any case. */
 static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t until_ns)
 {
     dtrain_comm *comm = part->split.parent;
@@ -26264,7 +26285,7 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
         if (part->vote.goes_on[rank])
             dtrain__split_add(&part->split, rank, dtrain__seat_world(comm->seat, rank));
     dtrain__work_blocked_in(comm, now);
-    if (part->vote.starved) /* nothing is pending; the next call votes */
+    if (part->vote.starved) /* nothing is pending: the next call votes again */
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
                             "%s on rank %d: no memory for its vote; it can be called again", part->split.call,
                             comm->rank);
@@ -26295,7 +26316,7 @@ static dtrain_status dtrain__survive_begin(dtrain__survive_part *part, dtrain_co
     return status == DTRAIN_OK ? dtrain__split_begin(&part->split, comm, call) : status;
 }
 
-/* Shrinks, or comes back at until_ns without a group. */
+/* Shrinks, or returns at until_ns without a group. */
 static dtrain_status dtrain__survive_shrink(dtrain_comm *comm, int64_t until_ns, dtrain_comm **survivors)
 {
     dtrain__survive_part part;
@@ -26370,7 +26391,7 @@ static int dtrain__survive_line(const void *given, size_t index, dtrain__alike_l
     return 1;
 }
 
-/* The rank with the highest step, which becomes *step. All give the same sizes. */
+/* Finds the rank with the highest step, and that step. Compares the sizes, which all ranks must give alike. */
 static dtrain_status dtrain__survive_source(dtrain_comm *comm, const dtrain__survive_sizes *sizes, uint64_t *step,
                                             int *source)
 {
@@ -26381,8 +26402,8 @@ static dtrain_status dtrain__survive_source(dtrain_comm *comm, const dtrain__sur
     return status == DTRAIN_OK ? dtrain_all_reduce(comm, source, source, 1, DTRAIN_I32, DTRAIN_MIN) : status;
 }
 
-/* Room for what a rank receives, *total bytes, or an error on all ranks where one has none: what it has itself stays
- * whole until all has come, as the source may be lost on the way. */
+/* Allocates room for what a rank receives, *total bytes, or returns an error on all ranks if one has no memory. A
+ * rank's own state stays whole until everything has come, as the source may be lost on the way. */
 static dtrain_status dtrain__survive_room(dtrain_comm *comm, int source, const dtrain__survive_sizes *sizes,
                                           unsigned char **room, size_t *total)
 {

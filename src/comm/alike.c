@@ -1,20 +1,20 @@
 /* ---- >>alike ----
- * How a collective create, load or save ends well on all ranks or on none: ranks hear whether all can go on, and
- * compare what they were given. Where all is well that is one small all-reduce. Else they exchange more, until each can
- * say who failed and why, or who differs, in what. What is compared are lines of text, so that nothing is compared that
- * cannot be named. */
+ * A collective create, load or save ends well on all ranks or on none. Ranks tell each other whether they can continue,
+ * and compare what they were given. If all is well, that takes one small all-reduce. Otherwise they exchange more,
+ * until each can say who failed and why, or who differs in what. They compare lines of text: whatever is compared has a
+ * name for the error. */
 #ifndef DTRAIN__ALIKE
 #define DTRAIN__ALIKE
 #include "collectives.c"
 #include "../base/sha256.c"
 #include "../base/xxh64.c"
 
-#define DTRAIN__ALIKE_WORDS 9 /* the first rank that cannot go on and why, a digest, and the digest's complement */
+#define DTRAIN__ALIKE_WORDS 9 /* the first rank that cannot continue and why, a digest, and its complement */
 #define DTRAIN__ALIKE_MOST 3
 #define DTRAIN__ALIKE_PIECE 64
-#define DTRAIN__ALIKE_VALUES 3 /* that an error text quotes at most */
+#define DTRAIN__ALIKE_VALUES 3 /* most values that an error text quotes */
 
-/* One thing that is the same on every rank: what it is, then its value. Lines before it have said how many there are.
+/* One thing that must be the same on every rank: what it is, and its value. Earlier lines say how many lines there are.
  */
 typedef struct dtrain__alike_line {
     char what[160], value[192];
@@ -25,9 +25,9 @@ typedef struct dtrain__alike {
     const void *given;
     int (*line)(const void *given, size_t index, dtrain__alike_line *line); /* 0: there are no more */
     const char *advice;
-    int told;                          /* 1: an error is every rank's in the words of the first that has one */
-    uint64_t most[DTRAIN__ALIKE_MOST]; /* in: this rank's; out, where all are heard: the largest of all ranks */
-    int unheard;                       /* out: the exchange broke off, others may have come to a verdict */
+    int told;                          /* 1: every rank gets the error of the first rank that has one */
+    uint64_t most[DTRAIN__ALIKE_MOST]; /* in: this rank's; out: the largest of all ranks, unless unheard */
+    int unheard;                       /* out: the exchange broke off; other ranks may have a verdict */
 } dtrain__alike;
 
 /* ---- lines ---- */
@@ -39,7 +39,7 @@ static DTRAIN__NOINLINE int dtrain__alike_text(dtrain__alike_line *line, const c
     return 1;
 }
 
-/* The shortest text that reads back as the value; narrow: as a float32. */
+/* Writes the shortest text that reads back as the value; narrow: as a float32. */
 static int dtrain__alike_number(dtrain__alike_line *line, const char *what, double value, int narrow)
 {
     int digits = 5, same = 0;
@@ -50,11 +50,11 @@ static int dtrain__alike_number(dtrain__alike_line *line, const char *what, doub
         same = narrow ? (float)read == (float)value : read == value;
     }
     for (char *at = line->value; *at != 0; at++)
-        *at = *at == ',' ? '.' : *at; /* another locale */
+        *at = *at == ',' ? '.' : *at; /* some locales write a comma */
     return 1;
 }
 
-/* A name may be longer than a line. */
+/* Writes a name; a long one becomes its beginning and a hash. */
 static int dtrain__alike_name(dtrain__alike_line *line, const char *what, const char *name)
 {
     snprintf(line->what, sizeof line->what, "%s", what);
@@ -67,7 +67,7 @@ static int dtrain__alike_name(dtrain__alike_line *line, const char *what, const 
 
 /* How a field of a desc is compared. */
 enum {
-    DTRAIN__ALIKE_OWN, /* it is not: each rank's own, or without effect on others, or compared elsewhere */
+    DTRAIN__ALIKE_OWN, /* it is not compared: it is each rank's own, affects no other rank, or is compared elsewhere */
     DTRAIN__ALIKE_NUMBER,
     DTRAIN__ALIKE_FLOAT,
     DTRAIN__ALIKE_FLAG,  /* 0 or not */
@@ -75,12 +75,12 @@ enum {
     DTRAIN__ALIKE_GIVEN, /* an address: NULL or not */
 };
 
-/* A field of a desc. The table of a desc has every field, which a test proves. */
+/* A field of a desc. A test proves that a desc's table has every field. */
 typedef struct dtrain__alike_field {
     const char *name;
     size_t offset, bytes;
     int kind;
-    const char *(*constant)(int value); /* of an enum: its names, NULL for what is none; NULL: no enum */
+    const char *(*constant)(int value); /* the names of an enum, NULL for other values; NULL: no enum */
 } dtrain__alike_field;
 
 #define DTRAIN__ALIKE_CONSTANT(desc, member, constant) \
@@ -97,7 +97,7 @@ static const char *dtrain__alike_dtype(int value)
     return dtrain_dtype_bits((dtrain_dtype)value) > 0 ? dtrain_dtype_name((dtrain_dtype)value) : NULL;
 }
 
-/* Says a field of a desc, which may be NULL; prefix: of its name. */
+/* Writes a field of a desc, which may be NULL. prefix goes before the field's name. */
 static int dtrain__alike_field_line(dtrain__alike_line *line, const char *prefix, const dtrain__alike_field *field,
                                     const void *desc)
 {
@@ -129,7 +129,7 @@ static int dtrain__alike_field_line(dtrain__alike_line *line, const char *prefix
 /* Ranks in rising order, as "2, 4 to 7". */
 typedef struct dtrain__alike_ranks {
     char text[72];
-    int count, first, last; /* first to last: not yet in the text */
+    int count, first, last; /* first to last: the run that is not yet in the text */
 } dtrain__alike_ranks;
 
 static void dtrain__alike_flush(dtrain__alike_ranks *ranks)
@@ -159,8 +159,9 @@ static void dtrain__alike_add(dtrain__alike_ranks *ranks, int rank)
 
 /* ---- meeting ---- */
 
-/* Finds the first index at which a rank's hash is not that of rank 0 of `alike`; SIZE_MAX where there is none. All of
- * `all` find the same. hash: 0 beyond the last, which all have at the same index, or no two are compared there. */
+/* Finds the first index at which a rank's hash is not that of rank 0 of `alike`; SIZE_MAX: there is none. All ranks of
+ * `all` find the same. hash returns 0 beyond the last index. That index is the same on all ranks of `all`, or no ranks
+ * are compared. */
 static dtrain_status dtrain__alike_first(dtrain_comm *alike, dtrain_comm *all, uint64_t (*hash)(const void *, size_t),
                                          const void *given, size_t *found)
 {
@@ -210,7 +211,7 @@ typedef struct dtrain__alike_values {
     dtrain__alike_ranks ranks;
 } dtrain__alike_values;
 
-/* Hears every rank's value of one line, and says who gave which. */
+/* Collects every rank's value of one line and makes the error that says who gave which. */
 static dtrain_status dtrain__alike_quote(dtrain_comm *comm, const dtrain__alike *alike, size_t index)
 {
     dtrain__alike_values values[DTRAIN__ALIKE_VALUES];
@@ -248,7 +249,7 @@ static dtrain_status dtrain__alike_quote(dtrain_comm *comm, const dtrain__alike 
                         alike->advice);
 }
 
-/* Hears why the first rank that cannot go on cannot, which ended with `told`. */
+/* Gets from the first rank that cannot continue the reason why. told: that rank's status. */
 static dtrain_status dtrain__alike_refused(dtrain_comm *comm, dtrain__alike *alike, int rank, uint64_t told,
                                            const dtrain__error *cause)
 {
@@ -270,11 +271,13 @@ static dtrain_status dtrain__alike_refused(dtrain_comm *comm, dtrain__alike *ali
                         rank, dtrain_comm_size(comm), DTRAIN__STATUS_CAUSE_BYTES - 1, why);
 }
 
-/* Ends well on all ranks, or on none. mine: whether this rank can go on; where it cannot, its lines are not read. A
- * rank to which another is lost counts as the first that cannot: that is why others cannot.
+/* Ends well on all ranks, or on none.
  *
- *   errors   mine; DTRAIN_ERR_ABORTED another rank cannot, with its text; told: that rank's; DTRAIN_ERR_MISMATCH;
- *            DTRAIN_ERR_INVALID the group is fusing; those of dtrain_all_reduce */
+ * A rank that has lost another counts before all others that cannot continue: its loss is why they cannot.
+ *
+ *   mine     whether this rank can continue; if not, its lines are not read
+ *   errors   mine; DTRAIN_ERR_ABORTED: another rank cannot continue, with its text (alike->told: that rank's error);
+ *            DTRAIN_ERR_MISMATCH; DTRAIN_ERR_INVALID: the group is fusing; those of dtrain_all_reduce */
 static dtrain_status dtrain__alike_meet(dtrain_comm *comm, dtrain__alike *alike, dtrain_status mine)
 {
     dtrain__error cause = dtrain__thread_error;
@@ -319,7 +322,7 @@ static int dtrain__alike_nothing(const void *given, size_t index, dtrain__alike_
     return 0;
 }
 
-/* As dtrain__alike_meet, where there is nothing to compare. */
+/* As dtrain__alike_meet, with nothing to compare. */
 static dtrain_status dtrain__alike_agree(dtrain_comm *comm, const char *call, int told, dtrain_status mine)
 {
     dtrain__alike alike = {call, NULL, dtrain__alike_nothing, "", told, {0}, 0};

@@ -1,6 +1,6 @@
 /* ---- >>create ----
- * Groups come and go: a world of one, the ranks of one process, those of several.
- * Leaving never waits for a peer; what was pending is cancelled, and whoever needs the leaver is told. */
+ * Makes and destroys groups: a world of one, the ranks of one process, and those of several processes. Destroying never
+ * waits for a peer. It cancels pending work and tells whoever needs this rank. */
 #ifndef DTRAIN__CREATE
 #define DTRAIN__CREATE
 #include "op.c"
@@ -31,7 +31,7 @@ static void dtrain__create_free(dtrain_comm *comm)
     dtrain__free(allocator, comm);
 }
 
-/* The algorithms that desc and environment ask for; where nodes are said to be. */
+/* Takes the algorithms and the nodes from desc and environment. */
 static dtrain_status dtrain__create_choose(dtrain_comm *comm)
 {
     int64_t ranks = comm->desc.node_ranks;
@@ -48,7 +48,7 @@ static dtrain_status dtrain__create_choose(dtrain_comm *comm)
     return dtrain__plan_ask(comm, getenv("DTRAIN_ALGORITHM"));
 }
 
-/* Makes one rank's end; on an error the transport stays the caller's. */
+/* Makes one rank's end. On an error the transport stays the caller's. */
 static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *end, const dtrain_comm_desc *desc)
 {
     const dtrain_transport *transport = &end->transport;
@@ -98,7 +98,7 @@ static dtrain_status dtrain__create_new(dtrain_comm **out, const dtrain__end *en
     return status;
 }
 
-/* Checks a desc; in place of NULL it puts one with all defaults. */
+/* Checks a desc. NULL becomes a desc with all defaults. */
 static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
 {
     static dtrain_comm_desc defaults; /* only read */
@@ -127,7 +127,7 @@ static dtrain_status dtrain__create_check_desc(const dtrain_comm_desc **given)
     return DTRAIN_OK;
 }
 
-/* One rank's end of a group of this library's transports, which is gone on an error. */
+/* Makes one rank's end over a transport of this library; on an error the transport is destroyed. */
 static dtrain_status dtrain__create_end(dtrain_comm **out, const dtrain__end *end, const dtrain_comm_desc *desc)
 {
     dtrain_comm *comm = NULL;
@@ -210,12 +210,12 @@ DTRAIN_API dtrain_status dtrain_comm_create_async(dtrain_comm **comm, const dtra
         status = dtrain__create_end(comm, &end, &placed);
     if (status != DTRAIN_OK)
         return status;
-    (*comm)->forming = 1; /* under the service thread, or by polling */
+    (*comm)->forming = 1; /* the service thread or polling completes it */
     (*comm)->started_ns = now;
     return DTRAIN_OK;
 }
 
-/* Whether all ranks have come; wait: until they have, or the call's time is up. */
+/* Says whether all ranks have come. wait: waits until they have, or until the deadline. */
 static dtrain_status dtrain__create_form(dtrain_comm *comm, int *ready, int wait)
 {
     dtrain_status status = DTRAIN_OK;
@@ -259,7 +259,7 @@ DTRAIN_API dtrain_status dtrain_comm_create(dtrain_comm **comm, const dtrain_com
     return status;
 }
 
-/* Leaves with a reason that peers will read; NULL: none. The thread's last error stays. */
+/* Leaves with a reason for the peers; NULL: none. The thread's last error stays. */
 static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
 {
     dtrain_transport transport = comm->transport;
@@ -267,12 +267,12 @@ static void dtrain__create_leave(dtrain_comm *comm, const dtrain__error *why)
     dtrain_work *work = NULL;
     int forked = comm->process != getpid();
     dtrain__service_leave(comm, forked);
-    if (!forked) { /* a child has no right to the locks */
+    if (!forked) { /* the parent's threads may have held the locks */
         if (comm->plane->publish != NULL)
             comm->plane->publish(transport.self, NULL, NULL);
         work = comm->shared != NULL ? dtrain__queue_head(comm) : NULL;
     }
-    if (work != NULL) { /* peers hear of it, and use no buffer after the handles are gone */
+    if (work != NULL) { /* peers hear of it, and no longer use the buffers of the handles */
         dtrain__fail(&cause, DTRAIN_ERR_PEER_LOST, "rank %d has left the group with %s under way", comm->rank,
                      dtrain__op_text(comm, &work->op).text);
         dtrain__group_break(comm, &cause);
@@ -323,7 +323,7 @@ typedef struct dtrain__create_runner {
     dtrain_comm *comm;
     dtrain_status (*body)(dtrain_comm *, void *);
     void *user;
-    uint32_t *failures; /* counts up, so that the first failure is known */
+    uint32_t *failures; /* counts up, to find the first failure */
     uint32_t place;
     dtrain__error error;
 } dtrain__create_runner;
@@ -349,7 +349,7 @@ static void dtrain__create_runner_main(void *pointer)
     dtrain__create_leave(runner->comm, status != DTRAIN_OK ? &runner->error : NULL);
 }
 
-/* Runs the ranks on threads of their own; the error of the one that failed first is the call's. */
+/* Runs each rank on a thread of its own. Returns the error of the rank that failed first. */
 static dtrain_status dtrain__create_run(dtrain__create_runner *runners, int ranks, size_t stack)
 {
     dtrain__error first = {DTRAIN_OK, ""};

@@ -1,8 +1,8 @@
 /* ---- >>fuse ----
- * Many small calls as few operations. Between fuse_begin and fuse_end calls are noted; fuse_end runs the messages
- * among them as one set, then the collectives in the order of their calls, neighbours of one kind as one operation:
- * over messages packed into one buffer, between ranks of one address space as a list of the buffers. What becomes one
- * depends on nothing but the calls, so ranks that made the same calls make the same sets. */
+ * Runs many small calls as few operations. Calls between fuse_begin and fuse_end are noted. Then all messages run as
+ * one set, and the collectives in the order of their calls, neighbours of one kind as one operation. Over messages
+ * their buffers are packed into one. Between ranks of one address space the operation gets a list of the buffers. What
+ * becomes one operation depends on the calls alone, so ranks that made the same calls make the same sets. */
 #ifndef DTRAIN__FUSE
 #define DTRAIN__FUSE
 #include "work.c"
@@ -30,8 +30,8 @@ DTRAIN_API dtrain_status dtrain_fuse_begin(dtrain_comm *comm)
     return DTRAIN_OK;
 }
 
-/* Whether a call may join the set of the first one, which has `bytes` so far. An all_reduce may not where it adds in an
- * order that depends on where an element stands. */
+/* Whether a call may join the set of the first one, which has `bytes` so far. An all_reduce may not if its order of
+ * addition depends on the place of an element. */
 static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, const dtrain__op *next, size_t bytes)
 {
     int placed = comm->desc.order != DTRAIN_ORDER_TREE || next->algorithm == DTRAIN_ALGORITHM_RING ||
@@ -42,7 +42,7 @@ static int dtrain__fuse_fits(const dtrain_comm *comm, const dtrain__op *first, c
            bytes + dtrain__op_bytes(next) <= DTRAIN__FUSE_SET;
 }
 
-/* The set that begins with a noted collective: its calls as one operation; returns the note after it. */
+/* Makes one operation of the set that begins with a noted collective. Returns the note after the set. */
 static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *packed)
 {
     size_t end = at, width = dtrain_dtype_bits(comm->notes[at].op.dtype) / 8;
@@ -63,7 +63,8 @@ static size_t dtrain__fuse_set(const dtrain_comm *comm, size_t at, dtrain__op *p
     return end;
 }
 
-/* Copies the buffers of a set into the packed one, or the results back; or, of a scattered set, lists them there. */
+/* Copies the buffers of a set into the packed buffer; back: copies the results out of it. A scattered set lists its
+ * buffers there instead. */
 static void dtrain__fuse_copy(dtrain_comm *comm, size_t at, size_t end, const dtrain__op *set, int back)
 {
     unsigned char *packed = comm->packed;
@@ -90,7 +91,7 @@ static DTRAIN__NOINLINE void dtrain__fuse_keep(dtrain__error *first, dtrain_stat
         *first = dtrain__thread_error;
 }
 
-/* Runs the set that begins with a noted collective; returns the note after it. */
+/* Runs the set that begins with a noted collective. Returns the note after the set. */
 static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *first)
 {
     dtrain__op op;
@@ -100,7 +101,7 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
         dtrain__fuse_keep(first, dtrain__work_call(comm, &comm->notes[at].op, NULL));
         return at + 1;
     }
-    /* where ranks share an address space, only what is small enough to be posted is worth a copy */
+    /* between ranks of one address space a copy pays only if it fits into the post */
     op.scattered = dtrain__op_is_fused(&op) && dtrain__op_bytes(&op) > DTRAIN__POST_INLINE_BYTES;
     if (dtrain__op_reserve(comm, &op, &comm->packed,
                            op.scattered ? (size_t)op.form * sizeof(dtrain__segment) : dtrain__op_bytes(&op))) {
@@ -114,8 +115,8 @@ static size_t dtrain__fuse_run(dtrain_comm *comm, size_t at, dtrain__error *firs
     return end;
 }
 
-/* Queues the noted messages and waits for all of them. Round k has those to the rank k above and from the rank k
- * below, so that what two ranks do at one time belongs together. */
+/* Queues the noted messages and waits for all of them. Round k has the messages to the rank k above and from the rank k
+ * below: what two ranks do at the same time belongs together. */
 static void dtrain__fuse_mail(dtrain_comm *comm, dtrain__error *first)
 {
     int messages = 0;

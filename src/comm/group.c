@@ -1,6 +1,6 @@
 /* ---- >>group ----
- * One rank's end of a group: what it is made of, which call is in it, and what it knows of its other ranks. Operations
- * are here as types alone, as a group keeps them: >>op has what is done with one. */
+ * One rank's end of a group: its parts, the call that is in it, and what it knows of the other ranks. Only the types of
+ * operations are here, as a group keeps them; >>op has what is done with one. */
 #ifndef DTRAIN__GROUP
 #define DTRAIN__GROUP
 #include "../base/os.c"
@@ -32,7 +32,7 @@ typedef enum dtrain__kind {
 } dtrain__kind;
 
 #define DTRAIN__ON_DEVICE ((uint64_t)1 << 32)
-#define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: in any order */
+#define DTRAIN__WAY_ANY ((uint64_t)1 << 16) /* in a call's algorithm: the order is free */
 #define DTRAIN__WAY_NODE 32                 /* from this bit on: the ranks of a node */
 
 /* What two ranks must agree on, in 64-bit words; the first DTRAIN__POST_WORDS of a message header. */
@@ -43,12 +43,12 @@ typedef struct dtrain__call {
     uint64_t op;
     uint64_t count;
     uint64_t root;
-    uint64_t algorithm; /* and what else its steps depend on: see dtrain__op_way */
+    uint64_t algorithm; /* and everything else that its steps depend on: see dtrain__op_way */
     uint64_t ranks;
-    uint64_t parts; /* a hash of per-rank counts and offsets, or the elements of a row; 0: parts as dtrain_shard says */
+    uint64_t parts; /* a hash of per-rank counts and offsets, or elements of a row; 0: shards as of dtrain_shard */
     uint64_t group;
     uint64_t form;   /* 0: one call; DTRAIN__ON_DEVICE; else the number of calls that were fused */
-    uint64_t first;  /* the count of the first of these, or of the call that this is a step of */
+    uint64_t first;  /* the count of the first fused call, or of the call that this is a step of */
     uint64_t digest; /* of the counts of all of them; see dtrain__op_call_whole */
 } dtrain__call;
 
@@ -61,16 +61,16 @@ typedef struct dtrain__message_header {
     uint64_t check;      /* of everything above */
 } dtrain__message_header;
 
-/* Where a rank's part of a vector is, in elements. */
+/* A rank's part of a vector, in elements. */
 typedef struct dtrain__extent {
     size_t begin, count;
 } dtrain__extent;
 
-/* One direction between this rank and a peer: what has gone that way. */
+/* What has moved in one direction between this rank and a peer. */
 typedef struct dtrain__direction {
     uint64_t number; /* of the last message */
-    uint64_t sweep;  /* the last sweep of the queue that met a message under way */
-    size_t owed;     /* bytes of a message that was cut off, which are still to go */
+    uint64_t sweep;  /* the last sweep of the queue that found a message under way */
+    size_t owed;     /* bytes of a message that was cut off, still to move */
 } dtrain__direction;
 
 /* The buffers of one of several fused calls. */
@@ -88,31 +88,32 @@ typedef struct dtrain__op {
     int from; /* of an exchange's message in; -1: none */
     size_t count;
     size_t in_count;                                           /* of an exchange's message in */
-    size_t row;                                                /* parts are cut between rows of so many elements */
-    const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, a rank; out: an all-to-all's */
+    size_t row;                                                /* parts consist of whole rows of this many elements */
+    const size_t *counts, *offsets, *out_counts, *out_offsets; /* the caller's, one for each rank; out_: of an
+                                                                * all-to-all */
     const void *in;
     void *out;
-    int scattered; /* in is an array of dtrain__segment, which count elements in all */
+    int scattered; /* in is an array of dtrain__segment with count elements in all */
     int partial;   /* a reduce-scatter with counts, of sums: results are partial sums, which are not rounded */
     dtrain_algorithm algorithm;
     uint64_t number, in_number;
-    uint64_t check, check_due;       /* of the data that come in: so far, and what their header says; 0: not checked */
-    uint64_t turn;                   /* among the fused operations */
+    uint64_t check, check_due;       /* checksum of incoming data: so far, and as the header says; 0: not checked */
+    uint64_t turn;                   /* its number among the FUSED operations */
     int64_t started_ns, deadline_ns; /* of the call */
-    int64_t run_ns, moved_ns;        /* its turn came; its first byte moved; 0: not yet */
+    int64_t run_ns, moved_ns;        /* when its turn came and its first byte moved; 0: not yet */
     int64_t ended_ns;
     uint64_t serial;              /* of its record; 0: none yet */
-    int async, queued;            /* has a handle of the caller's; waited for its turn */
+    int async, queued;            /* has a handle of the caller's; has waited for its turn */
     uint64_t form, first, digest; /* as in the call */
-    uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it had none */
-    unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's are used */
+    uint64_t whole_parts;         /* a hash of the counts of the call that this is a step of; 0: it has none */
+    unsigned char *packet;        /* header and small payload of a queued message; NULL: the group's buffers serve */
     int phase;
     int warned;              /* the log has said whom this operation awaits */
     int awaited;             /* the peer it awaits, or -1 */
     int touched;             /* peers may be inside this rank's buffers, or bytes have moved */
-    int salvages;            /* a recv that began on a broken group: it takes what has come whole, or fails */
+    int salvages;            /* a recv that began on a broken group: takes a message that has arrived whole, or fails */
     size_t at;               /* progress inside the phase */
-    size_t entered, send_at; /* steps that have been prepared; the step whose message goes out */
+    size_t entered, send_at; /* steps that are prepared; the step whose message is being sent */
     size_t sent, received;   /* bytes of it that have moved, headers included; SIZE_MAX: all */
     dtrain__error error;
 } dtrain__op;
@@ -135,8 +136,8 @@ typedef struct dtrain__note {
     dtrain__op op;
 } dtrain__note;
 
-/* Time that this rank's callers have spent waiting in a group and in those made from it. Outlives its group while
- * groups made from that count on. */
+/* The time that this rank's callers have spent waiting in a group and in those made from it. It outlives its group as
+ * long as such groups exist. */
 typedef struct dtrain__blocked {
     struct dtrain__blocked *above; /* of the group that this one was made from */
     int64_t ns;
@@ -146,7 +147,7 @@ typedef struct dtrain__blocked {
 typedef struct dtrain__service dtrain__service;
 typedef struct dtrain__recorder dtrain__recorder;
 
-/* Words that tell a live object from a freed one, as long as nobody else has written to the memory. */
+/* Words that tell a live object from a freed one, until somebody writes to the memory. */
 #define DTRAIN__COMM_MARK 0x6d6d6f63u
 #define DTRAIN__WORK_MARK 0x6b726f77u
 #define DTRAIN__GONE 0x656e6f67u
@@ -161,39 +162,40 @@ struct dtrain_comm {
     dtrain__shared *shared; /* NULL: ranks do not read each other's buffers */
     int forming;            /* the group is not complete yet */
     int checks;             /* messages carry a checksum of their data */
-    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: not so regular */
+    int node_ranks;         /* ranks r with equal r / node_ranks share a host; 0: nodes are uneven or unknown */
     int64_t started_ns;
-    int64_t poll_until_ns; /* the end of the budget that dtrain_comm_poll was given */
-    pid_t process;         /* that made it */
-    int alone;             /* a world of one as no launcher has set a rank; 0 once the log has it */
+    int64_t poll_until_ns; /* the end of dtrain_comm_poll's budget */
+    pid_t process;         /* the one that made the group */
+    int alone;             /* a world of one because no launcher has set a rank; 0 once the log says so */
     dtrain_comm_desc desc;
     dtrain_allocator *allocator;
     dtrain__bell *bell, own_bell;
     dtrain__error error;
-    dtrain__error broken; /* by a message operation */
+    dtrain__error broken; /* what a message operation of this rank broke the group with */
     uint64_t number;      /* of the last collective */
     uint64_t turn;        /* of the last fused one */
     dtrain__recorder *recorder;
     int published;                 /* the transport owns it */
-    dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; in one block with the next four */
+    dtrain__direction *directions; /* from (2 r) and to (2 r + 1) each rank r; one block with the next four */
     uint64_t sweep;                /* the number of the last one */
     const void **ins;              /* size pointers each, for folds */
     void **outs;
-    uint64_t group;                 /* names it among the groups of these ranks; 0: the first */
-    dtrain__extent *parts, *others; /* size each, of the operation under way; others: of what an all-to-all receives */
+    uint64_t group;                 /* its name among the groups of these ranks; 0: the first */
+    dtrain__extent *parts, *others; /* size each, of the operation under way; others: what an all-to-all receives */
     dtrain_algorithm asked[DTRAIN__KINDS]; /* by desc or environment, for each kind */
     unsigned char message_out[DTRAIN__MESSAGE_BYTES], message_in[DTRAIN__MESSAGE_BYTES]; /* header and small payload */
     unsigned char *scratch;
     dtrain__blocked *blocked;
-    int apart;                   /* a thread of the library's waits in it, not the caller */
-    int64_t waited_ns[2];        /* when the operation waited for last had its turn, and ended */
+    int apart;                   /* a thread of the library waits in it, not the caller */
+    int64_t waited_ns[2];        /* when the operation that was waited for last had its turn, and ended */
     pthread_mutex_t queue_mutex; /* head, tail, spare; held for a few instructions */
     pthread_mutex_t drive_mutex; /* held by the thread that advances queued work */
     dtrain_work *head, *tail, *spare, *newest;
     uint32_t pending;             /* queued and not done */
-    unsigned char waste[2][4096]; /* bytes that are owed */
-    uint64_t missed;              /* the last collective before which a rank had left << 16, and that rank; 0: none */
-    unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that a collective met, for its recv */
+    unsigned char waste[2][4096]; /* where owed bytes go */
+    uint64_t missed;              /* the last collective that a leaver missed << 16, and that rank; 0: none */
+    unsigned char held[DTRAIN__MESSAGE_BYTES]; /* of a message from held_from that arrived during a collective; its recv
+                                                * takes it */
     int held_from;
     size_t held_bytes, held_at;
     int fusing; /* between fuse_begin and fuse_end */
@@ -202,17 +204,16 @@ struct dtrain_comm {
     unsigned char *packed; /* buffers of fused calls, one after another */
     dtrain__service *service;
     dtrain_comm *next_served; /* by the same service */
-    uint64_t consents;        /* that this end has taken part in */
-    void *split_room;         /* of the last split of a group made from this one, for the next */
-    int64_t vote_ns;          /* when it voted in the one that is pending; 0: none is */
+    uint64_t consents;        /* agreements that this end has taken part in */
+    void *split_room;         /* of the last split of this group; the next one uses it */
+    int64_t vote_ns;          /* when it voted in the agreement that is pending; 0: none is */
     int vote_kind;
     uint32_t mark;       /* DTRAIN__COMM_MARK; DTRAIN__GONE once it is destroyed */
     uintptr_t caller;    /* the thread that is in a call of the group; 0: none */
     const char *calling; /* that call's name */
 };
 
-/* Refuses NULL and a group that is destroyed. Best effort: nothing can be known of memory that somebody else has taken.
- */
+/* Refuses NULL and a destroyed group. Best effort: if somebody else has taken the memory, nothing is known of it. */
 static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *comm, const char *call)
 {
     if (comm == NULL)
@@ -227,7 +228,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_alive(const dtrain_comm *com
         call);
 }
 
-/* Refuses a group that is destroyed, or between fuse_begin and fuse_end. */
+/* Refuses a group that is destroyed, or inside a fuse. */
 static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, const char *call)
 {
     if (dtrain__group_alive(comm, call) != DTRAIN_OK)
@@ -239,7 +240,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__group_whole(dtrain_comm *comm, con
                         comm->rank);
 }
 
-/* Refuses a child of the process that made the group. error: where to keep that, beside the thread; NULL: nowhere. */
+/* Refuses a forked child. error: where the error is kept beside the thread; NULL: nowhere. */
 static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *error, const char *call)
 {
     if (comm->process == getpid())
@@ -249,19 +250,19 @@ static dtrain_status dtrain__group_ours(const dtrain_comm *comm, dtrain__error *
                         call, (long)comm->process, (long)getpid());
 }
 
-/* When the time is up that a call of the group has, which begins at now. */
+/* The deadline of a call of the group that begins at now. */
 static int64_t dtrain__group_deadline(const dtrain_comm *comm, int64_t now)
 {
     return comm->desc.timeout_ms < 0 ? INT64_MAX : now + dtrain__os_ms_to_ns(comm->desc.timeout_ms);
 }
 
-/* For calls from here on: -1: no deadline. */
+/* Sets the timeout of later calls; -1: no deadline. */
 static void dtrain__group_set_timeout(dtrain_comm *comm, int64_t ms)
 {
     comm->desc.timeout_ms = ms;
 }
 
-/* The calling thread enters a call of the group. *entered: it must leave; a call inside another one does not. */
+/* The calling thread enters a call of the group. *entered: it must leave; a call inside another one need not. */
 static dtrain_status dtrain__group_enter(dtrain_comm *comm, const char *call, int *entered)
 {
     uintptr_t me = (uintptr_t)&dtrain__thread_error, other = 0;
@@ -289,25 +290,25 @@ static void dtrain__group_exit(dtrain_comm *comm, int entered)
         __atomic_store_n(&comm->caller, 0, __ATOMIC_RELEASE);
 }
 
-/* What has broken the group, as far as its transport knows; NULL: nothing. */
+/* What has broken the group, as its transport knows; NULL: nothing. */
 static const dtrain__error *dtrain__group_cause(const dtrain_comm *comm)
 {
     return dtrain__membership_cause(comm->members);
 }
 
-/* Whether calls that begin fail, as a call of this rank has broken the group or its transport knows of one. */
+/* Whether new calls fail: a call of this rank has broken the group, or its transport knows that it is broken. */
 static int dtrain__group_is_broken(const dtrain_comm *comm)
 {
     return comm->broken.status != DTRAIN_OK || dtrain__group_cause(comm) != NULL;
 }
 
-/* Whether a rank's end of the group is known to be gone, whatever became of its process; any thread. */
+/* Whether a rank's end of the group is known to be gone, for whatever reason; any thread. */
 static int dtrain__group_has_left(const dtrain_comm *comm, int rank)
 {
     return dtrain__membership_left(comm->members, rank);
 }
 
-/* Says what has broken the group, or else that a rank has left it; DTRAIN_OK: neither. */
+/* Returns what has broken the group, or that a rank has left it; DTRAIN_OK: neither. */
 static dtrain_status dtrain__group_gone(const dtrain_comm *comm)
 {
     int gone = 0;
@@ -319,7 +320,7 @@ static dtrain_status dtrain__group_gone(const dtrain_comm *comm)
     return gone < comm->size ? dtrain__fail(NULL, DTRAIN_ERR_PEER_LOST, "rank %d has left the group", gone) : DTRAIN_OK;
 }
 
-/* Breaks the group on purpose, for all its ranks; any thread. The first cause stays. */
+/* Breaks the group for all its ranks; any thread. The first cause stays. */
 static void dtrain__group_break(dtrain_comm *comm, const dtrain__error *cause)
 {
     if (comm->transport.fail != NULL)

@@ -5,12 +5,12 @@
 #define DTRAIN__HALVING_PLAN
 #include "step.c"
 
-/* Rank's place in the binary blocks of a world: powers of two, largest first, as the tree order splits it. */
+/* A rank's place in the binary blocks of a world: powers of two, largest first, as the tree order splits it. */
 typedef struct dtrain__blocks {
     int first, size, levels; /* of this rank's block */
     int index;               /* of the rank in it */
-    int next_size;           /* of the block after it; 0: none */
-    int previous_size;       /* of the one before; 0: none */
+    int next_size;           /* size of the block after it; 0: none */
+    int previous_size;       /* size of the block before it; 0: none */
 } dtrain__blocks;
 
 static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
@@ -33,8 +33,8 @@ static dtrain__blocks dtrain__halving_blocks(int rank, int ranks)
     return blocks;
 }
 
-/* What is left to the index-th of a block's ranks after `halvings` halvings of n elements. Cuts lie on cache
- * lines of the output, whatever the partial sums are. */
+/* The part that the index-th rank of a block keeps after `halvings` halvings of n elements. Cuts lie on cache lines of
+ * the output, whatever the dtype of partial sums. */
 static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
 {
     dtrain__extent part = {0, n};
@@ -53,22 +53,22 @@ static dtrain__extent dtrain__halving_part(int index, int halvings, size_t n)
 
 typedef struct dtrain__halving {
     dtrain__blocks blocks;
-    size_t begin, n;     /* elements of the whole that this piece of work covers */
+    size_t begin, n;     /* the elements that this piece of work covers */
     unsigned char *held; /* its partial sums, n of them */
     unsigned char *out;  /* its results */
     unsigned char *recv;
-    int step, up, down, doubling, steps; /* this step; where the phases begin; steps of one piece */
-    int paired;                          /* another piece is under way in turn with this one */
+    int step, up, down, doubling, steps; /* this step; where each phase begins; how many steps a piece has */
+    int paired;                          /* another piece takes turns with this one */
 } dtrain__halving;
 
-/* Pieces under way at once. Between hosts one moves while the other is folded or on its way; on one host that would
- * only drive both out of the cache. */
+/* How many pieces are under way at once. Between hosts, one moves while the other is folded. On one host a second piece
+ * would only drive both out of the cache. */
 static size_t dtrain__halving_lanes(const dtrain_comm *comm)
 {
     return comm->node_ranks == comm->size ? 1 : 2;
 }
 
-/* Elements of one piece: as many pieces as lanes take turns at, about as large as each other. */
+/* The elements of one piece. Pieces are about equally large, and their number is a multiple of the lanes. */
 static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *op)
 {
     size_t bytes = DTRAIN__BLOCK_BYTES * (size_t)comm->size, lanes = dtrain__halving_lanes(comm), most, turns;
@@ -78,8 +78,8 @@ static size_t dtrain__halving_piece(const dtrain_comm *comm, const dtrain__op *o
     return (op->count / (lanes * turns) / 64 + 1) * 64;
 }
 
-/* Returns 0 when there is no such step. Steps of the two pieces of a pair alternate, so that each step waits for
- * nothing later than the one before the last. */
+/* Finds what step k does; returns 0 if there is no such step. The steps of a pair of pieces alternate, so each step
+ * depends on nothing later than the step before the last. */
 static int dtrain__halving_where(const dtrain_comm *comm, const dtrain__op *op, size_t k, dtrain__halving *at)
 {
     size_t width = dtrain__op_width(op), piece = dtrain__halving_piece(comm, op);
@@ -115,7 +115,7 @@ static void dtrain__halving_fold(dtrain__step *step, int from, const dtrain__hal
     step->fold_early = 1;
 }
 
-/* Between binary blocks: the smaller one's partial sums go up to the larger one, the results come down again. */
+/* Between binary blocks: partial sums go up from the smaller to the larger block, results come down again. */
 static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving *at, dtrain__step *step)
 {
     const dtrain__blocks *b = &at->blocks;
@@ -135,7 +135,7 @@ static void dtrain__halving_between(const dtrain__op *op, const dtrain__halving 
         dtrain__step_send_part(step, next, at->out, mine, width);
 }
 
-/* Loads a piece before its first step, and turns this rank's own sums into results before they are passed on. */
+/* Loads a piece before its first step. Turns this rank's own sums into results before they are passed on. */
 static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
 {
     dtrain__halving at;
@@ -150,9 +150,9 @@ static void dtrain__halving_prepare(dtrain_comm *comm, dtrain__op *op, size_t k)
     }
 }
 
-/* Recursive halving, then doubling, at distances 1, 2, 4, ..., in pieces that stay in the cache. Neighbours fold
- * first and the lower block of ranks is the left operand, so the sums are the tree's. Where the world is no power
- * of two, binary blocks each do so and hand their partial sums to the next larger one. */
+/* Recursive halving, then doubling, at distances 1, 2, 4, ..., in pieces that stay in the cache. Neighbours fold first,
+ * and the lower block of ranks is the left operand, so the sums are the tree's. If the world is no power of two, each
+ * binary block does this and passes its partial sums to the next larger block. */
 static int dtrain__halving_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__halving at;

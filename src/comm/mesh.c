@@ -1,6 +1,6 @@
 /* ---- >>mesh ----
- * The ranks of a world laid out in named dimensions, and the group along each: the ranks that differ in that
- * coordinate alone. Arithmetic over dtrain_comm_split. */
+ * Lays out the ranks of a world in named dimensions and makes the group along each. It is arithmetic over
+ * dtrain_comm_split. */
 #ifndef DTRAIN__MESH
 #define DTRAIN__MESH
 #include "split.c"
@@ -23,7 +23,7 @@ static dtrain_status dtrain__mesh_flaw(dtrain_comm *world, const char *what, con
                         world->rank, i, dims[i].name != NULL ? dims[i].name : "NULL", dims[i].size, what);
 }
 
-/* Checks the dimensions; *rest is the size of one that says 0. */
+/* Checks the dimensions. *rest: the size of the dimension that says 0. */
 static dtrain_status dtrain__mesh_check(dtrain_comm *world, const dtrain_mesh_dim *dims, int count, int *rest)
 {
     int product = 1, open = -1;
@@ -103,7 +103,7 @@ DTRAIN_API dtrain_status dtrain_mesh_create(dtrain_mesh **out, dtrain_comm *worl
     dtrain__alike alike = {"mesh_create", mesh, dtrain__mesh_line, "give every rank the same", 1, {0}, 0};
     status = dtrain__alike_meet(world, &alike, status);
     for (int i = count; status == DTRAIN_OK && i-- > 0;) {
-        dtrain__axis *axis = &mesh->axes[i]; /* its group: the rank with this coordinate taken out */
+        dtrain__axis *axis = &mesh->axes[i]; /* color: the rank without this coordinate */
         status = dtrain__split_by_color(world, world->rank - axis->index * stride, axis->index, 1, &axis->group,
                                         "mesh_create");
         stride *= axis->size;
@@ -137,7 +137,7 @@ DTRAIN_API dtrain_comm *dtrain_mesh_group(const dtrain_mesh *mesh, const char *n
     return axis != NULL ? axis->group : NULL;
 }
 
-/* Checks the names of a join, and that the mesh lies in this world. */
+/* Checks the names of a join, and that world is the mesh's. */
 static dtrain_status dtrain__mesh_check_join(const dtrain_mesh *mesh, dtrain_comm *world, const char *const *names,
                                              int count)
 {
@@ -201,7 +201,7 @@ DTRAIN_API dtrain_status dtrain_mesh_join(const dtrain_mesh *mesh, dtrain_comm *
     dtrain_status status = dtrain__mesh_check_join(mesh, world, names, count);
     status = dtrain__alike_meet(world, &alike, status);
     int rest = world->rank;
-    for (int i = mesh->count; status == DTRAIN_OK && i-- > 0;) { /* takes coordinates that are joined out of the rank */
+    for (int i = mesh->count; status == DTRAIN_OK && i-- > 0;) { /* takes the joined coordinates out of the rank */
         rest -= dtrain__mesh_joins(&join, i) ? mesh->axes[i].index * stride : 0;
         stride *= mesh->axes[i].size;
     }

@@ -1,12 +1,13 @@
 /* ---- >>message ----
- * Collectives over messages. Runs the steps of a plan: what goes out and what comes in move together where the
- * transport can, else in an order in which blocked sends form no cycle. Sums are folded while more arrives.
+ * Collectives over messages: runs the steps of a plan. What goes out and what comes in move together if the transport
+ * can do that. Otherwise they move in an order in which blocked sends form no cycle. Sums are folded while more
+ * arrives.
  *
- * Every message carries the call it belongs to; one that does not fit is a mismatch before a byte of its
- * payload is taken. Small payloads travel with their header in one piece.
+ * Every message carries the call that it belongs to. A message of another call is a mismatch before a byte of its
+ * payload is taken. A small payload travels in one piece with its header.
  *
- * A rank that leaves may end a collective in the middle. Then each two of the others finish the message between them
- * that was under way, drop what has come of the collective, and tell a rank that is still in there. */
+ * A rank that leaves may end a collective in the middle. Each pair of the other ranks then finishes the message that
+ * was under way between them. They drop what belongs to the collective, and tell a rank that is still in it. */
 #ifndef DTRAIN__MESSAGE
 #define DTRAIN__MESSAGE
 #include "op.c"
@@ -16,7 +17,7 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__MESSAGE_MAGIC 0x3147534d4e525444u /* "DTRNMSG1" */
 
-/* Whether one direction of an exchange has stopped in the middle of its message, and its peer is still there. */
+/* Whether one direction of an exchange has stopped in the middle of its message while its peer is still there. */
 static int dtrain__message_stuck(const dtrain_comm *comm, int peer, size_t moved)
 {
     return peer >= 0 && moved > 0 && moved < SIZE_MAX && !dtrain__group_has_left(comm, peer);
@@ -27,7 +28,8 @@ static dtrain__direction *dtrain__message_direction(const dtrain_comm *comm, int
     return &comm->directions[2 * peer + sending];
 }
 
-/* Counts the messages that a message operation has moved whole: the one with op->root, the one that comes in beside. */
+/* Counts the whole messages that an operation has moved. first: the one with op->root; in: the incoming one of an
+ * exchange. */
 static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int first, int in)
 {
     if (op->root >= 0 && first)
@@ -36,14 +38,15 @@ static void dtrain__message_count(dtrain_comm *comm, const dtrain__op *op, int f
         dtrain__message_direction(comm, op->from, 0)->number = op->in_number;
 }
 
-/* Where header and small payload of one direction are; messages of a queue move together and have their own. */
+/* Returns where header and small payload of one direction are. Messages of a queue move together and have buffers of
+ * their own. */
 static unsigned char *dtrain__message_buffer(dtrain_comm *comm, const dtrain__op *op, int sending)
 {
     return op->packet != NULL ? op->packet : sending ? comm->message_out : comm->message_in;
 }
 
-/* A collective ends as a rank has left. What is missing of its messages under way is owed: it goes and comes before the
- * next messages of the same two ranks, and means nothing. Returns 0 where it is not known how much that is. */
+/* A collective ends because a rank has left. The rest of its messages under way is owed: it moves before the next
+ * messages of the same two ranks and is dropped. Returns 0 if the size of the rest is unknown. */
 static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
 {
     const size_t header = sizeof(dtrain__message_header);
@@ -60,12 +63,12 @@ static int dtrain__message_owe(dtrain_comm *comm, const dtrain__op *op)
     return 1;
 }
 
-/* Whether a rank that has left has ended the operation so that messages between others can follow. */
+/* Whether messages between other ranks can follow an operation that ended because a rank had left. */
 static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
 {
     if (dtrain__op_is_one_way(op))
-        return 1;                       /* nobody else has any of it */
-    if (op->kind == DTRAIN__EXCHANGE) { /* unless it has cut the other one's message off; a whole direction counts */
+        return 1;                       /* no third rank has a part of it */
+    if (op->kind == DTRAIN__EXCHANGE) { /* unless its other message was cut off; a whole direction counts */
         dtrain__message_count(comm, op, op->sent == SIZE_MAX || op->send_at > 0,
                               op->received == SIZE_MAX || op->at > 0);
         return !dtrain__message_stuck(comm, op->root, op->sent) && !dtrain__message_stuck(comm, op->from, op->received);
@@ -74,10 +77,11 @@ static int dtrain__message_mends(dtrain_comm *comm, const dtrain__op *op)
     return dtrain__message_owe(comm, op);
 }
 
-/* The operation has failed, and so the group, unless no message was cut off and
- *   - its deadline has passed, so that it can be made again,
- *   - it needs a rank that has left, which others may not: of all that is worse the transport knows, or
- *   - it is a message, and the group was broken before: others may still be received. */
+/* The operation has failed. That breaks the group, unless no message was cut off and one of these holds:
+ *
+ *   - its deadline has passed: it can be called again
+ *   - it needs a rank that has left: other ranks may not need it, and the transport knows of all worse cases
+ *   - it is a message, and the group was broken before: others may still be received */
 static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
 {
     int broken = dtrain__group_cause(comm) != NULL;
@@ -91,7 +95,7 @@ static int dtrain__message_fail(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Puts what this rank already has of its result in its place. */
+/* Puts this rank's own part of the result in its place. */
 static void dtrain__message_own(dtrain_comm *comm, const dtrain__op *op)
 {
     size_t width = dtrain__op_width(op), count = comm->parts[comm->rank].count;
@@ -124,8 +128,8 @@ static void dtrain__message_number(const dtrain_comm *comm, dtrain__op *op)
         op->in_number = 1 + dtrain__message_direction(comm, op->from, 0)->number;
 }
 
-/* Ends a collective before which a rank has left, and a message to such a rank that has not begun; returns 1 then. All
- * ranks of the collective come to this by themselves. */
+/* Ends a collective that a rank left before, and a message to such a rank that has not begun; returns 1 then. All ranks
+ * of the collective find this by themselves. */
 static int dtrain__message_needs_left(dtrain_comm *comm, dtrain__op *op)
 {
     int rank = -1;
@@ -139,8 +143,10 @@ static int dtrain__message_needs_left(dtrain_comm *comm, dtrain__op *op)
     return dtrain__message_fail(comm, op);
 }
 
-/* Returns 1 when the operation has ended already. cause: what the transport knows to have broken the group, or NULL.
- * A recv may begin after that, while no call of this rank has stopped in the middle of a message. */
+/* Starts an operation. Returns 1 if that ended it.
+ *
+ * cause: what the transport knows to have broken the group, or NULL. A recv may still begin on a broken group, unless a
+ * call of this rank has stopped in the middle of a message. */
 static int dtrain__message_start(dtrain_comm *comm, dtrain__op *op, const dtrain__error *cause)
 {
     dtrain__message_number(comm, op);
@@ -179,7 +185,7 @@ static int dtrain__message_end(dtrain_comm *comm, dtrain__op *op)
     return 1;
 }
 
-/* Goes on with a checksum over more data; changes when any 8 bytes in line do. */
+/* Continues a checksum over more data. It changes if any 8 aligned bytes change. */
 static uint64_t dtrain__message_sum(uint64_t sum, const unsigned char *data, size_t bytes)
 {
     static const uint64_t odd = 0x9e3779b97f4a7c15u;
@@ -204,7 +210,7 @@ static uint64_t dtrain__message_sum(uint64_t sum, const unsigned char *data, siz
     return sum;
 }
 
-/* Of a whole message's data, in the pieces that a receiver may have of them. Never 0. */
+/* The checksum of a whole message's data, in the pieces in which a receiver may get them. Never 0. */
 static uint64_t dtrain__message_sum_all(const unsigned char *data, size_t bytes)
 {
     uint64_t sum = 0;
@@ -234,7 +240,7 @@ static void dtrain__message_write_header(dtrain_comm *comm, dtrain__op *op, cons
         memcpy(packet + sizeof header, step->send, step->send_bytes);
 }
 
-/* The next run of bytes of one direction of a step. */
+/* Returns the next run of bytes of one direction of a step. */
 static dtrain_transfer dtrain__message_next(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending)
 {
     size_t done = sending ? op->sent : op->received, payload = sending ? step->send_bytes : step->recv_bytes;
@@ -272,7 +278,7 @@ static dtrain_status dtrain__message_damaged(const dtrain_comm *comm, dtrain__op
                         dtrain__op_text(comm, op).text, comm->rank, what, peer);
 }
 
-/* The header that has come; returns whether it is a whole one of this group. */
+/* Reads the header that has come. Returns whether it is a whole header of this group. */
 static int dtrain__message_read(dtrain_comm *comm, const dtrain__op *op, dtrain__message_header *came)
 {
     memcpy(came, dtrain__message_buffer(comm, op, 0), sizeof *came);
@@ -302,8 +308,8 @@ static dtrain_status dtrain__message_check(dtrain_comm *comm, dtrain__op *op, co
     return DTRAIN_OK;
 }
 
-/* Drops what has come of a collective that a rank had left, in front of the message that a recv awaits. Returns 0 where
- * the header that has come is none of those. */
+/* Drops what has come of a collective that a rank had left, in front of the message that a recv awaits. Returns 0 if
+ * the header that has come belongs to no such collective. */
 static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
@@ -324,8 +330,8 @@ static int dtrain__message_skip(dtrain_comm *comm, dtrain__op *op, const dtrain_
     return 1;
 }
 
-/* Whether the sender has gone on from this collective, as it knows that a rank had left: so its message says. That is
- * held for its recv. */
+/* Whether the sender has given up this collective because a rank had left: its message says so. That message is held
+ * for its recv. */
 static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     dtrain__message_header came;
@@ -344,7 +350,7 @@ static int dtrain__message_hold(dtrain_comm *comm, dtrain__op *op, const dtrain_
     return 1;
 }
 
-/* A header has come: drops what belongs to a collective that a rank had left, and judges what then is there. */
+/* A header has come. Drops what belongs to a collective that a rank had left, then checks what remains. */
 static dtrain_status dtrain__message_arrived(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     while (op->received >= sizeof(dtrain__message_header))
@@ -355,7 +361,7 @@ static dtrain_status dtrain__message_arrived(dtrain_comm *comm, dtrain__op *op, 
     return DTRAIN_OK;
 }
 
-/* Says whether the data that have come are those that were sent, as far as they were checked. */
+/* Compares the data that have come with their checksum, if they have one. */
 static dtrain_status dtrain__message_whole(const dtrain_comm *comm, dtrain__op *op, const dtrain__step *step)
 {
     if (op->check_due == 0)
@@ -365,7 +371,7 @@ static dtrain_status dtrain__message_whole(const dtrain_comm *comm, dtrain__op *
     return (op->check | 1) == op->check_due ? DTRAIN_OK : dtrain__message_damaged(comm, op, step->from, "the data");
 }
 
-/* Counts what moved in one direction; checks a header that is whole now, folds a chunk that is. */
+/* Counts what moved in one direction. Checks a header and folds a chunk once they are whole. */
 static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, int sending,
                                           size_t moved)
 {
@@ -373,7 +379,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     size_t payload = sending ? step->send_bytes : step->recv_bytes;
     dtrain__direction *direction = dtrain__message_direction(comm, sending ? step->to : step->from, sending);
     if (moved == 0)
-        return DTRAIN_OK; /* what is complete so far has been handled */
+        return DTRAIN_OK; /* everything complete has been handled */
     if (direction->owed > 0) {
         direction->owed -= moved;
         return DTRAIN_OK;
@@ -399,7 +405,7 @@ static dtrain_status dtrain__message_took(dtrain_comm *comm, dtrain__op *op, con
     return sending ? DTRAIN_OK : dtrain__message_whole(comm, op, step);
 }
 
-/* Gives a recv what was held of its message; returns 0 where nothing was. */
+/* Gives a recv what was held of its message; returns 0 if nothing was. */
 static int dtrain__message_feed(dtrain_comm *comm, dtrain__op *op, const dtrain__step *step, dtrain_status *taken)
 {
     dtrain_transfer next;
@@ -416,8 +422,8 @@ static int dtrain__message_feed(dtrain_comm *comm, dtrain__op *op, const dtrain_
     return 1;
 }
 
-/* Records why a step failed; the transport's text, where it has one, says more than ours. What a recv finds on a
- * broken group, if not its message, is what others had begun. */
+/* Records why a step failed. The transport's text, if there is one, says more than this module's. On a broken group a
+ * recv may find what others had begun instead of its message. */
 static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_status status, int peer)
 {
     if (op->salvages) {
@@ -433,8 +439,8 @@ static int dtrain__message_failed(dtrain_comm *comm, dtrain__op *op, dtrain_stat
     return dtrain__message_fail(comm, op);
 }
 
-/* Moves sending and receiving on past every step that is complete. Sending may be one step ahead, where the plan has
- * two pieces under way. Returns 0 when both are past the last step. */
+/* Advances sending and receiving past every complete step. Sending may be one step ahead if the plan has two pieces
+ * under way. Returns 0 when both are past the last step. */
 static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__step *out, dtrain__step *in, int *sends,
                                   int *receives)
 {
@@ -466,7 +472,7 @@ static int dtrain__message_settle(dtrain_comm *comm, dtrain__op *op, dtrain__ste
     }
 }
 
-/* One call of the transport; either may be NULL. Where it has no exchange, both are given only where none waits. */
+/* One call of the transport; out or in may be NULL. Without an exchange, both are given only if neither waits. */
 static dtrain_status dtrain__message_transfer(dtrain_comm *comm, dtrain_transfer *out, dtrain_transfer *in,
                                               int64_t wait_ns)
 {
@@ -482,8 +488,8 @@ static dtrain_status dtrain__message_transfer(dtrain_comm *comm, dtrain_transfer
     return received == DTRAIN_ERR_TIMEOUT ? sent : received;
 }
 
-/* Moves what comes next of a step out of one operation and of a step into another, or the same; NULL: none. Returns as
- * dtrain_transport.exchange; *taken says whether what came fits. */
+/* Moves the next bytes of a step out of one operation and of a step into another, or the same; NULL: none. Returns as
+ * dtrain_transport.exchange. *taken says whether what came fits. */
 static dtrain_status dtrain__message_swap(dtrain_comm *comm, dtrain__op *sends, const dtrain__step *out,
                                           dtrain__op *receives, const dtrain__step *in, int64_t wait_ns,
                                           dtrain_status *taken)
@@ -505,7 +511,8 @@ static dtrain_status dtrain__message_swap(dtrain_comm *comm, dtrain__op *sends, 
     return *taken != DTRAIN_OK ? *taken : status;
 }
 
-/* Moves both directions together until the operation is done or wait_ns. Returns as dtrain_transport.exchange. */
+/* Moves both directions together until the operation is done, or until wait_ns. Returns as dtrain_transport.exchange.
+ */
 static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain__step out, in;
@@ -526,7 +533,7 @@ static dtrain_status dtrain__message_exchange(dtrain_comm *comm, dtrain__op *op,
     return DTRAIN_OK;
 }
 
-/* Takes the operation as far as it goes without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
+/* Advances the operation without waiting beyond wait_ns (0: not at all); returns 1 at its end. */
 static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wait_ns)
 {
     dtrain_status status;
@@ -542,16 +549,16 @@ static int dtrain__message_advance(dtrain_comm *comm, dtrain__op *op, int64_t wa
     }
     dtrain__thread_error.status = DTRAIN_OK;
     status = dtrain__message_exchange(comm, op, wait_ns);
-    /* a TIMEOUT with a text is not that of a wait, but what the group was broken by */
+    /* a TIMEOUT with a text is the cause that broke the group, not the end of a wait */
     int late = dtrain__thread_error.status == DTRAIN_ERR_TIMEOUT;
     if (status == DTRAIN_ERR_TIMEOUT && op->error.status == DTRAIN_OK && !late)
         return dtrain__message_needs_left(comm, op);
     return status != DTRAIN_OK ? dtrain__message_failed(comm, op, status, op->awaited) : dtrain__message_end(comm, op);
 }
 
-/* Moves the message of one operation out and that of another in, together, until one is complete or wait_ns; either
- * may be NULL. Both have begun. What fails here is met again, and told, by the operation's own turn; but what came
- * and does not fit is told at once: returns 1 when that ended the incoming one. */
+/* Moves the message of one operation out and that of another in, until one is complete, or until wait_ns. Either may be
+ * NULL, and both have begun. A failure is found again, and told, in the operation's own turn. Only a message that does
+ * not fit is told at once: returns 1 if that ended the incoming operation. */
 static int dtrain__message_pair(dtrain_comm *comm, dtrain__op *out, dtrain__op *in, int64_t wait_ns)
 {
     dtrain__step sends, receives;

@@ -1,7 +1,7 @@
 /* ---- >>place ----
- * Where this process stands: its rank, the world's size, the root and the token, from a desc or from the
- * environment of one of the known launchers, and what was believed, for the texts of errors. Reads, and
- * connects to nothing. */
+ * Where this process stands: its rank, the world's size, the root and the token. They come from a desc or from the
+ * environment of a known launcher. What was used is kept for error texts. This module reads, and connects to nothing.
+ */
 #ifndef DTRAIN__PLACE
 #define DTRAIN__PLACE
 #include "op.c"
@@ -10,11 +10,12 @@
 
 typedef struct dtrain__place {
     dtrain__keys keys;                /* rank and size of the world, token, job */
-    dtrain__hub_desc hub;             /* its texts are those below and of the desc */
+    dtrain__hub_desc hub;             /* its texts point to those below and to the desc */
     char root[DTRAIN__ADDRESS_BYTES]; /* empty in a world of one */
     char listen_on[64];               /* empty: the interface that routes to the root */
-    char believed[400];               /* the variables or fields, with their values; of the token its length only */
-    int alone;                        /* a world of one, as no launcher has set a variable */
+    char believed[400];               /* the variables or fields that were used, with values; of the token its length
+                                       * only */
+    int alone;                        /* a world of one because no launcher has set a variable */
 } dtrain__place;
 
 /* The value of a variable; an empty one counts as unset. */
@@ -49,7 +50,7 @@ static dtrain_status dtrain__place_number(const char *name, int64_t low, int64_t
     return DTRAIN_OK;
 }
 
-/* The same, where the variable is set and stands for a field that is not. */
+/* The same for an optional variable; keeps *out unless the variable is wanted and set. */
 static dtrain_status dtrain__place_option(int wanted, const char *name, int64_t low, int64_t high, int64_t *out)
 {
     return wanted && dtrain__place_get(name) != NULL ? dtrain__place_number(name, low, high, out) : DTRAIN_OK;
@@ -85,15 +86,15 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
 {
     const char *tasks = dtrain__place_get("SLURM_NTASKS") != NULL ? "SLURM_NTASKS" : "SLURM_STEP_NUM_TASKS";
     const char *size = dtrain__place_get("DTRAIN_WORLD_SIZE");
-    /* In a Slurm job mpirun hands on the variables of the task that it runs in itself, the same to all its ranks; srun
-     * sets neither of these two. */
+    /* Inside a Slurm job mpirun passes on the variables of its own task, the same to all its ranks. srun sets neither
+     * of these two. */
     int inner = dtrain__place_get("OMPI_COMM_WORLD_RANK") != NULL ||
                 (dtrain__place_get("PMI_RANK") != NULL && dtrain__place_get("MPI_LOCALNRANKS") != NULL);
     place->keys.world_size = 1;
     *launcher = DTRAIN__LAUNCHER_OWN;
     if (dtrain__place_get("DTRAIN_RANK") != NULL)
         return dtrain__place_pair(place, "DTRAIN_RANK", "DTRAIN_WORLD_SIZE");
-    *launcher = DTRAIN__LAUNCHER_TORCH; /* names so common that one alone means nothing */
+    *launcher = DTRAIN__LAUNCHER_TORCH; /* the names are so common that one alone means nothing */
     if (dtrain__place_get("RANK") != NULL && dtrain__place_get("WORLD_SIZE") != NULL)
         return dtrain__place_pair(place, "RANK", "WORLD_SIZE");
     *launcher = DTRAIN__LAUNCHER_SLURM;
@@ -122,8 +123,9 @@ static dtrain_status dtrain__place_launcher(dtrain__place *place, int *launcher)
     return DTRAIN_OK;
 }
 
-/* The id that tells the launcher's job from others. torchrun's is "none" where nobody gave one; the parts of a
- * heterogeneous Slurm job have ids of their own. What does not fit or print ends with a hash of it all. */
+/* Takes the id that tells the launcher's job from others. torchrun's id is "none" if nobody gave one. The parts of a
+ * heterogeneous Slurm job have ids of their own. An id that is too long or not printable ends with a hash of all of it.
+ */
 static void dtrain__place_job(dtrain__place *place, int launcher)
 {
     const char *own = dtrain__place_get("DTRAIN_JOB"), *kind = "", *id = own, *step = NULL;
@@ -181,8 +183,8 @@ static int dtrain__place_first_node(const char *list, char *out, size_t capacity
     return n > 0;
 }
 
-/* Where all ranks are on this host, says the launcher, they meet at a unix socket that its job names; without such
- * sockets, at a port that the name gives. */
+/* If the launcher says that all ranks are on this host, they meet at a unix socket named after the job. Without such
+ * sockets they meet at a port computed from the name. */
 static dtrain_status dtrain__place_local(dtrain__place *place, const char *local_size, const char *job)
 {
     char directory[128], name[32];
@@ -191,7 +193,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
     if (dtrain__place_get(local_size) == NULL || dtrain__place_number(local_size, 1, INT_MAX, &local) != DTRAIN_OK ||
         local != place->keys.world_size)
         return DTRAIN_OK;
-    if (job != NULL && strlen(job) >= sizeof name) /* its end tells jobs of one host apart */
+    if (job != NULL && strlen(job) >= sizeof name) /* its end differs between jobs of one host */
         job += strlen(job) - (sizeof name - 1);
     for (; job != NULL && job[n] != 0 && n + 1 < sizeof name; n++)
         name[n] =
@@ -199,7 +201,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
                 ? job[n]
                 : '_';
     name[n] = 0;
-    if (n == 0) /* the local ranks have one parent */
+    if (n == 0) /* the local ranks have the same parent */
         snprintf(name, sizeof name, "p%ld", (long)getppid());
     dtrain__place_believe(place, "%s=%d (all on this host)", local_size, (int)local);
     if (!dtrain__net_has(AF_UNIX)) {
@@ -216,7 +218,7 @@ static dtrain_status dtrain__place_local(dtrain__place *place, const char *local
     return DTRAIN_OK;
 }
 
-/* Takes the root that is given by name. */
+/* Takes a root and remembers which variable or field gave it. */
 static dtrain_status dtrain__place_given(dtrain__place *place, const char *name, const char *root)
 {
     snprintf(place->root, sizeof place->root, "%s", root);
@@ -238,7 +240,7 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
     if (root != NULL)
         return dtrain__place_given(place, "DTRAIN_ROOT", root);
     if (host != NULL && port != NULL) {
-        /* torchrun's own agent listens at MASTER_PORT then */
+        /* then torchrun's own agent listens at MASTER_PORT */
         const char *agent = dtrain__place_get("TORCHELASTIC_USE_AGENT_STORE");
         int taken = agent != NULL && strcmp(agent, "True") == 0;
         status = dtrain__place_number("MASTER_PORT", 0, 65535 - taken, &number);
@@ -270,7 +272,7 @@ static dtrain_status dtrain__place_root(dtrain__place *place, int launcher)
                                        : "DTRAIN_ROOT=host:port, the same on every rank");
 }
 
-/* what: where the token is from. */
+/* Checks a token. what: where it comes from. */
 static dtrain_status dtrain__place_check_token(const char *what, const char *token, size_t bytes)
 {
     if (memchr(token, 0, bytes) != NULL)
@@ -286,7 +288,8 @@ static dtrain_status dtrain__place_check_token(const char *what, const char *tok
     return DTRAIN_OK;
 }
 
-/* Takes the first line of a regular file: another kind may keep its reader waiting for ever. dtrun reads its own so. */
+/* Reads the first line of a regular file; another kind of file may make its reader wait for ever. dtrun reads its token
+ * file with this function. */
 static dtrain_status dtrain__place_read_token(const char *what, const char *path, char token[256], size_t *bytes)
 {
     char text[512], from[300];
@@ -329,7 +332,7 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
     size_t bytes;
     dtrain_status status;
     if (token == NULL && environment) {
-        token = getenv("DTRAIN_TOKEN"); /* set and empty is an error: a secret is missing there */
+        token = getenv("DTRAIN_TOKEN"); /* a variable that is set and empty is an error: a secret is missing */
         file = token == NULL ? getenv("DTRAIN_TOKEN_FILE") : NULL;
         from = file != NULL ? "DTRAIN_TOKEN_FILE" : "DTRAIN_TOKEN";
     }
@@ -348,7 +351,7 @@ static dtrain_status dtrain__place_token(dtrain__place *place, const dtrain_comm
     return DTRAIN_OK;
 }
 
-/* Reads what stands beside rank, size and root. */
+/* Reads everything but rank, size and root. */
 static dtrain_status dtrain__place_rest(dtrain__place *place, const dtrain_comm_desc *desc, int environment)
 {
     dtrain__hub_desc *hub = &place->hub;
@@ -397,7 +400,7 @@ static dtrain_status dtrain__place_check_root(const dtrain__place *place)
                         place->root, place->keys.rank);
 }
 
-/* Finds out where this process stands; desc may not be NULL. */
+/* Finds out where this process stands; desc is not NULL. */
 static dtrain_status dtrain__place_read(dtrain__place *place, const dtrain_comm_desc *desc)
 {
     int launcher = DTRAIN__LAUNCHER_NONE, environment = desc->world_size == 0;

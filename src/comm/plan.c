@@ -1,6 +1,6 @@
 /* ---- >>plan ----
- * Which plan an operation follows: asked for by name, or selected by kind, size and number of ranks, so that all
- * ranks come to the same. */
+ * The plan that an operation follows. It is asked for by name, or selected by kind, size and number of ranks, so that
+ * all ranks select the same. */
 #ifndef DTRAIN__PLAN
 #define DTRAIN__PLAN
 #include "step.c"
@@ -9,11 +9,11 @@
 #include "rounds.c"
 DTRAIN__FAST_BEGIN
 
-#define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of everybody's */
-#define DTRAIN__PLAN_WHOLE ((size_t)32 << 10) /* bytes that are reduced in few whole messages */
-#define DTRAIN__PLAN_PIPE ((size_t)2 << 20)   /* bytes above which a broadcast goes from rank to rank */
+#define DTRAIN__PLAN_BRUCK ((size_t)64 << 10) /* bytes that a rank may hold of all ranks' inputs */
+#define DTRAIN__PLAN_WHOLE ((size_t)32 << 10) /* up to these bytes, reductions use few whole messages */
+#define DTRAIN__PLAN_PIPE ((size_t)2 << 20)   /* above these bytes, a broadcast goes from rank to rank */
 
-/* Keeps partial sums of the whole vector: loaded before the first step, finished after the last. */
+/* Whether it keeps partial sums of the whole vector: loaded before the first step, finished after the last. */
 static int dtrain__plan_whole(const dtrain__op *op)
 {
     return dtrain__op_reduces(op) && op->algorithm != DTRAIN_ALGORITHM_HALVING_DOUBLING &&
@@ -30,7 +30,7 @@ static size_t dtrain__plan_scratch(const dtrain_comm *comm, const dtrain__op *op
     }
 }
 
-/* A message of the caller's own, or two that cross. */
+/* A message of the caller, or two that cross. */
 static int dtrain__plan_message(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     size_t width = dtrain__op_width(op);
@@ -45,7 +45,7 @@ static int dtrain__plan_message(const dtrain_comm *comm, const dtrain__op *op, i
     return k == 0;
 }
 
-/* Fills in step k of an operation; returns 0 when there is none. */
+/* Fills in step k of an operation; returns 0 if there is no such step. */
 static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     memset(step, 0, sizeof *step);
@@ -69,7 +69,7 @@ static int dtrain__plan_step(const dtrain_comm *comm, const dtrain__op *op, int 
     }
 }
 
-/* Whether a kind of operation over messages has a form by this name. */
+/* Whether a kind of operation over messages has this algorithm. */
 static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrain_algorithm algorithm)
 {
     int sums = kind == DTRAIN__ALL_REDUCE || kind == DTRAIN__REDUCE_SCATTER;
@@ -90,7 +90,8 @@ static int dtrain__plan_exists(const dtrain_comm *comm, dtrain__kind kind, dtrai
 static dtrain_algorithm dtrain__plan_all_reduce(const dtrain_comm *comm, size_t bytes)
 {
     int doubles = dtrain__step_power_of_two(comm->size);
-    size_t kib = !doubles ? 32 : comm->size == 2 ? 256 : comm->size == 4 ? 64 : 128; /* faster in few whole steps */
+    size_t kib = !doubles ? 32 : comm->size == 2 ? 256 : comm->size == 4 ? 64 : 128; /* up to this size few whole steps
+                                                                                      * are faster */
     if (comm->size > 1 && bytes > kib << 10)
         return DTRAIN_ALGORITHM_HALVING_DOUBLING;
     if (doubles)
@@ -133,7 +134,7 @@ static dtrain_algorithm dtrain__plan_select(const dtrain_comm *comm, const dtrai
     }
 }
 
-/* The value from first to last that has the name; -1: none. */
+/* Returns the value from first to last that has the name; -1: none. */
 static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int last, const char *name, size_t bytes)
 {
     for (int value = first; value <= last; value++)
@@ -142,7 +143,7 @@ static int dtrain__plan_find(const char *(*name_of)(uint64_t), int first, int la
     return -1;
 }
 
-/* An algorithm's constant from its name; 0 when there is none of that name. */
+/* Finds an algorithm by its name; returns 0 if there is none. */
 static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *algorithm)
 {
     int found = bytes == 4 && memcmp(name, "auto", 4) == 0
@@ -154,7 +155,7 @@ static int dtrain__plan_named(const char *name, size_t bytes, dtrain_algorithm *
     return found >= 0;
 }
 
-/* Reads "ring" or "all_reduce=ring,broadcast=tree" into what is asked for. */
+/* Reads DTRAIN_ALGORITHM: "ring", or "all_reduce=ring,broadcast=tree". */
 static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
 {
     while (text != NULL && *text != 0) {
@@ -178,7 +179,7 @@ static dtrain_status dtrain__plan_ask(dtrain_comm *comm, const char *text)
     return DTRAIN_OK;
 }
 
-/* Bytes that a rank sends in an all-reduce of so many float32. */
+/* The bytes that a rank sends in an all-reduce of this many float32. */
 static uint64_t dtrain__plan_sent_bytes(size_t count, int ranks)
 {
     return 8 * (uint64_t)count / (uint64_t)ranks * (uint64_t)(ranks - 1);

@@ -1,9 +1,10 @@
 /* ---- >>recorder ----
- * The last operations of one rank's end of a group, and what is said of a rank that others wait for. The thread that
- * runs an operation records it, one at a time. Any thread reads without a lock, peers in the same process included: a
- * record is whole when its version is the same before and after it was copied. Source: Boehm, "Can seqlocks get along
- * with programming language memory models?", MSPC 2012. A transport whose peers read the recorder owns it, so that they
- * may do so after the rank has left. */
+ * The last operations of one rank's end of a group, and what others say of a rank that they wait for. The thread that
+ * runs an operation records it, one at a time. Any thread reads without a lock, also a peer in the same process. A
+ * record is whole if its version is the same before and after the copy. If peers read the recorder, the transport owns
+ * it: they may read it after the rank has left.
+ *
+ * Source: Boehm, "Can seqlocks get along with programming language memory models?", MSPC 2012. */
 #ifndef DTRAIN__RECORDER
 #define DTRAIN__RECORDER
 #include "op.c"
@@ -14,7 +15,7 @@ DTRAIN__FAST_BEGIN
 #define DTRAIN__TRACE_TEXT_BYTES 4096
 
 typedef struct dtrain__record {
-    dtrain__call call; /* its kind is the one called, its root the peer of a message */
+    dtrain__call call; /* its kind is what was called, its root the peer of a message */
     uint64_t awaited;  /* the last peer that it waited for, + 1 */
     uint64_t status;
     uint64_t async;
@@ -24,28 +25,28 @@ typedef struct dtrain__record {
 #define DTRAIN__RECORD_WORDS (sizeof(dtrain__record) / sizeof(uint64_t))
 
 typedef struct dtrain__record_place {
-    uint64_t version; /* of record s: 4 s + 2 under way, 4 s + 4 ended, one less while it is written */
+    uint64_t version; /* record s: 4 s + 2 under way, 4 s + 4 ended; one less while it is written */
     uint64_t words[DTRAIN__RECORD_WORDS];
 } dtrain__record_place;
 
 struct dtrain__recorder {
-    uint64_t begun;                    /* records so far; record s is at s % DTRAIN__RECORDS, the first is 1 */
+    uint64_t begun;                    /* records so far, counted from 1; record s is at s % DTRAIN__RECORDS */
     uint32_t awaited;                  /* by the operation under way, + 1 */
     int64_t monotonic_ns, realtime_ns; /* one moment on both clocks */
     pthread_mutex_t error_mutex;       /* guards error and failed; held for a few instructions */
-    dtrain__error error;               /* of the first of the last failures in a row */
-    uint64_t failed;                   /* its record; 0: none */
-    uint64_t good;                     /* the last record that ended well; of whoever records */
-    pthread_mutex_t mutex;             /* held while a file is written; guards what follows */
+    dtrain__error error;               /* the first of the latest failures in a row */
+    uint64_t failed;                   /* that failure's record; 0: none */
+    uint64_t good;                     /* the last record that ended well; only the recording thread uses it */
+    pthread_mutex_t mutex;             /* held while a file is written; guards the rest */
     dtrain__error shown;               /* error and failed, as the file has them */
     uint64_t shown_failed;
-    int written; /* the file of trace_on_failure, or its writing was tried */
+    int written; /* the file of trace_on_failure is written, or was tried */
     char prefix[DTRAIN__TRACE_PATH_BYTES], path[DTRAIN__TRACE_PATH_BYTES + 64], beside[DTRAIN__TRACE_PATH_BYTES + 128];
     unsigned char text[DTRAIN__TRACE_TEXT_BYTES];
     dtrain__record_place places[DTRAIN__RECORDS];
 };
 
-/* What a rank does, as others are told; words, as a heartbeat carries them. */
+/* What a rank does, as others are told; in words, for a heartbeat to carry. */
 typedef struct dtrain__last {
     dtrain__call call;
     uint64_t state; /* a DTRAIN__LAST constant */
@@ -93,7 +94,7 @@ static void dtrain__recorder_write(dtrain__recorder *recorder, uint64_t serial, 
     __atomic_store_n(&place->version, version, __ATOMIC_RELEASE);
 }
 
-/* Copies record `serial`; 0 when it is no more, or its writer was stopped in the middle. */
+/* Copies record `serial`. Returns 0 if it is overwritten, or its writer was stopped in the middle. */
 static int dtrain__recorder_read(dtrain__recorder *recorder, uint64_t serial, dtrain__record *out)
 {
     dtrain__record_place *place = &recorder->places[serial % DTRAIN__RECORDS];
@@ -123,7 +124,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
         __atomic_store_n(&recorder->begun, op->serial, __ATOMIC_RELEASE);
     }
     if (recorder->begun - op->serial >= DTRAIN__RECORDS)
-        return; /* a message that others overtook: its place is theirs */
+        return; /* later records have overwritten a message that they overtook */
     record.call = dtrain__op_called(comm, op);
     record.awaited = awaited > 0 ? awaited : __atomic_load_n(&recorder->awaited, __ATOMIC_RELAXED);
     record.status = (uint64_t)op->error.status;
@@ -135,7 +136,7 @@ static void dtrain__recorder_note(dtrain_comm *comm, dtrain__op *op, int64_t end
     dtrain__recorder_write(recorder, op->serial, &record);
 }
 
-/* The operation has its number and may have to wait. */
+/* Records that the operation has its number and may wait. */
 static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->serial != 0)
@@ -145,7 +146,8 @@ static void dtrain__recorder_start(dtrain_comm *comm, dtrain__op *op)
     dtrain__recorder_note(comm, op, 0);
 }
 
-/* The first bytes of the operation move. Of messages peers are told so at once: see dtrain__recorder_contradicts. */
+/* Records that the operation moves its first bytes. For a message peers hear of it at once: see
+ * dtrain__recorder_contradicts. */
 static void dtrain__recorder_moved(dtrain_comm *comm, dtrain__op *op)
 {
     if (op->moved_ns != 0)
@@ -176,7 +178,7 @@ static void dtrain__recorder_end(dtrain_comm *comm, dtrain__op *op, int64_t now)
     pthread_mutex_unlock(&recorder->error_mutex);
 }
 
-/* What the rank of this recorder does now; 0 when it cannot be read. */
+/* Reads what the rank of this recorder does now; 0: it cannot be read. */
 static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
 {
     dtrain__record record;
@@ -196,14 +198,14 @@ static int dtrain__recorder_last(dtrain__recorder *recorder, dtrain__last *out)
     return 1;
 }
 
-/* The rank that a rank waits for, or waited for when it gave up at its deadline; or -1. */
+/* The rank that a rank waits for, or was waiting for at its deadline; -1: none. */
 static int dtrain__recorder_awaits(const dtrain__last *last)
 {
     int gave_up = last->state == DTRAIN__LAST_ENDED && last->status == DTRAIN_ERR_TIMEOUT;
     return last->state == DTRAIN__LAST_UNDER_WAY || gave_up ? (int)last->awaited - 1 : -1;
 }
 
-/* What this rank's peers are told that it does; user: its recorder. */
+/* Writes what this rank's peers are told of it; user: its recorder. */
 static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capacity, int *awaits)
 {
     dtrain__last last;
@@ -214,7 +216,7 @@ static size_t dtrain__recorder_tell(void *user, unsigned char *out, size_t capac
     return sizeof last;
 }
 
-/* What `rank` does, where that is known; of processes no older than the wait that began at since_ns. */
+/* Reads what `rank` does, if known. News of a process counts only if it came after since_ns, when the wait began. */
 static int dtrain__recorder_peer(const dtrain_comm *comm, int rank, int64_t since_ns, dtrain__last *out)
 {
     int64_t age_ns = 0;
@@ -245,9 +247,9 @@ static void dtrain__recorder_does(const dtrain_comm *comm, int rank, const dtrai
         snprintf(text, capacity, "; rank %d is in %s%s since %.1f s%s", rank, call.text, where, seconds, then);
 }
 
-/* Whether the awaited rank is in a call, or gave one up at its own deadline, that can never meet this one: another one
- * of the same number, or a message where this is a collective (or the other way round), each waiting for the other and
- * nothing of either moved. */
+/* Whether the awaited rank is in a call that can never meet this one, or has given such a call up at its own deadline.
+ * That is another call of the same number. Or one is a message and the other a collective, each waits for the other,
+ * and nothing of either has moved. */
 static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__op *op, const dtrain__last *theirs)
 {
     dtrain__call mine = dtrain__op_called(comm, op);
@@ -261,8 +263,8 @@ static int dtrain__recorder_contradicts(const dtrain_comm *comm, const dtrain__o
     return !message && theirs->call.number == mine.number && memcmp(&theirs->call, &mine, sizeof mine) != 0;
 }
 
-/* Walks along the ranks that wait for each other, from the awaited one: says what each does, as far as the text has
- * room, and finds the first whose call contradicts this one: that one or -1, with what it does in *last. */
+/* Follows the ranks that wait for each other, beginning with the awaited one, and writes what each does while the text
+ * has room. Returns the first rank whose call contradicts this one, with what it does in *last; -1: none. */
 static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op, char *text, size_t capacity,
                                   dtrain__last *last)
 {
@@ -288,7 +290,8 @@ static int dtrain__recorder_chain(const dtrain_comm *comm, const dtrain__op *op,
     return culprit;
 }
 
-/* Ends an operation at its deadline: with what the awaited rank does, or as a mismatch where that says why. */
+/* Ends an operation at its deadline: as a mismatch if ranks contradict each other, else with what the awaited rank
+ * does. */
 static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op *op)
 {
     dtrain__text mine = dtrain__op_text(comm, op);
@@ -307,7 +310,7 @@ static dtrain_status dtrain__recorder_expire(const dtrain_comm *comm, dtrain__op
         dtrain__op_is_message(op) ? "" : " (every rank must call it, not one inside an if (rank == 0))");
 }
 
-/* Says whether the deadline has passed; a quarter of it gone, tells the log who is awaited. */
+/* Returns whether the deadline has passed. After a quarter of it the log says who is awaited. */
 static int dtrain__recorder_late(const dtrain_comm *comm, dtrain__op *op)
 {
     int64_t now;

@@ -1,24 +1,24 @@
 /* ---- >>rounds ----
  * Plans in which every rank sends and receives in each of a number of rounds. Sources: see dtrain_algorithm.
  *
- * Ring: to the right neighbour, from the left one, at full bandwidth: reductions in an order of their own, all-gather,
- * and broadcast in pieces.
+ * Ring: each rank sends to its right neighbour and receives from its left one, at full bandwidth. Used for reductions
+ * in an order of their own, all-gather, and broadcast in pieces.
  *
- * Bruck: ceil(log2 n) rounds for any number of ranks and small vectors. After round k a rank holds what 2^(k+1) ranks
- * had, in slots of scratch that begin with its own. At the end it holds all, and copies them to their places
- * (all-gather) or folds them itself in the tree order (all-reduce). Without data it is a barrier: Hensgen, Finkel,
+ * Bruck: ceil(log2 n) rounds for any number of ranks, for small vectors. After round k a rank holds the inputs of
+ * 2^(k+1) ranks, in slots of scratch that begin with its own. In the end it holds all of them. An all-gather copies
+ * them to their places, an all-reduce folds them in the tree order. Without data it is a barrier: Hensgen, Finkel,
  * Manber, Int. J. Parallel Programming 17(1), 1988.
  *
- * Direct: every pair of ranks exchanges once, in rounds of disjoint pairs: all-to-all and all-gather; and reductions in
- * which each rank receives its part of everybody's input and folds all of them in one pass, in the tree order, in the
- * dtype they came in. Gather and scatter are one message for each rank but the root. */
+ * Direct: every pair of ranks exchanges once, in rounds of disjoint pairs. Used for all-to-all and all-gather. In a
+ * reduction each rank receives its part of everybody's input. It folds all of them in one pass, in the tree order, in
+ * the dtype they came in. Gather and scatter are one message for each rank but the root. */
 #ifndef DTRAIN__ROUNDS_PLAN
 #define DTRAIN__ROUNDS_PLAN
 #include "step.c"
 
-/* Step k: block rank - k - 1 goes to the right, the one before it comes from the left and is folded, until this
- * rank's own is complete; then complete blocks go round. An all-gather does the second half, a reduce-scatter the
- * first. */
+/* In step k block rank - k - 1 goes to the right. The block before it comes from the left and is folded. Once this
+ * rank's own block is complete, complete blocks go round. A reduce-scatter does the first half, an all-gather the
+ * second. */
 static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     int n = comm->size, reduces = dtrain__op_reduces(op), gathers = !reduces || k >= n - 1;
@@ -40,7 +40,7 @@ static int dtrain__ring_plan(const dtrain_comm *comm, const dtrain__op *op, int 
     return 1;
 }
 
-/* A broadcast in pieces from rank to rank: step k takes in piece k and sends on the one before it. */
+/* A broadcast in pieces from rank to rank: step k receives piece k and sends the piece before it. */
 static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     size_t width = dtrain__op_width(op), most = DTRAIN__BLOCK_BYTES / width, at = (size_t)k;
@@ -60,7 +60,7 @@ static int dtrain__ring_broadcast(const dtrain_comm *comm, const dtrain__op *op,
     return at <= pieces;
 }
 
-/* Elements before slot number `slot`. */
+/* The elements before slot number `slot`. */
 static DTRAIN__NOINLINE size_t dtrain__bruck_slot(const dtrain_comm *comm, const dtrain__op *op, int slot)
 {
     size_t begin = 0;
@@ -125,7 +125,7 @@ static int dtrain__direct_rounds(const dtrain_comm *comm)
     return dtrain__step_power_of_two(comm->size) ? comm->size - 1 : comm->size;
 }
 
-/* Whom this rank meets in a round: it meets this rank in the same one. May be the rank itself. */
+/* The rank that this one meets in a round, and that meets this one in the same round. It may be the rank itself. */
 static int dtrain__direct_peer(const dtrain_comm *comm, int round)
 {
     if (dtrain__step_power_of_two(comm->size))
@@ -133,9 +133,9 @@ static int dtrain__direct_peer(const dtrain_comm *comm, int round)
     return (round - comm->rank + comm->size) % comm->size;
 }
 
-/* Reductions go block by block: the same elements of every part. */
+/* Reductions work block by block: the same elements of every part. */
 typedef struct dtrain__direct {
-    size_t most, blocks; /* elements of each part in a block; blocks */
+    size_t most, blocks; /* elements of each part in a block; how many blocks there are */
     size_t block;        /* this one */
     int turn, turns;     /* step in the block, and how many it has */
 } dtrain__direct;
@@ -177,7 +177,7 @@ static unsigned char *dtrain__direct_slot(const dtrain_comm *comm, const dtrain_
     return comm->scratch + (size_t)rank * dtrain__step_line(at->most * dtrain__op_width(op));
 }
 
-/* Where the block of this rank's part of the result goes. */
+/* Returns where the block of this rank's part of the result goes. */
 static unsigned char *dtrain__direct_result(const dtrain_comm *comm, const dtrain__op *op, const dtrain__direct *at)
 {
     size_t begin = op->kind == DTRAIN__REDUCE_SCATTER ? 0 : comm->parts[comm->rank].begin;
@@ -203,7 +203,7 @@ static dtrain__direct dtrain__direct_where(const dtrain_comm *comm, const dtrain
     return at;
 }
 
-/* Folds the block of this rank's part of everybody's input. */
+/* Folds a block of this rank's part of all ranks' inputs. */
 static void dtrain__direct_fold(dtrain_comm *comm, dtrain__op *op, size_t k)
 {
     dtrain__direct at = dtrain__direct_where(comm, op, k);
@@ -244,7 +244,7 @@ static int dtrain__direct_reduce(const dtrain_comm *comm, const dtrain__op *op, 
     return 1;
 }
 
-/* In place, a block that has come lies in scratch until the one that went is gone. */
+/* In place, a received block lies in scratch until the block that it replaces is sent. */
 static void dtrain__direct_place(dtrain_comm *comm, dtrain__op *op, size_t k)
 {
     size_t width = dtrain__op_width(op);

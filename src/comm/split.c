@@ -1,7 +1,7 @@
 /* ---- >>split ----
- * Groups out of groups. The ranks of the parent exchange who wants to be where, each makes its own end, and then they
- * agree whether all could: either every rank has its group or every rank has the error. A group's name is
- * the lowest member's rank in the world and a count that this member keeps, so that no two are ever the same. */
+ * Groups out of groups. The ranks of the parent tell each other where they want to be, and each makes its own end. Then
+ * they agree whether all could: every rank has its group, or every rank has the error. A group's name is the lowest
+ * member's rank in the world and a count that this member keeps, so no two names are the same. */
 #ifndef DTRAIN__SPLIT
 #define DTRAIN__SPLIT
 #include "op.c"
@@ -11,7 +11,7 @@
 
 /* What a rank tells the others before a group is made. */
 typedef struct dtrain__split_entry {
-    uint64_t color;  /* ranks of one color make a group; DTRAIN__SPLIT_NONE: of none */
+    uint64_t color;  /* ranks of one color make a group; DTRAIN__SPLIT_NONE: in no group */
     int64_t key;     /* their order in it */
     uint64_t origin; /* the rank in the world */
     uint64_t serial; /* for the name, if this is the lowest member */
@@ -23,13 +23,13 @@ typedef struct dtrain__split_entry {
 typedef struct dtrain__split_state {
     const char *call;
     dtrain_comm *parent;
-    dtrain__split_entry *entries; /* of all ranks of the parent; at the start of one block with the next three */
+    dtrain__split_entry *entries; /* of all ranks of the parent; one block with the next three */
     uint64_t *states;             /* 1: in the new group */
     int *members;                 /* ranks of the parent, in the new order */
-    int *origins;                 /* the same in the world */
-    int bound;      /* the loss of any rank of the parent ends the new group; else as the parent is bound */
-    int replaces;   /* the new group comes in the parent's place */
-    int size, rank; /* of the new group; rank -1: this rank is none of it */
+    int *origins;                 /* their ranks in the world */
+    int bound;      /* the loss of any rank of the parent ends the new group; 0: as with the parent */
+    int replaces;   /* the new group replaces the parent */
+    int size, rank; /* of the new group; rank -1: this rank is not in it */
     uint64_t id;    /* its name */
 } dtrain__split_state;
 
@@ -56,14 +56,14 @@ static dtrain_status dtrain__split_begin(dtrain__split_state *split, dtrain_comm
     return DTRAIN_OK;
 }
 
-/* Keeps the block: the next split of the group needs as much. */
+/* Keeps the block for the next split of the group, which needs as much. */
 static void dtrain__split_end(dtrain__split_state *split)
 {
     void *entries = __atomic_exchange_n(&split->parent->split_room, (void *)split->entries, __ATOMIC_SEQ_CST);
     dtrain__free(split->parent->allocator, entries);
 }
 
-/* Hears from every rank of the parent where it wants to be. */
+/* Learns from every rank of the parent where it wants to be. */
 static dtrain_status dtrain__split_meet(dtrain__split_state *split, uint64_t color, int64_t key)
 {
     dtrain_comm *parent = split->parent;
@@ -100,7 +100,7 @@ static uint64_t dtrain__split_name(const dtrain__split_state *split)
     return dtrain__plane_group_id(split->entries[split->members[lowest]].serial, split->origins[lowest]);
 }
 
-/* As the parent has it, or the hosts of processes. */
+/* Ranks of a node in the new group, from the parent's nodes or the hosts of processes; 0: uneven. */
 static int dtrain__split_node_ranks(const dtrain__split_state *split, const dtrain_comm *group)
 {
     const int *members = split->members;
@@ -116,7 +116,7 @@ static int dtrain__split_node_ranks(const dtrain__split_state *split, const dtra
     return n;
 }
 
-/* Binds the new group to ranks beyond it, where its parent is bound so or the call says so. */
+/* Binds the new group to ranks that are not its own, if the parent is so bound or the call asks for it. */
 static dtrain_status dtrain__split_bind(dtrain__split_state *split, dtrain_comm *group)
 {
     const dtrain_comm *parent = split->parent;
@@ -150,7 +150,7 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
     if (parent->desc.progress == DTRAIN_PROGRESS_POLL && parent->service != NULL)
         dtrain__service_add(parent->service, *group);
     dtrain__blocked *above = split->replaces ? parent->blocked->above : parent->blocked;
-    if (above != NULL && (*group)->allocator == parent->allocator) { /* the group adds to what that counts */
+    if (above != NULL && (*group)->allocator == parent->allocator) { /* the group's waits count there, too */
         (*group)->blocked->above = above;
         __atomic_add_fetch(&above->held, 1, __ATOMIC_RELAXED);
     }
@@ -160,7 +160,7 @@ static dtrain_status dtrain__split_make(dtrain__split_state *split, dtrain_comm 
     return DTRAIN_OK;
 }
 
-/* Makes this rank's end and hears how the others fared; one that could not undoes it for all. */
+/* Makes this rank's end and learns how the others fared. If one rank could not, it is undone for all. */
 static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_comm **group)
 {
     dtrain_comm *parent = split->parent;
@@ -182,7 +182,7 @@ static dtrain_status dtrain__split_settle(dtrain__split_state *split, dtrain_com
     return status;
 }
 
-/* Where the call can begin: there is a group and a place for the new one. */
+/* Checks that there is a group, and an address for the new one. */
 static dtrain_status dtrain__split_check(dtrain_comm *comm, dtrain_comm **group, const char *call)
 {
     if (group != NULL)

@@ -1,7 +1,7 @@
 /* ---- >>step ----
- * What collectives over messages are made of: a step is at most one message out and one in. A plan computes step k
- * of an operation from nothing but the call, so that an operation can stop anywhere and go on later. Here are the
- * step itself and what all plans share; each plan has a file of its own and >>plan chooses between them. */
+ * What collectives over messages are made of. A step is at most one message out and one in. A plan computes step k of
+ * an operation from the call alone, so an operation can stop anywhere and continue later. Here are the step itself and
+ * what all plans share. Each plan has a file of its own, and >>plan chooses between them. */
 #ifndef DTRAIN__STEP
 #define DTRAIN__STEP
 #include "op.c"
@@ -9,8 +9,8 @@ DTRAIN__FAST_BEGIN
 
 #define DTRAIN__BLOCK_BYTES DTRAIN__TUNED(block_bytes, (size_t)256 << 10) /* of partial sums, for each rank */
 #define DTRAIN__BLOCK_MOST ((size_t)8 << 20)
-#define DTRAIN__BLOCK_ALONE DTRAIN__TUNED(block_alone, (size_t)1 << 20) /* of them, where one piece is under way */
-/* Received and folded at once; at least DTRAIN__MESSAGE_SMALL. */
+#define DTRAIN__BLOCK_ALONE DTRAIN__TUNED(block_alone, (size_t)1 << 20) /* the same where one piece is under way */
+/* Bytes that are received, then folded; at least DTRAIN__MESSAGE_SMALL. */
 #define DTRAIN__MESSAGE_CHUNK DTRAIN__TUNED(message_chunk, (size_t)128 << 10)
 
 typedef struct dtrain__step {
@@ -20,15 +20,15 @@ typedef struct dtrain__step {
     size_t send_bytes;
     unsigned char *recv;
     size_t recv_bytes;
-    void *fold; /* what the received partial sums are folded into; NULL: nothing */
+    void *fold; /* received partial sums are folded into this; NULL: nothing is */
     size_t fold_count;
-    int fold_early;           /* nothing of it is still to be sent: folds while more arrives */
-    int ahead;                /* may be sent before the step before it has been received */
+    int fold_early;           /* nothing of `fold` is still to be sent: fold while more arrives */
+    int ahead;                /* may be sent before the previous step is received */
     uint64_t tag_out, tag_in; /* the same at both ends of a message */
-    void (*prepare)(dtrain_comm *comm, dtrain__op *op, size_t k); /* done before any of it moves; may be NULL */
+    void (*prepare)(dtrain_comm *comm, dtrain__op *op, size_t k); /* called before any of it moves; may be NULL */
 } dtrain__step;
 
-/* Ranks in a row of their own: every stride-th from first on. */
+/* A line of ranks: every stride-th one from first on. */
 typedef struct dtrain__line {
     int index; /* of this rank in it */
     int size, first, stride;
@@ -39,7 +39,7 @@ static int dtrain__line_rank(const dtrain__line *line, int index)
     return line->first + index * line->stride;
 }
 
-/* The number of bits that ranks below size have. */
+/* The number of bits of the ranks below size. */
 static int dtrain__step_levels(int size)
 {
     int levels = 0;
@@ -53,7 +53,7 @@ static int dtrain__step_power_of_two(int size)
     return (size & (size - 1)) == 0;
 }
 
-/* Where partial sums are kept, all of them in the partial dtype. */
+/* The dtype in which an operation keeps its partial sums. */
 static dtrain_dtype dtrain__step_dtype(const dtrain__op *op)
 {
     return dtrain__op_reduces(op) ? dtrain__fold_partial(op->dtype) : op->dtype;
@@ -69,8 +69,8 @@ static size_t dtrain__step_line(size_t bytes)
     return (bytes + DTRAIN__CACHE_LINE - 1) / DTRAIN__CACHE_LINE * DTRAIN__CACHE_LINE;
 }
 
-/* Plans that keep partial sums of the whole vector have scratch = [these, unless they are in out | what was received].
- */
+/* Plans that keep partial sums of the whole vector divide scratch into [partial sums, unless out holds them | what was
+ * received]. */
 static size_t dtrain__step_half(const dtrain__op *op)
 {
     return dtrain__step_line(op->count * dtrain__step_width(op));
@@ -123,7 +123,7 @@ static void dtrain__step_fold(dtrain__step *step, int from, unsigned char *data,
     step->fold_count = count;
 }
 
-/* `count` elements of this rank's input, from `begin` on, as partial sums. */
+/* Writes `count` elements of this rank's input, from `begin` on, as partial sums. */
 static void dtrain__step_widen(const dtrain__op *op, size_t begin, size_t count, void *out)
 {
     dtrain_dtype partial = dtrain__step_dtype(op);

@@ -1,21 +1,21 @@
 /* ---- >>survive ----
- * Going on when ranks are lost: the survivors agree (by their control plane), make a group of those that are left,
- * and copy the state of the furthest to the rest. Works on a broken group: nothing here uses
- * its operations, but dtrain_resync, which is for the new one. */
+ * Continuing when ranks are lost. The survivors agree over their control plane and make a group of those that are left.
+ * Then they copy the state of the furthest to the rest. Agreeing works on a broken group, as it uses none of the
+ * group's operations. dtrain_resync uses them: it is for the new group. */
 #ifndef DTRAIN__SURVIVE
 #define DTRAIN__SURVIVE
 #include "split.c"
 
 enum { DTRAIN__CONSENT_SHRINK = 1, DTRAIN__CONSENT_AGREE };
 
-/* A rank's part in an agreement, and what came of it. */
+/* A rank's part in an agreement, and its result. */
 typedef struct dtrain__survive_part {
-    dtrain__split_state split; /* who goes on */
+    dtrain__split_state split; /* who continues */
     dtrain__agreement vote;
-    int pending; /* there is time left, but not in this call */
+    int pending; /* the call returns; the deadline is still to come */
 } dtrain__survive_part;
 
-/* Says why there is no agreement, or that this rank is none of it. */
+/* Returns why there is no agreement, or why this rank is not part of it. */
 static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
 {
     dtrain_comm *comm = part->split.parent;
@@ -41,8 +41,8 @@ static dtrain_status dtrain__survive_check(dtrain__survive_part *part)
     return DTRAIN_OK;
 }
 
-/* Comes to an agreement with the ranks that are left, or waits for one until until_ns: then it is pending. On success
- * and on failure the split is to be ended. */
+/* Agrees with the ranks that are left, or waits until until_ns: then the agreement is pending. The caller ends the
+ * split in any case. */
 static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t until_ns)
 {
     dtrain_comm *comm = part->split.parent;
@@ -60,7 +60,7 @@ static dtrain_status dtrain__survive_agree(dtrain__survive_part *part, int64_t u
         if (part->vote.goes_on[rank])
             dtrain__split_add(&part->split, rank, dtrain__seat_world(comm->seat, rank));
     dtrain__work_blocked_in(comm, now);
-    if (part->vote.starved) /* nothing is pending; the next call votes */
+    if (part->vote.starved) /* nothing is pending: the next call votes again */
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY,
                             "%s on rank %d: no memory for its vote; it can be called again", part->split.call,
                             comm->rank);
@@ -91,7 +91,7 @@ static dtrain_status dtrain__survive_begin(dtrain__survive_part *part, dtrain_co
     return status == DTRAIN_OK ? dtrain__split_begin(&part->split, comm, call) : status;
 }
 
-/* Shrinks, or comes back at until_ns without a group. */
+/* Shrinks, or returns at until_ns without a group. */
 static dtrain_status dtrain__survive_shrink(dtrain_comm *comm, int64_t until_ns, dtrain_comm **survivors)
 {
     dtrain__survive_part part;
@@ -166,7 +166,7 @@ static int dtrain__survive_line(const void *given, size_t index, dtrain__alike_l
     return 1;
 }
 
-/* The rank with the highest step, which becomes *step. All give the same sizes. */
+/* Finds the rank with the highest step, and that step. Compares the sizes, which all ranks must give alike. */
 static dtrain_status dtrain__survive_source(dtrain_comm *comm, const dtrain__survive_sizes *sizes, uint64_t *step,
                                             int *source)
 {
@@ -177,8 +177,8 @@ static dtrain_status dtrain__survive_source(dtrain_comm *comm, const dtrain__sur
     return status == DTRAIN_OK ? dtrain_all_reduce(comm, source, source, 1, DTRAIN_I32, DTRAIN_MIN) : status;
 }
 
-/* Room for what a rank receives, *total bytes, or an error on all ranks where one has none: what it has itself stays
- * whole until all has come, as the source may be lost on the way. */
+/* Allocates room for what a rank receives, *total bytes, or returns an error on all ranks if one has no memory. A
+ * rank's own state stays whole until everything has come, as the source may be lost on the way. */
 static dtrain_status dtrain__survive_room(dtrain_comm *comm, int source, const dtrain__survive_sizes *sizes,
                                           unsigned char **room, size_t *total)
 {

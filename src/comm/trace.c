@@ -1,7 +1,9 @@
 /* ---- >>trace ----
- * The recorder as a file that chrome://tracing and Perfetto load and tools/dtrace.c merges: one process a rank, one
- * thread a group, one event an operation. Times are of CLOCK_MONOTONIC; otherData names a moment on it and on
- * CLOCK_REALTIME, by which hosts are put side by side. Written beside the target and renamed when it is whole.
+ * The recorder as a file that chrome://tracing and Perfetto load and tools/dtrace.c merges: a process for each rank, a
+ * thread for each group, an event for each operation. Times are of CLOCK_MONOTONIC. otherData names one moment on it
+ * and on CLOCK_REALTIME, which lines up the clocks of hosts. The file is written beside its target and renamed when it
+ * is whole.
+ *
  * Source: Trace Event Format, catapult project, JSON object format. */
 #ifndef DTRAIN__TRACE
 #define DTRAIN__TRACE
@@ -13,7 +15,7 @@
 
 typedef struct dtrain__trace {
     dtrain_comm *comm;
-    dtrain__json_writer json; /* of the event under way, in the recorder's text */
+    dtrain__json_writer json; /* of the event being written, in the recorder's text */
     int fd;
     int error; /* errno of the first write that went wrong; 0: none */
     int64_t now;
@@ -37,7 +39,7 @@ static void dtrain__trace_begin(dtrain__trace *trace)
     dtrain__json_begin(&trace->json, 1);
 }
 
-/* Writes the object that dtrain__trace_begin began, and what stands after it. */
+/* Ends the object that dtrain__trace_begin began and writes it, then `after`. */
 static void dtrain__trace_end(dtrain__trace *trace, const char *after)
 {
     dtrain__json_end(&trace->json);
@@ -47,7 +49,7 @@ static void dtrain__trace_end(dtrain__trace *trace, const char *after)
     dtrain__trace_put(trace, after, strlen(after));
 }
 
-/* A value that may be missing. */
+/* Writes a value, or null if there is none. */
 static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, uint64_t value)
 {
     dtrain__json_member(&trace->json, key);
@@ -57,7 +59,7 @@ static void dtrain__trace_maybe(dtrain__trace *trace, const char *key, int is, u
         dtrain__json_write_word(&trace->json, "null");
 }
 
-/* Nanoseconds as microseconds, exactly. */
+/* Writes nanoseconds as microseconds, exactly. */
 static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
 {
     char text[32];
@@ -66,7 +68,7 @@ static void dtrain__trace_us(dtrain__trace *trace, const char *key, uint64_t ns)
     dtrain__json_write_word(&trace->json, text);
 }
 
-/* What every event has; the caller goes on with its args. */
+/* Begins an event with what all events have; the caller adds its args. */
 static void dtrain__trace_event(dtrain__trace *trace, const char *name, const char *phase)
 {
     dtrain__trace_begin(trace);
@@ -119,7 +121,7 @@ static void dtrain__trace_head(dtrain__trace *trace)
     dtrain__trace_title(trace, "thread_name", title);
 }
 
-/* The call of an operation, and how it went. */
+/* Writes the call of an operation, and how it ended. */
 static void dtrain__trace_call(dtrain__trace *trace, uint64_t serial, const dtrain__record *record)
 {
     const dtrain__call *call = &record->call;
@@ -179,7 +181,7 @@ static void dtrain__trace_operations(dtrain__trace *trace)
     dtrain__trace_end(trace, "\n]}\n");
 }
 
-/* Writes the file; the caller holds the recorder's mutex, and the path is not too long. */
+/* Writes the file. The caller holds the recorder's mutex and has checked the path's length. */
 static dtrain_status dtrain__trace_write(dtrain_comm *comm, const char *path)
 {
     dtrain__recorder *recorder = comm->recorder;
@@ -221,7 +223,7 @@ DTRAIN_API dtrain_status dtrain_comm_trace(dtrain_comm *comm, const char *path)
     return status;
 }
 
-/* Keeps the prefix of the failure file, the desc's or the environment's. */
+/* Keeps the prefix of the failure file: the desc's, or the environment's. */
 static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
 {
     const char *from = prefix != NULL ? "desc.trace_on_failure" : "DTRAIN_TRACE";
@@ -237,7 +239,7 @@ static dtrain_status dtrain__trace_prefix(dtrain_comm *comm, const char *prefix)
     return DTRAIN_OK;
 }
 
-/* Writes the failure file when the operation's error is more than a deadline after which it can be called again. */
+/* Writes the failure file, unless the error is a deadline after which the operation can be called again. */
 static void dtrain__trace_failure(dtrain_comm *comm, const dtrain__op *op)
 {
     dtrain__recorder *recorder = comm->recorder;

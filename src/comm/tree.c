@@ -1,12 +1,12 @@
 /* ---- >>tree ----
- * Plans that move whole vectors in a logarithmic number of steps: up and down a binomial tree, recursive doubling,
- * node by node. Every sum is one of the balanced tree's, except where ranks of a node are no power of two. And the
- * double binary tree, which has an order of its own. Sources: see dtrain_algorithm. */
+ * Plans that move whole vectors in a logarithmic number of steps: up and down a binomial tree, recursive doubling, and
+ * node by node. Every sum is one of the balanced tree's, except if the number of ranks in a node is no power of two.
+ * Here is also the double binary tree, which has an order of its own. Sources: see dtrain_algorithm. */
 #ifndef DTRAIN__TREE
 #define DTRAIN__TREE
 #include "step.c"
 
-/* One level of the binomial tree over a line rotated so that root comes first: pairs at a distance of 2^level. */
+/* One level of the binomial tree over a line, rotated so that root comes first: pairs at a distance of 2^level. */
 static void dtrain__tree_level(const dtrain_comm *comm, const dtrain__op *op, const dtrain__line *line, int root,
                                int level, int down, dtrain__step *step)
 {
@@ -36,8 +36,8 @@ static void dtrain__tree_double(const dtrain_comm *comm, const dtrain__op *op, c
     step->send_first = comm->rank < peer;
 }
 
-/* Recursive doubling; or up to rank 0 and down again; a broadcast only down, from its root; a reduce only up, and from
- * rank 0 to its root unless any order will do. */
+/* Recursive doubling, or up to rank 0 and down again. A broadcast only goes down from its root. A reduce only goes up,
+ * then from rank 0 to its root. If any order will do, it goes up to its root. */
 static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     dtrain__line line = {comm->rank, comm->size, 0, 1};
@@ -66,7 +66,7 @@ static int dtrain__tree_plan(const dtrain_comm *comm, const dtrain__op *op, int 
     return k < 2 * levels;
 }
 
-/* To the first rank of each node, between these, and back. */
+/* To the first rank of each node, then between these, and back. */
 static int dtrain__tree_nodes(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     int ranks = comm->node_ranks, first = comm->rank - comm->rank % ranks, nodes = (comm->size + ranks - 1) / ranks;
@@ -111,7 +111,7 @@ static dtrain__branch dtrain__tree_branch(int index, int size)
     return branch;
 }
 
-/* Pieces go alternately up and down two trees; who is inside one is a leaf of the other, or nearly. */
+/* Pieces alternate between two trees, up and down. An inner rank of one tree is a leaf of the other, or nearly. */
 static int dtrain__tree_two(const dtrain_comm *comm, const dtrain__op *op, int k, dtrain__step *step)
 {
     size_t width = dtrain__step_width(op), most = DTRAIN__BLOCK_BYTES / width, begin, n;

@@ -1,13 +1,13 @@
 /* ---- >>work ----
- * What a call becomes: it runs on its own thread, or goes into the queue as a work, which the service drives, a poll,
- * or whoever waits for it. A collective waits for all works before it, and all after it wait for it. Between two of
- * them each message ends by itself; it waits for those alone that go the same way. */
+ * What becomes of a call. It runs on its own thread, or goes into the queue as a work. The service, a poll, or whoever
+ * waits for it drives the queue. A collective waits for all works before it, and all works after it wait for it.
+ * Between two collectives each message ends by itself: it waits only for earlier messages to or from the same peer. */
 #ifndef DTRAIN__WORK
 #define DTRAIN__WORK
 #include "queue.c"
 DTRAIN__FAST_BEGIN
 
-/* Groups of processes are not for a forked child, nor for a caller that has not waited for all ranks. */
+/* Refuses a group of processes in a forked child, and before all ranks have come. */
 static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
 {
     int ready = 1;
@@ -21,8 +21,8 @@ static dtrain_status dtrain__work_usable(dtrain_comm *comm, const char *call)
     return DTRAIN_OK;
 }
 
-/* Says once a process that its world has one rank: often nobody meant that. A program that runs threads where no
- * launcher has started it makes no calls on such a world. */
+/* Logs once a process that its world has one rank, which is often a mistake. A program that runs threads makes no calls
+ * on such a world, so it gets no warning. */
 static void dtrain__work_tell_alone(dtrain_comm *comm)
 {
     static uint32_t told;
@@ -47,7 +47,7 @@ static dtrain_status dtrain__work_begin(dtrain_comm *comm, dtrain__op *op)
     return DTRAIN_OK;
 }
 
-/* The time allowed to a call begins. */
+/* Starts the clock of a call's deadline. */
 static void dtrain__work_clock(dtrain_comm *comm, dtrain__op *op)
 {
     op->started_ns = dtrain__os_now_ns();
@@ -77,7 +77,7 @@ static dtrain_work *dtrain__work_add(dtrain_comm *comm, const dtrain__op *op)
         work->op.packet = dtrain__op_is_one_way(op) ? work->packet : NULL;
         work->op.queued = 1;
         if (comm->tail != NULL)
-            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may stand there */
+            __atomic_store_n(&comm->tail->next, work, __ATOMIC_RELEASE); /* a sweep may be at that work */
         else
             comm->head = work;
         comm->tail = work;
@@ -115,11 +115,11 @@ static int dtrain__work_ready(void *pointer)
     return dtrain_work_done((const dtrain_work *)pointer);
 }
 
-/* Drives the queue on the calling thread, or looks on while another thread does, until work has ended or until_ns. */
+/* Drives the queue on the calling thread, or watches another thread do so, until work has ended or until_ns. */
 static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
 {
     dtrain_comm *comm = work->comm;
-    /* who comes back again and again, and never waits, makes connections and answers peers all the same */
+    /* a caller that returns again and again without waiting still makes connections and answers peers */
     if (until_ns != INT64_MAX && !dtrain_work_done(work) && comm->desc.progress == DTRAIN_PROGRESS_POLL &&
         comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
@@ -130,12 +130,12 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
                 dtrain_work *message = dtrain__op_is_one_way(&head->op) ? head : NULL;
                 if (!dtrain__queue_run(comm, &head->op, message, until_ns))
                     break;
-                if (message == NULL) /* else what has ended is off the queue */
+                if (message == NULL) /* messages take themselves off the queue */
                     dtrain__queue_finish(comm, NULL, head);
             }
             pthread_mutex_unlock(&comm->drive_mutex);
             if (__atomic_load_n(&comm->pending, __ATOMIC_SEQ_CST) > 0)
-                dtrain__bell_ring(comm->bell); /* the service goes on with the rest */
+                dtrain__bell_ring(comm->bell); /* the service continues with the rest */
         } else {
             dtrain__bell_wait(comm->bell, turn, dtrain__os_now_ns() + 1000000, dtrain__work_ready, work);
         }
@@ -144,7 +144,7 @@ static void dtrain__work_help(dtrain_work *work, int64_t until_ns)
     }
 }
 
-/* Counts what the caller has waited since started_ns for what the group does, wherever it waited. */
+/* Counts the caller's wait since started_ns for the group's work, wherever it waited. */
 static void dtrain__work_blocked(dtrain_comm *comm, int64_t started_ns)
 {
     int64_t ns = dtrain__os_now_ns() - started_ns;
@@ -168,7 +168,7 @@ static void dtrain__work_blocked_release(dtrain__blocked *blocked, dtrain_alloca
     }
 }
 
-/* Refuses a handle that is no more. Best effort: a later call may have taken it again. */
+/* Refuses a handle that was waited for, or whose group is gone. Best effort: a later call may use the handle again. */
 static dtrain_status dtrain__work_alive(const dtrain_work *work, const char *call)
 {
     uint32_t mark = __atomic_load_n(&work->mark, __ATOMIC_RELAXED);
@@ -180,7 +180,7 @@ static dtrain_status dtrain__work_alive(const dtrain_work *work, const char *cal
                             : "this handle was waited for before, which freed it; wait once");
 }
 
-/* Waits for work until until_ns. Returns its result and frees it; 0 in *ended: it goes on. */
+/* Waits for work until until_ns. Returns its result and frees it; *ended = 0: it is still under way. */
 static dtrain_status dtrain__work_end(dtrain_work *work, int64_t until_ns, int *ended)
 {
     dtrain_status status = dtrain__work_alive(work, "work_wait");
@@ -227,7 +227,7 @@ static dtrain_status dtrain__work_settle(dtrain_work **work)
     return pending != NULL ? dtrain_work_wait(pending) : DTRAIN_OK;
 }
 
-/* It may be called beside another call of the group, whose error text so stays as it is. */
+/* It may run beside another call of the group, so the group's error text stays as it is. */
 DTRAIN_API dtrain_status dtrain_comm_abort(dtrain_comm *comm, const char *why)
 {
     dtrain__error cause, kept = dtrain__thread_error;
@@ -254,14 +254,14 @@ DTRAIN_API dtrain_status dtrain_comm_poll(dtrain_comm *comm, int64_t budget_us)
     until = dtrain__os_now_ns() + (budget_us < 0 ? 0 : budget_us < INT64_MAX / 4000 ? budget_us * 1000 : INT64_MAX / 4);
     if (comm->transport.poll != NULL)
         comm->transport.poll(comm->transport.self, 0);
-    if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of the rank is at it */
+    if (pthread_mutex_trylock(&comm->drive_mutex) == 0) { /* else a call in another group of this rank drives it */
         dtrain__queue_drive(comm, until);
         pthread_mutex_unlock(&comm->drive_mutex);
     }
     return DTRAIN_OK;
 }
 
-/* Keeps a call for fuse_end; its buffers and arrays stay the caller's until then. */
+/* Notes a call for fuse_end. Its buffers and arrays belong to the fuse until then. */
 static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
 {
     void *notes = dtrain__memory_grow(comm->allocator, comm->notes, sizeof *comm->notes, comm->noted, 2);
@@ -269,7 +269,7 @@ static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
         return dtrain__fail(&comm->error, DTRAIN_ERR_MEMORY, "rank %d: no memory to fuse %zu calls", comm->rank,
                             comm->noted + 1);
     comm->notes = (dtrain__note *)notes;
-    for (int receives = 0; receives < 2; receives++) { /* an exchange is a send and a recv */
+    for (int receives = 0; receives < 2; receives++) { /* an exchange becomes a send and a recv */
         dtrain__note *note = &comm->notes[comm->noted];
         int splits = op->kind == DTRAIN__EXCHANGE, peer = receives ? op->from : op->root;
         if (splits ? peer < 0 : receives)
@@ -286,7 +286,7 @@ static dtrain_status dtrain__work_note(dtrain_comm *comm, const dtrain__op *op)
     return DTRAIN_OK;
 }
 
-/* As dtrain__work_call, by the one thread that is in a call of the group. */
+/* As dtrain__work_call, on the one thread that is in a call of the group. */
 static dtrain_status dtrain__work_do(dtrain_comm *comm, dtrain__op *op, dtrain_work **work)
 {
     dtrain_status status = dtrain__work_begin(comm, op);

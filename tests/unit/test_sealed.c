@@ -491,7 +491,7 @@ TEST(sealing_without_a_token_is_refused_at_once)
     CHECK_CONTAINS(dtrain_last_error(), "desc.secure = 1 asks for sealed traffic and there is no token");
     desc.secure = 2;
     CHECK_EQ(dtrain_comm_create(&world, &desc), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "secure is 2; 1 (on), 0 (by itself) or -1 (off)");
+    CHECK_CONTAINS(dtrain_last_error(), "secure is 2; expected 1 (on), 0 (automatic) or -1 (off)");
 }
 
 static int is_killed(dtrain_comm *world, scene *s)
