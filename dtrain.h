@@ -3021,7 +3021,7 @@ typedef struct dtrain_sampler_desc {
 } dtrain_sampler_desc;
 
 /* Deals every example of an epoch exactly once. Seed and epoch alone decide the shuffle. A sampler holds no position:
- * ask it for any step, on any number of ranks. A resumed run starts at a later step. Copy it freely: it owns nothing. */
+ * ask it for any step and number of ranks. A resumed run starts at a later step. It owns nothing: copy it freely. */
 typedef struct dtrain_sampler {
     dtrain_sampler_desc desc;
     uint64_t rows, columns; /* of the rectangle that the shuffle permutes */
@@ -33739,19 +33739,20 @@ static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, fl
     DTRAIN_IGNORE(dtrain__train_adamw(&s));
 }
 
-/* Returns the name of the first constant out of range, or NULL. */
-static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc, int may_be_none)
+/* Fails at the first constant that is out of range. */
+static dtrain_status dtrain__optimizer_check(const dtrain_optimizer_desc *desc, int may_be_none, const char *call)
 {
-    static const char *const names[] = {"beta1, expected 0 to below 1", "beta2, expected 0 to below 1",
-                                        "momentum, expected 0 to below 1", "eps, expected 0 or more",
-                                        "weight_decay, expected 0 or more"};
+    static const char *const names[] = {"beta1", "beta2", "momentum", "eps", "weight_decay"};
     const float values[] = {desc->beta1, desc->beta2, desc->momentum, desc->eps, desc->weight_decay};
     for (int i = 0; i < 5; i++)
         if (!dtrain__train_finite((double)values[i]) || values[i] < 0.0f || (i < 3 && values[i] >= 1.0f))
-            return names[i];
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the optimizer's %s is %g, expected %s", call, names[i],
+                                (double)values[i], i < 3 ? "0 to below 1" : "a number of at least 0");
     if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW && !(may_be_none && desc->kind == DTRAIN_OPTIMIZER_NONE))
-        return "kind, expected DTRAIN_SGD or DTRAIN_ADAMW";
-    return NULL;
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: the optimizer's kind is %d, expected DTRAIN_SGD or DTRAIN_ADAMW", call,
+                            (int)desc->kind);
+    return DTRAIN_OK;
 }
 
 /* Checks a step on a device, count elements or none. */
@@ -33759,10 +33760,9 @@ static dtrain_status dtrain__optimizer_check_step(const dtrain_device *device, c
                                                   const dtrain_optimizer_desc *desc, float lr,
                                                   const dtrain__device_argument *pointers)
 {
-    const char *bad = dtrain__optimizer_bad(desc, 1);
-    if (bad != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: the desc has a bad %s", call,
-                            dtrain_device_name(device), bad);
+    dtrain_status status = dtrain__optimizer_check(desc, 1, call);
+    if (status != DTRAIN_OK)
+        return status;
     if (!dtrain__train_finite((double)lr) || lr < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: lr is %g, expected a number of at least 0", call,
                             dtrain_device_name(device), (double)lr);
@@ -33838,19 +33838,19 @@ DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, c
                                                  const dtrain_optimizer_desc *desc, dtrain_allocator *allocator)
 {
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    const char *bad = dtrain__optimizer_bad(&full, 0);
     if (optimizer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_create: optimizer is NULL, expected a pointer");
     *optimizer = NULL;
-    if (bad != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "optimizer: the desc has a bad %s", bad);
+    dtrain_status status = dtrain__optimizer_check(&full, 0, "dtrain_optimizer_create");
+    if (status != DTRAIN_OK)
+        return status;
     dtrain_optimizer *made =
         (dtrain_optimizer *)dtrain__memory_owner(allocator, sizeof *made, offsetof(dtrain_optimizer, own), &allocator);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for %zu bytes", sizeof *made);
     made->allocator = allocator;
     made->desc = full;
-    dtrain_status status = dtrain__optimizer_init(made, table, count);
+    status = dtrain__optimizer_init(made, table, count);
     if (status != DTRAIN_OK) {
         dtrain_optimizer_destroy(made);
         return status;
@@ -34261,13 +34261,15 @@ static dtrain_status dtrain__aggregator_check_made(const dtrain_param *table, si
     dtrain_status status = dtrain__aggregator_check(table, count, weight);
     if (status == DTRAIN_OK && (table == NULL || count != made))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "aggregate: a table of %zu parameters; the aggregator was made for %zu parameters",
+                            "aggregate: a table of %zu parameters, the aggregator was made for %zu parameters: give "
+                            "the table that it was made from",
                             table != NULL ? count : 0, made);
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         size_t trained = dtrain__params_gradients(&table[i]);
         if (trained != elements[i])
             status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                  "aggregate: parameter %s has %zu trained elements, the aggregator was made for %zu",
+                                  "aggregate: parameter %s has %zu trained elements, the aggregator was made for %zu: "
+                                  "give the table that it was made from",
                                   table[i].name, trained, elements[i]);
     }
     return status;
@@ -34425,8 +34427,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     memset(made, 0, sizeof *made);
     if (desc->feedback.device != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compress: feedback.device is %s, expected NULL: where gradients are is for their table to "
-                            "say",
+                            "compress: feedback.device is %s, expected NULL: the table's parameters have the device",
                             dtrain_device_name(desc->feedback.device));
     if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK) {
         if (topk.threshold == 0.0f && topk.schedule.ratio == 0.0)
@@ -34764,8 +34765,8 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 {
     dtrain_compress_desc full;
     if (aggregator == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregator_compressed: %s is NULL",
-                            comm == NULL ? "the group" : "aggregator");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregator_compressed: %s is NULL, expected its address",
+                            comm == NULL ? "comm" : "aggregator");
     memset(aggregator, 0, sizeof *aggregator);
     memset(&full, 0, sizeof full);
     if (desc != NULL)
@@ -34929,12 +34930,12 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
     if (desc->strategy != DTRAIN_DDP || device != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "fsdp: compress.adam needs all of m and v in each rank's memory, on the CPU: use "
-                            "DTRAIN_DDP there; sharded or on %s, leave it 0",
+                            "DTRAIN_DDP there; if sharded or on %s, leave it 0",
                             device != NULL ? dtrain_device_name(device) : "a device");
     if (kind == DTRAIN_SGD || compress->feedback.start_step == 0 || compress->feedback.momentum != 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: compress.adam with %s, feedback.start_step %llu and feedback.momentum %g: expected "
-                            "DTRAIN_ADAMW, steps in which v forms, and no momentum but AdamW's",
+                            "DTRAIN_ADAMW, a start_step above 0, in which v forms, and momentum 0",
                             kind == DTRAIN_SGD ? "DTRAIN_SGD" : "DTRAIN_ADAMW",
                             (unsigned long long)compress->feedback.start_step, (double)compress->feedback.momentum);
     return DTRAIN_OK;
@@ -34949,18 +34950,18 @@ static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc,
         return status;
     if (strategy != DTRAIN_DDP && strategy != DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: compress needs copies between which sums travel: use DTRAIN_DDP or "
-                            "DTRAIN_HYBRID_SHARD; for sharded gradients there is quantise_reduce");
+                            "fsdp: compress works on sums that travel between copies: use DTRAIN_DDP or "
+                            "DTRAIN_HYBRID_SHARD; for sharded gradients use quantise_reduce");
     if (strategy == DTRAIN_HYBRID_SHARD && desc->compress->kind == DTRAIN_COMPRESS_POWERSGD && desc->shard_size > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: PowerSGD needs whole matrices, of which hybrid sharding leaves a rank slices: use "
-                            "DTRAIN_DDP, or another compressor");
+                            "fsdp: PowerSGD needs whole matrices, and hybrid sharding leaves slices of them on a rank: "
+                            "use DTRAIN_DDP, or another compressor");
     if (desc->reduce_dtype != DTRAIN_F32 || desc->loss_scale != 0.0f)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "fsdp: compress with reduce_dtype %d and loss_scale %g: what is not sent is kept in float32 "
-            "and in the units of the next step, so leave both 0",
-            (int)desc->reduce_dtype, (double)desc->loss_scale);
+            "fsdp: compress with reduce_dtype %s and loss_scale %g: unsent gradients are kept in float32 and without "
+            "a scale, so leave both 0",
+            dtrain_dtype_name(desc->reduce_dtype), (double)desc->loss_scale);
     return DTRAIN_OK;
 }
 
@@ -34977,17 +34978,17 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
     if (gather > 0 && (strategy == DTRAIN_DDP || strategy == DTRAIN_SHARD_GRAD_OP))
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "fsdp: quantise_gather needs parameters that are gathered to be used, and full weights that "
-            "are kept would be rounded for good: use DTRAIN_FULL_SHARD or DTRAIN_HYBRID_SHARD");
+            "fsdp: quantise_gather would round the full weights that DTRAIN_DDP and DTRAIN_SHARD_GRAD_OP keep: use "
+            "DTRAIN_FULL_SHARD or DTRAIN_HYBRID_SHARD");
     if (reduce > 0 && strategy == DTRAIN_DDP)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "fsdp: quantise_reduce needs gradients that are sharded: without, use compress, which keeps "
-            "what is lost for the next step");
+            "fsdp: quantise_reduce needs sharded gradients: with DTRAIN_DDP use compress, which keeps rounding errors "
+            "for the next step");
     if (reduce > 0 && desc->reduce_dtype != DTRAIN_F32)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: quantise_reduce with reduce_dtype %d: gradients are added as float32, leave it 0",
-                            (int)desc->reduce_dtype);
+                            "fsdp: quantise_reduce with reduce_dtype %s: gradients are added as float32, leave it 0",
+                            dtrain_dtype_name(desc->reduce_dtype));
     return DTRAIN_OK;
 }
 
@@ -35025,10 +35026,10 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
         desc->loss_scale < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: micro_batches is %d, loss_scale %g, loss_scale_steps %d: "
-                            "expected none below 0",
+                            "expected finite numbers of at least 0",
                             desc->micro_batches, (double)desc->loss_scale, desc->loss_scale_steps);
     if (desc->trace_events > DTRAIN__LAYOUT_MOST)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "fsdp: trace_events is %zu, which is more than memory",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "fsdp: trace_events is %zu, more than memory: keep fewer",
                             desc->trace_events);
     return DTRAIN_OK;
 }
@@ -35042,7 +35043,7 @@ static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_
             !dtrain__add_size(cuts, dtrain__params_layers(&table[i]), &cuts) || elements > DTRAIN__LAYOUT_MOST ||
             cuts > DTRAIN__LAYOUT_MOST)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "fsdp: the parameters up to %s have more elements or layers than memory",
+                                "fsdp: the parameters up to %s have more elements or layers than memory: check shapes",
                                 table[i].name);
         if (table[i].device != table[0].device)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
@@ -35446,7 +35447,8 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
     pages->reserved = zeros ? 2 * pages->bytes : pages->bytes;
     pages->base = (unsigned char *)dtrain__os_reserve(pages->reserved);
     if (pages->users == NULL || pages->base == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "the system does not reserve %zu bytes of addresses: %s",
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "the system does not reserve %zu bytes of addresses: %s: see its limit (ulimit -v)",
                             pages->reserved, strerror(errno));
     pages->moves = dtrain__os_moves();
     return DTRAIN_OK;
@@ -37902,9 +37904,9 @@ static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
             fsdp->units[i].held && fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_INVALID,
-                "dtrain_fsdp_gather: unit %d lies where unit %d does, which rank %d holds: release that "
-                "first, or set no_reshard_after_forward",
-                number, i, dtrain__fsdp_rank(fsdp));
+                "%s: unit %d lies where unit %d does, which rank %d holds: release that first, or set "
+                "no_reshard_after_forward",
+                fsdp->call, number, i, dtrain__fsdp_rank(fsdp));
     return DTRAIN_OK;
 }
 
@@ -38378,7 +38380,8 @@ static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
     for (int rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
         if (!(all[2 * rank] >= 0.0 && all[2 * rank] <= (double)INT_MAX) || !(all[2 * rank + 1] >= 0.0) ||
             !dtrain__train_finite(all[2 * rank + 1])) {
-            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d announces %g micro-batches of weight %g", rank,
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                         "rank %d announces %g micro-batches of weight %g: expected finite numbers of at least 0", rank,
                          all[2 * rank], all[2 * rank + 1]);
             return dtrain__fsdp_break(fsdp, DTRAIN_ERR_CORRUPT, "hearing what ranks announce", -1);
         }
@@ -38561,8 +38564,8 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: all %d micro-batches of this step are over on rank %d: announce as many as you compute "
-                        "when it begins",
-                        call, computed, dtrain__fsdp_rank(fsdp));
+                        "with dtrain_%s_begin",
+                        call, computed, dtrain__fsdp_rank(fsdp), fsdp->ddp ? "ddp" : "fsdp");
 }
 
 /* Says whether a unit's gradients are still missing in this micro-batch, so that they may be computed. */
@@ -38575,10 +38578,10 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
         return status;
     if (fsdp->units[number].reduced)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
-                            "missing: when these are unused, end the micro-batch first",
-                            call, number, fsdp->ended, dtrain__fsdp_rank(fsdp), fsdp->trained_units,
-                            fsdp->trained_units - fsdp->reduced_units);
+                            "%s: unit %d was reduced twice in micro-batch %d on rank %d, while %d of %d units are "
+                            "missing: reduce those, or if they are unused call dtrain_%s_next first",
+                            call, number, fsdp->ended, dtrain__fsdp_rank(fsdp),
+                            fsdp->trained_units - fsdp->reduced_units, fsdp->trained_units, fsdp->ddp ? "ddp" : "fsdp");
     return dtrain__fsdp_check_left(fsdp, call);
 }
 
@@ -39002,8 +39005,8 @@ static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, do
                                       : "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop");
     if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: micro_batches is %d and weight %g on rank %d: expected none below 0", call,
-                            micro_batches, weight, rank);
+                            "%s: micro_batches is %d and weight %g on rank %d: expected finite numbers of at least 0",
+                            call, micro_batches, weight, rank);
     if (fsdp->ddp)
         dtrain__fsdp_zero_grads(fsdp);
     fsdp->begins = 1;
@@ -39652,7 +39655,8 @@ static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, con
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
                             name != NULL ? name : "NULL");
     if (fsdp->layout.table[*param].dtype != DTRAIN_F32)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call, name);
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is %s, expected F32: use its data in your own memory",
+                            call, name, dtrain_dtype_name(fsdp->layout.table[*param].dtype));
     if (root < lowest || root >= dtrain_comm_size(fsdp->comm))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
                             dtrain_comm_size(fsdp->comm) - 1);
@@ -39666,8 +39670,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name,
-                            root);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set: value is NULL on rank %d, the root: expected %zu floats of %s", root,
+                            dtrain_param_elements(&fsdp->layout.table[param]), name);
     size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
     size_t most = count < DTRAIN__FSDP_STAGE ? count : DTRAIN__FSDP_STAGE;
     float *stage = (float *)dtrain__alloc(&fsdp->memory, most * sizeof(float));
@@ -39717,8 +39722,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, fl
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && (root < 0 || root == dtrain__fsdp_rank(fsdp)))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_get: value is NULL on rank %d, which gets %s",
-                            dtrain__fsdp_rank(fsdp), name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_get: value is NULL on rank %d, which gets %s: give memory for %zu floats",
+                            dtrain__fsdp_rank(fsdp), name, dtrain_param_elements(&fsdp->layout.table[param]));
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++)
         if (fsdp->layout.cuts[i].param == param)
             status = dtrain__fsdp_get_cut(fsdp, i, value, root);
@@ -39794,7 +39800,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
 {
     if (fsdp == NULL || path == NULL || fsdp->desc.trace_events == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_trace: needs an object whose desc has trace_events, and a path");
+                            "dtrain_fsdp_trace: %s: give an object whose desc had trace_events above 0, and a path",
+                            fsdp == NULL   ? "fsdp is NULL"
+                            : path == NULL ? "path is NULL"
+                                           : "desc.trace_events was 0");
     int error = dtrain__os_replace_file(path, dtrain__fsdp_write_events, fsdp);
     if (error == 0)
         return DTRAIN_OK;
@@ -40003,9 +40012,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t coun
     dtrain__layout layout;
     if (plan == NULL || rank < 0 || rank >= world_size || world_size > DTRAIN__MAX_RANKS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_plan: rank %d of %d, and a plan to fill in: expected a rank below the number "
-                            "of ranks, at most %d, and no NULL",
-                            rank, world_size, DTRAIN__MAX_RANKS);
+                            "dtrain_fsdp_plan: rank %d of %d%s: expected a rank from 0 to world_size - 1, at most %d "
+                            "ranks, and a plan to fill in",
+                            rank, world_size, plan == NULL ? ", plan is NULL" : "", DTRAIN__MAX_RANKS);
     memset(plan, 0, sizeof *plan);
     dtrain_status status = dtrain__layout_create(&layout, table, count, &full, world_size, rank, &allocator);
     if (status != DTRAIN_OK)
@@ -40152,16 +40161,17 @@ static int dtrain__fsdp_fits(const char *pattern, const char *name)
 static dtrain_status dtrain__fsdp_check_groups(const dtrain_fsdp_desc *desc, const char *call)
 {
     if (desc->group_count > 0 && desc->groups == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: groups is NULL, expected %zu of them", call,
-                            desc->group_count);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: groups is NULL, expected %zu of them: or set group_count 0",
+                            call, desc->group_count);
     for (size_t i = 0; i < desc->group_count; i++) {
         const dtrain_param_group *group = &desc->groups[i];
         if (group->name == NULL || strlen(group->name) > 127 || !dtrain__train_finite((double)group->lr_factor) ||
             !dtrain__train_finite((double)group->weight_decay) || group->lr_factor < 0.0f || group->weight_decay < 0.0f)
-            return dtrain__fail(
-                NULL, DTRAIN_ERR_INVALID,
-                "%s: group %zu needs a name of at most 127 characters, and lr_factor and weight_decay of at least 0",
-                call, i);
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: groups[%zu] has name %.40s, lr_factor %g and weight_decay %g: expected a name of "
+                                "at most 127 characters, and numbers of at least 0",
+                                call, i, group->name != NULL ? group->name : "NULL", (double)group->lr_factor,
+                                (double)group->weight_decay);
     }
     return DTRAIN_OK;
 }
@@ -40316,11 +40326,10 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
 
 static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count, dtrain_status status)
 {
-    const char *bad = dtrain__optimizer_bad(&fsdp->optimizer, 1);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_check_groups(&fsdp->desc, fsdp->call);
-    if (status == DTRAIN_OK && bad != NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the optimizer's desc has a bad %s", fsdp->call, bad);
+    if (status == DTRAIN_OK)
+        status = dtrain__optimizer_check(&fsdp->optimizer, 1, fsdp->call);
     if (status == DTRAIN_OK)
         status = dtrain__layout_create(&fsdp->layout, table, count, &fsdp->desc, dtrain_comm_size(fsdp->comm),
                                        dtrain__fsdp_rank(fsdp), &fsdp->memory);
@@ -40629,7 +40638,8 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
         return status;
     fsdp->step = step;
     if (fsdp->desc.loss_scale > 0.0f && !(scale > 0.0 && dtrain__train_finite((double)(float)scale)))
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: loss_scale is %g, expected a number above 0", scale);
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "checkpoint: loss_scale is %g, expected a number above 0: load another checkpoint", scale);
     if (fsdp->desc.loss_scale > 0.0f) {
         fsdp->loss_scale = (float)scale;
         fsdp->good_steps = (int)good_steps;
@@ -40699,9 +40709,9 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
     int begun = fsdp->ended + (fsdp->reduced_units > 0);
     if (status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the rest, or call "
-                            "dtrain_ddp_next for those that used no unit",
-                            begun, fsdp->announced);
+                            "dtrain_ddp_finish: %d of %d micro-batches were reduced on rank %d: reduce the rest, or "
+                            "call dtrain_ddp_next for those that used no unit",
+                            begun, fsdp->announced, dtrain__fsdp_rank(fsdp));
     dtrain__fsdp_debug_compare_all(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_finish_now(fsdp, 1);

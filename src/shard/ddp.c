@@ -56,9 +56,9 @@ DTRAIN_API dtrain_status dtrain_ddp_finish(dtrain_ddp *ddp, double *total_weight
     int begun = fsdp->ended + (fsdp->reduced_units > 0);
     if (status == DTRAIN_OK && fsdp->trained_units > 0 && begun < fsdp->announced)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_ddp_finish: %d of %d micro-batches were reduced: reduce the rest, or call "
-                            "dtrain_ddp_next for those that used no unit",
-                            begun, fsdp->announced);
+                            "dtrain_ddp_finish: %d of %d micro-batches were reduced on rank %d: reduce the rest, or "
+                            "call dtrain_ddp_next for those that used no unit",
+                            begun, fsdp->announced, dtrain__fsdp_rank(fsdp));
     dtrain__fsdp_debug_compare_all(fsdp);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_finish_now(fsdp, 1);

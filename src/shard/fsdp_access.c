@@ -140,7 +140,8 @@ static dtrain_status dtrain__fsdp_named(dtrain_fsdp *fsdp, const char *call, con
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the table has no parameter named %s", call,
                             name != NULL ? name : "NULL");
     if (fsdp->layout.table[*param].dtype != DTRAIN_F32)
-        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is not F32: it lies in memory of yours", call, name);
+        return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED, "%s: %s is %s, expected F32: use its data in your own memory",
+                            call, name, dtrain_dtype_name(fsdp->layout.table[*param].dtype));
     if (root < lowest || root >= dtrain_comm_size(fsdp->comm))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: root is %d, expected %d to %d", call, root, lowest,
                             dtrain_comm_size(fsdp->comm) - 1);
@@ -154,8 +155,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_set(dtrain_fsdp *fsdp, const char *name, co
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && dtrain__fsdp_rank(fsdp) == root)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_set: value of %s is NULL on rank %d, its root", name,
-                            root);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_set: value is NULL on rank %d, the root: expected %zu floats of %s", root,
+                            dtrain_param_elements(&fsdp->layout.table[param]), name);
     size_t count = dtrain_param_elements(&fsdp->layout.table[param]);
     size_t most = count < DTRAIN__FSDP_STAGE ? count : DTRAIN__FSDP_STAGE;
     float *stage = (float *)dtrain__alloc(&fsdp->memory, most * sizeof(float));
@@ -205,8 +207,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_get(dtrain_fsdp *fsdp, const char *name, fl
     if (status != DTRAIN_OK)
         return status;
     if (value == NULL && (root < 0 || root == dtrain__fsdp_rank(fsdp)))
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_fsdp_get: value is NULL on rank %d, which gets %s",
-                            dtrain__fsdp_rank(fsdp), name);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "dtrain_fsdp_get: value is NULL on rank %d, which gets %s: give memory for %zu floats",
+                            dtrain__fsdp_rank(fsdp), name, dtrain_param_elements(&fsdp->layout.table[param]));
     for (size_t i = 0; status == DTRAIN_OK && i < fsdp->layout.cut_count; i++)
         if (fsdp->layout.cuts[i].param == param)
             status = dtrain__fsdp_get_cut(fsdp, i, value, root);
@@ -282,7 +285,10 @@ DTRAIN_API dtrain_status dtrain_fsdp_trace(const dtrain_fsdp *fsdp, const char *
 {
     if (fsdp == NULL || path == NULL || fsdp->desc.trace_events == 0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_trace: needs an object whose desc has trace_events, and a path");
+                            "dtrain_fsdp_trace: %s: give an object whose desc had trace_events above 0, and a path",
+                            fsdp == NULL   ? "fsdp is NULL"
+                            : path == NULL ? "path is NULL"
+                                           : "desc.trace_events was 0");
     int error = dtrain__os_replace_file(path, dtrain__fsdp_write_events, fsdp);
     if (error == 0)
         return DTRAIN_OK;

@@ -137,16 +137,17 @@ static int dtrain__fsdp_fits(const char *pattern, const char *name)
 static dtrain_status dtrain__fsdp_check_groups(const dtrain_fsdp_desc *desc, const char *call)
 {
     if (desc->group_count > 0 && desc->groups == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: groups is NULL, expected %zu of them", call,
-                            desc->group_count);
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: groups is NULL, expected %zu of them: or set group_count 0",
+                            call, desc->group_count);
     for (size_t i = 0; i < desc->group_count; i++) {
         const dtrain_param_group *group = &desc->groups[i];
         if (group->name == NULL || strlen(group->name) > 127 || !dtrain__train_finite((double)group->lr_factor) ||
             !dtrain__train_finite((double)group->weight_decay) || group->lr_factor < 0.0f || group->weight_decay < 0.0f)
-            return dtrain__fail(
-                NULL, DTRAIN_ERR_INVALID,
-                "%s: group %zu needs a name of at most 127 characters, and lr_factor and weight_decay of at least 0",
-                call, i);
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                                "%s: groups[%zu] has name %.40s, lr_factor %g and weight_decay %g: expected a name of "
+                                "at most 127 characters, and numbers of at least 0",
+                                call, i, group->name != NULL ? group->name : "NULL", (double)group->lr_factor,
+                                (double)group->weight_decay);
     }
     return DTRAIN_OK;
 }
@@ -301,11 +302,10 @@ static dtrain_status dtrain__fsdp_first_values(dtrain_fsdp *fsdp)
 
 static dtrain_status dtrain__fsdp_init(dtrain_fsdp *fsdp, const dtrain_param *table, size_t count, dtrain_status status)
 {
-    const char *bad = dtrain__optimizer_bad(&fsdp->optimizer, 1);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_check_groups(&fsdp->desc, fsdp->call);
-    if (status == DTRAIN_OK && bad != NULL)
-        status = dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the optimizer's desc has a bad %s", fsdp->call, bad);
+    if (status == DTRAIN_OK)
+        status = dtrain__optimizer_check(&fsdp->optimizer, 1, fsdp->call);
     if (status == DTRAIN_OK)
         status = dtrain__layout_create(&fsdp->layout, table, count, &fsdp->desc, dtrain_comm_size(fsdp->comm),
                                        dtrain__fsdp_rank(fsdp), &fsdp->memory);
@@ -614,7 +614,8 @@ static dtrain_status dtrain__fsdp_state_loaded(const dtrain_pieces *list, const 
         return status;
     fsdp->step = step;
     if (fsdp->desc.loss_scale > 0.0f && !(scale > 0.0 && dtrain__train_finite((double)(float)scale)))
-        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "checkpoint: loss_scale is %g, expected a number above 0", scale);
+        return dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                            "checkpoint: loss_scale is %g, expected a number above 0: load another checkpoint", scale);
     if (fsdp->desc.loss_scale > 0.0f) {
         fsdp->loss_scale = (float)scale;
         fsdp->good_steps = (int)good_steps;

@@ -263,9 +263,9 @@ static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
             fsdp->units[i].held && fsdp->units[i].state != DTRAIN__FSDP_WEIGHTS_ABSENT)
             return dtrain__fail(
                 NULL, DTRAIN_ERR_INVALID,
-                "dtrain_fsdp_gather: unit %d lies where unit %d does, which rank %d holds: release that "
-                "first, or set no_reshard_after_forward",
-                number, i, dtrain__fsdp_rank(fsdp));
+                "%s: unit %d lies where unit %d does, which rank %d holds: release that first, or set "
+                "no_reshard_after_forward",
+                fsdp->call, number, i, dtrain__fsdp_rank(fsdp));
     return DTRAIN_OK;
 }
 

@@ -200,9 +200,9 @@ DTRAIN_API dtrain_status dtrain_fsdp_plan(const dtrain_param *table, size_t coun
     dtrain__layout layout;
     if (plan == NULL || rank < 0 || rank >= world_size || world_size > DTRAIN__MAX_RANKS)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "dtrain_fsdp_plan: rank %d of %d, and a plan to fill in: expected a rank below the number "
-                            "of ranks, at most %d, and no NULL",
-                            rank, world_size, DTRAIN__MAX_RANKS);
+                            "dtrain_fsdp_plan: rank %d of %d%s: expected a rank from 0 to world_size - 1, at most %d "
+                            "ranks, and a plan to fill in",
+                            rank, world_size, plan == NULL ? ", plan is NULL" : "", DTRAIN__MAX_RANKS);
     memset(plan, 0, sizeof *plan);
     dtrain_status status = dtrain__layout_create(&layout, table, count, &full, world_size, rank, &allocator);
     if (status != DTRAIN_OK)

@@ -410,7 +410,8 @@ static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
     for (int rank = 0; rank < ranks && status == DTRAIN_OK; rank++) {
         if (!(all[2 * rank] >= 0.0 && all[2 * rank] <= (double)INT_MAX) || !(all[2 * rank + 1] >= 0.0) ||
             !dtrain__train_finite(all[2 * rank + 1])) {
-            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT, "rank %d announces %g micro-batches of weight %g", rank,
+            dtrain__fail(NULL, DTRAIN_ERR_CORRUPT,
+                         "rank %d announces %g micro-batches of weight %g: expected finite numbers of at least 0", rank,
                          all[2 * rank], all[2 * rank + 1]);
             return dtrain__fsdp_break(fsdp, DTRAIN_ERR_CORRUPT, "hearing what ranks announce", -1);
         }
@@ -593,8 +594,8 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
         return DTRAIN_OK;
     return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                         "%s: all %d micro-batches of this step are over on rank %d: announce as many as you compute "
-                        "when it begins",
-                        call, computed, dtrain__fsdp_rank(fsdp));
+                        "with dtrain_%s_begin",
+                        call, computed, dtrain__fsdp_rank(fsdp), fsdp->ddp ? "ddp" : "fsdp");
 }
 
 /* Says whether a unit's gradients are still missing in this micro-batch, so that they may be computed. */
@@ -607,10 +608,10 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
         return status;
     if (fsdp->units[number].reduced)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: unit %d was reduced twice in micro-batch %d on rank %d, of whose %d units %d are "
-                            "missing: when these are unused, end the micro-batch first",
-                            call, number, fsdp->ended, dtrain__fsdp_rank(fsdp), fsdp->trained_units,
-                            fsdp->trained_units - fsdp->reduced_units);
+                            "%s: unit %d was reduced twice in micro-batch %d on rank %d, while %d of %d units are "
+                            "missing: reduce those, or if they are unused call dtrain_%s_next first",
+                            call, number, fsdp->ended, dtrain__fsdp_rank(fsdp),
+                            fsdp->trained_units - fsdp->reduced_units, fsdp->trained_units, fsdp->ddp ? "ddp" : "fsdp");
     return dtrain__fsdp_check_left(fsdp, call);
 }
 

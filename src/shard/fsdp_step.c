@@ -30,8 +30,8 @@ static dtrain_status dtrain__fsdp_begin(dtrain_fsdp *fsdp, int micro_batches, do
                                       : "dtrain_fsdp_step, dtrain_fsdp_publish or dtrain_fsdp_drop");
     if (micro_batches < 0 || !dtrain__train_finite(weight) || weight < 0.0)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "%s: micro_batches is %d and weight %g on rank %d: expected none below 0", call,
-                            micro_batches, weight, rank);
+                            "%s: micro_batches is %d and weight %g on rank %d: expected finite numbers of at least 0",
+                            call, micro_batches, weight, rank);
     if (fsdp->ddp)
         dtrain__fsdp_zero_grads(fsdp);
     fsdp->begins = 1;

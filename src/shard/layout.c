@@ -105,12 +105,12 @@ static dtrain_status dtrain__layout_check_adam(const dtrain_fsdp_desc *desc, con
     if (desc->strategy != DTRAIN_DDP || device != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,
                             "fsdp: compress.adam needs all of m and v in each rank's memory, on the CPU: use "
-                            "DTRAIN_DDP there; sharded or on %s, leave it 0",
+                            "DTRAIN_DDP there; if sharded or on %s, leave it 0",
                             device != NULL ? dtrain_device_name(device) : "a device");
     if (kind == DTRAIN_SGD || compress->feedback.start_step == 0 || compress->feedback.momentum != 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: compress.adam with %s, feedback.start_step %llu and feedback.momentum %g: expected "
-                            "DTRAIN_ADAMW, steps in which v forms, and no momentum but AdamW's",
+                            "DTRAIN_ADAMW, a start_step above 0, in which v forms, and momentum 0",
                             kind == DTRAIN_SGD ? "DTRAIN_SGD" : "DTRAIN_ADAMW",
                             (unsigned long long)compress->feedback.start_step, (double)compress->feedback.momentum);
     return DTRAIN_OK;
@@ -125,18 +125,18 @@ static dtrain_status dtrain__layout_check_compress(const dtrain_fsdp_desc *desc,
         return status;
     if (strategy != DTRAIN_DDP && strategy != DTRAIN_HYBRID_SHARD)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: compress needs copies between which sums travel: use DTRAIN_DDP or "
-                            "DTRAIN_HYBRID_SHARD; for sharded gradients there is quantise_reduce");
+                            "fsdp: compress works on sums that travel between copies: use DTRAIN_DDP or "
+                            "DTRAIN_HYBRID_SHARD; for sharded gradients use quantise_reduce");
     if (strategy == DTRAIN_HYBRID_SHARD && desc->compress->kind == DTRAIN_COMPRESS_POWERSGD && desc->shard_size > 1)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: PowerSGD needs whole matrices, of which hybrid sharding leaves a rank slices: use "
-                            "DTRAIN_DDP, or another compressor");
+                            "fsdp: PowerSGD needs whole matrices, and hybrid sharding leaves slices of them on a rank: "
+                            "use DTRAIN_DDP, or another compressor");
     if (desc->reduce_dtype != DTRAIN_F32 || desc->loss_scale != 0.0f)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "fsdp: compress with reduce_dtype %d and loss_scale %g: what is not sent is kept in float32 "
-            "and in the units of the next step, so leave both 0",
-            (int)desc->reduce_dtype, (double)desc->loss_scale);
+            "fsdp: compress with reduce_dtype %s and loss_scale %g: unsent gradients are kept in float32 and without "
+            "a scale, so leave both 0",
+            dtrain_dtype_name(desc->reduce_dtype), (double)desc->loss_scale);
     return DTRAIN_OK;
 }
 
@@ -153,17 +153,17 @@ static dtrain_status dtrain__layout_check_quantise(const dtrain_fsdp_desc *desc)
     if (gather > 0 && (strategy == DTRAIN_DDP || strategy == DTRAIN_SHARD_GRAD_OP))
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "fsdp: quantise_gather needs parameters that are gathered to be used, and full weights that "
-            "are kept would be rounded for good: use DTRAIN_FULL_SHARD or DTRAIN_HYBRID_SHARD");
+            "fsdp: quantise_gather would round the full weights that DTRAIN_DDP and DTRAIN_SHARD_GRAD_OP keep: use "
+            "DTRAIN_FULL_SHARD or DTRAIN_HYBRID_SHARD");
     if (reduce > 0 && strategy == DTRAIN_DDP)
         return dtrain__fail(
             NULL, DTRAIN_ERR_INVALID,
-            "fsdp: quantise_reduce needs gradients that are sharded: without, use compress, which keeps "
-            "what is lost for the next step");
+            "fsdp: quantise_reduce needs sharded gradients: with DTRAIN_DDP use compress, which keeps rounding errors "
+            "for the next step");
     if (reduce > 0 && desc->reduce_dtype != DTRAIN_F32)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "fsdp: quantise_reduce with reduce_dtype %d: gradients are added as float32, leave it 0",
-                            (int)desc->reduce_dtype);
+                            "fsdp: quantise_reduce with reduce_dtype %s: gradients are added as float32, leave it 0",
+                            dtrain_dtype_name(desc->reduce_dtype));
     return DTRAIN_OK;
 }
 
@@ -201,10 +201,10 @@ static dtrain_status dtrain__layout_check_desc(const dtrain_fsdp_desc *desc, int
         desc->loss_scale < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
                             "fsdp: micro_batches is %d, loss_scale %g, loss_scale_steps %d: "
-                            "expected none below 0",
+                            "expected finite numbers of at least 0",
                             desc->micro_batches, (double)desc->loss_scale, desc->loss_scale_steps);
     if (desc->trace_events > DTRAIN__LAYOUT_MOST)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "fsdp: trace_events is %zu, which is more than memory",
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "fsdp: trace_events is %zu, more than memory: keep fewer",
                             desc->trace_events);
     return DTRAIN_OK;
 }
@@ -218,7 +218,7 @@ static dtrain_status dtrain__layout_check_table(const dtrain_param *table, size_
             !dtrain__add_size(cuts, dtrain__params_layers(&table[i]), &cuts) || elements > DTRAIN__LAYOUT_MOST ||
             cuts > DTRAIN__LAYOUT_MOST)
             return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                "fsdp: the parameters up to %s have more elements or layers than memory",
+                                "fsdp: the parameters up to %s have more elements or layers than memory: check shapes",
                                 table[i].name);
         if (table[i].device != table[0].device)
             return dtrain__fail(NULL, DTRAIN_ERR_UNSUPPORTED,

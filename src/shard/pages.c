@@ -52,7 +52,8 @@ static dtrain_status dtrain__pages_create(dtrain__pages *pages, size_t bytes, si
     pages->reserved = zeros ? 2 * pages->bytes : pages->bytes;
     pages->base = (unsigned char *)dtrain__os_reserve(pages->reserved);
     if (pages->users == NULL || pages->base == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "the system does not reserve %zu bytes of addresses: %s",
+        return dtrain__fail(NULL, DTRAIN_ERR_MEMORY,
+                            "the system does not reserve %zu bytes of addresses: %s: see its limit (ulimit -v)",
                             pages->reserved, strerror(errno));
     pages->moves = dtrain__os_moves();
     return DTRAIN_OK;

@@ -78,13 +78,15 @@ static dtrain_status dtrain__aggregator_check_made(const dtrain_param *table, si
     dtrain_status status = dtrain__aggregator_check(table, count, weight);
     if (status == DTRAIN_OK && (table == NULL || count != made))
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "aggregate: a table of %zu parameters; the aggregator was made for %zu parameters",
+                            "aggregate: a table of %zu parameters, the aggregator was made for %zu parameters: give "
+                            "the table that it was made from",
                             table != NULL ? count : 0, made);
     for (size_t i = 0; status == DTRAIN_OK && i < count; i++) {
         size_t trained = dtrain__params_gradients(&table[i]);
         if (trained != elements[i])
             status = dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                                  "aggregate: parameter %s has %zu trained elements, the aggregator was made for %zu",
+                                  "aggregate: parameter %s has %zu trained elements, the aggregator was made for %zu: "
+                                  "give the table that it was made from",
                                   table[i].name, trained, elements[i]);
     }
     return status;

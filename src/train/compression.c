@@ -48,8 +48,7 @@ static dtrain_status dtrain__compression_make(const dtrain_compress_desc *desc, 
     memset(made, 0, sizeof *made);
     if (desc->feedback.device != NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
-                            "compress: feedback.device is %s, expected NULL: where gradients are is for their table to "
-                            "say",
+                            "compress: feedback.device is %s, expected NULL: the table's parameters have the device",
                             dtrain_device_name(desc->feedback.device));
     if (desc->kind == DTRAIN_COMPRESS_DEFAULT || desc->kind == DTRAIN_COMPRESS_TOPK) {
         if (topk.threshold == 0.0f && topk.schedule.ratio == 0.0)
@@ -387,8 +386,8 @@ DTRAIN_API dtrain_status dtrain_aggregator_compressed(dtrain_aggregator *aggrega
 {
     dtrain_compress_desc full;
     if (aggregator == NULL || comm == NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregator_compressed: %s is NULL",
-                            comm == NULL ? "the group" : "aggregator");
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "aggregator_compressed: %s is NULL, expected its address",
+                            comm == NULL ? "comm" : "aggregator");
     memset(aggregator, 0, sizeof *aggregator);
     memset(&full, 0, sizeof full);
     if (desc != NULL)

@@ -103,19 +103,20 @@ static void dtrain__optimizer_adamw_frozen(float *params, const float *grads, fl
     DTRAIN_IGNORE(dtrain__train_adamw(&s));
 }
 
-/* Returns the name of the first constant out of range, or NULL. */
-static const char *dtrain__optimizer_bad(const dtrain_optimizer_desc *desc, int may_be_none)
+/* Fails at the first constant that is out of range. */
+static dtrain_status dtrain__optimizer_check(const dtrain_optimizer_desc *desc, int may_be_none, const char *call)
 {
-    static const char *const names[] = {"beta1, expected 0 to below 1", "beta2, expected 0 to below 1",
-                                        "momentum, expected 0 to below 1", "eps, expected 0 or more",
-                                        "weight_decay, expected 0 or more"};
+    static const char *const names[] = {"beta1", "beta2", "momentum", "eps", "weight_decay"};
     const float values[] = {desc->beta1, desc->beta2, desc->momentum, desc->eps, desc->weight_decay};
     for (int i = 0; i < 5; i++)
         if (!dtrain__train_finite((double)values[i]) || values[i] < 0.0f || (i < 3 && values[i] >= 1.0f))
-            return names[i];
+            return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s: the optimizer's %s is %g, expected %s", call, names[i],
+                                (double)values[i], i < 3 ? "0 to below 1" : "a number of at least 0");
     if (desc->kind != DTRAIN_SGD && desc->kind != DTRAIN_ADAMW && !(may_be_none && desc->kind == DTRAIN_OPTIMIZER_NONE))
-        return "kind, expected DTRAIN_SGD or DTRAIN_ADAMW";
-    return NULL;
+        return dtrain__fail(NULL, DTRAIN_ERR_INVALID,
+                            "%s: the optimizer's kind is %d, expected DTRAIN_SGD or DTRAIN_ADAMW", call,
+                            (int)desc->kind);
+    return DTRAIN_OK;
 }
 
 /* Checks a step on a device, count elements or none. */
@@ -123,10 +124,9 @@ static dtrain_status dtrain__optimizer_check_step(const dtrain_device *device, c
                                                   const dtrain_optimizer_desc *desc, float lr,
                                                   const dtrain__device_argument *pointers)
 {
-    const char *bad = dtrain__optimizer_bad(desc, 1);
-    if (bad != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: the desc has a bad %s", call,
-                            dtrain_device_name(device), bad);
+    dtrain_status status = dtrain__optimizer_check(desc, 1, call);
+    if (status != DTRAIN_OK)
+        return status;
     if (!dtrain__train_finite((double)lr) || lr < 0.0f)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "%s on %s: lr is %g, expected a number of at least 0", call,
                             dtrain_device_name(device), (double)lr);
@@ -202,19 +202,19 @@ DTRAIN_API dtrain_status dtrain_optimizer_create(dtrain_optimizer **optimizer, c
                                                  const dtrain_optimizer_desc *desc, dtrain_allocator *allocator)
 {
     dtrain_optimizer_desc full = dtrain__optimizer_defaults(desc);
-    const char *bad = dtrain__optimizer_bad(&full, 0);
     if (optimizer == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "dtrain_optimizer_create: optimizer is NULL, expected a pointer");
     *optimizer = NULL;
-    if (bad != NULL)
-        return dtrain__fail(NULL, DTRAIN_ERR_INVALID, "optimizer: the desc has a bad %s", bad);
+    dtrain_status status = dtrain__optimizer_check(&full, 0, "dtrain_optimizer_create");
+    if (status != DTRAIN_OK)
+        return status;
     dtrain_optimizer *made =
         (dtrain_optimizer *)dtrain__memory_owner(allocator, sizeof *made, offsetof(dtrain_optimizer, own), &allocator);
     if (made == NULL)
         return dtrain__fail(NULL, DTRAIN_ERR_MEMORY, "optimizer: no memory for %zu bytes", sizeof *made);
     made->allocator = allocator;
     made->desc = full;
-    dtrain_status status = dtrain__optimizer_init(made, table, count);
+    status = dtrain__optimizer_init(made, table, count);
     if (status != DTRAIN_OK) {
         dtrain_optimizer_destroy(made);
         return status;

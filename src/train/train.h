@@ -135,7 +135,7 @@ typedef struct dtrain_sampler_desc {
 } dtrain_sampler_desc;
 
 /* Deals every example of an epoch exactly once. Seed and epoch alone decide the shuffle. A sampler holds no position:
- * ask it for any step, on any number of ranks. A resumed run starts at a later step. Copy it freely: it owns nothing. */
+ * ask it for any step and number of ranks. A resumed run starts at a later step. It owns nothing: copy it freely. */
 typedef struct dtrain_sampler {
     dtrain_sampler_desc desc;
     uint64_t rows, columns; /* of the rectangle that the shuffle permutes */

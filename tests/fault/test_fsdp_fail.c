@@ -150,10 +150,10 @@ static refusal spoil(int what, dtrain_param *table, size_t *count, dtrain_fsdp_d
         }
         r.text = "have more elements or layers than memory";
         break;
-    case 16: desc->optimizer.beta1 = 2, r.text = "bad beta1"; break;
+    case 16: desc->optimizer.beta1 = 2, r.text = "optimizer's beta1 is 2, expected"; break;
     case 17: desc->group_count = 1, r.text = "groups is NULL"; break;
-    case 18: desc->group_count = 1, desc->groups = nameless, r.text = "group 0 needs a name"; break;
-    case 19: desc->group_count = 1, desc->groups = negative, r.text = "lr_factor"; break;
+    case 18: desc->group_count = 1, desc->groups = nameless, r.text = "groups[0] has name NULL"; break;
+    case 19: desc->group_count = 1, desc->groups = negative, r.text = "lr_factor -1"; break;
     default: r.text = NULL; break;
     }
     return r;

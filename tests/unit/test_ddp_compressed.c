@@ -529,7 +529,7 @@ TEST(what_cannot_be_compressed_is_refused)
     desc.strategy = DTRAIN_DDP;
     desc.reduce_dtype = DTRAIN_BF16;
     CHECK_EQ(dtrain_fsdp_plan(m->table, 3, &desc, 4, 0, &result), DTRAIN_ERR_INVALID);
-    CHECK_CONTAINS(dtrain_last_error(), "what is not sent is kept in float32");
+    CHECK_CONTAINS(dtrain_last_error(), "unsent gradients are kept in float32");
     desc.reduce_dtype = (dtrain_dtype)0;
     CHECK_EQ(dtrain_fsdp_plan(m->table, 3, &desc, 4, 0, &result), DTRAIN_OK);
     CHECK_EQ(result.compression, 4 * FLAT); /* a residual */

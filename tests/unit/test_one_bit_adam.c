@@ -273,7 +273,7 @@ static void refuses(dtrain_comm *world)
     refuse(world, m, DTRAIN_ERR_INVALID, "feedback.momentum 0.5");
     m->compress.feedback.momentum = 0;
     m->compress.feedback.start_step = 0;
-    refuse(world, m, DTRAIN_ERR_INVALID, "expected DTRAIN_ADAMW, steps in which v forms");
+    refuse(world, m, DTRAIN_ERR_INVALID, "expected DTRAIN_ADAMW, a start_step above 0");
     m->compress.feedback.start_step = START;
     memset(&ddp_desc, 0, sizeof ddp_desc);
     ddp_desc.compress = &m->compress;
