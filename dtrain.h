@@ -35676,21 +35676,25 @@ static void dtrain__pages_destroy(dtrain__pages *pages)
 #endif
 
 /* ---- >>fsdp-core ----
- * What an object of >>fsdp holds, how it fails, waits and keeps account. Units come and go in >>fsdp-gather, gradients
- * are reduced in >>fsdp-reduce, steps are made in >>fsdp-step, objects in >>fsdp-create.
+ * The object of >>fsdp: what it holds, how it fails, waits and counts.
  *
- * Three groups of the same ranks keep gathers, reductions and small agreements from waiting for each other; over a
- * transport that has no groups, all three are the caller's. What fails breaks the object for good: the first cause is
- * kept, and buffers stay until destroy has waited for whatever may still be inside them. */
+ *   >>fsdp-gather    units come and go
+ *   >>fsdp-reduce    gradients are reduced
+ *   >>fsdp-step      steps are made
+ *   >>fsdp-create    objects are made
+ *
+ * Gathers, reductions and small agreements have a group each, so that they do not wait for each other. Over a transport
+ * without groups, all three are the caller's group. A failed operation breaks the object for good: it keeps the first
+ * cause. Its buffers stay until destroy has waited for all operations that may still use them. */
 #ifndef DTRAIN__FSDP
 #define DTRAIN__FSDP
 
 #define DTRAIN__FSDP_LEVELS 32
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
-#define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, tied ones apart */
-#define DTRAIN__FSDP_GRACE_NS 1000000000 /* for what is under way when an object is destroyed */
-#define DTRAIN__FSDP_STAGES 3            /* of small ranges: of units with even numbers, with odd ones, of gradients */
+#define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, beside the tied ones */
+#define DTRAIN__FSDP_GRACE_NS 1000000000 /* for operations under way when an object is destroyed */
+#define DTRAIN__FSDP_STAGES 3            /* of small ranges: for even units, for odd units, for gradients */
 
 enum {
     DTRAIN__FSDP_WEIGHTS_ABSENT,
@@ -35715,87 +35719,88 @@ typedef struct dtrain__fsdp_unit {
     int state;
     int held;     /* gathered, and neither released nor reduced since */
     int fresh;    /* gathered since it was last reduced */
-    int stale;    /* what is in memory is not what a gather would bring */
+    int stale;    /* memory holds older values than a gather would bring */
     int backward; /* gathered on the way down, and its gradients not taken over since */
     int has_pages, has_grads;
-    uint64_t used; /* when it was gathered last */
+    uint64_t used; /* the clock at its last gather */
     int reduced;   /* in this micro-batch */
     int stage, level;
-    int lowest;   /* the unit by which the operation goes that adds it over the copies */
-    int highest;  /* of such a unit: the other end of its bucket */
-    uint64_t job; /* of such a unit: what the reducer was given, or 1; 0: nothing that was not waited for */
+    int lowest;   /* the lowest unit of its bucket, which stands for the operation between copies */
+    int highest;  /* of a lowest unit: the other end of its bucket */
+    uint64_t job; /* of a lowest unit: the reducer's job, or 1; 0: nothing to wait for */
 } dtrain__fsdp_unit;
 
 enum { DTRAIN__FSDP_GATHERS, DTRAIN__FSDP_REDUCES, DTRAIN__FSDP_COPIES, DTRAIN__FSDP_WAYS };
 
-/* What an object over memory of a device has besides; see >>fsdp-device. */
+/* More fields of an object over memory of a device; see >>fsdp-device. */
 typedef struct dtrain__fsdp_device {
-    dtrain_device *queue; /* NULL: memory of the CPU, and nothing here */
+    dtrain_device *queue; /* NULL: memory of the CPU; nothing else here is set */
     dtrain_comm *comms[DTRAIN__FSDP_WAYS];
     dtrain_device_group *groups[DTRAIN__FSDP_WAYS];
-    dtrain_device_work **works[DTRAIN__FSDP_WAYS]; /* of a unit, of a bucket's lowest */
-    float *blocks[2];                              /* where places are: of weights, of gradients */
+    dtrain_device_work **works[DTRAIN__FSDP_WAYS]; /* by unit; between copies by the bucket's lowest unit */
+    float *blocks[2];                              /* memory of all places: for weights, for gradients */
     uint16_t *halves;                              /* this rank's part of sums that travel in 16 bits */
-    int64_t *limbs;                                /* of the exact sum of squares; then the norm */
-    int64_t *drift;                                /* of that of a part of the weights */
-    int64_t *drift_heard;                          /* the same in pinned memory, once drift_event has passed */
+    int64_t *limbs;                                /* the exact sum of squares, then the norm */
+    int64_t *drift;                                /* the exact sum of squares of a part of the weights */
+    int64_t *drift_heard;                          /* the same in pinned memory, valid after drift_event */
     dtrain_device_event *drift_event;
-    int drift_queued; /* the sum is on its way, or here; -1: there is none on this device */
+    int drift_queued; /* 1: the sum is under way, or here; -1: this device cannot compute it */
     dtrain__norm drift_sum;
-    dtrain__error refused; /* what the device refused first, since a call began */
+    dtrain__error refused; /* the first work that the device refused since a call began */
 } dtrain__fsdp_device;
 
 typedef struct dtrain__fsdp_event {
     int lane, unit;
     int64_t begin_ns, end_ns;
-    uint64_t dense_bytes, sent_bytes; /* of a bucket; 0: of nothing */
+    uint64_t dense_bytes, sent_bytes; /* of a bucket; 0: no bucket */
 } dtrain__fsdp_event;
 
 typedef struct dtrain__reducer dtrain__reducer;
 
-/* What ranks tell each other where one of them begins to reduce every unit once more, and at the end of a step. */
+/* What ranks tell each other when one of them begins a round, and at the end of a step. A round is one reduction of
+ * every unit. */
 typedef struct dtrain__fsdp_note {
-    uint64_t rounds; /* reductions of every unit that it has begun */
-    uint64_t begun;  /* micro-batches of which it has reduced something */
+    uint64_t rounds; /* that the rank has begun */
+    uint64_t begun;  /* micro-batches of which the rank has reduced some unit */
     uint64_t failed;
     char why[DTRAIN__FSDP_WHY];
-    uint64_t weights; /* a hash of a part of them; 0: it says none */
+    uint64_t weights; /* a hash of a part of them; 0: none */
 } dtrain__fsdp_note;
 
 struct dtrain_fsdp {
-    const char *call;               /* the last public one */
+    const char *call;               /* the last public call */
     dtrain_comm *comm;              /* the caller's */
-    dtrain_comm *gathers, *reduces; /* of the ranks of one copy; NULL: one rank */
-    dtrain_comm *copies;            /* of the ranks with the same slices; NULL: one rank */
-    dtrain_comm *world;             /* of all; NULL: one rank */
-    int shares_comm;                /* these are the caller's own */
+    dtrain_comm *gathers, *reduces; /* the ranks of one copy; NULL: one rank */
+    dtrain_comm *copies;            /* the ranks with the same slices; NULL: one rank */
+    dtrain_comm *world;             /* all ranks; NULL: one rank */
+    int shares_comm;                /* 1: these are the caller's comm */
     dtrain_allocator memory;
     dtrain_fsdp_desc desc;
     dtrain_optimizer_desc optimizer;
     dtrain__layout layout;
     dtrain__pages pages[2]; /* of parameters, of gradients */
-    unsigned char *tables;  /* the block of what follows that has one element a unit, cut, parameter, shard or rank */
+    unsigned char *tables; /* the block of the tables below with an entry a unit, cut, parameter, shard or rank */
     dtrain__fsdp_unit *units;
-    unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
-    float *lr_factors, *decays;          /* of a parameter */
-    size_t *counts;                      /* of a cut: every rank's part */
-    size_t *packed_counts;               /* of a unit: every rank's part of its small ranges, then of those trained */
+    unsigned char *reserved;             /* a parameter's: 1: its data, 2: its gradient lies in pages */
+    float *lr_factors, *decays;          /* a parameter's */
+    size_t *counts;                      /* a cut's: every rank's part */
+    size_t *packed_counts;               /* a unit's: every rank's part of its small ranges, then of those trained */
     float *stages;                       /* where small ranges are packed, on a device whole units */
     int staged[2];                       /* the units whose parameters are there; -1: none */
-    dtrain_work **gathering, **reducing; /* of a cut */
-    dtrain_work **copying;               /* of a unit */
-    size_t *code_counts;                 /* of what is quantised: see >>fsdp-quantise; stages included */
+    dtrain_work **gathering, **reducing; /* a cut's */
+    dtrain_work **copying;               /* a unit's */
+    size_t *code_counts;                 /* of quantised ranges: see >>fsdp-quantise; the stages follow */
     float *code_scratch;
     unsigned char *code_stages;
-    const void **code_parts;  /* of a rank */
-    dtrain__reducer *reducer; /* of what is compressed; NULL: nothing is */
-    dtrain_bucket *buckets;   /* of the last step: twice as many as units */
+    const void **code_parts;  /* a rank's */
+    dtrain__reducer *reducer; /* sends compressed sums; NULL: nothing is compressed */
+    dtrain_bucket *buckets;   /* of the last step: at most twice as many as units */
     size_t bucket_count;
-    int buckets_old;      /* a bucket of this step replaces them all */
-    dtrain_slice *slices; /* of a cut */
+    int buckets_old;      /* the next bucket of this step replaces them all */
+    dtrain_slice *slices; /* a cut's */
     float *masters, *state;
     float *levels[DTRAIN__FSDP_LEVELS];      /* sums of 2^l micro-batches, this rank's parts */
-    float *full_levels[DTRAIN__FSDP_LEVELS]; /* in full, where they are kept */
+    float *full_levels[DTRAIN__FSDP_LEVELS]; /* the same in full, with keep_full_grads */
     float *grads;                            /* after finish; NULL: not finished */
     uint64_t clock, step;
     uint64_t checks;                         /* parts of the weights that were found alike */
@@ -35803,36 +35808,36 @@ struct dtrain_fsdp {
     int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
     int keeps;                               /* nothing is dropped until the step */
     int ddp;                                 /* it is a DDP's */
-    int in_place;                            /* gradients are reduced and divided where the caller has them */
-    int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
-    int just_ended;                          /* neither reduced a unit nor begun a pass since the last one was over */
+    int in_place;                            /* gradients are reduced and divided in the caller's memory */
+    int trained_units, reduced_units, ended; /* units with gradients; reduced ones of them; ended micro-batches */
+    int just_ended;                          /* no unit reduced and no pass begun since the last micro-batch ended */
     int turn;                                /* the unit whose reduction is next */
     int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
     int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
-    int round;                               /* reductions of every unit that have begun and ended */
-    int joined;                              /* of those that are over, without data of this rank */
+    int round;                               /* rounds that have begun and ended: see dtrain__fsdp_note */
+    int joined;                              /* ended micro-batches without data of this rank */
     int announced;                           /* micro-batches; -1: begin was not called */
     int begins;                              /* begin was called once */
-    int most;                                /* that one of the ranks has announced */
+    int most;                                /* the most micro-batches that a rank has announced */
     double announcement[2], *announcements, total_weight;
-    int freezes; /* 1-bit Adam's form: after freeze_step steps */
+    int freezes; /* 1-bit Adam: v is frozen after freeze_step steps */
     uint64_t freeze_step;
     dtrain_work *announcing;
     dtrain__fsdp_note note, sent_note, *notes;
     dtrain_work *exchanging;
-    int called;       /* reductions of every unit of which all ranks have been told whether this one begins them */
-    dtrain__norm sum; /* of squares, where summed says so */
+    int called;       /* rounds of which this rank has told the others whether it begins them */
+    dtrain__norm sum; /* of squares, valid if summed */
     int summed;
     float loss_scale;
     int good_steps;
     dtrain_fsdp_stats stats;
     dtrain__fsdp_event *events;
     size_t event_count;
-    int64_t left_ns; /* when the caller was given control back */
+    int64_t left_ns; /* when the last call returned */
     dtrain__fsdp_device device;
-    struct dtrain__guard *guard; /* of memory that is watched, see >>fsdp-debug; NULL: nothing is */
-    uint64_t *left; /* of a cut: a hash of its gradients as a DDP's reduce has left them; 0: they may be written. NULL:
-                     * nobody compares */
+    struct dtrain__guard *guard; /* of watched memory, see >>fsdp-debug; NULL: nothing is watched */
+    uint64_t *left; /* a cut's: a hash of its gradients after a DDP's reduce; 0: they may be written. NULL: nothing is
+                     * compared */
     dtrain__error broken;
 };
 
@@ -35854,8 +35859,7 @@ static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, in
     event->dense_bytes = event->sent_bytes = 0;
 }
 
-/* Keeps account of a bucket that has been sent; its event is the last one. In a step of several micro-batches it is
- * sent several times. */
+/* Counts a bucket that was sent. Its event is the last one. A step of several micro-batches sends it several times. */
 static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_t dense, uint64_t sent, int64_t ns)
 {
     dtrain_bucket *bucket = fsdp->buckets, *end;
@@ -35885,15 +35889,15 @@ static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_
     }
 }
 
-/* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
+/* Returns the status that other groups get for a failure. A failure of this rank alone becomes ABORTED there. */
 static dtrain_status dtrain__fsdp_told(dtrain_status status)
 {
     return status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID ? DTRAIN_ERR_ABORTED
                                                                                                   : status;
 }
 
-/* Tells the ranks that may wait for this one in a group whose members are all there: where a rank is lost, only those
- * of its own groups learn it from the system. */
+/* Breaks all groups of the object. When a rank is lost, only the groups that it was in learn it from the system; ranks
+ * of the others would wait for this rank. */
 static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
 {
     dtrain_comm *groups[] = {fsdp->gathers,
@@ -35912,7 +35916,7 @@ static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
     dtrain__thread_error = kept;
 }
 
-/* The first failure is kept: buffers may still be in use, so nothing goes on. */
+/* Breaks the object and keeps the first failure. Nothing continues, because buffers may still be in use. */
 static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status, const char *what, int unit)
 {
     if (fsdp->broken.status == DTRAIN_OK) {
@@ -35928,9 +35932,9 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
     return dtrain__report(&fsdp->broken);
 }
 
-/* Says that this rank cannot go on with the step, so that none applies it: the next dtrain_fsdp_finish, or what implies
- * it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and why. Gathers and reductions that the others
- * make must still be made. */
+/* Notes that this rank cannot continue the step, so that no rank applies it. The next dtrain_fsdp_finish, or a call
+ * that implies it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and the reason. This rank must still
+ * make the gathers and reductions that the others make. */
 static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
 {
     if (fsdp == NULL || fsdp->note.failed)
@@ -35939,7 +35943,7 @@ static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
     snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
 }
 
-/* Begins a public call: says whether the object can be used, and ends the caller's computation in the trace. */
+/* Begins a public call: checks the object and the unit, and ends the caller's computation in the trace. */
 static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int unit)
 {
     if (fsdp == NULL)
@@ -35955,7 +35959,7 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
     return DTRAIN_OK;
 }
 
-/* Notes what a device's queue has not taken; the call that it is part of ends with that. */
+/* Notes that a device's queue has refused work. dtrain__fsdp_leave ends the public call with that. */
 static DTRAIN__NOINLINE void dtrain__fsdp_queued(dtrain_fsdp *fsdp, dtrain_status status)
 {
     if (status != DTRAIN_OK && fsdp->device.refused.status == DTRAIN_OK)
@@ -35974,7 +35978,7 @@ static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
     return status;
 }
 
-/* Counts the time of a wait that has ended, and of what it waited for, which took so long by itself. */
+/* Counts the time of a wait that has ended, and took_ns, the time of the operation itself. */
 static void dtrain__fsdp_waited(dtrain_fsdp *fsdp, int unit, int64_t begin_ns, int64_t took_ns)
 {
     int64_t end_ns = dtrain__os_now_ns();
@@ -35983,7 +35987,7 @@ static void dtrain__fsdp_waited(dtrain_fsdp *fsdp, int unit, int64_t begin_ns, i
     dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_WAIT, unit, begin_ns, end_ns);
 }
 
-/* Waits for one operation and counts the time of both sides. */
+/* Waits for one operation, and counts the time of the wait and of the operation. */
 static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, int lane, int unit)
 {
     dtrain_work *waited = *work;
@@ -36002,7 +36006,7 @@ static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, in
     return DTRAIN_OK;
 }
 
-/* Waits for all operations of a unit, also after one has failed: their buffers must be free. */
+/* Waits for all operations of a unit, also after a failure, because their buffers must be free. */
 static dtrain_status dtrain__fsdp_wait_all(dtrain_fsdp *fsdp, dtrain_work **works, int lane, int unit)
 {
     dtrain_status first = DTRAIN_OK, status;
@@ -36021,19 +36025,20 @@ static int dtrain__fsdp_all_done(const dtrain_fsdp *fsdp, dtrain_work *const *wo
     return 1;
 }
 
-/* This rank's part of a range. */
+/* Returns this rank's part of a range. */
 static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
 {
     return fsdp->layout.apart && !cut->home ? fsdp->masters + cut->weight : cut->data + cut->own;
 }
 
-/* Where count numbers of 16 bits wait: the upper half of the memory of as many floats. */
+/* Returns where count numbers of 16 bits wait: in the upper half of the memory of count floats. */
 static unsigned char *dtrain__fsdp_half(float *floats, size_t count)
 {
     return (unsigned char *)floats + 2 * count;
 }
 
-/* Narrows floats to their upper half, from the last on, or widens what waits there, from the first on. */
+/* These narrow floats into their upper half, last float first, and widen them from there, first float first. In that
+ * order nothing is overwritten before it is read. */
 static void dtrain__fsdp_narrow(float *floats, size_t count, dtrain_dtype dtype)
 {
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
@@ -36059,7 +36064,7 @@ static unsigned char *dtrain__fsdp_stage(const dtrain_fsdp *fsdp, int number)
     return (unsigned char *)(fsdp->stages + (size_t)number * fsdp->layout.stage);
 }
 
-/* Every rank's part of a unit's small ranges, or of their gradients; *begin: where this rank's begins among them. */
+/* Returns every rank's part of a unit's small ranges, or of their gradients. Sets *begin to where its own begins. */
 static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, int grads, size_t *begin)
 {
     const size_t *counts = fsdp->packed_counts + (2 * (size_t)number + (size_t)grads) * (size_t)fsdp->layout.shards;
@@ -36084,7 +36089,7 @@ static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
     }
 }
 
-/* Says whether two units lie in one place of a device: those of even numbers do, and those of odd ones. */
+/* Says whether two units share a place on a device. Even units share one, odd units another. */
 static int dtrain__fsdp_share_place(const dtrain_fsdp *fsdp, int a, int b, int grads)
 {
     const dtrain__layout_unit *units = fsdp->layout.units;
@@ -36093,7 +36098,7 @@ static int dtrain__fsdp_share_place(const dtrain_fsdp *fsdp, int a, int b, int g
 
 static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take);
 
-/* Takes the place of a unit's gradients from another that has left it without handing any over. */
+/* Frees the place of a unit's gradients from another unit that was left without a reduce. */
 static void dtrain__fsdp_clear_place(dtrain_fsdp *fsdp, int number)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
@@ -36113,8 +36118,8 @@ static void dtrain__fsdp_clear_place(dtrain_fsdp *fsdp, int number)
 static void dtrain__fsdp_debug_set(const dtrain_fsdp *fsdp, int number, int grads, int open);
 static int dtrain__fsdp_debug_grads_open(const dtrain_fsdp *fsdp, int number);
 
-/* Takes the reserved pages of a unit's gradients; or sets its gradients to zero, and drops them. A device's memory for
- * them is zero while no unit has it. */
+/* Takes the reserved pages of a unit's gradients; or drops them, and sets the gradients to zero. A place on a device is
+ * zeros while no unit has it. */
 static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -37643,8 +37648,8 @@ static void dtrain__reducer_destroy(dtrain__reducer *reducer, int64_t until_ns)
 #ifndef DTRAIN_NO_SHARD
 
 /* ---- >>fsdp-gather ----
- * Units in full: gathered, kept while there is room, dropped. What is started when depends on the caller's gathers and
- * releases alone, so that all ranks start the same operations in the same order. */
+ * Units in full: gathered, kept while there is room, dropped. The caller's gathers and releases alone decide which
+ * operation starts when. So all ranks start the same operations in the same order. */
 #ifndef DTRAIN__FSDP_GATHER
 #define DTRAIN__FSDP_GATHER
 
@@ -37674,7 +37679,7 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
 
-/* Takes the stages of a unit, which may be those of another, which is ended first. */
+/* Takes the stage of a unit. If another unit is being gathered by way of it, that gather ends first. */
 static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
 {
     int other = fsdp->staged[number % 2];
@@ -37687,13 +37692,13 @@ static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Says whether a unit is gathered to where it lies: on a device, where that is one place of as wide numbers. */
+/* Says whether a unit is gathered straight into place: on a device, if it is one piece and travels as float32. */
 static int dtrain__fsdp_gathers_straight(const dtrain_fsdp *fsdp, int number)
 {
     return fsdp->layout.units[number].whole[0] && fsdp->desc.gather_dtype == DTRAIN_F32;
 }
 
-/* Starts to gather the small ranges of a unit as one, on a device all. */
+/* Starts to gather the small ranges of a unit together, on a device all ranges. */
 static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -37764,7 +37769,7 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* Starts to gather a unit where nobody has, ends that, and makes the unit readable. */
+/* Starts to gather a unit if it is absent, ends the gather, and makes the unit readable. */
 static dtrain_status dtrain__fsdp_gather_whole(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
@@ -37777,7 +37782,7 @@ static dtrain_status dtrain__fsdp_gather_whole(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Ends the gathers that are under way, which read slices that are to be written. */
+/* Ends all gathers under way. They read slices, which the caller is about to write. */
 static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -37787,7 +37792,7 @@ static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Forgets what was gathered of a unit. */
+/* Drops a unit's gathered parameters. */
 static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
@@ -37803,7 +37808,7 @@ static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Drops the unit that is where `number` is to be. *room: it was not held. */
+/* Drops the unit that is in the place of `number`. Sets *room to 0 if that unit is held. */
 static dtrain_status dtrain__fsdp_device_make_room(dtrain_fsdp *fsdp, int number, int *room)
 {
     dtrain_status status = DTRAIN_OK;
@@ -37820,7 +37825,7 @@ static dtrain_status dtrain__fsdp_device_make_room(dtrain_fsdp *fsdp, int number
     return status;
 }
 
-/* Drops what was used longest ago until `number` has room among the units that rotate. *room: it has. */
+/* Drops the units used longest ago until there is room for `number`. Sets *room to 0 if held units leave none. */
 static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *room)
 {
     if (fsdp->device.queue != NULL)
@@ -37847,7 +37852,7 @@ static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *
     }
 }
 
-/* Starts the unit that comes next, where there is room for it. */
+/* Starts to gather the unit that comes next, if there is room for it. */
 static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
 {
     int room;
@@ -37861,8 +37866,8 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
     return dtrain__fsdp_gather_start(fsdp, number);
 }
 
-/* The direction in which a pass goes, by the unit before this one. The same again is the turn at the top, unless it was
- * on its way down already; the first one after one that was on its way up begins another pass. */
+/* Returns the direction of a pass, by the unit before this one: 1 up, -1 down. The same unit again is the turn at the
+ * top, unless the pass was on its way down. Unit 0 after a unit on its way up begins another pass. */
 static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
 {
     int last = fsdp->last;
@@ -37872,9 +37877,10 @@ static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
     return unit == last ? (rising ? -1 : 1) : (unit == 0 && rising ? 1 : -1);
 }
 
-/* Notes that a unit is used, and where the pass is: on its way down gradients are computed. toward: the direction where
- * the caller said it; 0: it did not. Returns the direction; 0: a tied unit is used beside the one that is held, which
- * is no turn of the pass. */
+/* Notes that a unit is used, and where the pass is. On the way down gradients are computed.
+ *
+ *   toward    the direction, if the caller gave it; else 0
+ *   returns   the direction; 0 for a tied unit that is used beside the held one, which is no turn of the pass */
 static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
@@ -37888,14 +37894,14 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
     fsdp->last = beside ? fsdp->last : number;
     if (direction != 0)
         unit->backward = direction < 0;
-    /* tied parameters have a gradient from the head on, which comes before the pass turns back to their own layer */
+    /* tied parameters get a gradient from the head, before the pass has come back to their own layer */
     if (direction < 0 || fsdp->layout.units[number].tied)
         dtrain__fsdp_page_grads(fsdp, number, 1);
     dtrain__fsdp_debug_set(fsdp, number, 1, 1);
     return direction;
 }
 
-/* Says whether a unit can be gathered while others are held. */
+/* Checks that no held unit has the place of this one. */
 static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *units = fsdp->layout.units;
@@ -37910,7 +37916,7 @@ static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* toward: as in dtrain__fsdp_use. */
+/* Gathers a unit, and starts the next one; toward: as in dtrain__fsdp_use. */
 static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number, int toward)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
@@ -37919,12 +37925,12 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number, int 
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_advance(fsdp, number);
-    /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
+    /* in a program that opens steps, a pass outside of them computes no gradients */
     int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
     if (status == DTRAIN_OK && computes)
         status = dtrain__fsdp_left_out(fsdp, number);
     int direction = dtrain__fsdp_use(fsdp, number, toward);
-    if (computes && direction > 0) /* on its way down the last pass may still come to units without gradients */
+    if (computes && direction > 0) /* a pass on its way down may still come to units without gradients */
         fsdp->just_ended = 0;
     if (status != DTRAIN_OK || fsdp->layout.resident)
         return status;
@@ -37953,7 +37959,7 @@ static dtrain_status dtrain__fsdp_release_now(dtrain_fsdp *fsdp, int unit)
     return fsdp->units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
 }
 
-/* Begins a public call on a unit that is to be held; before: what comes first. */
+/* Begins a public call on a unit that must be held. `before` ends the error text: what to do after gathering. */
 static dtrain_status dtrain__fsdp_enter_held(dtrain_fsdp *fsdp, const char *call, int unit, const char *before)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);
@@ -37972,13 +37978,13 @@ DTRAIN_API dtrain_status dtrain_fsdp_release(dtrain_fsdp *fsdp, int unit)
 #endif
 
 /* ---- >>fsdp-reduce ----
- * Gradients, from a unit's in full to this rank's part of the sum. All ranks start units from the last to the first,
- * in every micro-batch, whatever the order of the caller's; one that a rank leaves out adds -0, the one number that
- * changes no other. A unit's full gradients are free when they have been scattered; between copies only parts travel.
+ * Gradients, from a unit in full to this rank's part of the sum. In every micro-batch all ranks start units from the
+ * last to the first, in whatever order the caller reduces them. A unit that a rank leaves out adds -0, the one number
+ * that changes no other. A unit's full gradients are free once they are scattered; between copies only parts travel.
  *
- * Micro-batches are folded by a binary counter: reduction k goes to the level of k's trailing ones, which is free, and
- * takes in the lower levels, lowest first; the end collapses what there is. That is the balanced tree whose left part
- * is the largest power of two. */
+ * A binary counter folds micro-batches. The sum of round k goes to level t, where k has t trailing one bits: that level
+ * is free. It takes in the lower levels, lowest first. The end of the step adds up the levels that are left. The result
+ * is the balanced tree whose left part is the largest power of two. */
 #ifndef DTRAIN__FSDP_REDUCE
 #define DTRAIN__FSDP_REDUCE
 
@@ -37990,14 +37996,14 @@ static int dtrain__fsdp_trailing_ones(unsigned number)
     return ones;
 }
 
-/* Says whether a unit's part of the reduction waits in 16 bits: what travels between copies does, and what a rank that
- * shares its parameters with no other rounds as if it travelled. */
+/* Says whether a unit's part of the reduction waits in 16 bits. It does if it travels between copies. A rank that
+ * shares its parameters with no other rounds as if it did. */
 static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 {
     return fsdp->desc.reduce_dtype != DTRAIN_F32 && (fsdp->reduces == NULL || fsdp->copies != NULL);
 }
 
-/* Where a unit's part of the reduction goes that is under way. */
+/* Returns where a unit's part of the current reduction goes. */
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -38015,7 +38021,7 @@ static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t
                         dtrain_device_name(fsdp->device.queue), count * sizeof(float));
 }
 
-/* The sum of a unit is there: folds it with those of earlier micro-batches. */
+/* Folds the complete sum of a unit with those of earlier micro-batches. */
 static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *cuts = &fsdp->layout.units[number];
@@ -38029,7 +38035,7 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_IDLE;
 }
 
-/* Starts to send every rank its part of gradients, which are in `in` as they travel, and to add up this rank's. */
+/* Starts to send every rank its part of the gradients in `in`, which has reduce_dtype, and to add up this rank's. */
 static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, float *out, const size_t *counts,
                                           size_t index)
 {
@@ -38039,16 +38045,16 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
     return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
 }
 
-/* Where this rank's part of the sums of a unit's small ranges is; they lie one after another. */
+/* Returns where this rank's part of the sums of a unit's small ranges is, one range after another. */
 static float *dtrain__fsdp_packed_sums(const dtrain_fsdp *fsdp, size_t begin)
 {
-    if (fsdp->desc.reduce_dtype != DTRAIN_F32) /* apart from what travels, which may be half as wide */
+    if (fsdp->desc.reduce_dtype != DTRAIN_F32) /* apart from the input, which may be half as wide */
         return fsdp->stages + DTRAIN__FSDP_STAGES * fsdp->layout.stage;
     return fsdp->stages + (DTRAIN__FSDP_STAGES - 1) * fsdp->layout.stage + begin;
 }
 
-/* Starts to reduce the small ranges of a unit as one, on a device all, which are rounded as others of 16 bits and
- * travel as float32; `sum` is where this rank's part of the unit goes. */
+/* Starts to reduce the small ranges of a unit together; on a device all ranges. A device rounds them to 16 bits as the
+ * CPU does, but sends float32. `sum` is where this rank's part of the unit goes. */
 static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number, float *sum)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -38076,7 +38082,7 @@ static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number, f
                   : dtrain__fsdp_scatter(fsdp, in, dtrain__fsdp_packed_sums(fsdp, begin), counts, first);
 }
 
-/* Puts this rank's part of the sums of small ranges where those of the others are, and adds up the quantised ones. */
+/* Moves this rank's sums of small ranges to those of the other ranges, and adds up the quantised ranges. */
 static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
 {
     size_t begin;
@@ -38095,7 +38101,7 @@ static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
     }
 }
 
-/* Copies the small gradients of a bucket to `sum`, one after another, or back; returns their elements. */
+/* Copies the small gradients of a bucket to `sum`, one after another, or back; returns how many elements they have. */
 static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float *sum, int back)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -38110,7 +38116,7 @@ static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float
     return count;
 }
 
-/* Starts to add a bucket's gradients over the copies: each that is large where it lies, and the small ones together. */
+/* Starts to add a bucket's gradients over the copies: large ones each in place, small ones together. */
 static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, float *sum)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -38127,7 +38133,7 @@ static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, fl
     return status;
 }
 
-/* Waits for the same. */
+/* Waits for a bucket that dtrain__fsdp_add_in_place has started. */
 static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
 {
     dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, lowest);
@@ -38140,7 +38146,7 @@ static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
     return status;
 }
 
-/* Starts to add the bucket's parts, which lie side by side, over the copies. */
+/* Starts to add the open bucket over the copies: units fsdp->bucket down to `lowest`, whose parts lie side by side. */
 static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
 {
     const dtrain__layout_unit *units = fsdp->layout.units;
@@ -38170,7 +38176,7 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
     return dtrain__fsdp_break(fsdp, status, "starting to reduce", lowest);
 }
 
-/* Between micro-batches a gradient may be added to before its unit is gathered for it. */
+/* Between micro-batches the caller may add to a gradient before it gathers the unit for backward. */
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
     if (fsdp->reduced_units == 0)
@@ -38201,7 +38207,7 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* Full gradients have been scattered: they are free, and parts go on to the other copies. */
+/* Ends scattering a unit: frees its full gradients, and sends its part on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
     int64_t before_ns = fsdp->stats.communicated_ns;
@@ -38220,7 +38226,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
                              fsdp->stats.communicated_ns - before_ns);
     }
     if (fsdp->in_place || fsdp->left != NULL)
-        fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */
+        fsdp->units[number].has_grads = 0; /* they stay, to become sums or to be compared by >>fsdp-debug */
     else
         dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
@@ -38232,19 +38238,19 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         dtrain__fsdp_convert_sum(fsdp, number, dtrain__fsdp_target(fsdp, number), 0);
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
     fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
-    /* numbers of 16 bits wait each unit's in a place of its own, and go alone */
+    /* numbers of 16 bits wait apart for each unit, so units travel alone */
     int goes = fsdp->desc.reduce_dtype != DTRAIN_F32 ||
                dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes);
     return goes ? dtrain__fsdp_send_bucket(fsdp, number) : DTRAIN_OK;
 }
 
-/* Ends what is under way of a unit's reduction. */
+/* Ends the reduction of a unit, if it is under way. */
 static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
     if (fsdp->units[number].stage == DTRAIN__FSDP_GRADS_SCATTERING)
         status = dtrain__fsdp_scattered(fsdp, number);
-    /* in the next micro-batch: the last unit of this one takes the bucket along */
+    /* in the next micro-batch: scattering the last unit of this one sends the bucket */
     if (status == DTRAIN_OK && fsdp->bucket >= number && fsdp->scattering >= 0)
         status = dtrain__fsdp_scattered(fsdp, fsdp->scattering);
     if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__FSDP_GRADS_COPYING) {
@@ -38255,7 +38261,7 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Ends scattering what is in the way of a unit: its own gradients, or on a device those in its place. */
+/* Ends a scatter that is in a unit's way: of its own gradients, or on a device of those in its place. */
 static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
 {
     int now = fsdp->scattering;
@@ -38264,8 +38270,8 @@ static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
     return DTRAIN_OK;
 }
 
-/* The same, and goes on with reductions whose operations have ended. On a device that has ended for the CPU before it
- * has for the caller's queue, which is not to wait for it early. */
+/* Does the same, and ends a scatter whose operations are done. Not on a device: there an operation is done for the CPU
+ * before the caller's queue has reached it, and that queue must not wait early. */
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 {
     int now = fsdp->scattering;
@@ -38287,8 +38293,8 @@ static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, fl
     return dtrain__fsdp_scatter(fsdp, dtrain__fsdp_half(cut->grads, cut->count), sum, counts, index);
 }
 
-/* Starts to reduce the gradients of a unit to `sum`; where no rank shares them, what is added between copies is copied
- * there. */
+/* Starts to reduce the gradients of a unit to `sum`. If this rank has all of them, they are copied there, to be added
+ * between copies. */
 static dtrain_status dtrain__fsdp_reduce_unit(dtrain_fsdp *fsdp, int number, float *sum)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -38319,7 +38325,7 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     unit->stage = DTRAIN__FSDP_GRADS_SCATTERING;
     fsdp->scattering = number;
     dtrain__fsdp_debug_compare(fsdp, number);
-    dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed where they are */
+    dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed in place */
     status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_reduce_unit(fsdp, number, dtrain__fsdp_target(fsdp, number));
@@ -38329,7 +38335,7 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     return fsdp->reduces == NULL ? dtrain__fsdp_scattered(fsdp, number) : DTRAIN_OK;
 }
 
-/* Starts every unit whose turn it is. */
+/* Starts to reduce the units whose turn it is. */
 static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -38345,8 +38351,8 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Folds one range's gradients with those of this rank's earlier micro-batches; the last leaves the sum in place. The
- * CPU folds as much at a time as stays in its cache. */
+/* Folds one range's gradients with those of this rank's earlier micro-batches. The last micro-batch leaves the sum in
+ * place. The CPU folds tiles that stay in its cache. */
 static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut, int last)
 {
     int ones = dtrain__fsdp_trailing_ones((unsigned)fsdp->ended);
@@ -38366,7 +38372,7 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *c
     }
 }
 
-/* Learns the weight of all ranks, and the most micro-batches of one, where they announced them. */
+/* Finds the weight of all ranks, and the most micro-batches of one rank, from what they announced. */
 static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
@@ -38391,8 +38397,8 @@ static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Micro-batches that are folded in full, this one included, before they are reduced. Where ranks gather together they
- * reduce together, in the pass that is the last for all: else some would wait in a reduction, others in a gather. */
+/* Counts the micro-batches that are folded in full before they are reduced, this one included. Ranks that gather
+ * together also reduce together, in the last pass of all. Else some would wait in a reduction, others in a gather. */
 static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
 {
     dtrain_status status = DTRAIN_OK;
@@ -38405,7 +38411,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int
     return status;
 }
 
-/* Waits until this rank has heard what the others say. */
+/* Waits for the notes of the other ranks. */
 static dtrain_status dtrain__fsdp_recv_notes(dtrain_fsdp *fsdp)
 {
     dtrain_work *exchanging = fsdp->exchanging;
@@ -38414,8 +38420,8 @@ static dtrain_status dtrain__fsdp_recv_notes(dtrain_fsdp *fsdp)
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "hearing of the other ranks", -1);
 }
 
-/* Says to all ranks whether this one begins to reduce every unit once more. Each says so before each such reduction and
- * once after the last: where one begins, those that have nothing left take part with nothing. */
+/* Tells all ranks whether this one begins a round. Each rank says so before each round and once after its last. If one
+ * begins a round, ranks without gradients take part and add nothing. */
 static dtrain_status dtrain__fsdp_send_note(dtrain_fsdp *fsdp, int begins)
 {
     size_t ranks = (size_t)dtrain_comm_size(fsdp->comm);
@@ -38436,7 +38442,7 @@ static dtrain_status dtrain__fsdp_send_note(dtrain_fsdp *fsdp, int begins)
     return dtrain__fsdp_break(fsdp, status, "telling the other ranks", -1);
 }
 
-/* Ends what is under way of all units. */
+/* Ends the reductions of all units. */
 static dtrain_status dtrain__fsdp_settle_all(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -38445,8 +38451,8 @@ static dtrain_status dtrain__fsdp_settle_all(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Hears the others now. With progress by poll it ends what is under way first: a bucket that is sent compressed begins
- * only when it is waited for, and others may be waiting. */
+/* Waits for the notes now. With DTRAIN_PROGRESS_POLL it ends all reductions first. A compressed bucket starts only when
+ * this rank waits for it, and the others may wait for this rank. */
 static dtrain_status dtrain__fsdp_settle_and_recv(dtrain_fsdp *fsdp)
 {
     int polls = fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL;
@@ -38454,8 +38460,8 @@ static dtrain_status dtrain__fsdp_settle_and_recv(dtrain_fsdp *fsdp)
     return status == DTRAIN_OK ? dtrain__fsdp_recv_notes(fsdp) : status;
 }
 
-/* Begins to reduce every unit. With progress by poll this rank listens, where the reduction may keep it before the step
- * ends. */
+/* Begins a round. With DTRAIN_PROGRESS_POLL it also waits for the notes, if the round may block this rank before the
+ * step ends. */
 static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
 {
     int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && fsdp->device.queue == NULL;
@@ -38467,7 +38473,7 @@ static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
     return dtrain__fsdp_settle_and_recv(fsdp);
 }
 
-/* Takes a unit's gradients over, or -0 where this rank has none; whether they are reduced now is its caller's. */
+/* Takes a unit's gradients over, or -0 if this rank has none, and reduces the units whose turn it is. */
 static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -38508,8 +38514,8 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     return dtrain__fsdp_reduce_turns(fsdp);
 }
 
-/* A unit that was gathered on the way down and let go again is not used once the pass is below it. Others wait for its
- * reduction, maybe with a gather that this rank needs, so that it cannot wait for the end of the micro-batch. */
+/* Takes over the units above `unit` that were gathered on the way down and released, as unused. Other ranks wait for
+ * their reduction, maybe with a gather that this rank needs. So it cannot wait for the end of the micro-batch. */
 static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
 {
     dtrain_status status = DTRAIN_OK;
@@ -38519,7 +38525,7 @@ static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
     return status;
 }
 
-/* All units of a micro-batch have been taken over. */
+/* Ends a micro-batch whose units have all been taken over. */
 static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)
@@ -38534,7 +38540,7 @@ static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
     }
 }
 
-/* Ends a micro-batch: units that were not reduced were not used. */
+/* Ends a micro-batch: takes over the units that were not reduced, as unused. */
 static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -38556,7 +38562,7 @@ static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call
                         call, dtrain__fsdp_rank(fsdp));
 }
 
-/* Says whether this rank has a micro-batch left that it has announced; those that it joined do not count. */
+/* Checks that this rank has an announced micro-batch left. Micro-batches that it joined do not count. */
 static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call)
 {
     int computed = fsdp->ended - fsdp->joined;
@@ -38568,7 +38574,7 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
                         call, computed, dtrain__fsdp_rank(fsdp), fsdp->ddp ? "ddp" : "fsdp");
 }
 
-/* Says whether a unit's gradients are still missing in this micro-batch, so that they may be computed. */
+/* Checks that a unit's gradients are still missing in this micro-batch. */
 static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, const char *call)
 {
     if (fsdp->layout.units[number].trained == 0)
@@ -38587,8 +38593,8 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
 
 static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
 {
-    /* Its parameters can have been there when its gradients were computed, by a rule that is the same on any number of
-     * ranks: it is gathered, it was on the way down, or what was gathered stays. */
+    /* The parameters must have been in memory when the gradients were computed. The rule is the same on any number of
+     * ranks: the unit is gathered, or was on the way down, or gathered units stay. */
     const dtrain__fsdp_unit *unit = &fsdp->units[number];
     dtrain_strategy strategy = fsdp->desc.strategy;
     int rank = dtrain__fsdp_rank(fsdp), stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP ||
@@ -38976,12 +38982,12 @@ static dtrain_status dtrain__fsdp_drift_verdict(dtrain_fsdp *fsdp)
 #endif
 
 /* ---- >>fsdp-step ----
- * From sums to new weights: what ranks announce and agree on, the division, the norm, the update of this rank's slices,
- * and making them count. Parts of a model tell each other by the sum for its norm whether one has dropped its step. */
+ * From sums to new weights: announcements, the division, the norm, the update of this rank's slices, and publishing
+ * them. The sum for a model's norm also tells all its parts whether one of them has dropped its step. */
 #ifndef DTRAIN__FSDP_STEP
 #define DTRAIN__FSDP_STEP
 
-/* Memory for gradients of the caller's may hold anything; reserved pages are zeros. */
+/* Sets gradients in the caller's memory to zero. Reserved pages are zeros already. */
 static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
@@ -39028,7 +39034,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
     return dtrain__fsdp_begin(fsdp, micro_batches, weight, "dtrain_fsdp_begin");
 }
 
-/* Ends the micro-batches of one reduction of every unit, in which this rank adds nothing to what it has not reduced. */
+/* Ends the micro-batches of one round. This rank adds nothing for units that it has not reduced. */
 static dtrain_status dtrain__fsdp_end_round(dtrain_fsdp *fsdp)
 {
     int folded;
@@ -39058,8 +39064,8 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     dtrain__fsdp_between(fsdp);
 }
 
-/* Forgets them before a step is complete: also what was computed and never handed over, of units that may still be
- * held. One after another, as on a device they lie in one place. */
+/* Forgets gradients before a step is complete, also those that were computed and never reduced, of units that may still
+ * be held. It goes unit by unit, because units share places on a device. */
 static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
 {
     dtrain__reducer_step_over(fsdp->reducer, 1);
@@ -39073,8 +39079,8 @@ static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
     dtrain__fsdp_reset(fsdp);
 }
 
-/* Ends all reductions of a step, in which each rank adds nothing to those that others alone have made; *most: the
- * micro-batches that one of them has begun, at most. */
+/* Ends all rounds of a step. A rank adds nothing to rounds that only others have begun. Sets *most to the most
+ * micro-batches that one rank has begun. */
 static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
@@ -39101,7 +39107,7 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
     return status == DTRAIN_OK ? dtrain__fsdp_settle_all(fsdp) : status;
 }
 
-/* Says whether a step can be applied; the same verdict on every rank. */
+/* Checks that a step can be applied. The result is the same on every rank. */
 static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 {
     for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
@@ -39117,7 +39123,7 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
                             "%s: the weights of all ranks are 0, and with compress.adam m is averaged by them: give "
                             "dtrain_fsdp_begin the number of examples",
                             fsdp->call);
-    int trains = fsdp->trained_units > 0; /* what there is to train may have no elements, as a rank's part may be */
+    int trains = fsdp->trained_units > 0; /* trained parameters may have no elements, such as an empty part */
     for (size_t i = 0; i < fsdp->layout.table_count && fsdp->trained_units == 0; i++)
         trains |= !fsdp->layout.table[i].frozen;
     if (trains && (most > 0 || fsdp->trained_units == 0))
@@ -39129,12 +39135,12 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
         fsdp->call);
 }
 
-/* Collapses the levels and divides once. */
+/* Adds up the levels and divides once. */
 static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
     double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
-    float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* of nothing */
+    float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* no round: an empty sum */
     for (int level = 0; fsdp->round >> level != 0; level++) {
         if (!(fsdp->round >> level & 1))
             continue;
@@ -39155,7 +39161,8 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
     dtrain__fpmode_restore(mode);
 }
 
-/* idle: that no rank has a micro-batch is no error, and leaves no sums. Slices may be written after it. */
+/* Finishes a step, after which slices may be written. idle: a step without micro-batches on any rank is no error, and
+ * leaves no sums. */
 static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
 {
     int most = 0;
@@ -39215,7 +39222,7 @@ static void dtrain__fsdp_update(dtrain_fsdp *fsdp, float lr)
     }
 }
 
-/* Drops, or where full parameters are kept gathers, what older weights have left. */
+/* Drops gathered parameters of the older weights; under strategies that keep full parameters, gathers the new ones. */
 static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -39235,7 +39242,7 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* With a loss scale: says whether the step is to be skipped, and sets the next scale. */
+/* With a loss scale: says whether to skip the step, and sets the next scale. */
 static int dtrain__fsdp_overflows(dtrain_fsdp *fsdp)
 {
     int steps = fsdp->desc.loss_scale_steps > 0 ? fsdp->desc.loss_scale_steps : 2000;
@@ -39284,7 +39291,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
-/* Ends a step without applying it; publishes: what the slices hold counts from now on. */
+/* Ends a step without applying it; publishes: 1 also makes the contents of the slices count. */
 static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, const char *call)
 {
     int most = 0;
@@ -39371,7 +39378,7 @@ static dtrain_status dtrain__fsdp_check_norm(const char *call, float max_norm)
                         (double)max_norm);
 }
 
-/* Ends the step's reductions and sums up its gradients anew: they may have been changed since. */
+/* Ends the step's reductions, and sums up the squares again, because gradients may have changed. */
 static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
 {
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
@@ -39379,7 +39386,7 @@ static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
     return status == DTRAIN_OK ? dtrain__fsdp_sum_squares(fsdp) : status;
 }
 
-/* Shortens gradients to max_norm where their length, by the sum, is more; returns it. */
+/* Shortens gradients to max_norm if they are longer; returns their length, by the sum of squares. */
 static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
 {
     double length = dtrain__device_length(&fsdp->sum);
@@ -39393,7 +39400,7 @@ static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
     return length;
 }
 
-/* Shortens gradients on a device without the CPU's hearing how long they are. */
+/* Shortens gradients on a device without telling the CPU their length, so that it does not wait. */
 static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_norm)
 {
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
@@ -39408,13 +39415,13 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
 }
 
-/* What the ranks of a model add up: the exact sum, and how many of their objects have dropped the step. */
+/* The ranks of a model add these up: exact sums, and how many of their objects have dropped the step. */
 typedef struct dtrain__fsdp_total {
     dtrain__norm sum;
     int64_t dropped;
 } dtrain__fsdp_total;
 
-/* Measures every object of this rank; the first failure is returned, and told in the total. */
+/* Measures every object of this rank. Returns the first failure, and counts failures in the total. */
 static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int count, dtrain__fsdp_total *total,
                                               const char *call)
 {
@@ -39438,7 +39445,7 @@ static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int cou
     return first == DTRAIN_OK ? first : dtrain__report(&why);
 }
 
-/* Another part of the model has dropped the step: so do the objects here that have not. */
+/* Drops the step on the objects of this rank, because another part of the model has dropped it. */
 static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count, int64_t dropped, const char *call)
 {
     dtrain_status status = DTRAIN_OK;
@@ -39453,7 +39460,7 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
                         call, (long long)dropped);
 }
 
-/* Measures and shortens the gradients of good objects as one vector. */
+/* Measures and shortens the gradients of all objects as one vector. The arguments are checked. */
 static dtrain_status dtrain__fsdp_clip(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model, float max_norm,
                                        double *norm, const char *call)
 {

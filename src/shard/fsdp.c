@@ -1,10 +1,14 @@
 /* ---- >>fsdp-core ----
- * What an object of >>fsdp holds, how it fails, waits and keeps account. Units come and go in >>fsdp-gather, gradients
- * are reduced in >>fsdp-reduce, steps are made in >>fsdp-step, objects in >>fsdp-create.
+ * The object of >>fsdp: what it holds, how it fails, waits and counts.
  *
- * Three groups of the same ranks keep gathers, reductions and small agreements from waiting for each other; over a
- * transport that has no groups, all three are the caller's. What fails breaks the object for good: the first cause is
- * kept, and buffers stay until destroy has waited for whatever may still be inside them. */
+ *   >>fsdp-gather    units come and go
+ *   >>fsdp-reduce    gradients are reduced
+ *   >>fsdp-step      steps are made
+ *   >>fsdp-create    objects are made
+ *
+ * Gathers, reductions and small agreements have a group each, so that they do not wait for each other. Over a transport
+ * without groups, all three are the caller's group. A failed operation breaks the object for good: it keeps the first
+ * cause. Its buffers stay until destroy has waited for all operations that may still use them. */
 #ifndef DTRAIN__FSDP
 #define DTRAIN__FSDP
 #include "layout.c"
@@ -18,9 +22,9 @@
 #define DTRAIN__FSDP_LEVELS 32
 #define DTRAIN__FSDP_CHUNK 2048 /* elements at a time, in the first cache */
 #define DTRAIN__FSDP_WHY 104
-#define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, tied ones apart */
-#define DTRAIN__FSDP_GRACE_NS 1000000000 /* for what is under way when an object is destroyed */
-#define DTRAIN__FSDP_STAGES 3            /* of small ranges: of units with even numbers, with odd ones, of gradients */
+#define DTRAIN__FSDP_ROTATING 2          /* units that are gathered at once, beside the tied ones */
+#define DTRAIN__FSDP_GRACE_NS 1000000000 /* for operations under way when an object is destroyed */
+#define DTRAIN__FSDP_STAGES 3            /* of small ranges: for even units, for odd units, for gradients */
 
 enum {
     DTRAIN__FSDP_WEIGHTS_ABSENT,
@@ -45,87 +49,88 @@ typedef struct dtrain__fsdp_unit {
     int state;
     int held;     /* gathered, and neither released nor reduced since */
     int fresh;    /* gathered since it was last reduced */
-    int stale;    /* what is in memory is not what a gather would bring */
+    int stale;    /* memory holds older values than a gather would bring */
     int backward; /* gathered on the way down, and its gradients not taken over since */
     int has_pages, has_grads;
-    uint64_t used; /* when it was gathered last */
+    uint64_t used; /* the clock at its last gather */
     int reduced;   /* in this micro-batch */
     int stage, level;
-    int lowest;   /* the unit by which the operation goes that adds it over the copies */
-    int highest;  /* of such a unit: the other end of its bucket */
-    uint64_t job; /* of such a unit: what the reducer was given, or 1; 0: nothing that was not waited for */
+    int lowest;   /* the lowest unit of its bucket, which stands for the operation between copies */
+    int highest;  /* of a lowest unit: the other end of its bucket */
+    uint64_t job; /* of a lowest unit: the reducer's job, or 1; 0: nothing to wait for */
 } dtrain__fsdp_unit;
 
 enum { DTRAIN__FSDP_GATHERS, DTRAIN__FSDP_REDUCES, DTRAIN__FSDP_COPIES, DTRAIN__FSDP_WAYS };
 
-/* What an object over memory of a device has besides; see >>fsdp-device. */
+/* More fields of an object over memory of a device; see >>fsdp-device. */
 typedef struct dtrain__fsdp_device {
-    dtrain_device *queue; /* NULL: memory of the CPU, and nothing here */
+    dtrain_device *queue; /* NULL: memory of the CPU; nothing else here is set */
     dtrain_comm *comms[DTRAIN__FSDP_WAYS];
     dtrain_device_group *groups[DTRAIN__FSDP_WAYS];
-    dtrain_device_work **works[DTRAIN__FSDP_WAYS]; /* of a unit, of a bucket's lowest */
-    float *blocks[2];                              /* where places are: of weights, of gradients */
+    dtrain_device_work **works[DTRAIN__FSDP_WAYS]; /* by unit; between copies by the bucket's lowest unit */
+    float *blocks[2];                              /* memory of all places: for weights, for gradients */
     uint16_t *halves;                              /* this rank's part of sums that travel in 16 bits */
-    int64_t *limbs;                                /* of the exact sum of squares; then the norm */
-    int64_t *drift;                                /* of that of a part of the weights */
-    int64_t *drift_heard;                          /* the same in pinned memory, once drift_event has passed */
+    int64_t *limbs;                                /* the exact sum of squares, then the norm */
+    int64_t *drift;                                /* the exact sum of squares of a part of the weights */
+    int64_t *drift_heard;                          /* the same in pinned memory, valid after drift_event */
     dtrain_device_event *drift_event;
-    int drift_queued; /* the sum is on its way, or here; -1: there is none on this device */
+    int drift_queued; /* 1: the sum is under way, or here; -1: this device cannot compute it */
     dtrain__norm drift_sum;
-    dtrain__error refused; /* what the device refused first, since a call began */
+    dtrain__error refused; /* the first work that the device refused since a call began */
 } dtrain__fsdp_device;
 
 typedef struct dtrain__fsdp_event {
     int lane, unit;
     int64_t begin_ns, end_ns;
-    uint64_t dense_bytes, sent_bytes; /* of a bucket; 0: of nothing */
+    uint64_t dense_bytes, sent_bytes; /* of a bucket; 0: no bucket */
 } dtrain__fsdp_event;
 
 typedef struct dtrain__reducer dtrain__reducer;
 
-/* What ranks tell each other where one of them begins to reduce every unit once more, and at the end of a step. */
+/* What ranks tell each other when one of them begins a round, and at the end of a step. A round is one reduction of
+ * every unit. */
 typedef struct dtrain__fsdp_note {
-    uint64_t rounds; /* reductions of every unit that it has begun */
-    uint64_t begun;  /* micro-batches of which it has reduced something */
+    uint64_t rounds; /* that the rank has begun */
+    uint64_t begun;  /* micro-batches of which the rank has reduced some unit */
     uint64_t failed;
     char why[DTRAIN__FSDP_WHY];
-    uint64_t weights; /* a hash of a part of them; 0: it says none */
+    uint64_t weights; /* a hash of a part of them; 0: none */
 } dtrain__fsdp_note;
 
 struct dtrain_fsdp {
-    const char *call;               /* the last public one */
+    const char *call;               /* the last public call */
     dtrain_comm *comm;              /* the caller's */
-    dtrain_comm *gathers, *reduces; /* of the ranks of one copy; NULL: one rank */
-    dtrain_comm *copies;            /* of the ranks with the same slices; NULL: one rank */
-    dtrain_comm *world;             /* of all; NULL: one rank */
-    int shares_comm;                /* these are the caller's own */
+    dtrain_comm *gathers, *reduces; /* the ranks of one copy; NULL: one rank */
+    dtrain_comm *copies;            /* the ranks with the same slices; NULL: one rank */
+    dtrain_comm *world;             /* all ranks; NULL: one rank */
+    int shares_comm;                /* 1: these are the caller's comm */
     dtrain_allocator memory;
     dtrain_fsdp_desc desc;
     dtrain_optimizer_desc optimizer;
     dtrain__layout layout;
     dtrain__pages pages[2]; /* of parameters, of gradients */
-    unsigned char *tables;  /* the block of what follows that has one element a unit, cut, parameter, shard or rank */
+    unsigned char *tables; /* the block of the tables below with an entry a unit, cut, parameter, shard or rank */
     dtrain__fsdp_unit *units;
-    unsigned char *reserved;             /* of a parameter: 1: its data, 2: its gradient lies in pages */
-    float *lr_factors, *decays;          /* of a parameter */
-    size_t *counts;                      /* of a cut: every rank's part */
-    size_t *packed_counts;               /* of a unit: every rank's part of its small ranges, then of those trained */
+    unsigned char *reserved;             /* a parameter's: 1: its data, 2: its gradient lies in pages */
+    float *lr_factors, *decays;          /* a parameter's */
+    size_t *counts;                      /* a cut's: every rank's part */
+    size_t *packed_counts;               /* a unit's: every rank's part of its small ranges, then of those trained */
     float *stages;                       /* where small ranges are packed, on a device whole units */
     int staged[2];                       /* the units whose parameters are there; -1: none */
-    dtrain_work **gathering, **reducing; /* of a cut */
-    dtrain_work **copying;               /* of a unit */
-    size_t *code_counts;                 /* of what is quantised: see >>fsdp-quantise; stages included */
+    dtrain_work **gathering, **reducing; /* a cut's */
+    dtrain_work **copying;               /* a unit's */
+    size_t *code_counts;                 /* of quantised ranges: see >>fsdp-quantise; the stages follow */
     float *code_scratch;
     unsigned char *code_stages;
-    const void **code_parts;  /* of a rank */
-    dtrain__reducer *reducer; /* of what is compressed; NULL: nothing is */
-    dtrain_bucket *buckets;   /* of the last step: twice as many as units */
+    const void **code_parts;  /* a rank's */
+    dtrain__reducer *reducer; /* sends compressed sums; NULL: nothing is compressed */
+    dtrain_bucket *buckets;   /* of the last step: at most twice as many as units */
     size_t bucket_count;
-    int buckets_old;      /* a bucket of this step replaces them all */
-    dtrain_slice *slices; /* of a cut */
+    int buckets_old;      /* the next bucket of this step replaces them all */
+    dtrain_slice *slices; /* a cut's */
     float *masters, *state;
     float *levels[DTRAIN__FSDP_LEVELS];      /* sums of 2^l micro-batches, this rank's parts */
-    float *full_levels[DTRAIN__FSDP_LEVELS]; /* in full, where they are kept */
+    float *full_levels[DTRAIN__FSDP_LEVELS]; /* the same in full, with keep_full_grads */
     float *grads;                            /* after finish; NULL: not finished */
     uint64_t clock, step;
     uint64_t checks;                         /* parts of the weights that were found alike */
@@ -133,36 +138,36 @@ struct dtrain_fsdp {
     int at, at_backward;                     /* the unit that a pass is at, by forward_to or backward_to; -1: none */
     int keeps;                               /* nothing is dropped until the step */
     int ddp;                                 /* it is a DDP's */
-    int in_place;                            /* gradients are reduced and divided where the caller has them */
-    int trained_units, reduced_units, ended; /* units with gradients; of them reduced; micro-batches that are over */
-    int just_ended;                          /* neither reduced a unit nor begun a pass since the last one was over */
+    int in_place;                            /* gradients are reduced and divided in the caller's memory */
+    int trained_units, reduced_units, ended; /* units with gradients; reduced ones of them; ended micro-batches */
+    int just_ended;                          /* no unit reduced and no pass begun since the last micro-batch ended */
     int turn;                                /* the unit whose reduction is next */
     int scattering;                          /* the unit whose full gradients are being reduced; -1: none */
     int bucket;                              /* the highest unit that waits to be added over the copies; -1: none */
-    int round;                               /* reductions of every unit that have begun and ended */
-    int joined;                              /* of those that are over, without data of this rank */
+    int round;                               /* rounds that have begun and ended: see dtrain__fsdp_note */
+    int joined;                              /* ended micro-batches without data of this rank */
     int announced;                           /* micro-batches; -1: begin was not called */
     int begins;                              /* begin was called once */
-    int most;                                /* that one of the ranks has announced */
+    int most;                                /* the most micro-batches that a rank has announced */
     double announcement[2], *announcements, total_weight;
-    int freezes; /* 1-bit Adam's form: after freeze_step steps */
+    int freezes; /* 1-bit Adam: v is frozen after freeze_step steps */
     uint64_t freeze_step;
     dtrain_work *announcing;
     dtrain__fsdp_note note, sent_note, *notes;
     dtrain_work *exchanging;
-    int called;       /* reductions of every unit of which all ranks have been told whether this one begins them */
-    dtrain__norm sum; /* of squares, where summed says so */
+    int called;       /* rounds of which this rank has told the others whether it begins them */
+    dtrain__norm sum; /* of squares, valid if summed */
     int summed;
     float loss_scale;
     int good_steps;
     dtrain_fsdp_stats stats;
     dtrain__fsdp_event *events;
     size_t event_count;
-    int64_t left_ns; /* when the caller was given control back */
+    int64_t left_ns; /* when the last call returned */
     dtrain__fsdp_device device;
-    struct dtrain__guard *guard; /* of memory that is watched, see >>fsdp-debug; NULL: nothing is */
-    uint64_t *left; /* of a cut: a hash of its gradients as a DDP's reduce has left them; 0: they may be written. NULL:
-                     * nobody compares */
+    struct dtrain__guard *guard; /* of watched memory, see >>fsdp-debug; NULL: nothing is watched */
+    uint64_t *left; /* a cut's: a hash of its gradients after a DDP's reduce; 0: they may be written. NULL: nothing is
+                     * compared */
     dtrain__error broken;
 };
 
@@ -184,8 +189,7 @@ static DTRAIN__NOINLINE void dtrain__fsdp_record(dtrain_fsdp *fsdp, int lane, in
     event->dense_bytes = event->sent_bytes = 0;
 }
 
-/* Keeps account of a bucket that has been sent; its event is the last one. In a step of several micro-batches it is
- * sent several times. */
+/* Counts a bucket that was sent. Its event is the last one. A step of several micro-batches sends it several times. */
 static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_t dense, uint64_t sent, int64_t ns)
 {
     dtrain_bucket *bucket = fsdp->buckets, *end;
@@ -215,15 +219,15 @@ static void dtrain__fsdp_account(dtrain_fsdp *fsdp, int first, int last, uint64_
     }
 }
 
-/* What a failure is called in other groups: this rank's own trouble is no status of theirs. */
+/* Returns the status that other groups get for a failure. A failure of this rank alone becomes ABORTED there. */
 static dtrain_status dtrain__fsdp_told(dtrain_status status)
 {
     return status == DTRAIN_ERR_MEMORY || status == DTRAIN_ERR_IO || status == DTRAIN_ERR_INVALID ? DTRAIN_ERR_ABORTED
                                                                                                   : status;
 }
 
-/* Tells the ranks that may wait for this one in a group whose members are all there: where a rank is lost, only those
- * of its own groups learn it from the system. */
+/* Breaks all groups of the object. When a rank is lost, only the groups that it was in learn it from the system; ranks
+ * of the others would wait for this rank. */
 static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
 {
     dtrain_comm *groups[] = {fsdp->gathers,
@@ -242,7 +246,7 @@ static void dtrain__fsdp_break_groups(dtrain_fsdp *fsdp)
     dtrain__thread_error = kept;
 }
 
-/* The first failure is kept: buffers may still be in use, so nothing goes on. */
+/* Breaks the object and keeps the first failure. Nothing continues, because buffers may still be in use. */
 static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status, const char *what, int unit)
 {
     if (fsdp->broken.status == DTRAIN_OK) {
@@ -258,9 +262,9 @@ static dtrain_status dtrain__fsdp_break(dtrain_fsdp *fsdp, dtrain_status status,
     return dtrain__report(&fsdp->broken);
 }
 
-/* Says that this rank cannot go on with the step, so that none applies it: the next dtrain_fsdp_finish, or what implies
- * it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and why. Gathers and reductions that the others
- * make must still be made. */
+/* Notes that this rank cannot continue the step, so that no rank applies it. The next dtrain_fsdp_finish, or a call
+ * that implies it, ends on every rank with DTRAIN_ERR_ABORTED, this rank's number and the reason. This rank must still
+ * make the gathers and reductions that the others make. */
 static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
 {
     if (fsdp == NULL || fsdp->note.failed)
@@ -269,7 +273,7 @@ static void dtrain__fsdp_fail(dtrain_fsdp *fsdp, const char *why)
     snprintf(fsdp->note.why, sizeof fsdp->note.why, "%.*s", DTRAIN__FSDP_WHY - 1, why != NULL ? why : "");
 }
 
-/* Begins a public call: says whether the object can be used, and ends the caller's computation in the trace. */
+/* Begins a public call: checks the object and the unit, and ends the caller's computation in the trace. */
 static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int unit)
 {
     if (fsdp == NULL)
@@ -285,7 +289,7 @@ static dtrain_status dtrain__fsdp_enter(dtrain_fsdp *fsdp, const char *call, int
     return DTRAIN_OK;
 }
 
-/* Notes what a device's queue has not taken; the call that it is part of ends with that. */
+/* Notes that a device's queue has refused work. dtrain__fsdp_leave ends the public call with that. */
 static DTRAIN__NOINLINE void dtrain__fsdp_queued(dtrain_fsdp *fsdp, dtrain_status status)
 {
     if (status != DTRAIN_OK && fsdp->device.refused.status == DTRAIN_OK)
@@ -304,7 +308,7 @@ static dtrain_status dtrain__fsdp_leave(dtrain_fsdp *fsdp, dtrain_status status)
     return status;
 }
 
-/* Counts the time of a wait that has ended, and of what it waited for, which took so long by itself. */
+/* Counts the time of a wait that has ended, and took_ns, the time of the operation itself. */
 static void dtrain__fsdp_waited(dtrain_fsdp *fsdp, int unit, int64_t begin_ns, int64_t took_ns)
 {
     int64_t end_ns = dtrain__os_now_ns();
@@ -313,7 +317,7 @@ static void dtrain__fsdp_waited(dtrain_fsdp *fsdp, int unit, int64_t begin_ns, i
     dtrain__fsdp_record(fsdp, DTRAIN__FSDP_LANE_WAIT, unit, begin_ns, end_ns);
 }
 
-/* Waits for one operation and counts the time of both sides. */
+/* Waits for one operation, and counts the time of the wait and of the operation. */
 static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, int lane, int unit)
 {
     dtrain_work *waited = *work;
@@ -332,7 +336,7 @@ static dtrain_status dtrain__fsdp_wait(dtrain_fsdp *fsdp, dtrain_work **work, in
     return DTRAIN_OK;
 }
 
-/* Waits for all operations of a unit, also after one has failed: their buffers must be free. */
+/* Waits for all operations of a unit, also after a failure, because their buffers must be free. */
 static dtrain_status dtrain__fsdp_wait_all(dtrain_fsdp *fsdp, dtrain_work **works, int lane, int unit)
 {
     dtrain_status first = DTRAIN_OK, status;
@@ -351,19 +355,20 @@ static int dtrain__fsdp_all_done(const dtrain_fsdp *fsdp, dtrain_work *const *wo
     return 1;
 }
 
-/* This rank's part of a range. */
+/* Returns this rank's part of a range. */
 static float *dtrain__fsdp_own(const dtrain_fsdp *fsdp, const dtrain__layout_cut *cut)
 {
     return fsdp->layout.apart && !cut->home ? fsdp->masters + cut->weight : cut->data + cut->own;
 }
 
-/* Where count numbers of 16 bits wait: the upper half of the memory of as many floats. */
+/* Returns where count numbers of 16 bits wait: in the upper half of the memory of count floats. */
 static unsigned char *dtrain__fsdp_half(float *floats, size_t count)
 {
     return (unsigned char *)floats + 2 * count;
 }
 
-/* Narrows floats to their upper half, from the last on, or widens what waits there, from the first on. */
+/* These narrow floats into their upper half, last float first, and widen them from there, first float first. In that
+ * order nothing is overwritten before it is read. */
 static void dtrain__fsdp_narrow(float *floats, size_t count, dtrain_dtype dtype)
 {
     uint16_t chunk[DTRAIN__FSDP_CHUNK];
@@ -389,7 +394,7 @@ static unsigned char *dtrain__fsdp_stage(const dtrain_fsdp *fsdp, int number)
     return (unsigned char *)(fsdp->stages + (size_t)number * fsdp->layout.stage);
 }
 
-/* Every rank's part of a unit's small ranges, or of their gradients; *begin: where this rank's begins among them. */
+/* Returns every rank's part of a unit's small ranges, or of their gradients. Sets *begin to where its own begins. */
 static const size_t *dtrain__fsdp_packed(const dtrain_fsdp *fsdp, int number, int grads, size_t *begin)
 {
     const size_t *counts = fsdp->packed_counts + (2 * (size_t)number + (size_t)grads) * (size_t)fsdp->layout.shards;
@@ -414,7 +419,7 @@ static void dtrain__fsdp_page_weights(dtrain_fsdp *fsdp, int number, int take)
     }
 }
 
-/* Says whether two units lie in one place of a device: those of even numbers do, and those of odd ones. */
+/* Says whether two units share a place on a device. Even units share one, odd units another. */
 static int dtrain__fsdp_share_place(const dtrain_fsdp *fsdp, int a, int b, int grads)
 {
     const dtrain__layout_unit *units = fsdp->layout.units;
@@ -423,7 +428,7 @@ static int dtrain__fsdp_share_place(const dtrain_fsdp *fsdp, int a, int b, int g
 
 static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take);
 
-/* Takes the place of a unit's gradients from another that has left it without handing any over. */
+/* Frees the place of a unit's gradients from another unit that was left without a reduce. */
 static void dtrain__fsdp_clear_place(dtrain_fsdp *fsdp, int number)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++) {
@@ -443,8 +448,8 @@ static void dtrain__fsdp_clear_place(dtrain_fsdp *fsdp, int number)
 static void dtrain__fsdp_debug_set(const dtrain_fsdp *fsdp, int number, int grads, int open);
 static int dtrain__fsdp_debug_grads_open(const dtrain_fsdp *fsdp, int number);
 
-/* Takes the reserved pages of a unit's gradients; or sets its gradients to zero, and drops them. A device's memory for
- * them is zero while no unit has it. */
+/* Takes the reserved pages of a unit's gradients; or drops them, and sets the gradients to zero. A place on a device is
+ * zeros while no unit has it. */
 static void dtrain__fsdp_page_grads(dtrain_fsdp *fsdp, int number, int take)
 {
     const dtrain__layout *layout = &fsdp->layout;

@@ -1,6 +1,6 @@
 /* ---- >>fsdp-gather ----
- * Units in full: gathered, kept while there is room, dropped. What is started when depends on the caller's gathers and
- * releases alone, so that all ranks start the same operations in the same order. */
+ * Units in full: gathered, kept while there is room, dropped. The caller's gathers and releases alone decide which
+ * operation starts when. So all ranks start the same operations in the same order. */
 #ifndef DTRAIN__FSDP_GATHER
 #define DTRAIN__FSDP_GATHER
 #include "fsdp_debug.c"
@@ -33,7 +33,7 @@ static dtrain_status dtrain__fsdp_gather_cut(dtrain_fsdp *fsdp, size_t index)
 
 static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number);
 
-/* Takes the stages of a unit, which may be those of another, which is ended first. */
+/* Takes the stage of a unit. If another unit is being gathered by way of it, that gather ends first. */
 static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
 {
     int other = fsdp->staged[number % 2];
@@ -46,13 +46,13 @@ static dtrain_status dtrain__fsdp_gather_stage(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Says whether a unit is gathered to where it lies: on a device, where that is one place of as wide numbers. */
+/* Says whether a unit is gathered straight into place: on a device, if it is one piece and travels as float32. */
 static int dtrain__fsdp_gathers_straight(const dtrain_fsdp *fsdp, int number)
 {
     return fsdp->layout.units[number].whole[0] && fsdp->desc.gather_dtype == DTRAIN_F32;
 }
 
-/* Starts to gather the small ranges of a unit as one, on a device all. */
+/* Starts to gather the small ranges of a unit together, on a device all ranges. */
 static dtrain_status dtrain__fsdp_gather_packed(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -123,7 +123,7 @@ static dtrain_status dtrain__fsdp_gather_finish(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* Starts to gather a unit where nobody has, ends that, and makes the unit readable. */
+/* Starts to gather a unit if it is absent, ends the gather, and makes the unit readable. */
 static dtrain_status dtrain__fsdp_gather_whole(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
@@ -136,7 +136,7 @@ static dtrain_status dtrain__fsdp_gather_whole(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Ends the gathers that are under way, which read slices that are to be written. */
+/* Ends all gathers under way. They read slices, which the caller is about to write. */
 static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -146,7 +146,7 @@ static dtrain_status dtrain__fsdp_gather_end(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Forgets what was gathered of a unit. */
+/* Drops a unit's gathered parameters. */
 static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
@@ -162,7 +162,7 @@ static dtrain_status dtrain__fsdp_gather_drop(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Drops the unit that is where `number` is to be. *room: it was not held. */
+/* Drops the unit that is in the place of `number`. Sets *room to 0 if that unit is held. */
 static dtrain_status dtrain__fsdp_device_make_room(dtrain_fsdp *fsdp, int number, int *room)
 {
     dtrain_status status = DTRAIN_OK;
@@ -179,7 +179,7 @@ static dtrain_status dtrain__fsdp_device_make_room(dtrain_fsdp *fsdp, int number
     return status;
 }
 
-/* Drops what was used longest ago until `number` has room among the units that rotate. *room: it has. */
+/* Drops the units used longest ago until there is room for `number`. Sets *room to 0 if held units leave none. */
 static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *room)
 {
     if (fsdp->device.queue != NULL)
@@ -206,7 +206,7 @@ static dtrain_status dtrain__fsdp_make_room(dtrain_fsdp *fsdp, int number, int *
     }
 }
 
-/* Starts the unit that comes next, where there is room for it. */
+/* Starts to gather the unit that comes next, if there is room for it. */
 static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
 {
     int room;
@@ -220,8 +220,8 @@ static dtrain_status dtrain__fsdp_gather_ahead(dtrain_fsdp *fsdp, int number)
     return dtrain__fsdp_gather_start(fsdp, number);
 }
 
-/* The direction in which a pass goes, by the unit before this one. The same again is the turn at the top, unless it was
- * on its way down already; the first one after one that was on its way up begins another pass. */
+/* Returns the direction of a pass, by the unit before this one: 1 up, -1 down. The same unit again is the turn at the
+ * top, unless the pass was on its way down. Unit 0 after a unit on its way up begins another pass. */
 static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
 {
     int last = fsdp->last;
@@ -231,9 +231,10 @@ static int dtrain__fsdp_direction(const dtrain_fsdp *fsdp, int unit)
     return unit == last ? (rising ? -1 : 1) : (unit == 0 && rising ? 1 : -1);
 }
 
-/* Notes that a unit is used, and where the pass is: on its way down gradients are computed. toward: the direction where
- * the caller said it; 0: it did not. Returns the direction; 0: a tied unit is used beside the one that is held, which
- * is no turn of the pass. */
+/* Notes that a unit is used, and where the pass is. On the way down gradients are computed.
+ *
+ *   toward    the direction, if the caller gave it; else 0
+ *   returns   the direction; 0 for a tied unit that is used beside the held one, which is no turn of the pass */
 static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
@@ -247,14 +248,14 @@ static int dtrain__fsdp_use(dtrain_fsdp *fsdp, int number, int toward)
     fsdp->last = beside ? fsdp->last : number;
     if (direction != 0)
         unit->backward = direction < 0;
-    /* tied parameters have a gradient from the head on, which comes before the pass turns back to their own layer */
+    /* tied parameters get a gradient from the head, before the pass has come back to their own layer */
     if (direction < 0 || fsdp->layout.units[number].tied)
         dtrain__fsdp_page_grads(fsdp, number, 1);
     dtrain__fsdp_debug_set(fsdp, number, 1, 1);
     return direction;
 }
 
-/* Says whether a unit can be gathered while others are held. */
+/* Checks that no held unit has the place of this one. */
 static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *units = fsdp->layout.units;
@@ -269,7 +270,7 @@ static dtrain_status dtrain__fsdp_check_place(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* toward: as in dtrain__fsdp_use. */
+/* Gathers a unit, and starts the next one; toward: as in dtrain__fsdp_use. */
 static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number, int toward)
 {
     dtrain__fsdp_unit *unit = &fsdp->units[number];
@@ -278,12 +279,12 @@ static dtrain_status dtrain__fsdp_gather_now(dtrain_fsdp *fsdp, int number, int 
     if (status != DTRAIN_OK)
         return status;
     status = dtrain__fsdp_advance(fsdp, number);
-    /* where steps are opened, a pass outside of them computes no gradients, whichever way it goes */
+    /* in a program that opens steps, a pass outside of them computes no gradients */
     int computes = fsdp->reduced_units > 0 || !fsdp->begins || fsdp->announced > fsdp->ended;
     if (status == DTRAIN_OK && computes)
         status = dtrain__fsdp_left_out(fsdp, number);
     int direction = dtrain__fsdp_use(fsdp, number, toward);
-    if (computes && direction > 0) /* on its way down the last pass may still come to units without gradients */
+    if (computes && direction > 0) /* a pass on its way down may still come to units without gradients */
         fsdp->just_ended = 0;
     if (status != DTRAIN_OK || fsdp->layout.resident)
         return status;
@@ -312,7 +313,7 @@ static dtrain_status dtrain__fsdp_release_now(dtrain_fsdp *fsdp, int unit)
     return fsdp->units[unit].stale ? dtrain__fsdp_gather_drop(fsdp, unit) : DTRAIN_OK;
 }
 
-/* Begins a public call on a unit that is to be held; before: what comes first. */
+/* Begins a public call on a unit that must be held. `before` ends the error text: what to do after gathering. */
 static dtrain_status dtrain__fsdp_enter_held(dtrain_fsdp *fsdp, const char *call, int unit, const char *before)
 {
     dtrain_status status = dtrain__fsdp_enter(fsdp, call, unit);

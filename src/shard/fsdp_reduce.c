@@ -1,11 +1,11 @@
 /* ---- >>fsdp-reduce ----
- * Gradients, from a unit's in full to this rank's part of the sum. All ranks start units from the last to the first,
- * in every micro-batch, whatever the order of the caller's; one that a rank leaves out adds -0, the one number that
- * changes no other. A unit's full gradients are free when they have been scattered; between copies only parts travel.
+ * Gradients, from a unit in full to this rank's part of the sum. In every micro-batch all ranks start units from the
+ * last to the first, in whatever order the caller reduces them. A unit that a rank leaves out adds -0, the one number
+ * that changes no other. A unit's full gradients are free once they are scattered; between copies only parts travel.
  *
- * Micro-batches are folded by a binary counter: reduction k goes to the level of k's trailing ones, which is free, and
- * takes in the lower levels, lowest first; the end collapses what there is. That is the balanced tree whose left part
- * is the largest power of two. */
+ * A binary counter folds micro-batches. The sum of round k goes to level t, where k has t trailing one bits: that level
+ * is free. It takes in the lower levels, lowest first. The end of the step adds up the levels that are left. The result
+ * is the balanced tree whose left part is the largest power of two. */
 #ifndef DTRAIN__FSDP_REDUCE
 #define DTRAIN__FSDP_REDUCE
 #include "fsdp_gather.c"
@@ -20,14 +20,14 @@ static int dtrain__fsdp_trailing_ones(unsigned number)
     return ones;
 }
 
-/* Says whether a unit's part of the reduction waits in 16 bits: what travels between copies does, and what a rank that
- * shares its parameters with no other rounds as if it travelled. */
+/* Says whether a unit's part of the reduction waits in 16 bits. It does if it travels between copies. A rank that
+ * shares its parameters with no other rounds as if it did. */
 static int dtrain__fsdp_waits_narrow(const dtrain_fsdp *fsdp)
 {
     return fsdp->desc.reduce_dtype != DTRAIN_F32 && (fsdp->reduces == NULL || fsdp->copies != NULL);
 }
 
-/* Where a unit's part of the reduction goes that is under way. */
+/* Returns where a unit's part of the current reduction goes. */
 static float *dtrain__fsdp_target(const dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -45,7 +45,7 @@ static dtrain_status dtrain__fsdp_level(dtrain_fsdp *fsdp, float **level, size_t
                         dtrain_device_name(fsdp->device.queue), count * sizeof(float));
 }
 
-/* The sum of a unit is there: folds it with those of earlier micro-batches. */
+/* Folds the complete sum of a unit with those of earlier micro-batches. */
 static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
 {
     const dtrain__layout_unit *cuts = &fsdp->layout.units[number];
@@ -59,7 +59,7 @@ static void dtrain__fsdp_fold(dtrain_fsdp *fsdp, int number)
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_IDLE;
 }
 
-/* Starts to send every rank its part of gradients, which are in `in` as they travel, and to add up this rank's. */
+/* Starts to send every rank its part of the gradients in `in`, which has reduce_dtype, and to add up this rank's. */
 static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, float *out, const size_t *counts,
                                           size_t index)
 {
@@ -69,16 +69,16 @@ static dtrain_status dtrain__fsdp_scatter(dtrain_fsdp *fsdp, const void *in, flo
     return dtrain__reduce_scatter_v(fsdp->reduces, in, out, counts, NULL, dtype, DTRAIN_SUM, &fsdp->reducing[index]);
 }
 
-/* Where this rank's part of the sums of a unit's small ranges is; they lie one after another. */
+/* Returns where this rank's part of the sums of a unit's small ranges is, one range after another. */
 static float *dtrain__fsdp_packed_sums(const dtrain_fsdp *fsdp, size_t begin)
 {
-    if (fsdp->desc.reduce_dtype != DTRAIN_F32) /* apart from what travels, which may be half as wide */
+    if (fsdp->desc.reduce_dtype != DTRAIN_F32) /* apart from the input, which may be half as wide */
         return fsdp->stages + DTRAIN__FSDP_STAGES * fsdp->layout.stage;
     return fsdp->stages + (DTRAIN__FSDP_STAGES - 1) * fsdp->layout.stage + begin;
 }
 
-/* Starts to reduce the small ranges of a unit as one, on a device all, which are rounded as others of 16 bits and
- * travel as float32; `sum` is where this rank's part of the unit goes. */
+/* Starts to reduce the small ranges of a unit together; on a device all ranges. A device rounds them to 16 bits as the
+ * CPU does, but sends float32. `sum` is where this rank's part of the unit goes. */
 static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number, float *sum)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -106,7 +106,7 @@ static dtrain_status dtrain__fsdp_reduce_packed(dtrain_fsdp *fsdp, int number, f
                   : dtrain__fsdp_scatter(fsdp, in, dtrain__fsdp_packed_sums(fsdp, begin), counts, first);
 }
 
-/* Puts this rank's part of the sums of small ranges where those of the others are, and adds up the quantised ones. */
+/* Moves this rank's sums of small ranges to those of the other ranges, and adds up the quantised ranges. */
 static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
 {
     size_t begin;
@@ -125,7 +125,7 @@ static void dtrain__fsdp_unpack_grads(dtrain_fsdp *fsdp, int number)
     }
 }
 
-/* Copies the small gradients of a bucket to `sum`, one after another, or back; returns their elements. */
+/* Copies the small gradients of a bucket to `sum`, one after another, or back; returns how many elements they have. */
 static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float *sum, int back)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -140,7 +140,7 @@ static size_t dtrain__fsdp_pack_small(const dtrain_fsdp *fsdp, int lowest, float
     return count;
 }
 
-/* Starts to add a bucket's gradients over the copies: each that is large where it lies, and the small ones together. */
+/* Starts to add a bucket's gradients over the copies: large ones each in place, small ones together. */
 static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, float *sum)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -157,7 +157,7 @@ static dtrain_status dtrain__fsdp_add_in_place(dtrain_fsdp *fsdp, int lowest, fl
     return status;
 }
 
-/* Waits for the same. */
+/* Waits for a bucket that dtrain__fsdp_add_in_place has started. */
 static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
 {
     dtrain_status status = dtrain__fsdp_wait(fsdp, &fsdp->copying[lowest], DTRAIN__FSDP_LANE_REDUCE, lowest);
@@ -170,7 +170,7 @@ static dtrain_status dtrain__fsdp_wait_in_place(dtrain_fsdp *fsdp, int lowest)
     return status;
 }
 
-/* Starts to add the bucket's parts, which lie side by side, over the copies. */
+/* Starts to add the open bucket over the copies: units fsdp->bucket down to `lowest`, whose parts lie side by side. */
 static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
 {
     const dtrain__layout_unit *units = fsdp->layout.units;
@@ -200,7 +200,7 @@ static dtrain_status dtrain__fsdp_send_bucket(dtrain_fsdp *fsdp, int lowest)
     return dtrain__fsdp_break(fsdp, status, "starting to reduce", lowest);
 }
 
-/* Between micro-batches a gradient may be added to before its unit is gathered for it. */
+/* Between micro-batches the caller may add to a gradient before it gathers the unit for backward. */
 static void dtrain__fsdp_between(dtrain_fsdp *fsdp)
 {
     if (fsdp->reduced_units == 0)
@@ -231,7 +231,7 @@ static dtrain_status dtrain__fsdp_wait_copies(dtrain_fsdp *fsdp, int number)
     return DTRAIN_OK;
 }
 
-/* Full gradients have been scattered: they are free, and parts go on to the other copies. */
+/* Ends scattering a unit: frees its full gradients, and sends its part on to the other copies. */
 static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
 {
     int64_t before_ns = fsdp->stats.communicated_ns;
@@ -250,7 +250,7 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
                              fsdp->stats.communicated_ns - before_ns);
     }
     if (fsdp->in_place || fsdp->left != NULL)
-        fsdp->units[number].has_grads = 0; /* they stay: to become sums, or to be compared with what they were */
+        fsdp->units[number].has_grads = 0; /* they stay, to become sums or to be compared by >>fsdp-debug */
     else
         dtrain__fsdp_page_grads(fsdp, number, 0);
     dtrain__fsdp_between(fsdp);
@@ -262,19 +262,19 @@ static dtrain_status dtrain__fsdp_scattered(dtrain_fsdp *fsdp, int number)
         dtrain__fsdp_convert_sum(fsdp, number, dtrain__fsdp_target(fsdp, number), 0);
     fsdp->units[number].stage = DTRAIN__FSDP_GRADS_COPYING;
     fsdp->bucket = fsdp->bucket < 0 ? number : fsdp->bucket;
-    /* numbers of 16 bits wait each unit's in a place of its own, and go alone */
+    /* numbers of 16 bits wait apart for each unit, so units travel alone */
     int goes = fsdp->desc.reduce_dtype != DTRAIN_F32 ||
                dtrain__layout_ends_bucket(&fsdp->layout, number, fsdp->bucket, fsdp->desc.bucket_bytes);
     return goes ? dtrain__fsdp_send_bucket(fsdp, number) : DTRAIN_OK;
 }
 
-/* Ends what is under way of a unit's reduction. */
+/* Ends the reduction of a unit, if it is under way. */
 static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
 {
     dtrain_status status = DTRAIN_OK;
     if (fsdp->units[number].stage == DTRAIN__FSDP_GRADS_SCATTERING)
         status = dtrain__fsdp_scattered(fsdp, number);
-    /* in the next micro-batch: the last unit of this one takes the bucket along */
+    /* in the next micro-batch: scattering the last unit of this one sends the bucket */
     if (status == DTRAIN_OK && fsdp->bucket >= number && fsdp->scattering >= 0)
         status = dtrain__fsdp_scattered(fsdp, fsdp->scattering);
     if (status == DTRAIN_OK && fsdp->units[number].stage == DTRAIN__FSDP_GRADS_COPYING) {
@@ -285,7 +285,7 @@ static dtrain_status dtrain__fsdp_settle(dtrain_fsdp *fsdp, int number)
     return status;
 }
 
-/* Ends scattering what is in the way of a unit: its own gradients, or on a device those in its place. */
+/* Ends a scatter that is in a unit's way: of its own gradients, or on a device of those in its place. */
 static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
 {
     int now = fsdp->scattering;
@@ -294,8 +294,8 @@ static dtrain_status dtrain__fsdp_clear_way(dtrain_fsdp *fsdp, int unit)
     return DTRAIN_OK;
 }
 
-/* The same, and goes on with reductions whose operations have ended. On a device that has ended for the CPU before it
- * has for the caller's queue, which is not to wait for it early. */
+/* Does the same, and ends a scatter whose operations are done. Not on a device: there an operation is done for the CPU
+ * before the caller's queue has reached it, and that queue must not wait early. */
 static dtrain_status dtrain__fsdp_advance(dtrain_fsdp *fsdp, int unit)
 {
     int now = fsdp->scattering;
@@ -317,8 +317,8 @@ static dtrain_status dtrain__fsdp_reduce_cut(dtrain_fsdp *fsdp, size_t index, fl
     return dtrain__fsdp_scatter(fsdp, dtrain__fsdp_half(cut->grads, cut->count), sum, counts, index);
 }
 
-/* Starts to reduce the gradients of a unit to `sum`; where no rank shares them, what is added between copies is copied
- * there. */
+/* Starts to reduce the gradients of a unit to `sum`. If this rank has all of them, they are copied there, to be added
+ * between copies. */
 static dtrain_status dtrain__fsdp_reduce_unit(dtrain_fsdp *fsdp, int number, float *sum)
 {
     const dtrain__layout_unit *unit = &fsdp->layout.units[number];
@@ -349,7 +349,7 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     unit->stage = DTRAIN__FSDP_GRADS_SCATTERING;
     fsdp->scattering = number;
     dtrain__fsdp_debug_compare(fsdp, number);
-    dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed where they are */
+    dtrain__fsdp_debug_set(fsdp, number, 1, 1); /* they are narrowed in place */
     status = dtrain__fsdp_level(fsdp, &fsdp->levels[unit->level], fsdp->layout.grads);
     if (status == DTRAIN_OK)
         status = dtrain__fsdp_reduce_unit(fsdp, number, dtrain__fsdp_target(fsdp, number));
@@ -359,7 +359,7 @@ static dtrain_status dtrain__fsdp_reduce_start(dtrain_fsdp *fsdp, int number)
     return fsdp->reduces == NULL ? dtrain__fsdp_scattered(fsdp, number) : DTRAIN_OK;
 }
 
-/* Starts every unit whose turn it is. */
+/* Starts to reduce the units whose turn it is. */
 static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -375,8 +375,8 @@ static dtrain_status dtrain__fsdp_reduce_turns(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Folds one range's gradients with those of this rank's earlier micro-batches; the last leaves the sum in place. The
- * CPU folds as much at a time as stays in its cache. */
+/* Folds one range's gradients with those of this rank's earlier micro-batches. The last micro-batch leaves the sum in
+ * place. The CPU folds tiles that stay in its cache. */
 static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *cut, int last)
 {
     int ones = dtrain__fsdp_trailing_ones((unsigned)fsdp->ended);
@@ -396,7 +396,7 @@ static void dtrain__fsdp_keep_cut(dtrain_fsdp *fsdp, const dtrain__layout_cut *c
     }
 }
 
-/* Learns the weight of all ranks, and the most micro-batches of one, where they announced them. */
+/* Finds the weight of all ranks, and the most micro-batches of one rank, from what they announced. */
 static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
@@ -421,8 +421,8 @@ static dtrain_status dtrain__fsdp_announced(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Micro-batches that are folded in full, this one included, before they are reduced. Where ranks gather together they
- * reduce together, in the pass that is the last for all: else some would wait in a reduction, others in a gather. */
+/* Counts the micro-batches that are folded in full before they are reduced, this one included. Ranks that gather
+ * together also reduce together, in the last pass of all. Else some would wait in a reduction, others in a gather. */
 static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int *count)
 {
     dtrain_status status = DTRAIN_OK;
@@ -435,7 +435,7 @@ static DTRAIN__NOINLINE dtrain_status dtrain__fsdp_folded(dtrain_fsdp *fsdp, int
     return status;
 }
 
-/* Waits until this rank has heard what the others say. */
+/* Waits for the notes of the other ranks. */
 static dtrain_status dtrain__fsdp_recv_notes(dtrain_fsdp *fsdp)
 {
     dtrain_work *exchanging = fsdp->exchanging;
@@ -444,8 +444,8 @@ static dtrain_status dtrain__fsdp_recv_notes(dtrain_fsdp *fsdp)
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "hearing of the other ranks", -1);
 }
 
-/* Says to all ranks whether this one begins to reduce every unit once more. Each says so before each such reduction and
- * once after the last: where one begins, those that have nothing left take part with nothing. */
+/* Tells all ranks whether this one begins a round. Each rank says so before each round and once after its last. If one
+ * begins a round, ranks without gradients take part and add nothing. */
 static dtrain_status dtrain__fsdp_send_note(dtrain_fsdp *fsdp, int begins)
 {
     size_t ranks = (size_t)dtrain_comm_size(fsdp->comm);
@@ -466,7 +466,7 @@ static dtrain_status dtrain__fsdp_send_note(dtrain_fsdp *fsdp, int begins)
     return dtrain__fsdp_break(fsdp, status, "telling the other ranks", -1);
 }
 
-/* Ends what is under way of all units. */
+/* Ends the reductions of all units. */
 static dtrain_status dtrain__fsdp_settle_all(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -475,8 +475,8 @@ static dtrain_status dtrain__fsdp_settle_all(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* Hears the others now. With progress by poll it ends what is under way first: a bucket that is sent compressed begins
- * only when it is waited for, and others may be waiting. */
+/* Waits for the notes now. With DTRAIN_PROGRESS_POLL it ends all reductions first. A compressed bucket starts only when
+ * this rank waits for it, and the others may wait for this rank. */
 static dtrain_status dtrain__fsdp_settle_and_recv(dtrain_fsdp *fsdp)
 {
     int polls = fsdp->comm->desc.progress == DTRAIN_PROGRESS_POLL;
@@ -484,8 +484,8 @@ static dtrain_status dtrain__fsdp_settle_and_recv(dtrain_fsdp *fsdp)
     return status == DTRAIN_OK ? dtrain__fsdp_recv_notes(fsdp) : status;
 }
 
-/* Begins to reduce every unit. With progress by poll this rank listens, where the reduction may keep it before the step
- * ends. */
+/* Begins a round. With DTRAIN_PROGRESS_POLL it also waits for the notes, if the round may block this rank before the
+ * step ends. */
 static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
 {
     int once = fsdp->desc.keep_full_grads && fsdp->reduces == NULL && fsdp->device.queue == NULL;
@@ -497,7 +497,7 @@ static dtrain_status dtrain__fsdp_open_round(dtrain_fsdp *fsdp)
     return dtrain__fsdp_settle_and_recv(fsdp);
 }
 
-/* Takes a unit's gradients over, or -0 where this rank has none; whether they are reduced now is its caller's. */
+/* Takes a unit's gradients over, or -0 if this rank has none, and reduces the units whose turn it is. */
 static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused)
 {
     const dtrain__layout *layout = &fsdp->layout;
@@ -538,8 +538,8 @@ static dtrain_status dtrain__fsdp_take(dtrain_fsdp *fsdp, int number, int unused
     return dtrain__fsdp_reduce_turns(fsdp);
 }
 
-/* A unit that was gathered on the way down and let go again is not used once the pass is below it. Others wait for its
- * reduction, maybe with a gather that this rank needs, so that it cannot wait for the end of the micro-batch. */
+/* Takes over the units above `unit` that were gathered on the way down and released, as unused. Other ranks wait for
+ * their reduction, maybe with a gather that this rank needs. So it cannot wait for the end of the micro-batch. */
 static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
 {
     dtrain_status status = DTRAIN_OK;
@@ -549,7 +549,7 @@ static dtrain_status dtrain__fsdp_left_out(dtrain_fsdp *fsdp, int unit)
     return status;
 }
 
-/* All units of a micro-batch have been taken over. */
+/* Ends a micro-batch whose units have all been taken over. */
 static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
 {
     for (int i = 0; i < fsdp->layout.unit_count; i++)
@@ -564,7 +564,7 @@ static void dtrain__fsdp_micro_batch_over(dtrain_fsdp *fsdp)
     }
 }
 
-/* Ends a micro-batch: units that were not reduced were not used. */
+/* Ends a micro-batch: takes over the units that were not reduced, as unused. */
 static dtrain_status dtrain__fsdp_end_micro_batch(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -586,7 +586,7 @@ static dtrain_status dtrain__fsdp_check_open(dtrain_fsdp *fsdp, const char *call
                         call, dtrain__fsdp_rank(fsdp));
 }
 
-/* Says whether this rank has a micro-batch left that it has announced; those that it joined do not count. */
+/* Checks that this rank has an announced micro-batch left. Micro-batches that it joined do not count. */
 static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call)
 {
     int computed = fsdp->ended - fsdp->joined;
@@ -598,7 +598,7 @@ static dtrain_status dtrain__fsdp_check_left(dtrain_fsdp *fsdp, const char *call
                         call, computed, dtrain__fsdp_rank(fsdp), fsdp->ddp ? "ddp" : "fsdp");
 }
 
-/* Says whether a unit's gradients are still missing in this micro-batch, so that they may be computed. */
+/* Checks that a unit's gradients are still missing in this micro-batch. */
 static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, const char *call)
 {
     if (fsdp->layout.units[number].trained == 0)
@@ -617,8 +617,8 @@ static dtrain_status dtrain__fsdp_check_missing(dtrain_fsdp *fsdp, int number, c
 
 static dtrain_status dtrain__fsdp_check_reduce(dtrain_fsdp *fsdp, int number, const char *call)
 {
-    /* Its parameters can have been there when its gradients were computed, by a rule that is the same on any number of
-     * ranks: it is gathered, it was on the way down, or what was gathered stays. */
+    /* The parameters must have been in memory when the gradients were computed. The rule is the same on any number of
+     * ranks: the unit is gathered, or was on the way down, or gathered units stay. */
     const dtrain__fsdp_unit *unit = &fsdp->units[number];
     dtrain_strategy strategy = fsdp->desc.strategy;
     int rank = dtrain__fsdp_rank(fsdp), stays = strategy == DTRAIN_SHARD_GRAD_OP || strategy == DTRAIN_DDP ||

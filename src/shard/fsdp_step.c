@@ -1,12 +1,12 @@
 /* ---- >>fsdp-step ----
- * From sums to new weights: what ranks announce and agree on, the division, the norm, the update of this rank's slices,
- * and making them count. Parts of a model tell each other by the sum for its norm whether one has dropped its step. */
+ * From sums to new weights: announcements, the division, the norm, the update of this rank's slices, and publishing
+ * them. The sum for a model's norm also tells all its parts whether one of them has dropped its step. */
 #ifndef DTRAIN__FSDP_STEP
 #define DTRAIN__FSDP_STEP
 #include "fsdp_pass.c"
 #include "fsdp_drift.c"
 
-/* Memory for gradients of the caller's may hold anything; reserved pages are zeros. */
+/* Sets gradients in the caller's memory to zero. Reserved pages are zeros already. */
 static void dtrain__fsdp_zero_grads(dtrain_fsdp *fsdp)
 {
     for (size_t i = 0; i < fsdp->layout.table_count; i++) {
@@ -53,7 +53,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_begin(dtrain_fsdp *fsdp, int micro_batches,
     return dtrain__fsdp_begin(fsdp, micro_batches, weight, "dtrain_fsdp_begin");
 }
 
-/* Ends the micro-batches of one reduction of every unit, in which this rank adds nothing to what it has not reduced. */
+/* Ends the micro-batches of one round. This rank adds nothing for units that it has not reduced. */
 static dtrain_status dtrain__fsdp_end_round(dtrain_fsdp *fsdp)
 {
     int folded;
@@ -83,8 +83,8 @@ static void dtrain__fsdp_reset(dtrain_fsdp *fsdp)
     dtrain__fsdp_between(fsdp);
 }
 
-/* Forgets them before a step is complete: also what was computed and never handed over, of units that may still be
- * held. One after another, as on a device they lie in one place. */
+/* Forgets gradients before a step is complete, also those that were computed and never reduced, of units that may still
+ * be held. It goes unit by unit, because units share places on a device. */
 static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
 {
     dtrain__reducer_step_over(fsdp->reducer, 1);
@@ -98,8 +98,8 @@ static void dtrain__fsdp_wipe(dtrain_fsdp *fsdp)
     dtrain__fsdp_reset(fsdp);
 }
 
-/* Ends all reductions of a step, in which each rank adds nothing to those that others alone have made; *most: the
- * micro-batches that one of them has begun, at most. */
+/* Ends all rounds of a step. A rank adds nothing to rounds that only others have begun. Sets *most to the most
+ * micro-batches that one rank has begun. */
 static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
 {
     int ranks = dtrain_comm_size(fsdp->comm);
@@ -126,7 +126,7 @@ static dtrain_status dtrain__fsdp_complete(dtrain_fsdp *fsdp, int *most)
     return status == DTRAIN_OK ? dtrain__fsdp_settle_all(fsdp) : status;
 }
 
-/* Says whether a step can be applied; the same verdict on every rank. */
+/* Checks that a step can be applied. The result is the same on every rank. */
 static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
 {
     for (int rank = 0; rank < dtrain_comm_size(fsdp->comm); rank++) {
@@ -142,7 +142,7 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
                             "%s: the weights of all ranks are 0, and with compress.adam m is averaged by them: give "
                             "dtrain_fsdp_begin the number of examples",
                             fsdp->call);
-    int trains = fsdp->trained_units > 0; /* what there is to train may have no elements, as a rank's part may be */
+    int trains = fsdp->trained_units > 0; /* trained parameters may have no elements, such as an empty part */
     for (size_t i = 0; i < fsdp->layout.table_count && fsdp->trained_units == 0; i++)
         trains |= !fsdp->layout.table[i].frozen;
     if (trains && (most > 0 || fsdp->trained_units == 0))
@@ -154,12 +154,12 @@ static dtrain_status dtrain__fsdp_verdict(dtrain_fsdp *fsdp, int most)
         fsdp->call);
 }
 
-/* Collapses the levels and divides once. */
+/* Adds up the levels and divides once. */
 static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
 {
     double divisor = (fsdp->total_weight > 0.0 ? fsdp->total_weight : 1.0) * (double)fsdp->loss_scale;
     uint64_t mode = dtrain__fpmode_enter();
-    float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* of nothing */
+    float *sum = fsdp->round == 0 ? fsdp->levels[0] : NULL; /* no round: an empty sum */
     for (int level = 0; fsdp->round >> level != 0; level++) {
         if (!(fsdp->round >> level & 1))
             continue;
@@ -180,7 +180,8 @@ static void dtrain__fsdp_divide(dtrain_fsdp *fsdp)
     dtrain__fpmode_restore(mode);
 }
 
-/* idle: that no rank has a micro-batch is no error, and leaves no sums. Slices may be written after it. */
+/* Finishes a step, after which slices may be written. idle: a step without micro-batches on any rank is no error, and
+ * leaves no sums. */
 static dtrain_status dtrain__fsdp_finish_now(dtrain_fsdp *fsdp, int idle)
 {
     int most = 0;
@@ -240,7 +241,7 @@ static void dtrain__fsdp_update(dtrain_fsdp *fsdp, float lr)
     }
 }
 
-/* Drops, or where full parameters are kept gathers, what older weights have left. */
+/* Drops gathered parameters of the older weights; under strategies that keep full parameters, gathers the new ones. */
 static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
 {
     dtrain_status status = DTRAIN_OK;
@@ -260,7 +261,7 @@ static dtrain_status dtrain__fsdp_publish_now(dtrain_fsdp *fsdp)
     return status;
 }
 
-/* With a loss scale: says whether the step is to be skipped, and sets the next scale. */
+/* With a loss scale: says whether to skip the step, and sets the next scale. */
 static int dtrain__fsdp_overflows(dtrain_fsdp *fsdp)
 {
     int steps = fsdp->desc.loss_scale_steps > 0 ? fsdp->desc.loss_scale_steps : 2000;
@@ -309,7 +310,7 @@ DTRAIN_API dtrain_status dtrain_fsdp_step(dtrain_fsdp *fsdp, float lr)
     return dtrain__fsdp_leave(fsdp, dtrain__fsdp_publish_now(fsdp));
 }
 
-/* Ends a step without applying it; publishes: what the slices hold counts from now on. */
+/* Ends a step without applying it; publishes: 1 also makes the contents of the slices count. */
 static dtrain_status dtrain__fsdp_abandon(dtrain_fsdp *fsdp, int publishes, const char *call)
 {
     int most = 0;
@@ -396,7 +397,7 @@ static dtrain_status dtrain__fsdp_check_norm(const char *call, float max_norm)
                         (double)max_norm);
 }
 
-/* Ends the step's reductions and sums up its gradients anew: they may have been changed since. */
+/* Ends the step's reductions, and sums up the squares again, because gradients may have changed. */
 static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
 {
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
@@ -404,7 +405,7 @@ static dtrain_status dtrain__fsdp_measure(dtrain_fsdp *fsdp)
     return status == DTRAIN_OK ? dtrain__fsdp_sum_squares(fsdp) : status;
 }
 
-/* Shortens gradients to max_norm where their length, by the sum, is more; returns it. */
+/* Shortens gradients to max_norm if they are longer; returns their length, by the sum of squares. */
 static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
 {
     double length = dtrain__device_length(&fsdp->sum);
@@ -418,7 +419,7 @@ static double dtrain__fsdp_shorten(dtrain_fsdp *fsdp, float max_norm)
     return length;
 }
 
-/* Shortens gradients on a device without the CPU's hearing how long they are. */
+/* Shortens gradients on a device without telling the CPU their length, so that it does not wait. */
 static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_norm)
 {
     dtrain_status status = dtrain__fsdp_finish_now(fsdp, 0);
@@ -433,13 +434,13 @@ static dtrain_status dtrain__fsdp_shorten_unseen(dtrain_fsdp *fsdp, float max_no
     return status == DTRAIN_OK ? status : dtrain__fsdp_break(fsdp, status, "measuring gradients", -1);
 }
 
-/* What the ranks of a model add up: the exact sum, and how many of their objects have dropped the step. */
+/* The ranks of a model add these up: exact sums, and how many of their objects have dropped the step. */
 typedef struct dtrain__fsdp_total {
     dtrain__norm sum;
     int64_t dropped;
 } dtrain__fsdp_total;
 
-/* Measures every object of this rank; the first failure is returned, and told in the total. */
+/* Measures every object of this rank. Returns the first failure, and counts failures in the total. */
 static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int count, dtrain__fsdp_total *total,
                                               const char *call)
 {
@@ -463,7 +464,7 @@ static dtrain_status dtrain__fsdp_measure_all(dtrain_fsdp *const *fsdps, int cou
     return first == DTRAIN_OK ? first : dtrain__report(&why);
 }
 
-/* Another part of the model has dropped the step: so do the objects here that have not. */
+/* Drops the step on the objects of this rank, because another part of the model has dropped it. */
 static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count, int64_t dropped, const char *call)
 {
     dtrain_status status = DTRAIN_OK;
@@ -478,7 +479,7 @@ static dtrain_status dtrain__fsdp_drop_all(dtrain_fsdp *const *fsdps, int count,
                         call, (long long)dropped);
 }
 
-/* Measures and shortens the gradients of good objects as one vector. */
+/* Measures and shortens the gradients of all objects as one vector. The arguments are checked. */
 static dtrain_status dtrain__fsdp_clip(dtrain_fsdp *const *fsdps, int count, dtrain_comm *model, float max_norm,
                                        double *norm, const char *call)
 {
